@@ -1,0 +1,1 @@
+"""Nodes, phases and the shared directory. The only package that writes there; it never imports torch."""

@@ -1,0 +1,316 @@
+"""One frozen, validated tree of settings: defaults, then a file, then options and `key=value`; unknown key = error.
+
+The master publishes the tree in each epoch record; a worker reads it from there, and whatever a worker is given of
+its own must agree with it.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from rollout.settings import EngineSettings, EvalSettings, RolloutSettings, Settings
+from trainer.settings import TrainerSettings
+
+TINY = "builtin:tiny"
+
+TINY_DEFAULTS: dict[str, Any] = {
+    "iterations": 16,
+    "rollout.max_tokens": 8,
+    "eval.interval": 5,
+    "trainer.learning_rate": 3e-4,
+    "trainer.warmup_steps": 5,
+    "trainer.global_batch_size": 256,
+    "trainer.max_tokens_per_microbatch": 2048,
+}
+"""What takes the place of the defaults while the model is builtin:tiny: the demo's recipe."""
+
+
+class SettingsError(ValueError):
+    """A setting is wrong: one line that says which, with which value, and what to do."""
+
+
+class ClusterSettings(Settings):
+    """The nodes and their patience."""
+
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    """Nodes of the run, the master included."""
+    rank_weights: tuple[float, ...] | None = None
+    """One positive number a node: its share of the tasks and of the training tokens; default: equal."""
+    beat_s: Annotated[float, Field(gt=0)] = 2.0
+    """Seconds between two heartbeats of a node."""
+    node_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """A node whose heartbeat stands still for longer is lost."""
+    rejoin_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """How long nodes wait for the others to come."""
+    poll_max_s: Annotated[float, Field(gt=0)] = 0.5
+    """Longest pause between two listings while a node waits."""
+    on_node_failure: Literal["abort"] = "abort"
+    """What happens when a node is lost: abort ends all nodes with exit code 3; the same command resumes."""
+
+    @field_validator("rank_weights", mode="before")
+    @classmethod
+    def _weights_parse(cls, weights: Any) -> Any:
+        return parse_weights(weights) if isinstance(weights, str) else weights
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> "ClusterSettings":
+        weights = self.rank_weights
+        if weights is None:
+            return self
+        text = ",".join(f"{weight:g}" for weight in weights)
+        if len(weights) != self.num_nodes:
+            example = ",".join("2" if rank == 0 else "1" for rank in range(self.num_nodes))
+            raise ValueError(
+                f"--rank-weights {text} has {len(weights)} weights for --num-nodes {self.num_nodes}; "
+                f"give one per node, e.g. {example}"
+            )
+        if not all(0 < weight < float("inf") for weight in weights):
+            raise ValueError(f"--rank-weights {text}: every weight must be a positive number")
+        if self.node_timeout_s <= 2 * self.beat_s:
+            raise ValueError(
+                f"cluster.node_timeout_s={self.node_timeout_s:g} must be more than two beats "
+                f"(cluster.beat_s={self.beat_s:g})"
+            )
+        return self
+
+    def weight(self, rank: int) -> float:
+        """Weight of `rank`."""
+        return self.rank_weights[rank] if self.rank_weights else 1.0
+
+
+class CheckpointSettings(Settings):
+    """What is kept."""
+
+    keep_last: Annotated[int, Field(ge=2)] = 3
+    """Checkpoints kept; at least 2, or there is nothing to fall back to."""
+
+
+class TinySettings(Settings):
+    """The built-in model."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 800
+    """Supervised steps before RL; 0 leaves random weights."""
+
+
+class RunSettings(Settings):
+    """Everything that a run is told; published by the master."""
+
+    model: str = TINY
+    """Hugging Face directory or id, or builtin:tiny."""
+    tasks: str = "builtin:arithmetic"
+    """JSON lines of the training tasks."""
+    eval_tasks: str | None = None
+    """JSON lines of the evaluation tasks; default: those of builtin:arithmetic if it trains, else no evaluation."""
+    data_path: str | None = None
+    """Read-only shared data: relative task files and models are looked up here, HF_HOME lies below it."""
+    rl_phase: Literal["both", "rollout", "update"] = "both"
+    """Which half of an iteration runs."""
+    rollout_split: Literal["train-only", "eval-only"] | None = None
+    """Restricts the rollout half."""
+    iterations: Annotated[int, Field(ge=1)] | None = None
+    """Stop after this iteration; default: go on until stopped."""
+    cluster: ClusterSettings = ClusterSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
+    engine: EngineSettings = EngineSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    tiny: TinySettings = TinySettings()
+
+    @model_validator(mode="after")
+    def _split_fits(self) -> "RunSettings":
+        if self.rollout_split and self.rl_phase == "update":
+            raise ValueError(
+                f"--rollout-split {self.rollout_split} needs a rollout, but --rl-phase is update; leave one of them out"
+            )
+        if self.rollout_split == "eval-only" and self.rl_phase != "rollout":
+            raise ValueError("--rollout-split eval-only makes nothing to train on; add --rl-phase rollout")
+        return self
+
+    @property
+    def evaluation_tasks(self) -> str | None:
+        """The evaluation tasks' source, or None for no evaluation."""
+        if self.eval_tasks is None and self.tasks.startswith("builtin:"):
+            return self.tasks
+        return self.eval_tasks
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings of a .toml, .yaml or .json file as dotted keys."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from error
+    try:
+        if path.suffix == ".toml":
+            tree: Any = tomllib.loads(text)
+        elif path.suffix in {".yaml", ".yml", ".json"}:
+            import yaml
+
+            tree = yaml.safe_load(text) or {}
+        else:
+            raise SettingsError(f"--config {path}: give a .toml or .yaml file")
+    except (tomllib.TOMLDecodeError, ValueError) as error:
+        raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
+    except Exception as error:  # yaml has no error type that is importable before yaml is
+        if type(error).__module__.startswith("yaml"):
+            raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
+        raise
+    if not isinstance(tree, dict):
+        raise SettingsError(f"--config {path}: expected settings by name, found {type(tree).__name__}")
+    return dict(flatten(cast(dict[str, Any], tree)))
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`key=value` as (key, value); the value is JSON where it parses as such, else a string."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise SettingsError(f"'{text}' is neither an option nor key=value, e.g. trainer.learning_rate=1e-6")
+    return key.strip(), parse_value(value)
+
+
+def parse_value(value: str) -> Any:
+    """A value typed by a person: JSON where it parses as such, `2,1,1` as a list of numbers, else the string."""
+    for text in (value, f"[{value}]"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            continue
+    return value
+
+
+def parse_weights(text: str) -> list[float]:
+    """`2,1,1` as numbers."""
+    weights: list[float] = []
+    for item in text.split(","):
+        try:
+            weights.append(float(item))
+        except ValueError:
+            raise SettingsError(
+                f"--rank-weights {text}: '{item}' is not a number; give one positive number per node, e.g. 2,1,1"
+            ) from None
+        if not 0 < weights[-1] < float("inf"):
+            raise SettingsError(
+                f"--rank-weights {text}: '{item}' is not positive; a node without work is left out"
+            )
+    return weights
+
+
+def build(given: Mapping[str, Any]) -> RunSettings:
+    """Settings from dotted keys over the defaults (builtin:tiny has its own); SettingsError says what is wrong."""
+    _refuse_unknown(given)
+    base = TINY_DEFAULTS if given.get("model", TINY) == TINY else {}
+    return _validate({**base, **given})
+
+
+def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
+    """What the master published, with `given` over it: equal to `published` where nothing contradicts."""
+    _refuse_unknown(given)
+    return _validate({**dict(flatten(published.model_dump(mode="json"))), **given})
+
+
+def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str]:
+    """What a worker was given that differs from what the master published, one line each."""
+    wanted = dict(flatten(overlay(published, given).model_dump(mode="json")))
+    actual = dict(flatten(published.model_dump(mode="json")))
+    return [
+        f"{option_name(key)} is {_show(wanted[key])} here, but the master published {_show(actual[key])}"
+        for key in given
+        if wanted.get(key) != actual.get(key)
+    ]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A nested tree as (dotted key, value); `engine.args` is a value, since its keys are the server's."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name != "engine.args":
+            yield from flatten(value, f"{name}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield name, value
+
+
+OPTIONS = {
+    "cluster.num_nodes": "--num-nodes",
+    "cluster.rank_weights": "--rank-weights",
+    "cluster.node_timeout_s": "--node-timeout",
+    "cluster.rejoin_timeout_s": "--rejoin-timeout",
+    "cluster.on_node_failure": "--on-node-failure",
+    "data_path": "--data-path",
+    "model": "--model",
+    "tasks": "--tasks",
+    "eval_tasks": "--eval-tasks",
+    "rollout.reward": "--reward",
+    "rollout.environment": "--environment",
+    "rl_phase": "--rl-phase",
+    "rollout_split": "--rollout-split",
+    "eval.interval": "--eval-interval",
+    "iterations": "--iterations",
+    "engine.kind": "--engine",
+    "engine.url": "--engine-url",
+}
+"""Settings that have an option."""
+
+
+def option_name(key: str) -> str:
+    """What a user types for a setting: its option, else its dotted name."""
+    return OPTIONS.get(key, key)
+
+
+def _validate(flat: Mapping[str, Any]) -> RunSettings:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    try:
+        return RunSettings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_one_line(error)) from None
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+    key = key if key in _known_keys() else key.rpartition(".")[0] or key
+    return f"{option_name(key)}={_show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    known = _known_keys()
+    for key in given:
+        if key in known or key.startswith("engine.args."):
+            continue
+        by_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = by_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        raise SettingsError(f"unknown setting {key}; did you mean {near[0]}?")
+
+
+def _known_keys() -> list[str]:
+    return list(_fields(RunSettings))
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _fields(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(_show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "not set" if value is None else str(value)

@@ -1,0 +1,130 @@
+"""A node from its start to its exit code."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.admission import claim_next, gather, hold_host_lock, new_record, pend
+from coordinator.base_model import prepare_base_model
+from coordinator.children import ChildError
+from coordinator.epochs import MASTER, claim
+from coordinator.iteration import open_next, run_iterations
+from coordinator.logs import Prefix
+from coordinator.network import NetworkError
+from coordinator.node import Node
+from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
+from coordinator.outputs import Incomplete
+from coordinator.shared_fs import SharedFsError
+from coordinator.start import Start, start_master, start_worker
+from rollout.engine import EngineError
+
+log = logging.getLogger(__name__)
+
+MAX_RETURNS = 3
+"""How often an iteration may go back for something that is missing."""
+
+EXPECTED = (SharedFsError, EngineError, ChildError, NetworkError, Incomplete)
+"""Errors whose text says all there is to know; any other comes with its traceback."""
+
+
+def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_iterations) -> int:
+    """Run a node to its end; the exit code. Whatever ends it, its children end and the others are told why."""
+    node = Node(start)
+    prefix.follow(node)
+    try:
+        node.begin()
+        if node.is_master and open_next(node) is None:
+            _finish(node)
+        else:
+            _run_epochs(node, iterate)
+        return Exit.DONE
+    except Ended as end:
+        return _end(node, end)
+    except Exception as error:  # whatever it is, the others must not wait for us
+        if not isinstance(error, EXPECTED):
+            log.exception("unexpected error")
+        return _end(node, Ended(Exit.FAILED, f"{node.failure(error)}. {node.repair()}", "failed"))
+    finally:
+        node.close()
+
+
+def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
+    """Epoch after epoch, until the run is finished."""
+    returns: dict[int, int] = {}
+    while True:
+        try:
+            record = gather(node, prepare_base_model) if node.is_master else pend(node)
+            node.enter(record)
+            node.lock = node.lock or hold_host_lock(node)
+            log.info("epoch %d: %d nodes", record.epoch, len(record.members))
+            iterate(node)
+            if node.is_master:
+                _finish(node)
+            return
+        except EpochChanged:
+            node.trainer.leave_epoch()
+        except Incomplete as error:
+            returns[node.iteration] = returns.get(node.iteration, 0) + 1
+            if not node.is_master or node.iteration == 0 or returns[node.iteration] > MAX_RETURNS:
+                raise
+            log.warning("%s; going back in a new epoch", error)
+        except TrainerFailed as error:
+            _give_up_training(node, error)
+
+
+def _give_up_training(node: Node, error: TrainerFailed) -> None:
+    """End the job here, and wait for the master's word: a trainer fails too when a peer of it dies.
+
+    The master waits until every node has said that its trainer is gone, or is found lost; then the run has failed.
+    """
+    own = node.watch.verdict is None
+    node.trainer.leave_epoch()
+    node.watch.know_trainer_failure()
+    text = f"{node.failure(error)}. {node.repair()}"
+    node.tell("trainer_failed", text)
+    members = set(node.record.members)
+
+    def all_told(board: object) -> bool | None:
+        flags = node.watch.look().called(node.record.epoch, "trainer_failed")
+        return True if node.is_master and {flag.rank for flag in flags} >= members else None
+
+    cluster = node.settings.cluster
+    patience_s = cluster.node_timeout_s + 2 * cluster.beat_s
+    node.watch.wait(all_told, node.check, lambda _board: "all nodes to end the training job", patience_s)
+    if own or not node.is_master:
+        raise Ended(Exit.FAILED, text, "failed")
+    raise Ended(Exit.FAILED, str(error), "failed")
+
+
+def _finish(node: Node) -> None:
+    """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
+    current = node.watch.current
+    if current is None:
+        claim_next(node, "finished")
+    elif not claim(node.run_dir, new_record(node, current.epoch + 1, "finished", current.members)):
+        raise node.superseded()
+    log.info("the run is finished: %s", node.run_dir.root)
+
+
+def _end(node: Node, end: Ended) -> int:
+    if end.tell is not None:
+        try:
+            node.tell(end.tell, end.text)
+        except OSError as error:
+            log.error("the other nodes could not be told: %s", error)
+    return _say(end)
+
+
+def _say(end: Ended) -> int:
+    log.log(logging.INFO if end.code is Exit.DONE else logging.ERROR, "%s", end.text)
+    return end.code
+
+
+def run_node(root: Path, rank: int, given: Mapping[str, Any], prefix: Prefix) -> int:
+    """START, then the node's life; the exit code. SettingsError: nothing was written."""
+    try:
+        start = start_master(root, given) if rank == MASTER else start_worker(root, rank, given)
+    except Ended as end:
+        return _say(end)
+    return live(start, prefix)

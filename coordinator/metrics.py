@@ -1,0 +1,74 @@
+"""Row 13: the metrics line of an iteration, and what is kept."""
+
+import json
+import logging
+import shutil
+from typing import Any
+
+from coordinator import outputs, shared_fs
+from coordinator.node import Node, Payload
+from coordinator.phases import Phase
+
+log = logging.getLogger(__name__)
+
+
+def report_timings(node: Node) -> Payload:
+    """What this node did and waited for in the iteration, in seconds."""
+    wait_s = sum(node.phase_s.values()) - sum(node.work_s.values())
+    return {"work_s": round(sum(node.work_s.values()), 4), "wait_s": round(wait_s, 4)}
+
+
+def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
+    """Write the metrics line, unless a valid one is there, and remove what is kept no longer."""
+    kind = outputs.kind_of_run(node.settings)
+    written = outputs.metrics_lines(node.run_dir)
+    if not any(line["iteration"] == node.iteration and line.get("kind") == kind for line in written):
+        line = _metrics(node, kind, payloads)
+        shared_fs.append_line(node.run_dir.metrics, json.dumps(line))
+        log.info("%s", summary(line, node.settings.iterations))
+    _remove_old_checkpoints(node)
+
+
+def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, Any]:
+    run_dir, iteration = node.run_dir, node.iteration
+    train = outputs.read_manifest(run_dir, "train", iteration) or {}
+    evaluation = outputs.read_manifest(run_dir, "eval", iteration) or {}
+    trained: dict[str, float] = {}
+    if run_dir.checkpoint(iteration).name in outputs.names(run_dir.checkpoints):
+        trained = outputs.read_result(run_dir.checkpoint(iteration)).metrics
+    rollout_s = node.phase_s.get(Phase.TRAIN_ROLLOUT.label, 0.0)
+    busy = [said["work_s"] / max(said["work_s"] + said["wait_s"], 1e-9) for said in payloads.values()]
+    return {
+        "iteration": iteration,
+        "kind": kind,
+        "reward": train.get("reward"),
+        "eval_reward": evaluation.get("reward"),
+        "samples": train.get("samples"),
+        "tokens_per_s": round(train["tokens"] / rollout_s, 1) if train and rollout_s else None,
+        **{name: trained.get(name) for name in ("loss", "grad_norm", "lr", "kl_engine", "entropy")},
+        "clip_fraction": trained.get("clip_fraction"),
+        "truncated": train.get("truncated"),
+        "seconds": round(sum(node.phase_s.values()), 3),
+        "phase_seconds": {name: round(seconds, 4) for name, seconds in node.phase_s.items()},
+        "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},
+        "busy_fraction": round(sum(busy) / len(busy), 3),
+    }
+
+
+def summary(line: dict[str, Any], iterations: int | None) -> str:
+    """`iteration 3/16 | reward 0.61 | eval 0.93 | loss 0.0412 | 4.1 s | nodes busy 83 %`."""
+    of = f"/{iterations}" if iterations else ""
+    text = [f"iteration {line['iteration']}{of}"]
+    text += [f"reward {line['reward']:.3f}"] if line["reward"] is not None else []
+    text += [f"eval {line['eval_reward']:.3f}"] if line["eval_reward"] is not None else []
+    text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
+    return " | ".join([*text, f"{line['seconds']:.1f} s", f"nodes busy {100 * line['busy_fraction']:.0f} %"])
+
+
+def _remove_old_checkpoints(node: Node) -> None:
+    """Keep the newest ones. A directory loses its name first, so that none is ever seen half removed."""
+    for iteration in outputs.checkpoints(node.run_dir)[: -node.settings.checkpoints.keep_last]:
+        directory = node.run_dir.checkpoint(iteration)
+        hidden = directory.with_name(f".removed_{directory.name}")
+        shared_fs.rename(directory, hidden)
+        shutil.rmtree(hidden)

@@ -1,0 +1,32 @@
+"""How a node ends, and what sends it to another epoch. Exceptions, since they end whatever the node is doing."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of `run`."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    LOST = 3
+    SUPERSEDED = 4
+    INTERRUPTED = 130
+
+
+class Ended(Exception):
+    """This node ends: the exit code, a text for the person, and the flag that tells the others (None: none)."""
+
+    def __init__(self, code: Exit, text: str, tell: str | None = None) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+        self.tell = tell
+
+
+class EpochChanged(Exception):
+    """A newer epoch is to be entered: whatever this node does for the old one is over."""
+
+
+class TrainerFailed(Exception):
+    """The training job failed or was ended on this node; the text holds the tail of its log."""

@@ -1,0 +1,168 @@
+"""Part files: finished groups on the shared directory, written as they come, and the manifest over them."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator import shared_fs
+from coordinator.outputs import Incomplete, names
+from coordinator.run_dir import Kind, PartName, RunDir, parse_part_name
+from rollout.trajectory import DamagedPart, Group, Sample, decode_part, encode_part, part_for_people
+
+log = logging.getLogger(__name__)
+
+
+class PartWriter:
+    """Makes the finished groups of one share durable, in immutable parts; numbers grow within an epoch."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        kind: Kind,
+        iteration: int,
+        rank: int,
+        epoch: int,
+        policy: str,
+        interval_s: float,
+    ) -> None:
+        self.done = 0
+        self._directory = run_dir.trajectories(kind, iteration)
+        self._place = {"kind": kind, "iteration": iteration, "rank": rank, "epoch": epoch, "policy": policy}
+        self._name = PartName(epoch, rank, 0)
+        self._interval_s = interval_s
+        self._waiting: list[Group] = []
+        self._written_s = time.monotonic()
+
+    def add(self, group: Group) -> None:
+        """Take a finished group; everything waiting becomes a part when the interval is over."""
+        self._waiting.append(group)
+        self.done += 1
+        if time.monotonic() - self._written_s >= self._interval_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make what waits durable."""
+        self._written_s = time.monotonic()
+        if not self._waiting:
+            return
+        groups, self._waiting = self._waiting, []
+        self._name = self._name._replace(part=self._name.part + 1)
+        path = self._directory / self._name.name
+        place: dict[str, Any] = self._place
+        shared_fs.publish(path, encode_part(groups, part=self._name.part, **place))
+        people = part_for_people(groups, rank=self._name.rank, model_version=place["policy"])
+        shared_fs.publish(path.with_suffix(".jsonl"), people.encode(), durable=False)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part as read: verified, and of the policy that was asked for."""
+
+    name: PartName
+    bytes: int
+    sha256: str
+    groups: list[Group]
+
+    def entry(self, slots: Collection[int]) -> dict[str, Any]:
+        """How a manifest names the part, with the slots it takes from it."""
+        return {
+            "file": self.name.name,
+            "rank": self.name.rank,
+            "epoch": self.name.epoch,
+            "slots": sorted(slots),
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+        }
+
+
+def read_parts(directory: Path, policy: str) -> Iterator[Part]:
+    """The whole parts made by `policy`, by (epoch, rank, part); a damaged or foreign one is set aside, and named."""
+    for name in sorted(filter(None, map(parse_part_name, names(directory)))):
+        path = directory / name.name
+        data = shared_fs.read(path)
+        try:
+            header, groups = decode_part(data)
+        except DamagedPart as error:
+            log.warning("%s is damaged and set aside; its groups are generated again: %s", path, error)
+            shared_fs.rename(path, path.with_suffix(".damaged"))
+            continue
+        if header.policy != policy:
+            log.warning("%s was made by policy %s, not %s: left out", path, header.policy, policy)
+            continue
+        yield Part(name, len(data), hashlib.sha256(data).hexdigest(), groups)
+
+
+def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
+    """Each part with the groups that count: of two groups of a slot, the one in the earlier part."""
+    taken: set[int] = set()
+    for part in parts:
+        groups = [group for group in part.groups if group.slot not in taken]
+        taken.update(group.slot for group in groups)
+        yield part, groups
+
+
+def finished_slots(directory: Path, policy: str) -> set[int]:
+    """Slots that have a whole group (or a tombstone) of this policy."""
+    return {group.slot for part in read_parts(directory, policy) for group in part.groups}
+
+
+def manifest(directory: Path, iteration: int, slots: Collection[int], policy: str) -> dict[str, Any]:
+    """The manifest of an iteration whose slots are all finished; Incomplete names those that are not."""
+    entries: list[dict[str, Any]] = []
+    groups: list[Group] = []
+    for part, counting in first_finished(read_parts(directory, policy)):
+        wanted = [group for group in counting if group.slot in slots]
+        if wanted:
+            entries.append(part.entry([group.slot for group in wanted]))
+            groups += wanted
+    if missing := sorted(set(slots) - {group.slot for group in groups}):
+        raise Incomplete(f"{directory}: {len(missing)} slots are not finished, e.g. {missing[:5]}")
+    given_up = [{"slot": group.slot, "reason": group.given_up} for group in groups if group.given_up]
+    return {
+        "iteration": iteration,
+        "slots": len(slots),
+        "groups": len(groups) - len(given_up),
+        "samples": sum(len(group.samples) for group in groups),
+        "policy": policy,
+        "parts": entries,
+        "given_up": sorted(given_up, key=lambda entry: entry["slot"]),
+        **_figures([sample for group in groups for sample in group.samples]),
+    }
+
+
+def _figures(samples: list[Sample]) -> dict[str, float | None]:
+    """What the metrics line says of the samples."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    cut = sum(sample.finish_reason == "length" for sample in samples)
+    return {
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "truncated": cut / len(samples) if samples else None,
+        "tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
+    }
+
+
+def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
+    """The groups that a manifest names, by slot; Incomplete if a part is gone or altered."""
+    groups: list[Group] = []
+    for entry in manifest["parts"]:
+        path = directory / entry["file"]
+        try:
+            data = shared_fs.read(path)
+            if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+                raise Incomplete(f"{path} differs from the manifest's checksum")
+            _header, found = decode_part(data)
+        except (FileNotFoundError, DamagedPart) as error:
+            raise Incomplete(f"{path}: {error}") from None
+        wanted = set(entry["slots"])
+        groups += [group for group in found if group.slot in wanted]
+    return sorted(groups, key=lambda group: group.slot)
+
+
+def publish_manifest(path: Path, document: Mapping[str, Any]) -> None:
+    """Create the manifest; one that is there already is adopted."""
+    shared_fs.create_once(path, json.dumps(document).encode())

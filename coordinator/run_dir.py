@@ -1,0 +1,173 @@
+"""Every path and name of a run, built and parsed here."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+FORMAT = 1
+"""Version of this layout; a directory of another version is refused."""
+
+Kind = Literal["train", "eval"]
+
+
+class Beat(NamedTuple):
+    """A heartbeat's name: beat `counter` of `incarnation` of `rank`, written in `epoch`."""
+
+    epoch: int
+    rank: int
+    incarnation: int
+    counter: int
+
+    @property
+    def name(self) -> str:
+        return f"e{self.epoch:04d}.r{self.rank:04d}.n{self.incarnation}.b{self.counter:06d}"
+
+
+class Flag(NamedTuple):
+    """A flag's name: what `rank` says of a row in `epoch`. `enter` lies in iteration 0, phase 0."""
+
+    epoch: int
+    iteration: int
+    phase: int
+    rank: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"e{self.epoch:04d}.i{self.iteration:06d}.p{self.phase:02d}.r{self.rank:04d}.{self.kind}"
+
+
+class Record(NamedTuple):
+    """An epoch record's name."""
+
+    epoch: int
+
+    @property
+    def name(self) -> str:
+        return f"e{self.epoch:04d}.epoch.json"
+
+
+_BEAT = re.compile(r"e(\d{4,})\.r(\d{4,})\.n(\d+)\.b(\d{6,})")
+_FLAG = re.compile(r"e(\d{4,})\.i(\d{6,})\.p(\d{2})\.r(\d{4,})\.([a-z_]+)")
+_RECORD = re.compile(r"e(\d{4,})\.epoch\.json")
+_PART = re.compile(r"r(\d{4,})\.e(\d{4,})\.part(\d{4,})\.safetensors")
+_ITERATION = re.compile(r"iteration_(\d{6,})")
+_STAGING = re.compile(r"\.iteration_(\d{6,})\.e(\d{4,})")
+
+
+@lru_cache(maxsize=65536)
+def parse_protocol_name(name: str) -> Beat | Flag | Record | None:
+    """What a name in protocol/ means; None for what is not ours (`.nfs*`, temporaries)."""
+    if match := _FLAG.fullmatch(name):
+        return Flag(int(match[1]), int(match[2]), int(match[3]), int(match[4]), match[5])
+    if match := _BEAT.fullmatch(name):
+        epoch, rank, incarnation, counter = map(int, match.groups())
+        return Beat(epoch, rank, incarnation, counter)
+    if match := _RECORD.fullmatch(name):
+        return Record(int(match[1]))
+    return None
+
+
+class PartName(NamedTuple):
+    """A part file's name; parts are ordered by it, so that a late part of a zombie comes last."""
+
+    epoch: int
+    rank: int
+    part: int
+
+    @property
+    def name(self) -> str:
+        return f"r{self.rank:04d}.e{self.epoch:04d}.part{self.part:04d}.safetensors"
+
+
+def parse_part_name(name: str) -> PartName | None:
+    """(epoch, rank, part) of a part file; None for any other name."""
+    match = _PART.fullmatch(name)
+    return PartName(int(match[2]), int(match[1]), int(match[3])) if match else None
+
+
+def parse_iteration_name(name: str) -> int | None:
+    """N of `iteration_N`; None for any other name."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def parse_staging_name(name: str) -> tuple[int, int] | None:
+    """(iteration, epoch) of a staging directory; None for any other name."""
+    match = _STAGING.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of a run:
+
+    <log-path>/
+      run.json                     run id, format version, what may not change; made once
+      protocol/                    ONE flat directory of small immutable files; one listing shows all of this:
+        e0002.epoch.json             epoch record: kind, master, settings, members
+        e0002.r0001.n3.b000123       heartbeat 123 of incarnation 3 of rank 1
+        e0002.i000005.p07.r0001.ok   flag (or .failed, .left, .stopped ...); its content: the row's payload
+      base_model/                  builtin:tiny, made by the master
+      train_trajectories/iteration_000005/{iteration.json, r0001.e0002.part0003.safetensors + .jsonl, manifest.json}
+      eval_trajectories/iteration_000005/{the same, without iteration.json}
+      batches/iteration_000005/{batch.safetensors, batch.json}
+      checkpoints/iteration_000005/{model*.safetensors, config.json, tokenizer..., trainer_state/, result.json}
+      checkpoints/LATEST           for people; the protocol lists
+      metrics.jsonl   events/rank_0001.jsonl   logs/rank_0001/*.log
+    """
+
+    root: Path
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def protocol(self) -> Path:
+        return self.root / "protocol"
+
+    @property
+    def base_model(self) -> Path:
+        return self.root / "base_model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        return self.checkpoints / "LATEST"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    def trajectories(self, kind: Kind, iteration: int) -> Path:
+        return self.root / f"{kind}_trajectories" / f"iteration_{iteration:06d}"
+
+    def iteration_json(self, iteration: int) -> Path:
+        return self.trajectories("train", iteration) / "iteration.json"
+
+    def manifest(self, kind: Kind, iteration: int) -> Path:
+        return self.trajectories(kind, iteration) / "manifest.json"
+
+    def batch(self, iteration: int) -> Path:
+        return self.root / "batches" / f"iteration_{iteration:06d}"
+
+    def checkpoint(self, iteration: int) -> Path:
+        return self.checkpoints / f"iteration_{iteration:06d}"
+
+    def staging(self, iteration: int, epoch: int) -> Path:
+        return self.checkpoints / f".iteration_{iteration:06d}.e{epoch:04d}"
+
+    def logs(self, rank: int) -> Path:
+        return self.root / "logs" / f"rank_{rank:04d}"
+
+    @property
+    def fixed_directories(self) -> tuple[Path, ...]:
+        """What the master makes before it announces itself."""
+        names = ("train_trajectories", "eval_trajectories", "batches", "checkpoints", "logs", "protocol")
+        return tuple(self.root / name for name in names)

@@ -1,0 +1,32 @@
+"""Weighted split of an iteration's slots over the ranks. Pure."""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+
+def share_sizes(total: int, weights: Mapping[int, float]) -> dict[int, int]:
+    """How many of `total` slots each rank gets: largest remainder, so the sizes add up to `total`.
+
+    `weights` maps a rank to a positive number; equal remainders go to the heavier rank, then to the lower one.
+    Exact fractions, since 0.1 + 0.2 must not decide who gets a slot.
+    """
+    exact = {rank: Fraction(weight) for rank, weight in weights.items()}
+    if not exact or min(exact.values()) <= 0:
+        raise ValueError(f"weights must be positive, one for each rank: {dict(weights)}")
+    whole = sum(exact.values())
+    quota = {rank: total * weight / whole for rank, weight in exact.items()}
+    sizes = {rank: int(share) for rank, share in quota.items()}
+    by_remainder = sorted(quota, key=lambda rank: (sizes[rank] - quota[rank], -exact[rank], rank))
+    for rank in by_remainder[: total - sum(sizes.values())]:
+        sizes[rank] += 1
+    return sizes
+
+
+def split_slots(slots: Sequence[int], weights: Mapping[int, float]) -> dict[int, list[int]]:
+    """Every slot to exactly one rank, in runs of consecutive slots, sized by weight."""
+    shares: dict[int, list[int]] = {}
+    start = 0
+    for rank, size in sorted(share_sizes(len(slots), weights).items()):
+        shares[rank] = list(slots[start : start + size])
+        start += size
+    return shares

@@ -1,0 +1,306 @@
+"""START: what is checked before a node takes part, and nothing is written for a node that may not."""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator import config, shared_fs
+from coordinator.board import Board, parse
+from coordinator.config import TINY, RunSettings, SettingsError
+from coordinator.epochs import MASTER, EpochRecord, Records
+from coordinator.outcome import Ended, Exit
+from coordinator.run_dir import FORMAT, RunDir
+from rollout.environment import Environment, EnvironmentSettingError, resolve_environment
+from rollout.rewards import Reward, RewardSettingError, resolve_reward
+from rollout.tasks import TaskError, TaskSet, load_tasks
+from rollout.weights import WeightsError, check_model_dir, file_checksums, policy_digest
+
+log = logging.getLogger(__name__)
+
+NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
+"""Settings that say something of one machine: a worker's own hold for it, and contradict nothing."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the settings name, loaded."""
+
+    local: Mapping[str, Any]
+    """This node's own values of NODE_LOCAL settings."""
+    tasks: TaskSet
+    eval_tasks: TaskSet | None
+    reward: Reward
+    environment: Environment
+
+    def localize(self, published: Mapping[str, Any]) -> RunSettings:
+        """A record's settings, with this node's own over them."""
+        return config.overlay(RunSettings.model_validate(published), self.local)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What START found."""
+
+    rank: int
+    run_dir: RunDir
+    run_id: str
+    settings: RunSettings
+    inputs: Inputs
+    incarnation_floor: int
+    """The highest incarnation of this rank so far."""
+    newest_epoch: int
+
+
+def start_master(root: Path, given: Mapping[str, Any]) -> Start:
+    """Check everything, then make the directory and run.json. SettingsError: nothing was written."""
+    settings = config.build(given)
+    run_dir = RunDir(root)
+    check_log_path(root)
+    inputs = load_inputs(settings, given)
+    fixed = _fixed(settings, inputs)
+    if root.is_dir() and run_dir.run_json.name in shared_fs.listing(root):
+        run = read_run_json(run_dir)
+        _refuse_changes(run, fixed)
+    else:
+        run = _make_run(run_dir, fixed)
+    for directory in run_dir.fixed_directories:
+        shared_fs.make_directory(directory)
+    return _begin(MASTER, run_dir, run["run_id"], settings, inputs)
+
+
+def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
+    """Wait for a living master, take its settings, and refuse what contradicts them."""
+    config.overlay(RunSettings(), given)
+    run_dir = RunDir(root)
+    patience = RunSettings().cluster
+    timeout_s = float(given.get("cluster.rejoin_timeout_s", patience.rejoin_timeout_s))
+    published = _await_master(run_dir, timeout_s, patience.node_timeout_s)
+    settings = RunSettings.model_validate(published.settings)
+    if rank >= settings.cluster.num_nodes:
+        raise SettingsError(
+            f"--worker {rank} is outside the master's --num-nodes {settings.cluster.num_nodes} "
+            f"(workers are 1 to {settings.cluster.num_nodes - 1}); start the master with more nodes, or leave this out"
+        )
+    shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}
+    if differences := config.contradictions(settings, shared):
+        raise SettingsError(f"{differences[0]}; leave it out: a worker takes its settings from the master")
+    local = {key: value for key, value in given.items() if key in NODE_LOCAL}
+    settings = config.overlay(settings, local)
+    inputs = load_inputs(settings, local)
+    run = read_run_json(run_dir)
+    _refuse_changes(run, _fixed(settings, inputs))
+    return _begin(rank, run_dir, run["run_id"], settings, inputs)
+
+
+def check_log_path(root: Path) -> None:
+    """SettingsError unless `root` is, or can become, a directory that we may write."""
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    if not existing.is_dir():
+        raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
+
+
+def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
+    """Tasks, reward, environment; SettingsError says what is wrong with which."""
+    if settings.data_path is not None:
+        if not Path(settings.data_path).is_dir():
+            raise SettingsError(f"--data-path {settings.data_path}: no such directory")
+        os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
+    if settings.engine.kind == "vllm" and settings.engine.url is None:
+        raise SettingsError(
+            "--engine vllm: starting vLLM is not supported yet; start `vllm serve` yourself and give --engine-url"
+        )
+    seed = settings.rollout.seed
+    try:
+        tasks = load_tasks(find_data(settings.tasks, settings), seed=seed, split="train")
+        source = settings.evaluation_tasks
+        eval_tasks = load_tasks(find_data(source, settings), seed=seed, split="eval") if source else None
+        if settings.rollout_split == "eval-only" and eval_tasks is None:
+            raise SettingsError("--rollout-split eval-only needs --eval-tasks FILE")
+        if settings.model != TINY:
+            check_model_dir(base_model_dir(settings, RunDir(Path())))
+        return Inputs(
+            local={key: value for key, value in given.items() if key in NODE_LOCAL},
+            tasks=tasks,
+            eval_tasks=eval_tasks,
+            reward=resolve_reward(settings.rollout.reward),
+            environment=resolve_environment(settings.rollout.environment),
+        )
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
+    except WeightsError as error:
+        raise SettingsError(f"--model {settings.model}: {error}") from None
+    except RewardSettingError as error:
+        raise SettingsError(f"--reward {settings.rollout.reward}: {error}") from None
+    except EnvironmentSettingError as error:
+        raise SettingsError(f"--environment {settings.rollout.environment}: {error}") from None
+
+
+def find_data(source: str, settings: RunSettings) -> str:
+    """A task file's path: as given, else below --data-path."""
+    below = Path(settings.data_path or "") / source
+    is_elsewhere = settings.data_path and not source.startswith("builtin:") and not Path(source).exists()
+    return str(below) if is_elsewhere and below.exists() else source
+
+
+def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
+    """Where this node finds the model that the run starts from; fetches a Hugging Face id into the local cache."""
+    if settings.model == TINY:
+        return run_dir.base_model
+    for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
+        if candidate.is_dir():
+            return candidate
+    if settings.model.startswith((".", "/", "~")) or settings.model.count("/") > 1:
+        raise SettingsError(f"--model {settings.model}: no such directory")
+    return _fetch(settings.model)
+
+
+def local_processes(settings: RunSettings) -> int:
+    """Training processes on this machine: as set, else its GPUs, else one."""
+    return settings.trainer.processes_per_node or count_gpus() or 1
+
+
+def count_gpus() -> int:
+    """GPUs that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([item for item in visible.split(",") if item.strip() not in {"", "-1"}])
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30.0, check=False)
+    except subprocess.TimeoutExpired:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def read_run_json(run_dir: RunDir) -> dict[str, Any]:
+    """run.json of this format; SettingsError for another."""
+    try:
+        run = json.loads(shared_fs.read(run_dir.run_json))
+    except ValueError as error:
+        raise SettingsError(
+            f"{run_dir.run_json} is damaged ({error}); restore it or use another log path"
+        ) from None
+    if run.get("format") != FORMAT:
+        raise SettingsError(
+            f"--log-path {run_dir.root} holds a run of format {run.get('format')}, this version writes "
+            f"format {FORMAT}; use another log path"
+        )
+    return run
+
+
+def _fixed(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
+    """What may not change between two starts, each with what a person calls it."""
+    if settings.model == TINY:
+        model = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
+    else:
+        model = policy_digest(file_checksums(base_model_dir(settings, RunDir(Path()))))
+    return {
+        "model": {"name": settings.model, "digest": model},
+        "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest},
+        "rollout.seed": {"name": str(settings.rollout.seed), "digest": str(settings.rollout.seed)},
+    }
+
+
+def _refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    for key, now in fixed.items():
+        then = run["fixed"][key]
+        if then["digest"] != now["digest"]:
+            content = " (same name, other content)" if then["name"] == now["name"] else ""
+            raise SettingsError(
+                f"{config.option_name(key)} is {now['name']}{content}, but this run was started with {then['name']}; "
+                "to start anew, use another log path"
+            )
+
+
+def _make_run(run_dir: RunDir, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Create run.json; if another master was first, take its."""
+    shared_fs.make_directory(run_dir.root)
+    run = {"run_id": secrets.token_hex(6), "format": FORMAT, "fixed": fixed}
+    if shared_fs.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):
+        return run
+    run = read_run_json(run_dir)
+    _refuse_changes(run, fixed)
+    return run
+
+
+def _begin(rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, inputs: Inputs) -> Start:
+    board = parse(shared_fs.listing(run_dir.protocol))
+    newest = Records(run_dir).newest(board.records)
+    listed = newest.members[rank].incarnation if newest and rank in newest.members else 0
+    floor = max(board.highest_incarnation(rank), listed)
+    return Start(rank, run_dir, run_id, settings, inputs, floor, board.newest_epoch())
+
+
+def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
+    """The newest record of a master whose beat moves. A directory that a dead run left does not count as one."""
+    log.info("waiting for the master at %s", run_dir.root)
+    records, first, said_s = Records(run_dir), None, 0.0
+    for waited_s in _patience(timeout_s):
+        board = _protocol(run_dir)
+        beat = board.beats.get(MASTER)
+        if first is None and waited_s == 0.0:
+            first = beat
+        newest = records.newest(board.records)
+        moved = beat is not None and (first is None or beat[2:] > first[2:])
+        if newest and beat and moved and newest.master_incarnation == beat.incarnation:
+            return newest
+        if newest and newest.kind == "finished" and waited_s > node_timeout_s:
+            raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
+        if waited_s > said_s + 30.0:
+            log.info("waiting for the master at %s for %.0f s", run_dir.root, waited_s)
+            said_s = waited_s
+    raise Ended(
+        Exit.LOST,
+        f"no master came within {timeout_s:.0f} s at {run_dir.root}; start it there with run --master, "
+        "and check that all nodes see the same directory",
+    )
+
+
+def _patience(timeout_s: float) -> Iterator[float]:
+    """Seconds waited so far, each a little later, until `timeout_s`."""
+    started_s = time.monotonic()
+    yield 0.0
+    while (waited_s := time.monotonic() - started_s) < timeout_s:
+        time.sleep(min(max(0.05 * waited_s, 0.01), 0.5))
+        yield waited_s
+
+
+def _protocol(run_dir: RunDir) -> Board:
+    """The board, or an empty one while the directory or its run.json is not there.
+
+    Each level is looked up only once its parent lists it: a client may cache "no such file" for a minute.
+    """
+    shown = next(path for path in run_dir.root.parents if path.is_dir())
+    for part in run_dir.root.relative_to(shown).parts:
+        if part not in shared_fs.listing(shown):
+            return parse([])
+        shown = shown / part
+    if {run_dir.run_json.name, run_dir.protocol.name} - set(shared_fs.listing(shown)):
+        return parse([])
+    return parse(shared_fs.listing(run_dir.protocol))
+
+
+def _fetch(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingsError(
+            f"--model {model}: no such directory, and fetching it from Hugging Face failed: {reason}"
+        ) from None

@@ -1,0 +1,115 @@
+"""What a run directory says of a run, read by anybody at any time; nothing is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from coordinator import outputs, shared_fs
+from coordinator.board import Board, parse
+from coordinator.config import RunSettings, SettingsError
+from coordinator.epochs import MASTER, EpochRecord, Records
+from coordinator.network import host_identity
+from coordinator.run_dir import RunDir
+from coordinator.watch import read_beat, ranks_text
+
+
+def read_status(root: Path) -> dict[str, Any]:
+    """The state of the run at `root`, as INTERFACE `run status --json`; SettingsError if there is none."""
+    run_dir = RunDir(root)
+    if run_dir.run_json.name not in outputs.names(root):
+        raise SettingsError(f"--log-path {root}: no run there (no run.json)")
+    board = parse(outputs.names(run_dir.protocol))
+    record = Records(run_dir).newest(board.records)
+    said = {rank: read_beat(run_dir, beat) for rank, beat in board.beats.items()}
+    master = said.get(MASTER, {})
+    lines = outputs.metrics_lines(run_dir)
+    settings = RunSettings.model_validate(record.settings) if record else RunSettings()
+    return {
+        "run_id": json.loads(shared_fs.read(run_dir.run_json))["run_id"],
+        "state": _state(board, record, master),
+        "epoch": record.epoch if record else 0,
+        "iteration": master.get("iteration", 0),
+        "iterations": settings.iterations,
+        "phase": master.get("phase", "") or master.get("state", ""),
+        "waiting_for": master.get("waiting_for", []),
+        "num_nodes": settings.cluster.num_nodes,
+        "nodes": [_node(rank, settings, board, record, said) for rank in range(settings.cluster.num_nodes)],
+        "last_metrics": lines[-1] if lines else None,
+    }
+
+
+def _state(board: Board, record: EpochRecord | None, master: dict[str, Any]) -> str:
+    if record is None:
+        return "stopped"
+    if record.kind == "finished":
+        return "finished"
+    ended = [flag for flag in board.calls if flag.epoch == record.epoch and flag.kind != "trainer_failed"]
+    if any(flag.kind != "left" or flag.rank == MASTER for flag in ended):
+        return "stopped"
+    here = master and master["peer"]["identity"] == host_identity()
+    if here and not psutil.pid_exists(master["pid"]):
+        return "stopped"
+    return "holding" if record.kind == "lobby" else "running"
+
+
+def _node(
+    rank: int,
+    settings: RunSettings,
+    board: Board,
+    record: EpochRecord | None,
+    said: dict[int, dict[str, Any]],
+) -> dict[str, Any]:
+    """A node as its last beat, and what the master last observed of it, say."""
+    content = said.get(rank, {})
+    member = record.members.get(rank) if record else None
+    silent_s = float(said.get(MASTER, {}).get("silent_s", {}).get(str(rank), 0.0))
+    left = record is not None and any(flag.rank == rank for flag in board.called(record.epoch, "left"))
+    state = "alive"
+    if rank not in board.beats:
+        state = "never_seen"
+    elif left:
+        state = "left"
+    elif silent_s >= settings.cluster.node_timeout_s:
+        state = "silent"
+    return {
+        "rank": rank,
+        "host": content.get("host", member.host if member else ""),
+        "address": member.address if member else content.get("address", ""),
+        "state": state,
+        "iteration": content.get("iteration", 0),
+        "phase": content.get("phase", "") or content.get("state", ""),
+        "weight": member.weight if member else settings.cluster.weight(rank),
+        "tasks_assigned": content.get("total", 0),
+        "tasks_done": content.get("done", 0),
+        "silent_s": silent_s,
+    }
+
+
+def render(status: dict[str, Any], root: Path) -> str:
+    """The state for a person, a line a node."""
+    of = f" of {status['iterations']}" if status["iterations"] else ""
+    waits = f", waiting for {ranks_text(status['waiting_for'])}" if status["waiting_for"] else ""
+    where = f"iteration {status['iteration']}{of}, {status['phase']}{waits}"
+    lines = [
+        f"{root}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
+        where if status["state"] in {"running", "holding"} else f"it was last in {where}",
+        "",
+        f"{'rank':>4}  {'host':<20} {'address':<15} {'state':<10} {'phase':<18} {'tasks':>9}  weight  silent",
+    ]
+    for node in status["nodes"]:
+        tasks = f"{node['tasks_done']}/{node['tasks_assigned']}" if node["tasks_assigned"] else ""
+        lines.append(
+            f"{node['rank']:>4}  {node['host'][:20]:<20} {node['address']:<15} {node['state']:<10} "
+            f"{node['phase']:<18} {tasks:>9}  {node['weight']:>6g}  {node['silent_s']:.1f} s"
+        )
+    if last := status["last_metrics"]:
+        figures = [
+            f"{name} {last[name]:.3f}" for name in ("reward", "eval_reward") if last.get(name) is not None
+        ]
+        lines += [
+            "",
+            f"last finished: iteration {last['iteration']}, {', '.join([*figures, str(last['seconds']) + ' s'])}",
+        ]
+    return "\n".join(lines)

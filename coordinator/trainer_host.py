@@ -1,0 +1,109 @@
+"""This node's part of the training job: launched once, asked for every iteration, ended when an epoch does."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from coordinator.children import Child, Children
+from coordinator.network import free_port, interface_towards
+from coordinator.outcome import TrainerFailed
+from coordinator.run_dir import RunDir
+from trainer import launch
+from trainer.request import TrainRequest
+from trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+POLL_MIN_S, POLL_MAX_S = 0.002, 0.05
+
+
+class TrainerHost:
+    """Starts, asks and ends the torchrun agent of this node."""
+
+    def __init__(self, children: Children, run_dir: RunDir, rank: int) -> None:
+        self._children = children
+        self._run_dir = run_dir
+        self._rank = rank
+        self._child: Child | None = None
+        self._meeting: dict[str, Any] = {}
+        self._launches = 0
+        self._number = 0
+
+    def meeting(self, job: str, address: str) -> dict[str, Any]:
+        """Where the job meets (the master's call): the one that runs on, else a new one called `job` at a free port."""
+        if self._is_alive():
+            return self._meeting
+        return {"job": job, "address": address, "port": free_port(address)}
+
+    def _is_alive(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    def ensure(
+        self, config: Mapping[str, Any], processes: int, threads: int, settings: TrainerSettings
+    ) -> None:
+        """Have this node's part of the job that `config` (row 9's document) names."""
+        if self._meeting and self._meeting["job"] == config["job"]:
+            if not self._is_alive():
+                raise TrainerFailed(f"the training job ended between iterations: {self._tail()}")
+            return
+        self.leave_epoch()
+        spool = self._children.new_spool("trainer")
+        job = launch.Launch(
+            num_nodes=len(config["processes"]),
+            node_rank=config["node_ranks"][str(self._rank)],
+            processes=processes,
+            master_addr=config["address"],
+            master_port=config["port"],
+            interface=interface_towards(config["address"]),
+            spool=spool,
+            threads=threads,
+            start_timeout_s=settings.start_timeout_s,
+            collective_timeout_s=settings.collective_timeout_s,
+        )
+        self._launches += 1
+        self._number = 0
+        path = self._run_dir.logs(self._rank) / f"trainer.{config['job']}.{self._launches}.log"
+        self._child = self._children.start(
+            "trainer", launch.argv(job), env=launch.environment(job), log=path, echo=_echo_steps, spool=spool
+        )
+        self._meeting = {name: config[name] for name in ("job", "address", "port")}
+
+    def train(self, request: TrainRequest, processes: int, check: Callable[[], None]) -> None:
+        """One training phase; `check` is called while it lasts and may raise. TrainerFailed holds the reason."""
+        assert self._child is not None
+        self._number += 1
+        launch.submit(self._child.spool, self._number, request)
+        started_s = time.monotonic()
+        while True:
+            try:
+                if launch.outcome(self._child.spool, self._number, processes) == "done":
+                    return
+            except launch.TrainerFailed as error:
+                raise TrainerFailed(_last_line(str(error))) from error
+            if (code := self._child.poll()) is not None:
+                raise TrainerFailed(f"torchrun ended with exit status {code}: {self._tail()}")
+            check()
+            pause_s = min(max(0.05 * (time.monotonic() - started_s), POLL_MIN_S), POLL_MAX_S)
+            time.sleep(pause_s)
+
+    def leave_epoch(self) -> None:
+        """End the job: no trainer outlives the epoch that it was launched in."""
+        if self._child is not None:
+            self._child.kill()
+        self._child, self._meeting = None, {}
+
+    def _tail(self) -> str:
+        tail = self._child.tail(20) if self._child is not None else ""
+        return tail.strip() or "it printed nothing"
+
+
+def _echo_steps(line: str) -> None:
+    """The step line, for the terminal; everything is in the log file."""
+    if line.startswith(("step ", "no step")):
+        log.info("%s", line)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it gave no reason"

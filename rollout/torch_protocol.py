@@ -1,0 +1,170 @@
+"""Requests and answers of the embedded engine's server, in the shapes of vLLM 0.32. No torch, no transport."""
+
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+MAX_N = 16384
+"""Completions of one request, at most."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+}
+"""What would change the answer and is not implemented: the values (beside null) that ask for nothing."""
+
+
+class BadRequest(ValueError):
+    """A request to be answered with 400 and this message."""
+
+
+class Body(BaseModel):
+    """A JSON body; as in vLLM, unknown fields are let pass."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    model: StrictStr | None = None
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    n: StrictInt = Field(1, ge=1, le=MAX_N)
+    max_tokens: StrictInt | None = Field(16, ge=1)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False, strict=True)
+    top_p: float | None = Field(None, gt=0, le=1, strict=True)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StrictStr | list[StrictStr] | None = None
+    logprobs: StrictInt | None = None
+    return_token_ids: StrictBool | None = None
+    add_special_tokens: StrictBool = True
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
+        """The token ids of each prompt."""
+        if isinstance(self.prompt, str):
+            return [encode(self.prompt)]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [list(self.prompt)]  # type: ignore[list-item]
+        return [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in self.prompt]  # type: ignore[arg-type]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize, of a text or of chat messages."""
+
+    prompt: StrictStr | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool = True
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[StrictInt]
+
+
+class RpcBody(Body):
+    """POST /collective_rpc."""
+
+    method: StrictStr
+    kwargs: dict[str, Any] = {}
+
+
+class VersionBody(Body):
+    """POST /update_weight_version."""
+
+    new_version: StrictStr
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(kind: type[AnyBody], data: bytes) -> AnyBody:
+    """A request's body; BadRequest with the field and the reason."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
+
+
+def check_completion(body: CompletionBody) -> None:
+    """BadRequest if it asks for something that is not implemented: refused, not ignored."""
+    for name, neutral in _NEUTRAL.items():
+        value = (body.model_extra or {}).get(name)
+        if value is not None and value not in neutral:
+            raise BadRequest(f"{name}: {value!r} is not supported by the embedded engine")
+    if body.logprobs not in (None, 0):
+        raise BadRequest("logprobs: only 0 (the sampled token's) is supported by the embedded engine")
+    if "" in body.stop_strings:
+        raise BadRequest("stop: a stop string must not be empty")
+
+
+def check_prompt(
+    prompt_ids: Sequence[int], max_tokens: int | None, *, vocab_size: int, max_model_len: int
+) -> int:
+    """The number of tokens to generate; BadRequest if the prompt is unfit or does not leave room for them."""
+    if not prompt_ids:
+        raise BadRequest("prompt: must not be empty")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise BadRequest(f"prompt: token ids must lie in [0, {vocab_size})")
+    room = max_model_len - len(prompt_ids)
+    wanted = room if max_tokens is None else max_tokens
+    if wanted > room or room < 1:
+        raise BadRequest(
+            f"prompt: {len(prompt_ids)} tokens and max_tokens {wanted} exceed the model's context of {max_model_len}"
+        )
+    return wanted
+
+
+def new_seed() -> int:
+    return secrets.randbits(62)
+
+
+def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def completion_body(
+    model: str, choices: list[dict[str, Any]], prompt_tokens: int, completion_tokens: int
+) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+
+
+def model_list(name: str, max_model_len: int) -> dict[str, Any]:
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "flagpost", "root": name}
+    return {"object": "list", "data": [{**card, "parent": None, "max_model_len": max_model_len}]}

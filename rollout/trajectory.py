@@ -1,0 +1,304 @@
+"""Trajectories, and the part file that carries them: one safetensors blob, self-contained and self-verifying.
+
+A blob holds flat arrays over all samples of all groups (`token_ids`, `loss_mask`, `logprobs`), `offsets`
+(sample s owns [offsets[s], offsets[s + 1])) and `records`, the JSON (as bytes) of all that is not per token.
+Its metadata holds `part` (the fields of PartHeader), `data_sha256` (of everything after the safetensors
+header) and `header_sha256` (of the safetensors header itself, with this one value written as zeros). So one
+value vouches for the whole file, and the header alone can be verified without reading the data.
+"""
+
+import hashlib
+import itertools
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+_DTYPES = {"token_ids": "I32", "loss_mask": "U8", "logprobs": "F32", "offsets": "I64", "records": "U8"}
+_NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
+_HEADER_LIMIT_BYTES = 100_000_000
+_ZEROS = "0" * 64
+
+
+class DamagedPart(ValueError):
+    """Bytes that are not a whole, unaltered part; the message says what is wrong."""
+
+
+@dataclass
+class Sample:
+    """One trajectory: the prompt's tokens, then what was generated (and, over several turns, observed)."""
+
+    token_ids: NDArray[np.int32]
+    """(T,), prompt included."""
+    loss_mask: NDArray[np.uint8]
+    """(T,): 1 where the token is trained: generated, the end-of-sequence token included; 0: prompt,
+    observation.
+    """
+    logprobs: NDArray[np.float32]
+    """(T,), natural log, of the sampled tokens under the distribution sampled from; 0 where loss_mask is 0."""
+    finish_reason: str
+    """`stop` (by itself) or `length` (was cut)."""
+    text: str
+    """The completion."""
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Group:
+    """The samples of one slot. A tombstone (given up for good) has none, and says why."""
+
+    slot: int
+    task_id: str
+    prompt: str
+    """For people."""
+    samples: list[Sample]
+    given_up: str | None = None
+
+
+@dataclass(frozen=True)
+class PartHeader:
+    """Whose part this is, and what is in it."""
+
+    kind: Literal["train", "eval"]
+    iteration: int
+    rank: int
+    epoch: int
+    part: int
+    policy: str
+    """Digest of the policy that generated it."""
+    slots: tuple[int, ...]
+    """All slots in the part, tombstones included."""
+    given_up: dict[int, str]
+    """Tombstones: slot -> reason."""
+    sha256: str
+    """`header_sha256` of the blob: two parts with the same value are the same bytes. Not the file's own
+    checksum.
+    """
+
+
+class _SampleRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    finish_reason: str
+    text: str
+    reward: float | None
+    metrics: dict[str, float]
+
+
+class _GroupRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    slot: int
+    task_id: str
+    prompt: str
+    given_up: str | None
+    samples: list[_SampleRecord]
+
+
+_RECORDS = TypeAdapter(list[_GroupRecord])
+_HEADER = TypeAdapter(PartHeader)
+
+
+def encode_part(
+    groups: Sequence[Group],
+    *,
+    kind: Literal["train", "eval"],
+    iteration: int,
+    rank: int,
+    epoch: int,
+    part: int,
+    policy: str,
+) -> bytes:
+    """The part as one blob; equal arguments give equal bytes. ValueError if a sample's arrays differ in
+    length or a reward or metric is not finite.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [_length(sample) for sample in samples]
+    records = [
+        {
+            **{name: getattr(group, name) for name in ("slot", "task_id", "prompt", "given_up")},
+            "samples": [
+                {name: getattr(sample, name) for name in _SampleRecord.model_fields}
+                for sample in group.samples
+            ],
+        }
+        for group in groups
+    ]
+    arrays = {
+        "token_ids": _flat([sample.token_ids for sample in samples], "I32"),
+        "loss_mask": _flat([sample.loss_mask for sample in samples], "U8"),
+        "logprobs": _flat([sample.logprobs for sample in samples], "F32"),
+        "offsets": np.cumsum([0, *lengths], dtype=_NUMPY["I64"]),
+        "records": np.frombuffer(json.dumps(records, allow_nan=False).encode(), dtype=np.uint8),
+    }
+    header = PartHeader(
+        kind=kind,
+        iteration=iteration,
+        rank=rank,
+        epoch=epoch,
+        part=part,
+        policy=policy,
+        slots=tuple(group.slot for group in groups),
+        given_up={group.slot: group.given_up for group in groups if group.given_up is not None},
+        sha256="",
+    )
+    return _blob(arrays, asdict(header))
+
+
+def decode_header(data: bytes) -> PartHeader:
+    """The header, verified by its own checksum, and the blob's size; the data's checksum is decode_part's to
+    verify.
+
+    Raises DamagedPart, and nothing else.
+    """
+    return _parse_header(data)[0]
+
+
+def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
+    """Header and groups, every byte verified; the arrays are writable. Raises DamagedPart, and nothing else."""
+    header, layout, start, data_sha256 = _parse_header(data)
+    if hashlib.sha256(memoryview(data)[start:]).hexdigest() != data_sha256:
+        raise DamagedPart("the data's checksum does not match: bytes were altered after the part was written")
+    arrays = {
+        name: np.frombuffer(data, _NUMPY[_DTYPES[name]], count, start + begin).copy()
+        for name, (begin, count) in layout.items()
+    }
+    try:
+        records = _RECORDS.validate_json(arrays["records"].tobytes())
+    except ValidationError as error:
+        raise DamagedPart(f"the records do not parse: {error.errors()[0]['msg']}") from error
+    offsets = arrays["offsets"].tolist()
+    if len(offsets) != 1 + sum(len(record.samples) for record in records):
+        raise DamagedPart(f"{len(offsets) - 1} samples in the arrays, not as many in the records")
+    spans = iter([slice(begin, end) for begin, end in itertools.pairwise(offsets)])
+    return header, [_group(record, arrays, spans) for record in records]
+
+
+def part_for_people(groups: Sequence[Group], *, rank: int, model_version: str) -> str:
+    """The same part as JSON lines, one a group, without token arrays."""
+    lines = []
+    for group in groups:
+        samples = [
+            {
+                "text": sample.text,
+                "reward": sample.reward,
+                "tokens": int(np.count_nonzero(sample.loss_mask)),
+                "finish_reason": sample.finish_reason,
+            }
+            for sample in group.samples
+        ]
+        line: dict[str, Any] = {"slot": group.slot, "task_id": group.task_id, "prompt": group.prompt}
+        line |= {"samples": samples, "rank": rank, "model_version": model_version}
+        if group.given_up is not None:
+            line["given_up"] = group.given_up
+        lines.append(json.dumps(line, ensure_ascii=True) + "\n")
+    return "".join(lines)
+
+
+def _length(sample: Sample) -> int:
+    lengths = {len(sample.token_ids), len(sample.loss_mask), len(sample.logprobs)}
+    if len(lengths) != 1:
+        raise ValueError(f"a sample's token_ids, loss_mask and logprobs differ in length: {sorted(lengths)}")
+    return lengths.pop()
+
+
+def _flat(arrays: list[Any], dtype: str) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, _NUMPY[dtype]), *arrays], dtype=_NUMPY[dtype], casting="unsafe")
+
+
+def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any) -> Group:
+    samples = []
+    for sample in record.samples:
+        span = next(spans)
+        samples.append(
+            Sample(
+                token_ids=arrays["token_ids"][span],
+                loss_mask=arrays["loss_mask"][span],
+                logprobs=arrays["logprobs"][span],
+                **sample.model_dump(),
+            )
+        )
+    return Group(record.slot, record.task_id, record.prompt, samples, record.given_up)
+
+
+def _blob(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> bytes:
+    # Written here rather than by the safetensors library: it orders metadata at random, and copies the data
+    # twice. Widest type first, as the library does, so that every array is aligned.
+    entries, chunks, end = {}, [], 0
+    for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):
+        array = arrays[name]
+        entries[name] = {
+            "dtype": _DTYPES[name],
+            "shape": [array.size],
+            "data_offsets": [end, end + array.nbytes],
+        }
+        chunks.append(array.data.cast("B") if array.size else b"")
+        end += array.nbytes
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    header = {name: value for name, value in header.items() if name != "sha256"}
+    metadata = {"part": json.dumps(header), "data_sha256": digest.hexdigest(), "header_sha256": _ZEROS}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":"))
+    text += " " * (-len(text) % 8)
+    sealed = _sealed(text, _ZEROS, hashlib.sha256(text.encode()).hexdigest())
+    return b"".join([struct.pack("<Q", len(sealed)), sealed.encode(), *chunks])
+
+
+def _sealed(text: str, old: str, new: str) -> str:
+    """The header with another value of header_sha256 (a quote inside of `part` is escaped, so this is the
+    only one).
+    """
+    return text.replace(f'"header_sha256":"{old}"', f'"header_sha256":"{new}"')
+
+
+def _parse_header(data: bytes) -> tuple[PartHeader, dict[str, tuple[int, int]], int, str]:
+    """Header; name -> (begin in bytes, number of items); where the data starts; the data's checksum."""
+    if len(data) < 8:
+        raise DamagedPart(f"{len(data)} bytes are too few for a part")
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    if start > min(len(data), _HEADER_LIMIT_BYTES):
+        raise DamagedPart(f"its header should end at byte {start}, the part has {len(data)}")
+    try:
+        text = bytes(data[8:start]).decode("ascii")
+        entries = json.loads(text)
+        metadata = entries.pop("__metadata__")
+        sealed_by, data_sha256 = metadata["header_sha256"], metadata["data_sha256"]
+        if (
+            len(sealed_by) != 64
+            or hashlib.sha256(_sealed(text, sealed_by, _ZEROS).encode()).hexdigest() != sealed_by
+        ):
+            raise DamagedPart("the header's checksum does not match")
+        header = _HEADER.validate_python({**_numbered(json.loads(metadata["part"])), "sha256": sealed_by})
+        layout, end = _layout(entries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, DamagedPart):
+            raise
+        raise DamagedPart(f"the header does not parse: {type(error).__name__}: {error}") from error
+    if start + end != len(data):
+        raise DamagedPart(f"the part has {len(data)} bytes, its header says {start + end}")
+    return header, layout, start, data_sha256
+
+
+def _numbered(part: dict[str, Any]) -> dict[str, Any]:
+    return {**part, "given_up": {int(slot): reason for slot, reason in part["given_up"].items()}}
+
+
+def _layout(entries: dict[str, Any]) -> tuple[dict[str, tuple[int, int]], int]:
+    if set(entries) != set(_DTYPES):
+        raise DamagedPart(f"it holds the arrays {sorted(entries)}, not {sorted(_DTYPES)}")
+    layout, end = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        (count,), (begin, stop) = entry["shape"], entry["data_offsets"]
+        if (
+            entry["dtype"] != _DTYPES[name]
+            or begin != end
+            or stop - begin != count * _NUMPY[entry["dtype"]].itemsize
+        ):
+            raise DamagedPart(f"array {name!r} is described inconsistently: {entry}")
+        layout[name], end = (begin, count), stop
+    return layout, end

@@ -1,0 +1,204 @@
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout.weights import WeightsError, check_model_dir, file_checksums, policy_digest, tensor_names
+from trainer import checkpoint
+from trainer.batch import Batch, build_batch
+from trainer.checkpoint import CheckpointError
+from trainer.model import Learner
+from trainer.request import TrainRequest, TrainResult
+from trainer.step import train
+
+CPU = torch.device("cpu")
+
+
+def run_phase(
+    learner: Learner, batch: Batch, request: TrainRequest, dtype: torch.dtype = torch.float32
+) -> TrainResult:
+    """Train as a single rank does, and write."""
+    stats = train(learner, batch, request.settings, 1.0, report=lambda line: None)
+    return checkpoint.write(learner, Path(request.staging_dir), request, len(stats), {"loss": 0.0}, dtype)
+
+
+def load_base(request: TrainRequest) -> Learner:
+    return checkpoint.load(Path(request.base_dir), request.base_policy, CPU)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
+
+
+@pytest.fixture
+def trained(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> tuple[Learner, TrainRequest, TrainResult]:
+    request = make_request(batch)
+    learner = load_base(request)
+    return learner, request, run_phase(learner, batch, request)
+
+
+def test_checkpoint_loads_with_transformers_and_holds_the_trained_weights(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    learner, request, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(request.staging_dir, dtype="auto")
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == learner.parameters.keys()
+    for name, parameter in learner.parameters.items():
+        torch.testing.assert_close(loaded[name], parameter, rtol=0, atol=0)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in tensor_names(request.staging_dir)
+    tokenizer = AutoTokenizer.from_pretrained(request.staging_dir)
+    assert tokenizer.decode(tokenizer.encode("27+58=")) == "27+58="
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(request.base_dir).chat_template
+
+
+def test_result_names_every_file_with_its_checksum_and_the_new_policy(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    staging_dir = Path(request.staging_dir)
+    assert TrainResult.from_json((staging_dir / "result.json").read_bytes()) == result
+    on_disk = {str(path.relative_to(staging_dir)) for path in staging_dir.rglob("*") if path.is_file()}
+    assert on_disk == {*result.files, "result.json"}
+    top = {name: facts for name, facts in file_checksums(staging_dir).items() if name != "result.json"}
+    assert {name: facts for name, facts in result.files.items() if "/" not in name} == top
+    check_model_dir(staging_dir)
+    assert result.policy == policy_digest(top) != request.base_policy
+    assert (result.steps, result.optimizer_step, result.iteration) == (3, 3, 1)
+    assert (result.base_policy, result.batch_sha256) == (request.base_policy, request.batch_sha256)
+
+
+def test_result_is_written_after_everything_else_is_durable(
+    batch: Batch, make_request: Callable[..., TrainRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request(batch)
+    staging_dir = Path(request.staging_dir)
+    synced: list[str] = []
+    real_fsync = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        assert not (staging_dir / "result.json").exists() or synced[-1] == str(staging_dir)
+        real_fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    result = run_phase(load_base(request), batch, request)
+    *before, last_file, last = [os.path.relpath(path, staging_dir) for path in synced]
+    assert {*result.files, "trainer_state"} == set(before)
+    assert (last_file, last) == (".result.json.tmp", ".")
+
+
+def test_every_file_has_the_mode_of_an_ordinary_one(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    modes = {
+        (Path(request.staging_dir) / name).stat().st_mode & 0o777 for name in [*result.files, "result.json"]
+    }
+    assert len(modes) == 1
+
+
+def test_resumed_training_goes_on_exactly_as_an_uninterrupted_one(
+    batch: Batch,
+    make_request: Callable[..., TrainRequest],
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    uninterrupted, first, _ = trained
+    second = make_request(batch, base=Path(first.staging_dir))
+    resumed = load_base(second)
+    assert resumed.optimizer_step == 3
+    for learner in (uninterrupted, resumed):
+        train(learner, batch, second.settings, 1.0, report=lambda line: None)
+    for name, parameter in weights(uninterrupted).items():
+        torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=1e-6)
+    assert resumed.optimizer_step == uninterrupted.optimizer_step == 6
+
+
+def test_without_trainer_state_the_optimizer_starts_afresh(
+    batch: Batch,
+    make_request: Callable[..., TrainRequest],
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    shutil.rmtree(Path(trained[1].staging_dir) / "trainer_state")
+    learner = load_base(make_request(batch, base=Path(trained[1].staging_dir)))
+    assert learner.optimizer_step == 0
+    assert not learner.optimizer.state
+
+
+def test_lower_precision_checkpoint_keeps_the_master_weights(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    request = make_request(batch)
+    learner = load_base(request)
+    result = run_phase(learner, batch, request, torch.bfloat16)
+    staging_dir = Path(request.staging_dir)
+    assert {dtype for dtype, _ in tensor_names(staging_dir).values()} == {"BF16"}
+    assert json.loads((staging_dir / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(staging_dir, dtype="auto").dtype == torch.bfloat16
+    resumed = checkpoint.load(staging_dir, result.policy, CPU)
+    for name, parameter in weights(learner).items():
+        assert parameter.dtype == torch.float32
+        torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=0)
+        assert resumed.parameters[name].grad is not None
+
+
+def test_empty_batch_leaves_the_weights_byte_for_byte_and_the_digest(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    empty = build_batch([], manifest_sha256="m", policy="p", temperature=1.0, seed=0)
+    base = make_request(batch)
+    learner = load_base(base)
+    run_phase(learner, batch, base, torch.bfloat16)
+    request = make_request(empty, base=Path(base.staging_dir))
+    result = run_phase(learner, empty, request)
+    assert result.policy == request.base_policy
+    assert (result.steps, result.optimizer_step) == (0, 3)
+    before, after = file_checksums(base.staging_dir), file_checksums(request.staging_dir)
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == {"result.json"}
+    resumed = checkpoint.load(Path(request.staging_dir), result.policy, CPU)
+    assert resumed.optimizer_step == 3
+    for name, parameter in weights(learner).items():
+        torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=0)
+
+
+def test_weights_with_another_digest_are_refused(base_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds policy \w+, the request wants 0123"):
+        checkpoint.load(base_dir, "0123", CPU)
+
+
+def test_trainer_state_of_other_weights_is_refused(
+    base_dir: Path, tmp_path: Path, trained: tuple[Learner, TrainRequest, TrainResult]
+) -> None:
+    mixed = shutil.copytree(base_dir, tmp_path / "mixed")
+    shutil.copytree(Path(trained[1].staging_dir) / "trainer_state", mixed / "trainer_state")
+    with pytest.raises(
+        CheckpointError, match=r"belongs to policy .* restore the pair, or remove trainer_state"
+    ):
+        checkpoint.load(mixed, trained[1].base_policy, CPU)
+
+
+def test_trainer_state_of_another_model_is_refused(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    path = Path(request.staging_dir) / "trainer_state" / "optimizer.safetensors"
+    with safe_open(path, framework="pt") as saved:
+        tensors = {name: saved.get_tensor(name) for name in list(saved.keys())[1:]}
+    checkpoint.save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="is not the optimizer state of this model"):
+        checkpoint.load(Path(request.staging_dir), result.policy, CPU)
+
+
+def test_directory_that_is_no_whole_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError):
+        checkpoint.load(tmp_path, "0123", CPU)

@@ -1,0 +1,27 @@
+"""`python -m trainer --spool DIR`, one rank of the training job, started by torchrun (trainer.launch)."""
+
+import argparse
+from pathlib import Path
+
+from trainer import launch
+
+
+def main() -> None:
+    """Register first: whatever happens from then on, the node can end this process."""
+    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
+    parser.add_argument("--spool", type=Path, required=True)
+    parser.add_argument("--collective-timeout-s", type=float, default=1800.0)
+    args = parser.parse_args()
+    launch.register(args.spool)
+    launch.watch(args.spool)
+
+    import logging
+
+    from trainer.serve import serve  # imports torch, for seconds
+
+    logging.basicConfig(level=logging.INFO, format="[trainer] %(message)s")
+    serve(args.spool, args.collective_timeout_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What one training phase is asked to do, and what it answers. Torch-free."""
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict  # pydantic wants this one below Python 3.12
+
+from trainer.settings import TrainerSettings
+
+
+class DamagedDocument(ValueError):
+    """The bytes are not the document that was expected."""
+
+
+class _Document(BaseModel):
+    """An immutable JSON document; an unknown or missing field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def to_json(self) -> bytes:
+        """The document as JSON bytes."""
+        return self.model_dump_json(indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """The document in `data`; raises DamagedDocument."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise DamagedDocument(f"not a {cls.__name__}: {error}") from error
+
+
+class TrainRequest(_Document):
+    """One training phase. The same for every rank of the job, apart from where paths are mounted."""
+
+    iteration: int
+    epoch: int
+    """Of the cluster; only recorded."""
+    batch_file: str
+    batch_sha256: str
+    base_dir: str
+    """Hugging Face directory to start from; its `trainer_state/`, where there is one, is continued."""
+    base_policy: str
+    """Digest of the weights in `base_dir`."""
+    staging_dir: str
+    """Exists and is empty; global rank 0 writes the new checkpoint here, `result.json` last."""
+    rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+    """One per global training rank; a rank's share of the tokens follows its weight."""
+    seed: int
+    settings: TrainerSettings
+    temperature: Annotated[float, Field(gt=0)]
+    """The sampling temperature of the batch; logits are divided by it."""
+
+
+class FileInfo(TypedDict):
+    """Size and checksum of one file, as rollout.weights.file_checksums has them."""
+
+    bytes: int
+    sha256: str
+
+
+class TrainResult(_Document):
+    """The `result.json` of a complete staging directory."""
+
+    iteration: int
+    policy: str
+    """Digest of the new weights; equal to `base_policy` when there was nothing to learn from."""
+    base_policy: str
+    batch_sha256: str
+    files: dict[str, FileInfo]
+    """Every other file of the directory, by its path below it."""
+    steps: int
+    """Optimizer steps of this phase."""
+    optimizer_step: int
+    """Optimizer steps of the whole run."""
+    metrics: dict[str, float]
+    """loss, grad_norm, lr, kl_engine, entropy, clip_fraction, tokens, sequences, tokens_per_s, seconds."""

@@ -1,0 +1,133 @@
+"""One rank of the training job: serves the requests of its node's spool, in order, until it is dismissed."""
+
+import hashlib
+import logging
+import os
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from trainer import checkpoint, launch
+from trainer.batch import Batch, DamagedBatch
+from trainer.model import Learner, learning_rate
+from trainer.request import TrainRequest
+from trainer.step import Replica, summary, train
+
+DIGEST_BYTES = 64  # a policy digest is shorter
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRefused(ValueError):
+    """The request does not fit this job, or its ranks were asked for different things."""
+
+
+def serve(spool: Path, collective_timeout_s: float) -> None:
+    """Join the process group that torchrun describes in the environment and serve until dismissed.
+
+    A failure is reported in the spool and ends the process with exit status 1.
+    """
+    disable_progress_bar()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    number = 0
+    try:
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=collective_timeout_s)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None
+        )
+        rank = TrainerRank(device)
+        while True:
+            number, data = launch.next_request(spool, number)
+            if data is None:
+                break
+            rank.run(TrainRequest.from_json(data))
+            launch.report_done(spool, number, local_rank)
+        dist.destroy_process_group()
+    except Exception:
+        launch.report_failure(spool, number, local_rank, traceback.format_exc())
+        logger.exception("request %d failed", number)
+        # Not an ordinary exit: its destructors may wait for peers that hang in a collective.
+        os._exit(1)
+
+
+class TrainerRank:
+    """A rank's model and optimizer, kept between requests."""
+
+    def __init__(self, device: torch.device) -> None:
+        """The process group must be up."""
+        self.device = device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.learner: Learner | None = None
+        self.policy = ""
+        """Digest of the checkpoint that `learner` was last loaded from or written to."""
+
+    def run(self, request: TrainRequest) -> None:
+        """One training phase: from the batch file to a complete staging directory."""
+        started = time.perf_counter()
+        if len(request.rank_weights) != self.world_size:
+            raise RequestRefused(
+                f"the request has {len(request.rank_weights)} rank weights for {self.world_size} ranks"
+            )
+        self._agree(request)
+        batch = read_batch(Path(request.batch_file), request.batch_sha256)
+        learner = self._learner(request)
+        torch.manual_seed(request.seed)
+        replica = Replica(self.rank, request.rank_weights)
+        lead = self.rank == 0
+        stats = train(
+            learner,
+            batch,
+            request.settings,
+            request.temperature,
+            replica,
+            report=(lambda line: print(line, flush=True)) if lead else (lambda line: None),
+        )
+        policy = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
+        if lead:
+            lr = learning_rate(learner.optimizer_step, request.settings)
+            metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
+            result = checkpoint.write(learner, Path(request.staging_dir), request, len(stats), metrics)
+            policy = torch.tensor(list(result.policy.encode().ljust(DIGEST_BYTES)), dtype=torch.uint8)
+        policy = policy.to(self.device)
+        dist.broadcast(policy, src=0)
+        self.policy = bytes(policy.tolist()).decode().rstrip()
+
+    def _agree(self, request: TrainRequest) -> None:
+        """Raise RequestRefused on all ranks unless all were asked for the same phase; mounts may differ."""
+        asked = request.model_dump_json(exclude={"batch_file", "base_dir", "staging_dir"})
+        number = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
+        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        if bounds[0] != -bounds[1]:
+            raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
+
+    def _learner(self, request: TrainRequest) -> Learner:
+        """The policy to start from: the one at hand if it is the base, else loaded."""
+        learner = self.learner
+        if learner is None or self.policy != request.base_policy:
+            self.learner = None  # frees the memory before the next one is loaded
+            self.learner = learner = checkpoint.load(Path(request.base_dir), request.base_policy, self.device)
+            self.policy = request.base_policy
+        # Machines of different kinds round differently: replicas would drift apart over the iterations.
+        for parameter in learner.parameters.values():
+            dist.broadcast(parameter.data, src=0)
+        return learner
+
+
+def read_batch(path: Path, sha256: str) -> Batch:
+    """The batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise DamagedBatch(f"{path} has sha256 {found}, the request wants {sha256}; make the batch anew")
+    return Batch.decode(data)

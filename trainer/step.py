@@ -1,0 +1,166 @@
+"""One training phase: optimizer steps over a batch, on all ranks together."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.batch import Batch
+from trainer.loss import policy_loss
+from trainer.model import Learner
+from trainer.packing import Microbatch, plan_step, split_steps
+from trainer.settings import TrainerSettings
+
+
+class TrainingDiverged(RuntimeError):
+    """A loss or gradient is not a finite number; the weights have not taken the step."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """This process among the ranks that train the same model; alone by default."""
+
+    rank: int = 0
+    rank_weights: Sequence[float] = (1.0,)
+    """One per global rank; a rank's share of the tokens follows its weight."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up `tensor` over all ranks, in place."""
+        if len(self.rank_weights) > 1:
+            dist.all_reduce(tensor)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step, the same on every rank."""
+
+    loss: float
+    kl_engine: float
+    clip_fraction: float
+    entropy: float
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Prompts included."""
+    trained_tokens: int
+    seconds: float
+
+
+def train(
+    learner: Learner,
+    batch: Batch,
+    settings: TrainerSettings,
+    temperature: float,
+    replica: Replica = Replica(),
+    report: Callable[[str], None] = print,
+) -> list[StepStats]:
+    """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
+
+    All ranks call this with the same arguments but for `replica.rank`, and do the same number of steps; the
+    result does not depend on the number of ranks or their weights. An empty batch takes no step. Raises
+    TrainingDiverged.
+    """
+    steps = split_steps(len(batch), settings.global_batch_size)
+    if not steps:
+        report("no step: the batch is empty, no group of this iteration has an advantage; the weights stay")
+        return []
+    plans = [
+        plan_step(batch, step, replica.rank_weights, replica.rank, settings.max_tokens_per_microbatch)
+        for step in steps
+    ]
+    # Several updates: pi_old is the policy before the first one. For the first step that is the policy
+    # itself.
+    old_logprobs: list[Sequence[Tensor | None]] = [[None] * len(plans[0])]
+    with torch.no_grad():
+        old_logprobs += [[learner.logprobs(m, temperature)[0] for m in plan] for plan in plans[1:]]
+    stats = []
+    for k, (step, plan, old) in enumerate(zip(steps, plans, old_logprobs, strict=True)):
+        begin, end = int(batch.offsets[step.start]), int(batch.offsets[step.stop])
+        trained_tokens = int(batch.loss_mask[begin:end].sum())
+        done = _optimizer_step(
+            learner, plan, old, trained_tokens, end - begin, settings, temperature, replica
+        )
+        stats.append(done)
+        report(_step_line(k + 1, len(steps), done, batch.counts.reward))
+    return stats
+
+
+def _optimizer_step(
+    learner: Learner,
+    plan: Sequence[Microbatch],
+    old_logprobs: Sequence[Tensor | None],
+    trained_tokens: int,
+    tokens: int,
+    settings: TrainerSettings,
+    temperature: float,
+    replica: Replica,
+) -> StepStats:
+    """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let AdamW step."""
+    started = time.perf_counter()
+    learner.summed.zero_()
+    for microbatch, old in zip(plan, old_logprobs, strict=True):
+        if not len(microbatch.targets):
+            continue
+        logprobs, entropy = learner.logprobs(microbatch, temperature)
+        loss, loss_stats = policy_loss(
+            logprobs,
+            logprobs if old is None else old,
+            torch.from_numpy(microbatch.engine_logprobs).to(learner.device),
+            torch.from_numpy(microbatch.advantages).to(learner.device),
+            torch.ones_like(logprobs),
+            trained_tokens,
+            settings,
+        )
+        loss.backward()
+        learner.sums.add_(torch.stack([loss.detach(), *loss_stats, entropy.sum() / trained_tokens]))
+    replica.sum(learner.summed)
+    loss_value, kl_engine, clip_fraction, entropy_mean = learner.sums.tolist()
+    norm = torch.linalg.vector_norm(learner.gradients).item()
+    if not (math.isfinite(loss_value) and math.isfinite(norm)):
+        raise TrainingDiverged(
+            f"optimizer step {learner.optimizer_step + 1}: loss {loss_value}, gradient norm {norm}; "
+            "lower trainer.learning_rate, or look for broken logprobs in the batch"
+        )
+    learner.gradients.mul_(min(1.0, settings.clip_norm / (norm + 1e-6)))
+    lr = learner.apply(settings)
+    seconds = time.perf_counter() - started
+    return StepStats(
+        loss_value, kl_engine, clip_fraction, entropy_mean, norm, lr, tokens, trained_tokens, seconds
+    )
+
+
+def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: float) -> dict[str, float]:
+    """A phase's metrics: means weighted by trained tokens, except `grad_norm`, a plain mean over the steps.
+
+    `lr` stands in where no step was taken; `seconds` is the whole phase.
+    """
+    trained = sum(step.trained_tokens for step in stats)
+    tokens = sum(step.tokens for step in stats)
+
+    def mean(name: str) -> float:
+        return sum(getattr(step, name) * step.trained_tokens for step in stats) / max(1, trained)
+
+    return {
+        "loss": mean("loss"),
+        "grad_norm": sum(step.grad_norm for step in stats) / max(1, len(stats)),
+        "lr": stats[-1].lr if stats else lr,
+        "kl_engine": mean("kl_engine"),
+        "entropy": mean("entropy"),
+        "clip_fraction": mean("clip_fraction"),
+        "tokens": float(tokens),
+        "sequences": float(sequences),
+        "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+        "seconds": seconds,
+    }
+
+
+def _step_line(step: int, steps: int, done: StepStats, reward: float) -> str:
+    return (
+        f"step {step}/{steps} | loss {done.loss:.4f} | reward {reward:.2f} | norm {done.grad_norm:.2f} "
+        f"| lr {done.lr:.1e} | {done.seconds:.2f} s | {done.tokens / done.seconds:,.0f} tok/s"
+    )

@@ -213,7 +213,7 @@ def _batch_verifies(node: Node, about: dict[str, Any]) -> bool:
 
 
 def configure_training(node: Node) -> Payload:
-    """Say where the training job meets, who takes part with how many processes, and what it reads and writes."""
+    """Say where the training job meets, who takes part, and what it reads and writes."""
     record, iteration = node.record, node.iteration
     staging = node.run_dir.staging(iteration, record.epoch)
     shared_fs.make_directory(staging)
@@ -362,7 +362,7 @@ def _collect(
 
 
 def _aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
-    """Publish the manifest over the parts; a part that differs from what its node's flag says is set aside."""
+    """Publish the manifest over the parts; one that differs from its node's flag is set aside."""
     path = node.run_dir.manifest(kind, node.iteration)
     if outputs.read_json(path) is not None:
         return

@@ -164,6 +164,6 @@ def hold_host_lock(node: Node) -> FileLock:
     try:
         lock.acquire(timeout=node.settings.cluster.node_timeout_s)
     except Timeout:
-        text = f"another process of rank {node.rank} on this host holds {lock.lock_file} and does not end; end it"
-        raise Ended(Exit.FAILED, text, "failed") from None
+        text = f"another process of rank {node.rank} on this host does not end (it holds {lock.lock_file})"
+        raise Ended(Exit.FAILED, f"{text}; end it", "failed") from None
     return lock

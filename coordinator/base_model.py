@@ -1,4 +1,4 @@
-"""builtin:tiny, made by the master once for a run directory, and kept in the user's cache for the next one."""
+"""builtin:tiny, made by the master once for a run directory, and kept in the user's cache."""
 
 import hashlib
 import importlib.util

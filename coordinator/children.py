@@ -46,7 +46,7 @@ from typing import Self
 import psutil
 
 from coordinator import keeper
-from coordinator.output import Output
+from coordinator.child_output import Output
 
 logger = logging.getLogger(__name__)
 

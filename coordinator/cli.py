@@ -9,7 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-COMMANDS = "run local --num-nodes N [options]: all nodes on this machine.  run status --log-path DIR [--json] [--watch]."
+COMMANDS = (
+    "run local --num-nodes N [options]: all nodes on this machine. "
+    "run status --log-path DIR [--json] [--watch]: who is where."
+)
 
 node_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 status_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -1,7 +1,7 @@
-"""One frozen, validated tree of settings: defaults, then a file, then options and `key=value`; unknown key = error.
+"""One frozen, validated tree of settings: defaults, then a file, then options and `key=value`.
 
-The master publishes the tree in each epoch record; a worker reads it from there, and whatever a worker is given of
-its own must agree with it.
+The master publishes the tree in each epoch record; a worker reads it from there, and whatever a worker is
+given of its own must agree with it.
 """
 
 import difflib
@@ -105,7 +105,7 @@ class RunSettings(Settings):
     tasks: str = "builtin:arithmetic"
     """JSON lines of the training tasks."""
     eval_tasks: str | None = None
-    """JSON lines of the evaluation tasks; default: those of builtin:arithmetic if it trains, else no evaluation."""
+    """JSON lines of the evaluation tasks; default: builtin:arithmetic's if it trains, else none."""
     data_path: str | None = None
     """Read-only shared data: relative task files and models are looked up here, HF_HOME lies below it."""
     rl_phase: Literal["both", "rollout", "update"] = "both"
@@ -126,7 +126,8 @@ class RunSettings(Settings):
     def _split_fits(self) -> "RunSettings":
         if self.rollout_split and self.rl_phase == "update":
             raise ValueError(
-                f"--rollout-split {self.rollout_split} needs a rollout, but --rl-phase is update; leave one of them out"
+                f"--rollout-split {self.rollout_split} needs a rollout, but --rl-phase is update; "
+                "leave one of them out"
             )
         if self.rollout_split == "eval-only" and self.rl_phase != "rollout":
             raise ValueError("--rollout-split eval-only makes nothing to train on; add --rl-phase rollout")
@@ -175,7 +176,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def parse_value(value: str) -> Any:
-    """A value typed by a person: JSON where it parses as such, `2,1,1` as a list of numbers, else the string."""
+    """A value typed by a person: JSON where it parses as such, `2,1,1` as a list, else the string."""
     for text in (value, f"[{value}]"):
         try:
             return json.loads(text)
@@ -192,7 +193,7 @@ def parse_weights(text: str) -> list[float]:
             weights.append(float(item))
         except ValueError:
             raise SettingsError(
-                f"--rank-weights {text}: '{item}' is not a number; give one positive number per node, e.g. 2,1,1"
+                f"--rank-weights {text}: '{item}' is not a number; give one per node, e.g. 2,1,1"
             ) from None
         if not 0 < weights[-1] < float("inf"):
             raise SettingsError(
@@ -202,15 +203,15 @@ def parse_weights(text: str) -> list[float]:
 
 
 def build(given: Mapping[str, Any]) -> RunSettings:
-    """Settings from dotted keys over the defaults (builtin:tiny has its own); SettingsError says what is wrong."""
-    _refuse_unknown(given)
+    """Settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
+    refuse_unknown(given)
     base = TINY_DEFAULTS if given.get("model", TINY) == TINY else {}
     return _validate({**base, **given})
 
 
 def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
     """What the master published, with `given` over it: equal to `published` where nothing contradicts."""
-    _refuse_unknown(given)
+    refuse_unknown(given)
     return _validate({**dict(flatten(published.model_dump(mode="json"))), **given})
 
 
@@ -285,7 +286,8 @@ def _one_line(error: ValidationError) -> str:
     return f"{option_name(key)}={_show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
+def refuse_unknown(given: Mapping[str, Any]) -> None:
+    """SettingsError for a key that is no setting, naming the nearest one."""
     known = _known_keys()
     for key in given:
         if key in known or key.startswith("engine.args."):

@@ -1,8 +1,9 @@
 """Epochs: records and claims, who is silent, and what follows from a board. Decisions are pure.
 
-An epoch record says who takes part under which settings. It is claimed by creating the next number exclusively and
-reading back one's own token. The highest record that parses is the current one; everything in protocol/ carries its
-epoch, so what an older process still writes is never mistaken for the living run's.
+An epoch record says who takes part under which settings. It is claimed by creating the next number
+exclusively and reading back one's own token. The highest record that parses is the current one; everything
+in protocol/ carries its epoch, so what an older process still writes is never mistaken for the living
+run's.
 """
 
 import secrets
@@ -90,8 +91,8 @@ class Records:
 class Silence:
     """For how long each rank's beat has stood still, by this node's own clock.
 
-    Counted only over listings that succeeded, and at most two beats for each: an observer that was frozen, or whose
-    filesystem was, condemns nobody (no two machines' clocks are compared).
+    Counted only over listings that succeeded, and at most two beats for each: an observer that was frozen,
+    or whose filesystem was, condemns nobody (no two machines' clocks are compared).
     """
 
     def __init__(self, beat_s: float) -> None:
@@ -155,8 +156,8 @@ def decide(
 ) -> Verdict | None:
     """The first thing on the board that ends the row this node is in, or None.
 
-    `current` is the epoch this node entered, `newest` the highest record. The master judges workers; workers judge
-    only the master.
+    `current` is the epoch this node entered, `newest` the highest record. The master judges workers;
+    workers judge only the master.
     """
     if newest.epoch > current.epoch:
         return _newer_record(newest, current, rank, incarnation)

@@ -55,7 +55,7 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
 
 
 class _Interrupts:
-    """Ctrl+C goes to the master, which tells the others; a second one, SIGTERM or SIGHUP goes to every node."""
+    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node."""
 
     def __init__(self, nodes: list[Child]) -> None:
         self._nodes = nodes

@@ -29,7 +29,7 @@ EXPECTED = (SharedFsError, EngineError, ChildError, NetworkError, Incomplete)
 
 
 def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_iterations) -> int:
-    """Run a node to its end; the exit code. Whatever ends it, its children end and the others are told why."""
+    """Run a node to its end; the exit code. Its children end with it, and the others are told why."""
     node = Node(start)
     prefix.follow(node)
     try:
@@ -76,7 +76,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
 def _give_up_training(node: Node, error: TrainerFailed) -> None:
     """End the job here, and wait for the master's word: a trainer fails too when a peer of it dies.
 
-    The master waits until every node has said that its trainer is gone, or is found lost; then the run has failed.
+    The master waits until every node has said that its trainer is gone, or is found lost.
     """
     own = node.watch.verdict is None
     node.trainer.leave_epoch()

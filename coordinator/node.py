@@ -1,4 +1,4 @@
-"""A node: what it shares with the others, its place in an epoch, and `step`, one row of the protocol table."""
+"""A node: what it shares with the others, its place in an epoch, and `step`, one row of the table."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ from coordinator.phases import By, Phase, rows_of
 from coordinator.run_dir import Flag, RunDir
 from coordinator.start import Start, base_model_dir, local_processes
 from coordinator.trainer_host import TrainerHost
-from coordinator.watch import Watch
+from coordinator.watch import ENDED, Watch
 from rollout.weights import file_checksums, policy_digest
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Position:
 
 
 class Node:
-    """A node that has started: its rank, what it was told, its children, and its place in the present epoch."""
+    """A node that has started: what it was told, its children, and its place in the present epoch."""
 
     def __init__(self, start: Start) -> None:
         self.rank = start.rank
@@ -91,8 +91,9 @@ class Node:
         self.watch.begin(self._floor, self.newest_epoch)
 
     def close(self) -> None:
-        """End the children, then stop beating."""
+        """End the children, then stop beating, with a last beat that says so."""
         self.children.close()
+        self.position.state = ENDED
         self.watch.close()
         if self.lock is not None:
             self.lock.release()
@@ -139,7 +140,7 @@ class Node:
         return self.documents[Phase.ITERATION_START]
 
     def policy(self, iteration: int) -> Policy:
-        """The policy that training of `iteration` made; 0: the one that the run started from, as this node has it."""
+        """The policy that training of `iteration` made; 0: what the run started from, as it lies here."""
         if iteration > 0:
             return outputs.policy_of(self.run_dir, iteration)
         directory = base_model_dir(self.settings, self.run_dir)
@@ -163,10 +164,10 @@ class Node:
     def step(
         self, iteration: int, phase: Phase, act: Act, by: By = By.ALL, then: Conclude | None = None
     ) -> None:
-        """One row: act if it is ours, raise our flag, wait for the master's, whose document is the row's result.
+        """One row: act if it is ours, raise our flag, wait for the master's: its document is the result.
 
-        The master acts, waits for the flags of all (unless it acts alone), concludes with `then` from their payloads,
-        and raises its own flag last.
+        The master acts, waits for the flags of all (unless it acts alone), concludes with `then` from their
+        payloads, and raises its own flag last.
         """
         if Phase.ITERATION_START < phase < self.resume_at:
             return
@@ -235,16 +236,11 @@ class Node:
         return {MASTER: own, **said}
 
     def _wait_master(self, iteration: int, phase: Phase) -> Payload:
-        """The document of the master's flag; {} if it has opened the next iteration already (after the last row)."""
+        """The document of the master's flag."""
         flag = Flag(self.record.epoch, iteration, phase, MASTER, "ok")
         self.position.waiting_for = [MASTER]
-
-        def over(board: Board) -> bool | None:
-            if flag in board.flags:
-                return True
-            return False if self._opened(board, iteration) else None
-
-        return self._read(flag) if self._wait(over) else {}
+        self._wait(lambda board: True if flag in board.flags else None)
+        return self._read(flag)
 
     def _opened(self, board: Board, after: int) -> int | None:
         """The lowest iteration later than `after` that the master has opened in this epoch."""
@@ -260,7 +256,12 @@ class Node:
         return json.loads(shared_fs.read(self.run_dir.protocol / flag.name))
 
     def _remove_flags_before(self, iteration: int) -> None:
-        for flag in [flag for flag in self._raised if 0 < flag.iteration < iteration]:
+        """Remove this node's flags of earlier iterations, up to the one before the last.
+
+        A worker may still be reading the master's last flag of the iteration before; it has passed all
+        older ones, or the master had not come here.
+        """
+        for flag in [flag for flag in self._raised if 0 < flag.iteration < iteration - 1]:
             shared_fs.remove(self.run_dir.protocol / flag.name)
             del self._raised[flag]
 

@@ -1,4 +1,4 @@
-"""How a node ends, and what sends it to another epoch. Exceptions, since they end whatever the node is doing."""
+"""How a node ends, and what sends it to another epoch: exceptions, since they end whatever it does."""
 
 from enum import IntEnum
 
@@ -15,7 +15,7 @@ class Exit(IntEnum):
 
 
 class Ended(Exception):
-    """This node ends: the exit code, a text for the person, and the flag that tells the others (None: none)."""
+    """This node ends: the exit code, a text for the person, and the flag that tells the others."""
 
     def __init__(self, code: Exit, text: str, tell: str | None = None) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""What a run has published: policies, slots, manifests, metrics. Read here, so that every start sees the same."""
+"""What a run has published: policies, manifests, metrics; so every start sees the same."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def names(directory: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The document at `path`, or None if it is missing or torn. The directory is listed first (negative caches)."""
+    """The document at `path`, or None if it is missing or torn. Lists first, for negative caches."""
     if path.name not in names(path.parent):
         return None
     try:

@@ -81,7 +81,7 @@ class Part:
 
 
 def read_parts(directory: Path, policy: str) -> Iterator[Part]:
-    """The whole parts made by `policy`, by (epoch, rank, part); a damaged or foreign one is set aside, and named."""
+    """The whole parts made by `policy`, by (epoch, rank, part); a damaged one is set aside and named."""
     for name in sorted(filter(None, map(parse_part_name, names(directory)))):
         path = directory / name.name
         data = shared_fs.read(path)

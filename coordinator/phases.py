@@ -40,7 +40,7 @@ UPDATE_ROWS = frozenset(Phase(row) for row in (0, 7, 8, 9, 10, 11, 12, 13))
 
 
 def rows_of(rl_phase: str, rollout_split: str | None) -> frozenset[Phase]:
-    """The rows that run: `both` all, `rollout` 0-6 and 13, `update` 0 and 7-13; eval-only leaves out training's."""
+    """The rows that run: both: all, rollout: 0-6 and 13 (eval-only: without 1-4), update: 0 and 7-13."""
     if rl_phase == "update":
         return UPDATE_ROWS
     if rl_phase == "rollout":

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """The picture of a run: its rewards over the iterations."""
 
 import logging

@@ -105,18 +105,21 @@ class RunDir:
     """The directory of a run:
 
     <log-path>/
-      run.json                     run id, format version, what may not change; made once
-      protocol/                    ONE flat directory of small immutable files; one listing shows all of this:
-        e0002.epoch.json             epoch record: kind, master, settings, members
-        e0002.r0001.n3.b000123       heartbeat 123 of incarnation 3 of rank 1
-        e0002.i000005.p07.r0001.ok   flag (or .failed, .left, .stopped ...); its content: the row's payload
-      base_model/                  builtin:tiny, made by the master
-      train_trajectories/iteration_000005/{iteration.json, r0001.e0002.part0003.safetensors + .jsonl, manifest.json}
-      eval_trajectories/iteration_000005/{the same, without iteration.json}
-      batches/iteration_000005/{batch.safetensors, batch.json}
-      checkpoints/iteration_000005/{model*.safetensors, config.json, tokenizer..., trainer_state/, result.json}
-      checkpoints/LATEST           for people; the protocol lists
-      metrics.jsonl   events/rank_0001.jsonl   logs/rank_0001/*.log
+      run.json                    run id, format version, what may not change; made once
+      protocol/                   ONE flat directory of small immutable files; one listing shows it all:
+        e0002.epoch.json            epoch record: kind, master, settings, members
+        e0002.r0001.n3.b000123      heartbeat 123 of incarnation 3 of rank 1
+        e0002.i000005.p07.r0001.ok  flag (or .failed, .left, .stopped ...); its content: the row's payload
+      base_model/                 builtin:tiny, made by the master
+      train_trajectories/iteration_000005/
+        iteration.json              slots, sampling, policy; made once
+        r0001.e0002.part0003.safetensors, .jsonl for people
+        manifest.json               the parts that count; made once
+      eval_trajectories/iteration_000005/    the same, without iteration.json
+      batches/iteration_000005/   batch.safetensors, batch.json
+      checkpoints/iteration_000005/          Hugging Face files, trainer_state/, result.json
+      checkpoints/LATEST          for people; the protocol lists
+      metrics.jsonl   logs/rank_0001/*.log
     """
 
     root: Path

@@ -1,9 +1,10 @@
 """The only low-level code for files of the shared directory: publish, create once, read, list, remove.
 
-A call on a shared filesystem can fail and work the next moment (ESTALE, EIO, ENOENT just after a mkdir), a rename can
-report an error although it succeeded, a hard link may be refused. So every call is retried within `RETRY_S` where its
-errno is known to pass, and raises `SharedFsError` with path, errno and how long it tried. Errors that do not pass
-(ENOSPC, EACCES, EROFS, ...) raise at once. `operations` counts the metadata operations of this process.
+A call on a shared filesystem can fail and work the next moment (ESTALE, EIO, ENOENT just after a mkdir), a
+rename can report an error although it succeeded, a hard link may be refused. So every call is retried
+within `RETRY_S` where its errno is known to pass, and raises `SharedFsError` with path, errno and how long
+it tried. Errors that do not pass (ENOSPC, EACCES, EROFS, ...) raise at once. `operations` counts the
+metadata operations of this process.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ operations: Counter[str] = Counter()
 
 
 class SharedFsError(OSError):
-    """A call on the shared directory failed for good. The text says what, which path, and for how long it was tried."""
+    """A call on the shared directory failed for good: what, which path, and for how long it was tried."""
 
     def __init__(self, what: str, path: Path, error: OSError, tried_s: float) -> None:
         hint = {
@@ -47,7 +48,7 @@ class SharedFsError(OSError):
 
 
 def _retry(what: str, path: Path, call: Callable[[], T], also: frozenset[int] = frozenset()) -> T:
-    """`call()`, again while its errno is one that passes; FileNotFoundError and FileExistsError fly unless `also`."""
+    """`call()`, again while its errno is one that passes. FileNotFoundError and FileExistsError fly."""
     started, pause_s = time.monotonic(), 0.001
     while True:
         try:
@@ -77,7 +78,7 @@ def read(path: Path) -> bytes:
 def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Make `path` hold `data`, whole or not at all: temp name, write, fsync, rename, fsync of the directory.
 
-    `durable=False` leaves out both fsyncs (flags and beats: a waiter that no longer finds its own raises it again).
+    `durable=False` leaves out both fsyncs, for flags and beats.
     """
     temp = _write_temp(path, data, durable)
     operations["rename"] += 1
@@ -95,8 +96,8 @@ def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
 def create_once(path: Path, data: bytes, *, durable: bool = True) -> bool:
     """Create `path` with `data` unless it exists; True if it now holds exactly `data`.
 
-    By a hard link, which is atomic everywhere it exists, else by O_EXCL. The truth is what reading back says, since
-    a reply can be lost: a link that reports EEXIST may be our own.
+    By a hard link, which is atomic everywhere it exists, else by O_EXCL. The truth is what reading back
+    says, since a reply can be lost: a link that reports EEXIST may be our own.
     """
     temp = _write_temp(path, data, durable)
     try:
@@ -123,7 +124,7 @@ def remove(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path` and its parents. Two clients making one directory at once is fine: EEXIST of a directory passes."""
+    """Make `path` and its parents; two clients making one directory at once is fine."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -148,7 +149,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append `line`, durably; a torn last line (a crash in mid-write) is closed first, so that it spoils no other."""
+    """Append `line`, durably; a torn last line (of a crash) is closed first, so that it spoils no other."""
     operations["open"] += 1
 
     def append() -> None:

@@ -7,8 +7,8 @@ from fractions import Fraction
 def share_sizes(total: int, weights: Mapping[int, float]) -> dict[int, int]:
     """How many of `total` slots each rank gets: largest remainder, so the sizes add up to `total`.
 
-    `weights` maps a rank to a positive number; equal remainders go to the heavier rank, then to the lower one.
-    Exact fractions, since 0.1 + 0.2 must not decide who gets a slot.
+    `weights` maps a rank to a positive number; equal remainders go to the heavier rank, then to the lower
+    one. Exact fractions, since 0.1 + 0.2 must not decide who gets a slot.
     """
     exact = {rank: Fraction(weight) for rank, weight in weights.items()}
     if not exact or min(exact.values()) <= 0:

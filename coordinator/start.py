@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
 """Settings that say something of one machine: a worker's own hold for it, and contradict nothing."""
 
+PATIENCE = {"cluster.rejoin_timeout_s", "cluster.node_timeout_s"}
+"""What a worker goes by until it has a master's settings."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -78,16 +81,15 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
 
 def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them."""
-    config.overlay(RunSettings(), given)
     run_dir = RunDir(root)
-    patience = RunSettings().cluster
-    timeout_s = float(given.get("cluster.rejoin_timeout_s", patience.rejoin_timeout_s))
-    published = _await_master(run_dir, timeout_s, patience.node_timeout_s)
+    patience = config.build({key: value for key, value in given.items() if key in PATIENCE}).cluster
+    config.refuse_unknown(given)
+    published = _await_master(run_dir, patience.rejoin_timeout_s, patience.node_timeout_s)
     settings = RunSettings.model_validate(published.settings)
     if rank >= settings.cluster.num_nodes:
         raise SettingsError(
             f"--worker {rank} is outside the master's --num-nodes {settings.cluster.num_nodes} "
-            f"(workers are 1 to {settings.cluster.num_nodes - 1}); start the master with more nodes, or leave this out"
+            f"(workers are 1 to {settings.cluster.num_nodes - 1}); leave this node out, or give it more"
         )
     shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}
     if differences := config.contradictions(settings, shared):
@@ -117,7 +119,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
     if settings.engine.kind == "vllm" and settings.engine.url is None:
         raise SettingsError(
-            "--engine vllm: starting vLLM is not supported yet; start `vllm serve` yourself and give --engine-url"
+            "--engine vllm: cannot start vLLM yet; start `vllm serve` yourself and give --engine-url"
         )
     seed = settings.rollout.seed
     try:
@@ -153,7 +155,7 @@ def find_data(source: str, settings: RunSettings) -> str:
 
 
 def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
-    """Where this node finds the model that the run starts from; fetches a Hugging Face id into the local cache."""
+    """Where this node has the model that the run starts from; fetches a Hugging Face id."""
     if settings.model == TINY:
         return run_dir.base_model
     for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
@@ -219,8 +221,8 @@ def _refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
         if then["digest"] != now["digest"]:
             content = " (same name, other content)" if then["name"] == now["name"] else ""
             raise SettingsError(
-                f"{config.option_name(key)} is {now['name']}{content}, but this run was started with {then['name']}; "
-                "to start anew, use another log path"
+                f"{config.option_name(key)} is {now['name']}{content}, but this run was started with "
+                f"{then['name']}; to start anew, use another log path"
             )
 
 
@@ -244,7 +246,7 @@ def _begin(rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, input
 
 
 def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
-    """The newest record of a master whose beat moves. A directory that a dead run left does not count as one."""
+    """The newest record of a master whose beat moves: what a dead run left does not count as one."""
     log.info("waiting for the master at %s", run_dir.root)
     records, first, said_s = Records(run_dir), None, 0.0
     for waited_s in _patience(timeout_s):
@@ -293,7 +295,7 @@ def _protocol(run_dir: RunDir) -> Board:
 
 
 def _fetch(model: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]

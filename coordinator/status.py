@@ -12,7 +12,7 @@ from coordinator.config import RunSettings, SettingsError
 from coordinator.epochs import MASTER, EpochRecord, Records
 from coordinator.network import host_identity
 from coordinator.run_dir import RunDir
-from coordinator.watch import read_beat, ranks_text
+from coordinator.watch import ENDED, ranks_text, read_beat
 
 
 def read_status(root: Path) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _node(
     state = "alive"
     if rank not in board.beats:
         state = "never_seen"
-    elif left:
+    elif left or content.get("state") == ENDED:
         state = "left"
     elif silent_s >= settings.cluster.node_timeout_s:
         state = "silent"
@@ -90,11 +90,12 @@ def _node(
 def render(status: dict[str, Any], root: Path) -> str:
     """The state for a person, a line a node."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
-    waits = f", waiting for {ranks_text(status['waiting_for'])}" if status["waiting_for"] else ""
+    going = status["state"] in {"running", "holding"}
+    waits = f", waiting for {ranks_text(status['waiting_for'])}" if going and status["waiting_for"] else ""
     where = f"iteration {status['iteration']}{of}, {status['phase']}{waits}"
     lines = [
         f"{root}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
-        where if status["state"] in {"running", "holding"} else f"it was last in {where}",
+        where if going else f"it was last in {where}",
         "",
         f"{'rank':>4}  {'host':<20} {'address':<15} {'state':<10} {'phase':<18} {'tasks':>9}  weight  silent",
     ]
@@ -108,8 +109,5 @@ def render(status: dict[str, Any], root: Path) -> str:
         figures = [
             f"{name} {last[name]:.3f}" for name in ("reward", "eval_reward") if last.get(name) is not None
         ]
-        lines += [
-            "",
-            f"last finished: iteration {last['iteration']}, {', '.join([*figures, str(last['seconds']) + ' s'])}",
-        ]
+        lines += ["", f"last finished: iteration {last['iteration']}, {', '.join(figures)}"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""This node's part of the training job: launched once, asked for every iteration, ended when an epoch does."""
+"""This node's part of the training job: launched once, asked every iteration, ended with the epoch."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ class TrainerHost:
         self._number = 0
 
     def meeting(self, job: str, address: str) -> dict[str, Any]:
-        """Where the job meets (the master's call): the one that runs on, else a new one called `job` at a free port."""
+        """Where the job meets (the master's call): the one that runs, else `job` at a free port."""
         if self._is_alive():
             return self._meeting
         return {"job": job, "address": address, "port": free_port(address)}
@@ -70,7 +70,7 @@ class TrainerHost:
         self._meeting = {name: config[name] for name in ("job", "address", "port")}
 
     def train(self, request: TrainRequest, processes: int, check: Callable[[], None]) -> None:
-        """One training phase; `check` is called while it lasts and may raise. TrainerFailed holds the reason."""
+        """One training phase; `check` is called while it lasts and may raise. Else TrainerFailed."""
         assert self._child is not None
         self._number += 1
         launch.submit(self._child.spool, self._number, request)

@@ -1,9 +1,10 @@
-"""What a node sees of the others and shows of itself: one thread that beats and lists, and the verdict it draws.
+"""What a node sees of the others and shows of itself: one thread that beats, lists, and judges.
 
-The main thread lists too while it waits; both go through `look`. A verdict sets `stop`, at which actions end, and
-`check` turns it into the exception that ends the row.
+The main thread lists too while it waits; both go through `look`. A verdict sets `stop`, at which actions
+end, and `check` turns it into the exception that ends the row.
 """
 
+import contextlib
 import json
 import logging
 import random
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from watchdog.events import FileCreatedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
+from watchdog.events import FileMovedEvent, FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 
 from coordinator import shared_fs
@@ -26,6 +27,8 @@ from coordinator.shared_fs import SharedFsError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+ENDED = "ended"
+"""State in the last heartbeat of a process that ended in order."""
 STARTING_BEAT_S = 0.5
 SAY_AGAIN_S = 30.0
 """A wait that goes on says so this often."""
@@ -57,7 +60,7 @@ class Watch:
         self.error: BaseException | None = None
         self.signal: int | None = None
         self.stop = threading.Event()
-        """Set when the row this node is in has ended: a verdict, a signal, or an error of the watch thread."""
+        """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -82,11 +85,13 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop beating; the last beat stays, so that the incarnation is never used again."""
+        """Beat once more and stop; the last beat stays, so that the incarnation is never used again."""
         self._closed.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
+            with contextlib.suppress(SharedFsError):
+                self.beat()
         if self._observer is not None:
             self._observer.stop()
             self._observer.join(timeout=5.0)
@@ -146,8 +151,9 @@ class Watch:
     ) -> T | None:
         """List until `ready` gives something, and return that; None when `timeout_s` has passed.
 
-        `check` raises what ends the wait early, and is called after each listing; `missing` says who is waited for.
-        Pauses are 5 % of the time waited so far, within 1 ms and poll_max_s, with jitter; events cut them short.
+        `check` raises what ends the wait early, and is called after each listing; `missing` says who is
+        waited for. Pauses are 5 % of the time waited so far, within 1 ms and poll_max_s, with jitter;
+        events cut them short.
         """
         started_s = time.monotonic()
         say_s = SAY_AGAIN_S
@@ -222,7 +228,7 @@ class Watch:
             self._last_beat = beat
 
     def announce_epoch(self, epoch: int) -> None:
-        """From now on beat in `epoch`, beginning at once: this is how a node without a record says it is there."""
+        """From now on beat in `epoch`, beginning at once: so a node that no record lists is seen."""
         with self._looking:
             assert self._last_beat is not None
             previous = self._last_beat
@@ -244,7 +250,7 @@ class Watch:
             observer.schedule(
                 handler,
                 str(self.run_dir.protocol),
-                event_filter=[FileMovedEvent, FileCreatedEvent],
+                event_filter=[FileMovedEvent],
             )
             observer.start()
         except OSError as error:

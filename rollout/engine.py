@@ -32,7 +32,7 @@ class EngineError(RuntimeError):
 
 
 class RequestRefused(EngineError):
-    """The engine is well, but this request is not (400, 413, 422): a prompt that is too long, for instance."""
+    """The engine is well, but this request is not (400, 413, 422): its prompt is too long, say."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion; `logprobs` are natural, one for each of `token_ids`, of the distribution sampled from."""
+    """One completion; `logprobs`: natural, one for each of `token_ids`, of the distribution sampled from."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -131,7 +131,7 @@ class EngineClient:
             body = {"messages": list(text), "add_generation_prompt": True}
         answer = await self._post("/tokenize", body)
         if "tokens" not in answer:
-            raise EngineError(f"{self._base_url}/tokenize answered without 'tokens': {str(answer)[:_EXCERPT]}")
+            raise EngineError(f"{self._base_url}/tokenize returned no tokens: {str(answer)[:_EXCERPT]}")
         return answer["tokens"]
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class EngineAdmin:
                 raise EngineError("the prefix cache was not reset: requests are still running")
         except EngineError as error:
             raise EngineError(
-                f"loading {os.fspath(path)} into {self._base_url} failed, it stays paused; reload a good checkpoint "
-                f"or restart it: {error}"
+                f"loading {os.fspath(path)} into {self._base_url} failed, it stays paused; "
+                f"reload a good checkpoint or restart it: {error}"
             ) from error
         self._set_version(digest)
         self._admin("/resume")

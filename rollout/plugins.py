@@ -12,7 +12,7 @@ class PluginError(ValueError):
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names; modules of the current directory count. Raises PluginError."""
+    """The function that `module:function` names; the current directory counts. Raises PluginError."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise PluginError(f"{name!r} is not of the form module:function")

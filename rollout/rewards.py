@@ -35,7 +35,7 @@ class RewardError(ValueError):
 
 
 class Reward:
-    """A resolved reward: `await reward(task, completion)` whatever the function is. `name` is for messages."""
+    """A resolved reward: `await reward(task, completion)` whatever the function is. `name`: for messages."""
 
     def __init__(self, name: str, function: RewardFunction, *, inline: bool) -> None:
         self.name = name

@@ -190,7 +190,7 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
 
 
 def _nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep each row's most probable tokens until their sum reaches top_p, the one that reaches it included."""
+    """Keep each row's most probable tokens until their sum reaches top_p, including that one."""
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     before = ordered.exp().cumsum(-1) - ordered.exp()
     dropped = (before >= top_p[:, None]).scatter(1, order, before >= top_p[:, None])

@@ -58,7 +58,7 @@ class TorchEngine(threading.Thread):
         return self._failure is None and self.is_alive()
 
     def submit(self, generation: Generation) -> "Future[list[Row]]":
-        """Queue a request, first come first served; its future, which also says that the engine has stopped."""
+        """Queue a request, first come first served. Its future fails with EngineStopped."""
         self._post(lambda: self._waiting.extend(generation.rows), generation.future)
         return generation.future
 
@@ -134,7 +134,7 @@ class TorchEngine(threading.Thread):
             self._batch.join(rows)
 
     def _may_start_next(self) -> bool:
-        """Whether the first of the waiting rows may start: while paused, only if its request has started already."""
+        """Whether the first waiting row may start: while paused, only if its request has started already."""
         return bool(self._waiting) and (not self._paused or self._waiting[0].generation.started)
 
     def _step(self) -> None:
@@ -248,8 +248,8 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrai
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if layer_types != {"full_attention"} or (sliding and not hasattr(config, "layer_types")):
         raise WeightsError(
-            f"{model_dir}: has layers of type {sorted(layer_types)}, sliding window {sliding}; the embedded engine "
-            "serves full attention only, use vLLM"
+            f"{model_dir}: has layers of type {sorted(layer_types)}, sliding window {sliding}; the "
+            "embedded engine serves full attention only, use vLLM"
         )
     return model.eval()
 

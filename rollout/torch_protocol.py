@@ -1,4 +1,4 @@
-"""Requests and answers of the embedded engine's server, in the shapes of vLLM 0.32. No torch, no transport."""
+"""Requests and answers of the embedded engine's server, in the shapes of vLLM 0.32; no torch."""
 
 import secrets
 import time
@@ -66,8 +66,9 @@ class CompletionBody(Body):
         if isinstance(self.prompt, str):
             return [encode(self.prompt)]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [list(self.prompt)]  # type: ignore[list-item]
-        return [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in self.prompt]  # type: ignore[arg-type]
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        prompts: Any = self.prompt  # a union of lists to the type checker, a list of either to us
+        return [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
 
 class TokenizeBody(Body):
@@ -135,7 +136,7 @@ def check_prompt(
     wanted = room if max_tokens is None else max_tokens
     if wanted > room or room < 1:
         raise BadRequest(
-            f"prompt: {len(prompt_ids)} tokens and max_tokens {wanted} exceed the model's context of {max_model_len}"
+            f"prompt: {len(prompt_ids)} tokens and max_tokens {wanted} exceed the context of {max_model_len}"
         )
     return wanted
 

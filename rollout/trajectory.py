@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 _DTYPES = {"token_ids": "I32", "loss_mask": "U8", "logprobs": "F32", "offsets": "I64", "records": "U8"}
 _NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
@@ -40,7 +40,7 @@ class Sample:
     observation.
     """
     logprobs: NDArray[np.float32]
-    """(T,), natural log, of the sampled tokens under the distribution sampled from; 0 where loss_mask is 0."""
+    """(T,), natural log, of the sampled tokens under the distribution sampled from; 0 where not trained."""
     finish_reason: str
     """`stop` (by itself) or `length` (was cut)."""
     text: str
@@ -128,12 +128,12 @@ def encode_part(
         }
         for group in groups
     ]
-    arrays = {
-        "token_ids": _flat([sample.token_ids for sample in samples], "I32"),
-        "loss_mask": _flat([sample.loss_mask for sample in samples], "U8"),
-        "logprobs": _flat([sample.logprobs for sample in samples], "F32"),
-        "offsets": np.cumsum([0, *lengths], dtype=_NUMPY["I64"]),
-        "records": np.frombuffer(json.dumps(records, allow_nan=False).encode(), dtype=np.uint8),
+    columns: dict[str, list[NDArray[Any]]] = {
+        "token_ids": [sample.token_ids for sample in samples],
+        "loss_mask": [sample.loss_mask for sample in samples],
+        "logprobs": [sample.logprobs for sample in samples],
+        "offsets": [np.cumsum([0, *lengths], dtype=_NUMPY["I64"])],
+        "records": [np.frombuffer(json.dumps(records, allow_nan=False).encode(), dtype=np.uint8)],
     }
     header = PartHeader(
         kind=kind,
@@ -146,7 +146,7 @@ def encode_part(
         given_up={group.slot: group.given_up for group in groups if group.given_up is not None},
         sha256="",
     )
-    return _blob(arrays, asdict(header))
+    return _blob(columns, asdict(header))
 
 
 def decode_header(data: bytes) -> PartHeader:
@@ -159,7 +159,7 @@ def decode_header(data: bytes) -> PartHeader:
 
 
 def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
-    """Header and groups, every byte verified; the arrays are writable. Raises DamagedPart, and nothing else."""
+    """Header and groups, every byte verified; arrays are writable. Raises DamagedPart, nothing else."""
     header, layout, start, data_sha256 = _parse_header(data)
     if hashlib.sha256(memoryview(data)[start:]).hexdigest() != data_sha256:
         raise DamagedPart("the data's checksum does not match: bytes were altered after the part was written")
@@ -168,9 +168,10 @@ def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
         for name, (begin, count) in layout.items()
     }
     try:
-        records = _RECORDS.validate_json(arrays["records"].tobytes())
-    except ValidationError as error:
-        raise DamagedPart(f"the records do not parse: {error.errors()[0]['msg']}") from error
+        # Not validate_json: text may hold half of a surrogate pair, which only Python's parser takes.
+        records = _RECORDS.validate_python(json.loads(arrays["records"].tobytes()))
+    except ValueError as error:
+        raise DamagedPart(f"the records do not parse: {error}") from error
     offsets = arrays["offsets"].tolist()
     if len(offsets) != 1 + sum(len(record.samples) for record in records):
         raise DamagedPart(f"{len(offsets) - 1} samples in the arrays, not as many in the records")
@@ -206,10 +207,6 @@ def _length(sample: Sample) -> int:
     return lengths.pop()
 
 
-def _flat(arrays: list[Any], dtype: str) -> NDArray[Any]:
-    return np.concatenate([np.empty(0, _NUMPY[dtype]), *arrays], dtype=_NUMPY[dtype], casting="unsafe")
-
-
 def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any) -> Group:
     samples = []
     for sample in record.samples:
@@ -225,22 +222,23 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
     return Group(record.slot, record.task_id, record.prompt, samples, record.given_up)
 
 
-def _blob(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> bytes:
-    # Written here rather than by the safetensors library: it orders metadata at random, and copies the data
-    # twice. Widest type first, as the library does, so that every array is aligned.
-    entries, chunks, end = {}, [], 0
-    for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):
-        array = arrays[name]
-        entries[name] = {
-            "dtype": _DTYPES[name],
-            "shape": [array.size],
-            "data_offsets": [end, end + array.nbytes],
-        }
-        chunks.append(array.data.cast("B") if array.size else b"")
-        end += array.nbytes
+def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> bytes:
+    # Not by the safetensors library: it orders metadata at random, and copies the data twice.
+    # Widest type first, as the library does, so that every array is aligned.
+    entries: dict[str, Any] = {}
+    chunks: list[memoryview] = []
     digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
+    end = 0
+    for name in sorted(columns, key=lambda name: -_NUMPY[_DTYPES[name]].itemsize):
+        dtype = _NUMPY[_DTYPES[name]]
+        begin = end
+        for array in columns[name]:
+            chunk = np.ascontiguousarray(array, dtype=dtype).data
+            chunks.append(chunk)
+            digest.update(chunk)
+            end += chunk.nbytes
+        shape = [(end - begin) // dtype.itemsize]
+        entries[name] = {"dtype": _DTYPES[name], "shape": shape, "data_offsets": [begin, end]}
     header = {name: value for name, value in header.items() if name != "sha256"}
     metadata = {"part": json.dumps(header), "data_sha256": digest.hexdigest(), "header_sha256": _ZEROS}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":"))

@@ -40,7 +40,7 @@ def check_model_dir(path: str | os.PathLike[str]) -> None:
 
 
 def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensor name -> (dtype as safetensors names it, shape), over all files; checks as check_model_dir does."""
+    """Tensor name -> (dtype as in safetensors, shape), over all files; checks as check_model_dir does."""
     root = Path(path)
     if not root.is_dir():
         raise WeightsError(f"{root}: is no directory; give a Hugging Face model directory")
@@ -68,7 +68,7 @@ def file_checksums(path: str | os.PathLike[str]) -> dict[str, FileFacts]:
 
 
 def policy_digest(checksums: Mapping[str, FileFacts]) -> str:
-    """16 hex characters that name a policy: a digest over its *.safetensors files (names and contents) alone."""
+    """16 hex characters that name a policy: a digest over its *.safetensors files (names, contents)."""
     weights = sorted(
         (name, facts["sha256"]) for name, facts in checksums.items() if name.endswith(".safetensors")
     )

@@ -46,6 +46,8 @@ class Learner:
 
         The entropy is a statistic and carries no gradient.
         """
+        if not len(microbatch.targets):
+            return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
         return token_logprobs(
             self.model,
             torch.from_numpy(microbatch.token_ids).to(self.device),

@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 
+from coordinator import keeper
 from coordinator.children import Child, ChildError, Children
-from coordinator.output import BATCH_LINES, QUEUE_LINES
+from coordinator.child_output import BATCH_LINES, QUEUE_LINES
 
 GONE_S = 2.0
 SLEEP = "exec sleep 1000"
@@ -218,6 +220,33 @@ def test_worker_that_registers_too_late_ends_itself(children: Children) -> None:
     trainer, workers = start_trainer(children, worker=late)
     assert trainer.kill()
     assert gone(workers)
+
+
+def test_directory_is_not_removed_while_a_group_registers_in_it(tmp_path: Path) -> None:
+    registered = tmp_path / "pgid"
+    registered.mkdir()
+    with (
+        subprocess.Popen(["sleep", "1000"], start_new_session=True) as first,
+        subprocess.Popen(["sleep", "1000"], start_new_session=True) as second,
+    ):
+        (registered / str(first.pid)).touch()
+
+        def second_registers(pgid: int) -> bool:
+            (registered / str(second.pid)).touch()
+            return True
+
+        assert not keeper.sweep(str(registered), second_registers)
+        assert first.wait(10) == -signal.SIGKILL and second.poll() is None
+        assert keeper.sweep(str(registered), lambda pgid: True)
+        assert second.wait(10) == -signal.SIGKILL and not registered.exists()
+
+
+def test_file_that_names_no_group_kills_nobody(tmp_path: Path) -> None:
+    for name in ("0", "1", "-1", "notes.txt"):  # killpg(1) would mean every process of the machine
+        (tmp_path / name).touch()
+    with patch.object(os, "killpg") as killpg:
+        assert keeper.sweep(str(tmp_path))
+    killpg.assert_not_called()
 
 
 def test_zombies_that_nobody_reaps_do_not_delay_a_kill() -> None:

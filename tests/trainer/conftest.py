@@ -1,32 +1,26 @@
-"""What the trainer's tests share: a model with random weights, batches, and real training jobs."""
+"""What the trainer's tests share: a model with random weights, batches, requests, training jobs."""
 
 import hashlib
-import os
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
+from training_jobs import Node, free_port
 
 from rollout.trajectory import Group, Sample
 from rollout.weights import file_checksums, policy_digest
-from trainer import launch, tiny
+from trainer import tiny
 from trainer.batch import Batch, build_batch
-from trainer.request import TrainRequest, TrainResult
+from trainer.request import TrainRequest
 from trainer.settings import TrainerSettings
-
-JOB_TIMEOUT_S = 90.0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    """Threads that spin for one another cost more than they give on a model this small."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -107,82 +101,6 @@ def make_request(tmp_path: Path, base_dir: Path, settings: TrainerSettings) -> C
     return make
 
 
-class Node:
-    """One node's torchrun agent and spool; `kill` does what a node and its keeper do."""
-
-    def __init__(self, spool: Path, port: int, num_nodes: int, node_rank: int, processes: int) -> None:
-        (spool / "pgid").mkdir(parents=True)
-        self.spool = spool
-        self.processes = processes
-        plan = launch.Launch(
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            processes=processes,
-            master_addr="127.0.0.1",
-            master_port=port,
-            interface="lo",
-            spool=spool,
-            threads=1,
-            start_timeout_s=JOB_TIMEOUT_S,
-            collective_timeout_s=JOB_TIMEOUT_S,
-        )
-        self.log = (spool.parent / f"{spool.name}.log").open("w+")
-        self.agent = subprocess.Popen(
-            launch.argv(plan),
-            env=os.environ | launch.environment(plan),
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def groups(self) -> list[int]:
-        """The process groups that the spool names."""
-        return [int(name) for name in os.listdir(self.spool / "pgid")]
-
-    def wait_outcome(self, number: int) -> None:
-        """Until this node's ranks have done request `number`; raises TrainerFailed."""
-        deadline = time.monotonic() + JOB_TIMEOUT_S
-        while launch.outcome(self.spool, number, self.processes) is None:
-            assert self.agent.poll() is None, f"torchrun exited with {self.agent.returncode}: {self.output()}"
-            assert time.monotonic() < deadline, f"request {number} was not done in time: {self.output()}"
-            time.sleep(0.01)
-
-    def wait_groups(self, count: int) -> list[int]:
-        """Until `count` trainers have registered."""
-        deadline = time.monotonic() + JOB_TIMEOUT_S
-        while len(self.groups()) < count:
-            assert time.monotonic() < deadline, f"no {count} trainers in time: {self.output()}"
-            time.sleep(0.01)
-        return self.groups()
-
-    def output(self) -> str:
-        """What the job has printed so far."""
-        self.log.flush()
-        return Path(self.log.name).read_text()
-
-    def kill(self) -> None:
-        """End every process of the job."""
-        if self.agent.poll() is None:
-            os.killpg(self.agent.pid, signal.SIGKILL)
-        self.agent.wait(JOB_TIMEOUT_S)
-        for group in self.groups():
-            if group_members(group):
-                os.killpg(group, signal.SIGKILL)
-        self.log.close()
-
-
-def group_members(group: int) -> list[int]:
-    """Living processes of a process group."""
-    members = []
-    for process in psutil.process_iter(["status"]):
-        try:
-            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                members.append(process.pid)
-        except ProcessLookupError:
-            continue
-    return members
-
-
 @pytest.fixture
 def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Start a node of a job, a job of one node by default; all of it is gone after the test."""
@@ -196,15 +114,3 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     yield start
     for node in nodes:
         node.kill()
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def result_of(request: TrainRequest) -> TrainResult:
-    """The result that a training phase left."""
-    return TrainResult.from_json((Path(request.staging_dir) / "result.json").read_bytes())

@@ -1,0 +1,119 @@
+"""What the protocol costs: iterations of 14 phases with no work in them, N real node processes, one directory.
+
+Prints one JSON line: seconds per iteration (median, p99), metadata operations per node and phase (heartbeats
+included), bytes and files left on disk. `--dirs` gives each node its own mount of the same directory.
+
+    python scripts/bench/protocol.py --nodes 3 --dir /tmp/bench
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from coordinator import logs, shared_fs
+from coordinator.iteration import run_iteration
+from coordinator.main import live
+from coordinator.node import Node, Payload
+from coordinator.phases import By, Phase
+from coordinator.run_dir import RunDir
+from coordinator.start import start_master, start_worker
+
+WARM_UP = 3
+"""Iterations before those that count."""
+
+
+class EmptyRows:
+    """The node of a main loop in which no row has any work."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def step(self, iteration: int, phase: Phase, _act: Any, by: By = By.ALL, then: Any = None) -> None:
+        """The row, without its action; its flags, its waits and its payloads are real."""
+        self._node.step(iteration, phase, self._nothing, by, self._conclude if then else None)
+
+    @staticmethod
+    def _nothing(_node: Node) -> Payload:
+        return {"resume_at": int(Phase.TRAIN_PLAN)}
+
+    @staticmethod
+    def _conclude(_node: Node, payloads: dict[int, Payload]) -> Payload:
+        return {"heard": len(payloads)}
+
+
+def run_node(root: Path, rank: int, nodes: int, iterations: int) -> None:
+    """One node; prints what it measured."""
+    seconds: list[float] = []
+    counts: dict[str, int] = {}
+
+    def iterate(node: Node) -> None:
+        numbers = itertools.count(1)
+        rows = cast(Node, EmptyRows(node))
+        before = shared_fs.operations.copy()
+        for number in range(iterations + WARM_UP):
+            if number == WARM_UP:
+                before = shared_fs.operations.copy()
+            started_s = time.perf_counter()
+            iteration = node.next_iteration(lambda _node: next(numbers))
+            assert iteration is not None
+            run_iteration(rows, iteration)
+            seconds.append(time.perf_counter() - started_s)
+        counts.update(shared_fs.operations - before)
+
+    settings: dict[str, Any] = {"cluster.num_nodes": nodes, "cluster.rejoin_timeout_s": 300}
+    start = start_worker(root, rank, {}) if rank else start_master(root, settings)
+    code = live(start, logs.set_up(rank), iterate)
+    print(json.dumps({"rank": rank, "code": code, "seconds": seconds[WARM_UP:], "operations": counts}))
+
+
+def main() -> None:
+    """Start the nodes, wait for them, print the line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--dir", type=Path, help="an empty directory")
+    parser.add_argument("--dirs", help="one path of the same directory per node, separated by commas")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    roots = [Path(root) for root in options.dirs.split(",")] if options.dirs else [options.dir] * options.nodes
+    if roots[0] is None or len(roots) != options.nodes:
+        parser.error(f"give --dir DIR, or --dirs with {options.nodes} paths")
+    if options.rank is not None:
+        run_node(roots[options.rank].absolute(), options.rank, options.nodes, options.iterations)
+        return
+    RunDir(roots[0]).base_model.mkdir(parents=True)  # there is no model to make
+    commands = [[sys.executable, *sys.argv, "--rank", str(rank)] for rank in range(options.nodes)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for command in commands]
+    said = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in started]
+    print(json.dumps(summary(said, options.iterations, RunDir(roots[0]))))
+
+
+def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dict[str, Any]:
+    """The line: seconds are the master's, since a row is over when its flag is up."""
+    seconds = said[0]["seconds"]
+    rows = iterations * len(Phase)
+    per_row = [{name: count / rows for name, count in node["operations"].items()} for node in said]
+    totals = [sum(node.values()) for node in per_row]
+    files = [path for path in run_dir.protocol.iterdir() if path.is_file()]
+    return {
+        "nodes": len(said),
+        "iterations": iterations,
+        "codes": sorted({node["code"] for node in said}),
+        "seconds_median": round(statistics.median(seconds), 5),
+        "seconds_p99": round(statistics.quantiles(seconds, n=100)[98], 5),
+        "operations_master": round(totals[0], 2),
+        "operations_worker": round(statistics.mean(totals[1:]), 2) if totals[1:] else None,
+        "operations_worker_by_name": {name: round(count, 2) for name, count in sorted(per_row[-1].items())},
+        "bytes_left": sum(path.stat().st_size for path in files),
+        "files_left": len(files),
+    }
+
+
+if __name__ == "__main__":
+    main()

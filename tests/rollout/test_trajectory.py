@@ -1,0 +1,172 @@
+"""The part file: what goes in comes out, and nothing but a whole part is ever taken for one."""
+
+import json
+import random
+import struct
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.trajectory import (
+    DamagedPart,
+    Group,
+    Sample,
+    decode_header,
+    decode_part,
+    encode_part,
+    part_for_people,
+)
+
+
+def make_sample(length: int, *, text: str = "ab", reward: float | None = 0.5, seed: int = 0) -> Sample:
+    rng = np.random.default_rng(seed)
+    return Sample(
+        token_ids=rng.integers(0, 150_000, length).astype(np.int32),
+        loss_mask=(np.arange(length) >= length // 2).astype(np.uint8),
+        logprobs=rng.normal(size=length).astype(np.float32),
+        finish_reason="stop",
+        text=text,
+        reward=reward,
+        metrics={"digits": 2.0},
+    )
+
+
+GROUPS = [
+    Group(3, "a1", "1+2=", [make_sample(5), make_sample(9, text="ünï \ud800 \0", reward=None, seed=1)]),
+    Group(0, "b", 'quote " and\nnewline', [], given_up='reward "x" failed: "header_sha256":"' + "0" * 64),
+    Group(7, "c", "", [make_sample(0)]),
+]
+
+
+def encode(groups: list[Group]) -> bytes:
+    return encode_part(groups, kind="train", iteration=5, rank=1, epoch=2, part=3, policy="0" * 64)
+
+
+def same(one: Group, two: Group) -> bool:
+    flat = [(group.slot, group.task_id, group.prompt, group.given_up) for group in (one, two)]
+    return flat[0] == flat[1] and all(
+        np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.loss_mask, b.loss_mask)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and (a.finish_reason, a.text, a.reward, a.metrics) == (b.finish_reason, b.text, b.reward, b.metrics)
+        for a, b in zip(one.samples, two.samples, strict=True)
+    )
+
+
+def test_part_round_trips_with_its_header_and_tombstones() -> None:
+    data = encode(GROUPS)
+    header, groups = decode_part(data)
+    assert all(map(same, GROUPS, groups))
+    assert header == decode_header(data)
+    assert (header.kind, header.iteration, header.rank, header.epoch, header.part) == ("train", 5, 1, 2, 3)
+    assert header.policy == "0" * 64
+    assert header.slots == (3, 0, 7)
+    assert header.given_up == {0: GROUPS[1].given_up}
+
+
+def test_decoded_arrays_have_their_types_and_are_writable() -> None:
+    sample = decode_part(encode(GROUPS))[1][0].samples[1]
+    for array, dtype in (
+        (sample.token_ids, "int32"),
+        (sample.loss_mask, "uint8"),
+        (sample.logprobs, "float32"),
+    ):
+        assert array.dtype == dtype
+        array[:] = 1
+
+
+def test_empty_part_round_trips() -> None:
+    header, groups = decode_part(encode([]))
+    assert groups == [] and header.slots == ()
+
+
+def test_equal_groups_make_equal_bytes_and_others_do_not() -> None:
+    assert encode(GROUPS) == encode(GROUPS)
+    assert decode_header(encode(GROUPS)).sha256 != decode_header(encode(GROUPS[:2])).sha256
+
+
+def test_part_is_a_safetensors_file_to_the_library() -> None:
+    arrays = safetensors.numpy.load(encode(GROUPS))
+    assert set(arrays) == {"token_ids", "loss_mask", "logprobs", "offsets", "records"}
+    assert np.array_equal(arrays["offsets"], [0, 5, 14, 14])
+    assert np.array_equal(arrays["token_ids"][:5], GROUPS[0].samples[0].token_ids)
+
+
+def test_arrays_are_written_as_the_format_says_whatever_their_type_in_memory() -> None:
+    sample = make_sample(4)
+    sample.token_ids = sample.token_ids.astype(">i8")[::-1]
+    assert np.array_equal(
+        decode_part(encode([Group(0, "a", "", [sample])]))[1][0].samples[0].token_ids, sample.token_ids
+    )
+
+
+def test_sample_with_arrays_of_different_length_is_refused() -> None:
+    sample = make_sample(4)
+    sample.logprobs = sample.logprobs[:3]
+    with pytest.raises(ValueError, match="differ in length"):
+        encode([Group(0, "a", "", [sample])])
+
+
+def test_reward_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError):
+        encode([Group(0, "a", "", [make_sample(4, reward=float("nan"))])])
+
+
+def test_every_truncation_is_damage() -> None:
+    data = encode(GROUPS)
+    for end in range(len(data)):
+        for decode in (decode_header, decode_part):
+            with pytest.raises(DamagedPart):
+                decode(data[:end])
+    with pytest.raises(DamagedPart, match="its header says"):
+        decode_header(data + b"\0")
+
+
+def test_every_flipped_bit_is_damage() -> None:
+    data = encode(GROUPS)
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    rng = random.Random(0)
+    for position in range(len(data)):
+        altered = bytearray(data)
+        altered[position] ^= 1 << rng.randrange(8)
+        with pytest.raises(DamagedPart):
+            decode_part(bytes(altered))
+        if position < start:
+            with pytest.raises(DamagedPart):
+                decode_header(bytes(altered))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200), st.integers(0, 2**64 - 1))
+def test_garbage_is_damage(garbage: bytes, length: int) -> None:
+    for data in (garbage, struct.pack("<Q", length) + garbage, struct.pack("<Q", len(garbage)) + garbage):
+        with pytest.raises(DamagedPart):
+            decode_part(data)
+
+
+@settings(max_examples=300)
+@given(
+    st.recursive(st.none() | st.integers() | st.text(), lambda s: st.dictionaries(st.text(), s) | st.lists(s))
+)
+def test_other_json_in_the_header_is_damage(value: object) -> None:
+    for header in (
+        value,
+        {"__metadata__": value},
+        {"__metadata__": {"header_sha256": value, "data_sha256": value}},
+    ):
+        text = json.dumps(header).encode()
+        with pytest.raises(DamagedPart):
+            decode_part(struct.pack("<Q", len(text)) + text)
+
+
+def test_people_read_one_line_a_group() -> None:
+    lines = [json.loads(line) for line in part_for_people(GROUPS, rank=1, model_version="d1").splitlines()]
+    assert [line["slot"] for line in lines] == [3, 0, 7]
+    assert lines[0]["samples"][0] == {"text": "ab", "reward": 0.5, "tokens": 3, "finish_reason": "stop"}
+    assert (lines[0]["task_id"], lines[0]["prompt"]) == ("a1", "1+2=")
+    assert (lines[0]["rank"], lines[0]["model_version"]) == (1, "d1")
+    assert lines[1]["samples"] == [] and lines[1]["given_up"] == GROUPS[1].given_up
+    assert "given_up" not in lines[0]

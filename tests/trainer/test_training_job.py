@@ -1,0 +1,224 @@
+"""Real torchrun jobs over gloo, driven through the spool as a node drives them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_jobs import JOB_TIMEOUT_S, Node, free_port, group_members, result_of
+
+from trainer import launch
+from trainer.batch import Batch
+from trainer.model import Learner, load_model
+from trainer.request import DamagedDocument, TrainRequest
+from trainer.step import train
+
+StartNode = Callable[..., Node]
+MakeRequest = Callable[..., TrainRequest]
+
+
+def weights(request: TrainRequest) -> dict[str, torch.Tensor]:
+    return load_file(Path(request.staging_dir) / "model.safetensors")
+
+
+def ask(nodes: list[Node], number: int, request: TrainRequest) -> None:
+    for node in nodes:
+        launch.submit(node.spool, number, request)
+    for node in nodes:
+        node.wait_outcome(number)
+
+
+def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
+    start_node: StartNode, make_request: MakeRequest, batch: Batch, base_dir: Path
+) -> None:
+    alone = Learner(load_model(base_dir, torch.device("cpu")))
+    first = make_request(batch, rank_weights=(1, 1, 1))
+    stats = train(alone, batch, first.settings, 1.0, report=lambda line: None)
+    assert len(stats) == 3
+
+    # One job of one node, three ranks, kept alive over three requests.
+    node = start_node(3)
+    ask([node], 1, first)
+    kept_alive = make_request(batch, base=Path(first.staging_dir), rank_weights=(1, 1, 1))
+    ask([node], 2, kept_alive)
+    uneven = make_request(batch, rank_weights=(2, 1, 1))
+    ask([node], 5, uneven)  # goes back to the base; numbers may skip
+    for request in (first, uneven):
+        for name, tensor in weights(request).items():
+            torch.testing.assert_close(tensor, alone.parameters[name].detach(), rtol=0, atol=1e-5)
+        assert result_of(request).metrics["loss"] == pytest.approx(
+            sum(s.loss * s.trained_tokens for s in stats) / batch.loss_mask.sum(), abs=1e-5
+        )
+    assert node.output().count("step 1/3 | loss ") == 3
+    assert set(node.output().split("\n")) == {
+        line for line in node.output().split("\n") if line[:4] in ("step", "")
+    }
+    groups = node.groups()
+    assert len(groups) == 3
+    launch.dismiss(node.spool, 6)
+    assert node.agent.wait(JOB_TIMEOUT_S) == 0
+    assert not any(group_members(group) for group in groups)
+
+    # The second phase again, in a job launched for it over two nodes with as many ranks.
+    port = free_port()
+    nodes = [start_node(2, port, 2, 0), start_node(1, port, 2, 1)]
+    relaunched = make_request(batch, base=Path(first.staging_dir), rank_weights=(1, 1, 1))
+    ask(nodes, 1, relaunched)
+    assert result_of(relaunched).policy == result_of(kept_alive).policy
+    assert result_of(relaunched).optimizer_step == 6
+
+    # A rank that fails takes the job with it: the second node does not see the batch.
+    broken = make_request(batch, rank_weights=(1, 1, 1))
+    missing = broken.model_copy(update={"batch_file": "/nonexistent/batch.safetensors"})
+    launch.submit(nodes[0].spool, 2, broken)
+    launch.submit(nodes[1].spool, 2, missing)
+    assert nodes[1].agent.wait(JOB_TIMEOUT_S) != 0
+    assert nodes[0].agent.wait(JOB_TIMEOUT_S) != 0
+    with pytest.raises(
+        launch.TrainerFailed, match=r"local rank 0: Traceback[^$]*/nonexistent/batch.safetensors"
+    ):
+        launch.outcome(nodes[1].spool, 2, 1)
+    assert not list(Path(broken.staging_dir).iterdir())
+    assert not any(group_members(group) for node in nodes for group in node.groups())
+
+
+def test_request_that_the_ranks_do_not_share_is_refused_by_all(
+    start_node: StartNode, make_request: MakeRequest, batch: Batch
+) -> None:
+    port = free_port()
+    nodes = [start_node(1, port, 2, 0), start_node(1, port, 2, 1)]
+    request = make_request(batch, rank_weights=(1, 1))
+    launch.submit(nodes[0].spool, 1, request)
+    launch.submit(nodes[1].spool, 1, request.model_copy(update={"iteration": 7}))
+    for node in nodes:
+        assert node.agent.wait(JOB_TIMEOUT_S) != 0
+        with pytest.raises(launch.TrainerFailed, match="asked for different phases"):
+            launch.outcome(node.spool, 1, 1)
+
+
+def test_no_process_is_left_when_the_agent_is_killed_and_the_named_groups_too(start_node: StartNode) -> None:
+    node = start_node(2)
+    groups = node.wait_groups(2)
+    assert all(group_members(group) for group in groups)
+    os.kill(node.agent.pid, signal.SIGKILL)
+    node.agent.wait(JOB_TIMEOUT_S)
+    for group in groups:
+        if group_members(group):
+            os.killpg(group, signal.SIGKILL)
+    wait_until(lambda: not any(group_members(group) for group in groups))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+WATCHED = """
+import sys, threading
+from pathlib import Path
+from trainer import launch
+launch.register(Path(sys.argv[1])); launch.watch(Path(sys.argv[1]))
+print(flush=True)
+threading.Event().wait(60)
+"""
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Path:
+    path = tmp_path / "spool"
+    (path / "pgid").mkdir(parents=True)
+    return path
+
+
+def test_trainer_exits_when_the_spool_vanishes(spool: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WATCHED, spool], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        assert os.listdir(spool / "pgid") == [str(os.getpgid(trainer.pid))]
+        (spool / "pgid" / str(os.getpgid(trainer.pid))).unlink()
+        (spool / "pgid").rmdir()
+        spool.rmdir()
+        assert trainer.wait(10) == 1
+
+
+def test_trainer_exits_when_torchrun_is_gone(spool: Path) -> None:
+    agent_code = (
+        "import subprocess, sys; "
+        "subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True).wait()"
+    )
+    command = [sys.executable, "-c", agent_code, WATCHED, str(spool)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        (group,) = [int(name) for name in os.listdir(spool / "pgid")]
+        assert group_members(group)
+        agent.kill()
+        wait_until(lambda: not group_members(group))
+
+
+def test_trainer_without_a_spool_never_imports_torch(tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['trainer', '--spool', {str(tmp_path)!r}]\n"
+        "try: runpy.run_module('trainer', run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"{tmp_path}/pgid is gone: the node that started this trainer has ended"
+
+
+def test_outcome_waits_for_every_rank_and_reports_any_failure(spool: Path) -> None:
+    launch.report_done(spool, 1, 0)
+    assert launch.outcome(spool, 1, 2) is None
+    launch.report_done(spool, 1, 1)
+    assert launch.outcome(spool, 1, 2) == "done"
+    assert launch.outcome(spool, 2, 2) is None
+    launch.report_failure(spool, 2, 1, "Traceback: no memory")
+    with pytest.raises(launch.TrainerFailed, match="local rank 1: Traceback: no memory"):
+        launch.outcome(spool, 2, 2)
+
+
+def test_requests_are_served_in_order_and_once(spool: Path, make_request: MakeRequest, batch: Batch) -> None:
+    request = make_request(batch)
+    launch.submit(spool, 3, request)
+    launch.submit(spool, 2, request)
+    launch.dismiss(spool, 4)
+    (spool / "request_000001.json.tmp").write_bytes(b"{")
+    number, data = launch.next_request(spool, 0)
+    assert number == 2
+    assert data is not None
+    assert TrainRequest.from_json(data) == request
+    assert launch.next_request(spool, 2)[0] == 3
+    assert launch.next_request(spool, 3) == (4, None)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rank_weights": []}, {"rank_weights": [1, 0]}, {"temperature": 0}, {"more": 1}]
+)
+def test_request_with_a_bad_value_is_damaged(
+    make_request: MakeRequest, batch: Batch, change: dict[str, object]
+) -> None:
+    document = json.loads(make_request(batch).to_json())
+    assert TrainRequest.from_json(json.dumps(document).encode())
+    with pytest.raises(DamagedDocument, match="not a TrainRequest"):
+        TrainRequest.from_json(json.dumps(document | change).encode())
+
+
+def test_torch_free_modules_import_neither_torch_nor_transformers() -> None:
+    names = ("advantages", "batch", "launch", "packing", "request", "settings")
+    code = (
+        f"import sys, {', '.join(f'trainer.{name}' for name in names)}; "
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("set()\n", "")

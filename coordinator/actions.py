@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coordinator import outputs, parts, shared_fs
+from coordinator.config import RunSettings
 from coordinator.epochs import MASTER
 from coordinator.node import Node, Payload
 from coordinator.outputs import Incomplete, Policy
@@ -249,7 +250,7 @@ def train(node: Node) -> None:
         staging_dir=str((node.run_dir.checkpoints / config["staging"]).absolute()),
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", iteration, 1),
-        settings=settings.trainer,
+        settings=RunSettings.model_validate(node.record.settings).trainer,  # the same on every node
         temperature=settings.rollout.temperature or 1.0,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)

@@ -115,8 +115,6 @@ def pend(node: Node) -> EpochRecord:
     """Beat in the newest epoch until a full record lists this incarnation."""
     node.watch.leave()
     node.position = Position("pending", waiting_for=[MASTER])
-    master = node.watch.said(MASTER)
-    node.address = network.address_towards(node.peer, [network.Peer.from_dict(master["peer"])])
     announced = node.newest_epoch
     node.watch.announce_epoch(announced)
 

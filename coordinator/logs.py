@@ -33,6 +33,7 @@ def set_up(rank: int) -> Prefix:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    for name in ("asyncio", "aiohttp", "filelock", "watchdog", "httpx"):
+    for name in ("asyncio", "aiohttp", "filelock", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it complains while it is being stopped
     return prefix

@@ -1,12 +1,14 @@
 """A node from its start to its exit code."""
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coordinator.admission import claim_next, gather, hold_host_lock, new_record, pend
 from coordinator.base_model import prepare_base_model
+from coordinator.board import Board
 from coordinator.children import ChildError
 from coordinator.epochs import MASTER, claim
 from coordinator.iteration import open_next, run_iterations
@@ -23,6 +25,9 @@ log = logging.getLogger(__name__)
 
 MAX_RETURNS = 3
 """How often an iteration may go back for something that is missing."""
+
+LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNORECASE)
+"""How a trainer's error reads when it is another one's."""
 
 EXPECTED = (SharedFsError, EngineError, ChildError, NetworkError, Incomplete)
 """Errors whose text says all there is to know; any other comes with its traceback."""
@@ -78,23 +83,24 @@ def _give_up_training(node: Node, error: TrainerFailed) -> None:
 
     The master waits until every node has said that its trainer is gone, or is found lost.
     """
-    own = node.watch.verdict is None
     node.trainer.leave_epoch()
     node.watch.know_trainer_failure()
-    text = f"{node.failure(error)}. {node.repair()}"
-    node.tell("trainer_failed", text)
-    members = set(node.record.members)
+    node.tell("trainer_failed", f"{node.failure(error)}. {node.repair()}")
 
-    def all_told(board: object) -> bool | None:
-        flags = node.watch.look().called(node.record.epoch, "trainer_failed")
-        return True if node.is_master and {flag.rank for flag in flags} >= members else None
+    def all_told(board: Board) -> bool | None:
+        told = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
+        return True if node.is_master and told >= set(node.record.members) else None
 
     cluster = node.settings.cluster
     patience_s = cluster.node_timeout_s + 2 * cluster.beat_s
     node.watch.wait(all_told, node.check, lambda _board: "all nodes to end the training job", patience_s)
-    if own or not node.is_master:
-        raise Ended(Exit.FAILED, text, "failed")
-    raise Ended(Exit.FAILED, str(error), "failed")
+    calls = node.watch.look().called(node.record.epoch, "trainer_failed")
+    raise Ended(Exit.FAILED, first_cause([node.read_call(flag) for flag in calls]), "failed")
+
+
+def first_cause(texts: Sequence[str]) -> str:
+    """The failure that is not just the loss of a peer, which every other rank of the job reports."""
+    return min(texts, key=lambda text: bool(LOST_PEER.search(text)))
 
 
 def _finish(node: Node) -> None:

@@ -88,6 +88,9 @@ class Node:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda received, _frame: self.watch.interrupt(received))
         shared_fs.make_directory(self.run_dir.logs(self.rank))
+        if not self.is_master:  # its first beat must say where the master's side reaches it
+            master = network.Peer.from_dict(self.watch.said(MASTER)["peer"])
+            self.address = network.address_towards(self.peer, [master])
         self.watch.begin(self._floor, self.newest_epoch)
 
     def close(self) -> None:
@@ -317,9 +320,9 @@ class Node:
             return Ended(Exit.DONE, "the run is finished")
         if event is Event.SUPERSEDED:
             return self.superseded()
-        said = self._read_call(verdict.flag)
+        said = self.read_call(verdict.flag)
         if event is Event.TRAINER_FAILED:
-            return TrainerFailed(f"the training job failed on rank {rank}: {said}")
+            return TrainerFailed(f"the training job failed on another node: {said}")
         if event in {Event.FAILED, Event.STOPPED, Event.GAVE_UP}:
             codes = {Event.FAILED: Exit.FAILED, Event.STOPPED: Exit.INTERRUPTED, Event.GAVE_UP: Exit.LOST}
             return Ended(codes[event], said)
@@ -339,7 +342,8 @@ class Node:
             by = f"incarnation {member.incarnation} on {member.host}"
         return Ended(Exit.SUPERSEDED, f"rank {self.rank} was taken over by {by}; this process ends")
 
-    def _read_call(self, flag: Flag | None) -> str:
+    def read_call(self, flag: Flag | None) -> str:
+        """What a node said with a call."""
         try:
             return str(self._read(flag)["text"]) if flag else ""
         except (FileNotFoundError, ValueError, KeyError):

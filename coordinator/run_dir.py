@@ -49,12 +49,15 @@ class Record(NamedTuple):
         return f"e{self.epoch:04d}.epoch.json"
 
 
-_BEAT = re.compile(r"e(\d{4,})\.r(\d{4,})\.n(\d+)\.b(\d{6,})")
-_FLAG = re.compile(r"e(\d{4,})\.i(\d{6,})\.p(\d{2})\.r(\d{4,})\.([a-z_]+)")
-_RECORD = re.compile(r"e(\d{4,})\.epoch\.json")
-_PART = re.compile(r"r(\d{4,})\.e(\d{4,})\.part(\d{4,})\.safetensors")
-_ITERATION = re.compile(r"iteration_(\d{6,})")
-_STAGING = re.compile(r"\.iteration_(\d{6,})\.e(\d{4,})")
+_4 = r"(\d{4}|[1-9]\d{4,})"
+_6 = r"(\d{6}|[1-9]\d{6,})"
+# A number has one spelling, so that no two names mean the same.
+_BEAT = re.compile(rf"e{_4}\.r{_4}\.n(0|[1-9]\d*)\.b{_6}", re.ASCII)
+_FLAG = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.r{_4}\.([a-z_]+)", re.ASCII)
+_RECORD = re.compile(rf"e{_4}\.epoch\.json", re.ASCII)
+_PART = re.compile(rf"r{_4}\.e{_4}\.part{_4}\.safetensors", re.ASCII)
+_ITERATION = re.compile(rf"iteration_{_6}", re.ASCII)
+_STAGING = re.compile(rf"\.iteration_{_6}\.e{_4}", re.ASCII)
 
 
 @lru_cache(maxsize=65536)

@@ -233,7 +233,11 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrai
     check_model_dir(model_dir)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, local_files_only=True, output_loading_info=True
+            model_dir,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except Exception as error:  # a library's loader: ValueError, RuntimeError, OSError, SafetensorError, ...
         raise WeightsError(f"{model_dir}: cannot be loaded: {type(error).__name__}: {error}") from error

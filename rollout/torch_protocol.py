@@ -118,6 +118,8 @@ def check_completion(body: CompletionBody) -> None:
         value = (body.model_extra or {}).get(name)
         if value is not None and value not in neutral:
             raise BadRequest(f"{name}: {value!r} is not supported by the embedded engine")
+    if not body.prompt:
+        raise BadRequest("prompt: must not be empty")
     if body.logprobs not in (None, 0):
         raise BadRequest("logprobs: only 0 (the sampled token's) is supported by the embedded engine")
     if "" in body.stop_strings:

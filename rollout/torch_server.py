@@ -253,9 +253,9 @@ async def _errors_as_openai(
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until killed; 1 if the model cannot be loaded or the port is taken, 2 for wrong arguments."""
+    args = _parse_args(argv)
     # At once: a request in the making is worth nothing to whoever ends the engine.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    args = _parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     transformers_logging.disable_progress_bar()
     if args.threads:

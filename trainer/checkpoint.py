@@ -98,13 +98,13 @@ def write(
     for name in result.files:
         # safetensors makes files that nobody but their owner may read.
         shutil.copymode(staging_dir / "config.json", staging_dir / name)
-        _fsync(staging_dir / name)
-    _fsync(staging_dir / STATE_DIR)
+        fsync_path(staging_dir / name)
+    fsync_path(staging_dir / STATE_DIR)
     temporary = staging_dir / f".{RESULT}.tmp"
     temporary.write_bytes(result.to_json())
-    _fsync(temporary)
+    fsync_path(temporary)
     temporary.replace(staging_dir / RESULT)
-    _fsync(staging_dir)
+    fsync_path(staging_dir)
     return result
 
 
@@ -114,11 +114,7 @@ def _write_model(learner: Learner, staging_dir: Path, base_dir: Path, dtype: tor
     if (base_dir / "generation_config.json").exists():
         # Copied below. Saving the loaded one fails where transformers finds the base model's inconsistent.
         model.generation_config = GenerationConfig()
-    state_dict = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in model.state_dict().items()
-    }
-    model.save_pretrained(staging_dir, state_dict=state_dict)
+    model.save_pretrained(staging_dir, state_dict=_cast(model.state_dict(), dtype))
     config_path = staging_dir / "config.json"
     config = json.loads(config_path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the master weights' type
@@ -126,6 +122,16 @@ def _write_model(learner: Learner, staging_dir: Path, base_dir: Path, dtype: tor
     for path in _companions(base_dir):
         if path.name != "config.json":
             shutil.copyfile(path, staging_dir / path.name)
+
+
+def _cast(state_dict: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors as `dtype`, on the CPU. Tied ones stay one: save_pretrained knows them by their memory."""
+    cast: dict[tuple[int, torch.Size], Tensor] = {}
+    for tensor in state_dict.values():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in cast:
+            cast[key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+    return {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
 
 
 def _copy_model(base_dir: Path, staging_dir: Path) -> None:
@@ -185,7 +191,7 @@ def _restore(learner: Learner, path: Path) -> None:
                 }
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Make a file's content, or a directory's entries, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -80,6 +80,10 @@ class TrainerRank:
             )
         self._agree(request)
         batch = read_batch(Path(request.batch_file), request.batch_sha256)
+        if batch.temperature != request.temperature:
+            raise RequestRefused(
+                f"asked for temperature {request.temperature}, but the batch was sampled at {batch.temperature}"
+            )
         learner = self._learner(request)
         torch.manual_seed(request.seed)
         replica = Replica(self.rank, request.rank_weights)
@@ -113,15 +117,14 @@ class TrainerRank:
 
     def _learner(self, request: TrainRequest) -> Learner:
         """The policy to start from: the one at hand if it is the base, else loaded."""
-        learner = self.learner
-        if learner is None or self.policy != request.base_policy:
-            self.learner = None  # frees the memory before the next one is loaded
-            self.learner = learner = checkpoint.load(Path(request.base_dir), request.base_policy, self.device)
+        if self.learner is None or self.policy != request.base_policy:
+            self.learner = None  # frees its memory before the next one is loaded
+            self.learner = checkpoint.load(Path(request.base_dir), request.base_policy, self.device)
             self.policy = request.base_policy
         # Machines of different kinds round differently: replicas would drift apart over the iterations.
-        for parameter in learner.parameters.values():
+        for parameter in self.learner.parameters.values():
             dist.broadcast(parameter.data, src=0)
-        return learner
+        return self.learner
 
 
 def read_batch(path: Path, sha256: str) -> Batch:

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.tasks import load_tasks
+from trainer.checkpoint import fsync_path
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -131,8 +132,11 @@ def build(seed: int, steps: int, out: Path) -> None:
         tokenizer.save_pretrained(staging)
         for path in staging.iterdir():
             shutil.copymode(staging / "config.json", path)  # safetensors makes them private
+            fsync_path(path)
         staging.chmod(0o755)
+        fsync_path(staging)
         staging.rename(out)
+        fsync_path(out.parent)
     except BaseException:
         shutil.rmtree(staging)
         raise

@@ -1,4 +1,4 @@
-"""The numerics of the embedded engine: what is drawn, with which log-probability, alone and in any company."""
+"""Numerics of the embedded engine: what is drawn, with which log-probability, alone and in any company."""
 
 import math
 import random
@@ -100,7 +100,7 @@ def test_logprobs_agree_with_a_forward_in_float64_to_its_precision(
     expected = reference_logprobs(model, prompt_of(9), row.token_ids)[
         torch.arange(len(row.token_ids)), row.token_ids
     ]
-    assert np.allclose(row.logprobs, expected.numpy(), rtol=0, atol=1e-6)
+    assert np.allclose(row.logprobs, expected.numpy(), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("others", [1, 50, 255])
@@ -114,7 +114,7 @@ def test_tokens_are_the_same_in_any_company(engine: TorchEngine, others: int) ->
     together = [rows_of(f) for f in [engine.submit(generation(p, seed=s, max_tokens=24)) for p, s in watched]]
     for one, two in zip(alone, together, strict=True):
         assert one[0].token_ids == two[0].token_ids
-        assert np.allclose(one[0].logprobs, two[0].logprobs, rtol=0, atol=1e-6)
+        assert np.allclose(one[0].logprobs, two[0].logprobs, rtol=0, atol=1e-9)
     for other in company[:half]:
         rows_of(other.future)
 

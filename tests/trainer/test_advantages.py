@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.advantages import group_advantages
@@ -23,6 +23,7 @@ def test_reward_that_is_not_a_number_is_refused_with_the_values() -> None:
         group_advantages([1.0, float("nan")])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=16))
 def test_advantages_sum_to_zero(rewards: list[float]) -> None:
     advantages = group_advantages(rewards)

@@ -142,6 +142,7 @@ def test_lower_precision_checkpoint_keeps_the_master_weights(
     result = run_phase(learner, batch, request, torch.bfloat16)
     staging_dir = Path(request.staging_dir)
     assert {dtype for dtype, _ in tensor_names(staging_dir).values()} == {"BF16"}
+    assert "lm_head.weight" not in tensor_names(staging_dir)
     assert json.loads((staging_dir / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(staging_dir, dtype="auto").dtype == torch.bfloat16
     resumed = checkpoint.load(staging_dir, result.policy, CPU)

@@ -70,8 +70,10 @@ def test_clipped_and_masked_tokens_have_no_gradient() -> None:
 def test_first_update_is_the_policy_gradient_though_old_is_the_policy_itself() -> None:
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([0.5, -0.25], dtype=torch.float64)
-    loss, stats = policy_loss(logprobs, logprobs, logprobs.detach(), advantages, torch.ones(2), 2.0, SETTINGS)
+    mismatch = torch.tensor([0.1, 3.0], dtype=torch.float64)
+    engine_logprobs = logprobs.detach() - mismatch
+    loss, stats = policy_loss(logprobs, logprobs, engine_logprobs, advantages, torch.ones(2), 2.0, SETTINGS)
     loss.backward()
     assert logprobs.grad is not None
-    torch.testing.assert_close(logprobs.grad, -advantages / 2)
-    assert (stats.kl_engine.item(), stats.clip_fraction.item()) == (0, 0)
+    torch.testing.assert_close(logprobs.grad, -mismatch.exp().clamp(max=2) * advantages / 2)
+    assert stats.clip_fraction.item() == 0

@@ -12,9 +12,11 @@ from trainer.model import Learner, load_model, token_logprobs
 from trainer.packing import Microbatch, fill, pack_rows, plan_step, split_ranks, split_steps
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
+relaxed = settings(deadline=None)  # the machine may be busy
 WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 
 
+@relaxed
 @given(st.integers(0, 5000), st.integers(1, 600))
 def test_steps_cover_the_batch_and_are_of_equal_size(sequences: int, global_batch_size: int) -> None:
     steps = split_steps(sequences, global_batch_size)
@@ -24,6 +26,7 @@ def test_steps_cover_the_batch_and_are_of_equal_size(sequences: int, global_batc
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
+@relaxed
 @given(LENGTHS, WEIGHTS)
 def test_every_sequence_goes_to_exactly_one_rank_and_tokens_follow_weights(
     lengths: list[int], weights: list[float]
@@ -33,9 +36,11 @@ def test_every_sequence_goes_to_exactly_one_rank_and_tokens_follow_weights(
     for share, weight in zip(shares, weights, strict=True):
         tokens = sum(lengths[k] for k in share)
         fair = sum(lengths) * weight / sum(weights)
-        assert tokens <= fair + max(lengths, default=0)
+        others = (len(weights) - 1) * weight / sum(weights)
+        assert tokens <= fair + others * max(lengths, default=0) + 1e-6
 
 
+@relaxed
 @given(LENGTHS, st.integers(16, 512))
 def test_every_sequence_lies_in_exactly_one_row_and_no_microbatch_is_too_large(
     lengths: list[int], max_tokens: int
@@ -48,7 +53,7 @@ def test_every_sequence_lies_in_exactly_one_row_and_no_microbatch_is_too_large(
         assert len(rows) * width <= max_tokens or (len(rows) == 1 and len(rows[0]) == 1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(WEIGHTS, st.integers(16, 200))
 def test_ranks_have_as_many_microbatches_and_together_train_every_token_once(
     batch: Batch, weights: list[float], max_tokens: int

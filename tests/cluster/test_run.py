@@ -1,0 +1,157 @@
+"""Whole runs of real node processes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from coordinator.epochs import EpochRecord
+from tests.cluster.cluster import FAST, Cluster, token_ids
+from tests.netns import Hosts, unavailable
+
+
+def test_one_node_trains_and_a_second_start_resumes(cluster: Cluster) -> None:
+    assert cluster.run(1, *FAST, "--iterations", "2") == [0]
+    lines = cluster.metrics()
+    assert [line["iteration"] for line in lines] == [1, 2]
+    assert lines[0]["eval_reward"] is not None and lines[1]["eval_reward"] is None
+    assert all(line["loss"] is not None and line["samples"] == 32 for line in lines)
+    assert "step 1/" in cluster.output(0)
+    first = cluster.run_dir.checkpoint(1).joinpath("result.json").read_text()
+
+    assert cluster.run(1, *FAST, "--iterations", "3") == [0]
+    assert [line["iteration"] for line in cluster.metrics()] == [1, 2, 3]
+    assert cluster.run_dir.checkpoint(1).joinpath("result.json").read_text() == first
+    assert cluster.run_dir.latest.read_text() == "iteration_000003\n"
+    result = json.loads(cluster.run_dir.checkpoint(3).joinpath("result.json").read_text())
+    steps = [
+        json.loads(cluster.run_dir.checkpoint(i).joinpath("result.json").read_text())["steps"] for i in (1, 2)
+    ]
+    assert result["optimizer_step"] == sum(steps) + result["steps"]
+
+    assert cluster.run(1, *FAST, "--iterations", "3") == [0], "nothing left to do is success"
+    assert len(cluster.metrics()) == 3
+
+    model = AutoModelForCausalLM.from_pretrained(cluster.run_dir.checkpoint(3))
+    tokens = AutoTokenizer.from_pretrained(cluster.run_dir.checkpoint(3))("12+34=", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.isfinite(model(tokens["input_ids"]).logits).all()
+
+
+def test_three_nodes_train_together(cluster: Cluster) -> None:
+    codes = cluster.run(3, *FAST, "--rank-weights", "2,1,1", "--iterations", "2", "trainer.keep_alive=false")
+    assert codes == [0, 0, 0], cluster.everything_said()
+    manifest = cluster.manifest(1)
+    shares = {rank: 0 for rank in range(3)}
+    for part in manifest["parts"]:
+        shares[part["rank"]] += len(part["slots"])
+    assert shares == {0: 4, 1: 2, 2: 2}
+    assert (manifest["slots"], manifest["groups"], manifest["samples"]) == (8, 8, 32)
+    lines = cluster.metrics()
+    assert [line["iteration"] for line in lines] == [1, 2]
+    assert set(lines[0]["wait_seconds"]) == {"0", "1", "2"}
+    base = json.loads(cluster.run_dir.checkpoint(2).joinpath("result.json").read_text())["base_policy"]
+    assert base == json.loads(cluster.run_dir.checkpoint(1).joinpath("result.json").read_text())["policy"]
+
+
+def test_nodes_may_differ_in_processes(cluster: Cluster) -> None:
+    cluster.start(0, *FAST, "--num-nodes", "2", "--iterations", "1", "--eval-interval", "0")
+    cluster.start(1, "trainer.processes_per_node=2")
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    (log,) = cluster.run_dir.logs(0).glob("trainer.*.log")
+    record = EpochRecord.model_validate_json((cluster.run_dir.protocol / "e0002.epoch.json").read_bytes())
+    assert [member.processes for member in record.members.values()] == [1, 2]
+    assert "step 1/" in log.read_text()
+
+
+def test_same_trajectories_from_one_node_and_from_three(tmp_path: Path, cache: Path, engine_url: str) -> None:
+    found: list[dict[Any, Any]] = []
+    for nodes in (1, 3):
+        logs = tmp_path / f"{nodes}"
+        logs.mkdir()
+        cluster = Cluster(logs / "run", cache, logs)
+        try:
+            codes = cluster.run(
+                nodes, *FAST, "--rl-phase", "rollout", "--iterations", "2", "--engine-url", engine_url
+            )
+            assert codes == [0] * nodes, cluster.everything_said()
+            found.append({iteration: token_ids(cluster.groups(iteration)) for iteration in (1, 2)})
+            found[-1]["eval"] = token_ids(cluster.groups(1, "eval"))
+        finally:
+            cluster.close()
+    assert found[0] == found[1]
+    assert found[0][1] != found[0][2]
+
+
+def test_task_file_is_split_by_weight(cluster: Cluster, tmp_path: Path, engine_url: str) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    lines = [{"id": f"t{n}", "prompt": f"{n % 90 + 10}+{n // 90 + 10}=", "answer": "1"} for n in range(2000)]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    codes = cluster.run(
+        3, *FAST, "--rank-weights", "2,1,1", "--tasks", str(tasks), "--rl-phase", "rollout",
+        "--engine-url", engine_url, "--iterations", "1", "rollout.tasks_per_iteration=2000",
+        "rollout.samples_per_task=1", "rollout.max_tokens=1",
+    )  # fmt: skip
+    assert codes == [0, 0, 0], cluster.everything_said()
+    manifest = cluster.manifest(1)
+    shares = {rank: 0 for rank in range(3)}
+    for part in manifest["parts"]:
+        shares[part["rank"]] += len(part["slots"])
+    assert shares == {0: 1000, 1: 500, 2: 500}
+    groups = cluster.groups(1)
+    assert sorted(groups) == list(range(2000))
+    assert {group.task_id for group in groups.values()} == {line["id"] for line in lines}
+    assert (manifest["groups"], manifest["samples"], manifest["given_up"]) == (2000, 2000, [])
+    assert sum(len(part["slots"]) for part in manifest["parts"]) == 2000
+
+
+def test_rollout_and_update_are_halves_of_an_iteration(cluster: Cluster, engine_url: str) -> None:
+    rollout = ("--rl-phase", "rollout", "--engine-url", engine_url, *FAST)
+    assert cluster.run(2, *rollout, "--rollout-split", "eval-only", "--iterations", "1") == [0, 0]
+    assert cluster.manifest(1, "eval")["groups"] == 4
+    assert not cluster.run_dir.manifest("train", 1).exists()
+
+    assert cluster.run(2, *rollout, "--rollout-split", "train-only", "--iterations", "2") == [0, 0]
+    assert cluster.manifest(1)["groups"] == cluster.manifest(2)["groups"] == 8
+    assert not cluster.run_dir.manifest("eval", 2).exists()
+    assert not list(cluster.run_dir.checkpoints.glob("iteration_*"))
+
+    assert cluster.run(2, "--rl-phase", "update", *FAST, "--iterations", "1") == [0, 0], (
+        cluster.everything_said()
+    )
+    assert cluster.run_dir.checkpoint(1).is_dir()
+    assert [line["kind"] for line in cluster.metrics()] == ["eval", "rollout", "rollout", "update"]
+    assert not list(cluster.run_dir.logs(0).glob("engine.*.log")), "an update needs no engine"
+
+
+def test_update_without_trajectories_says_what_to_run(cluster: Cluster) -> None:
+    assert cluster.run(1, "--rl-phase", "update", *FAST, "--iterations", "1") == [1]
+    assert "--rl-phase rollout" in cluster.output(0).splitlines()[-1]
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_nodes_in_network_namespaces_find_each_other(cluster: Cluster) -> None:
+    with Hosts(3, decoy=True) as hosts:
+        arguments = (*FAST, "--num-nodes", "3", "--rank-weights", "2,1,1", "--iterations", "1")
+        cluster.start(0, *arguments, prefix=hosts[0].argv([]))
+        for rank in (1, 2):
+            cluster.start(rank, prefix=hosts[rank].argv([]))
+        assert cluster.wait() == [0, 0, 0], cluster.everything_said()
+        record = EpochRecord.model_validate_json((cluster.run_dir.protocol / "e0002.epoch.json").read_bytes())
+        assert [member.address for member in record.members.values()] == [host.address for host in hosts]
+    assert cluster.metrics()[0]["loss"] is not None
+
+
+def test_modes_keep_others_out(cluster: Cluster, engine_url: str) -> None:
+    assert cluster.run(
+        1, *FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1"
+    ) == [0]
+    for folder, _names, files in os.walk(cluster.root):
+        assert Path(folder).stat().st_mode & 0o777 == 0o770, folder
+        for name in files:
+            path = Path(folder, name)
+            assert path.stat().st_mode & 0o007 == 0, path

@@ -15,6 +15,7 @@ from coordinator import outputs, parts, shared_fs
 from coordinator.config import RunSettings
 from coordinator.epochs import MASTER
 from coordinator.node import Node, Payload
+from coordinator.outcome import Ended, Exit
 from coordinator.outputs import Incomplete, Policy
 from coordinator.phases import Phase
 from coordinator.run_dir import Kind
@@ -42,10 +43,8 @@ def open_iteration(node: Node) -> Payload:
     path = run_dir.iteration_json(iteration)
     if outputs.read_json(path) is None:
         if node.settings.rl_phase == "update":
-            raise Incomplete(
-                f"iteration {iteration} has no trajectories to train on ({path} is not there); "
-                "make them with --rl-phase rollout"
-            )
+            text = f"iteration {iteration} has no trajectories to train on; make them with --rl-phase rollout"
+            raise Ended(Exit.FAILED, text, "failed")
         shared_fs.create_once(path, json.dumps(_new_iteration(node, policy), indent=1).encode())
     return {
         "resume_at": int(outputs.resume_at(run_dir, node.settings, iteration)),
@@ -251,7 +250,7 @@ def train(node: Node) -> None:
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", iteration, 1),
         settings=RunSettings.model_validate(node.record.settings).trainer,  # the same on every node
-        temperature=settings.rollout.temperature or 1.0,
+        temperature=settings.rollout.temperature,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
     node.trainer.train(request, processes, node.check)
@@ -267,7 +266,11 @@ def publish_checkpoint(node: Node) -> None:
         staging = outputs.complete_staging(run_dir, iteration)
         if staging is None:
             raise Incomplete(f"training of iteration {iteration} left no complete checkpoint")
-        result = outputs.verify_checkpoint(staging)
+        try:
+            result = outputs.verify_checkpoint(staging)
+        except Incomplete:  # to be trained again: what is set aside is no staging directory any more
+            shared_fs.rename(staging, staging.with_name(f"{staging.name}.damaged"))
+            raise
         about = outputs.read_json(run_dir.batch(iteration) / "batch.json") or {}
         wanted = (node.header["policy"], about.get("sha256"))
         if (result.base_policy, result.batch_sha256) != wanted:
@@ -363,17 +366,12 @@ def _collect(
 
 
 def _aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
-    """Publish the manifest over the parts; one that differs from its node's flag is set aside."""
+    """Publish the manifest over the parts, those that flags have named and those that lie there."""
     path = node.run_dir.manifest(kind, node.iteration)
     if outputs.read_json(path) is not None:
         return
     directory = node.run_dir.trajectories(kind, node.iteration)
-    for name, sha256 in named.items():
-        part = directory / name
-        if hashlib.sha256(shared_fs.read(part)).hexdigest() != sha256:
-            log.warning("%s differs from what its node wrote and is set aside", part)
-            shared_fs.rename(part, part.with_suffix(".damaged"))
-    document = parts.manifest(directory, node.iteration, range(slots), node.header["policy"])
+    document = parts.manifest(directory, node.iteration, range(slots), node.header["policy"], named)
     parts.publish_manifest(path, document)
 
 

@@ -32,18 +32,18 @@ def gather(node: Node, prepare: Callable[[Node], None]) -> EpochRecord:
     since = lobby.epoch
     prepare(node)
     cluster = node.settings.cluster
-    board = node.watch.wait(
-        lambda board: _all_here(node, board, since),
+    members = node.watch.wait(
+        lambda board: _members(node, board) if _all_here(node, board, since) else None,
         lambda: _check_still_master(node),
         lambda _board: f"{ranks_text(node.position.waiting_for)} to start",
         cluster.rejoin_timeout_s,
     )
-    if board is None:
+    if members is None:
         who = ranks_text(node.position.waiting_for)
         commands = "; ".join(node.worker_command(rank) for rank in node.position.waiting_for)
         text = f"{who} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
         raise Ended(Exit.LOST, text, "gave_up")
-    record = new_record(node, since + 1, "full", _members(node, board))
+    record = new_record(node, since + 1, "full", members)
     if not claim(node.run_dir, record):
         raise node.superseded()
     return record
@@ -75,15 +75,15 @@ def claim_next(node: Node, kind: Literal["lobby", "finished"]) -> EpochRecord:
             return record
 
 
-def _all_here(node: Node, board: Board, since: int) -> Board | None:
-    """The board, once every rank beats in epoch `since` or later: only a process that saw it can."""
+def _all_here(node: Node, board: Board, since: int) -> bool:
+    """Whether every rank beats in epoch `since` or later: only a process that saw it can."""
     others = range(1, node.settings.cluster.num_nodes)
     absent = [rank for rank in others if rank not in board.beats or board.beats[rank].epoch < since]
     if absent and not node.position.waiting_for:
         commands = "; ".join(node.worker_command(rank) for rank in absent)
         log.info("waiting for %s; on that machine: %s", ranks_text(absent), commands)
     node.position.waiting_for = absent
-    return None if absent else board
+    return not absent
 
 
 def _check_still_master(node: Node) -> None:
@@ -93,9 +93,13 @@ def _check_still_master(node: Node) -> None:
         raise node.superseded()
 
 
-def _members(node: Node, board: Board) -> dict[int, Member]:
+def _members(node: Node, board: Board) -> dict[int, Member] | None:
+    """Who takes part; None while a beat that is listed cannot be read: a listing may be old."""
     cluster = node.settings.cluster
     said = {rank: node.watch.said(rank) for rank in range(1, cluster.num_nodes)}
+    node.position.waiting_for = [rank for rank, content in said.items() if not content]
+    if node.position.waiting_for:
+        return None
     peers = [network.Peer.from_dict(content["peer"]) for content in said.values()]
     node.address = network.address_towards(node.peer, peers)
     said[MASTER] = node.describe()

@@ -58,6 +58,8 @@ BURY_S = 0.2
 """The same where a child has ended by itself and somebody polls it."""
 FLUSH_S = 1.0
 """How long an ended child's last output may take."""
+PASSIVE_THREADS = {"OMP_WAIT_POLICY": "passive"}
+"""Unless the user says otherwise: nodes on one machine must not spin on its cores while they wait."""
 
 
 class ChildError(RuntimeError):
@@ -207,7 +209,7 @@ class Children:
         its own. `spool` is from `new_spool`; without it one is made. ChildError if there is no such
         program.
         """
-        environment = {**os.environ, **(env or {})}
+        environment = {**PASSIVE_THREADS, **os.environ, **(env or {})}
         if shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise ChildError(f"cannot start {name}: no program {argv[0]!r}; is it installed, and in PATH?")
         with self._lock:

@@ -184,6 +184,7 @@ def main() -> int:
     elif arguments[:1] == ["local"]:
         arguments = ["--local", *arguments[1:]]
     from coordinator.config import SettingsError
+    from coordinator.shared_fs import SharedFsError
 
     try:
         return app(arguments, prog_name="run", standalone_mode=False) or 0
@@ -191,6 +192,9 @@ def main() -> int:
         print(f"run: {error}", file=sys.stderr)
     except typer.TyperException as error:
         print(f"run: {error}; see run --help", file=sys.stderr)
+    except SharedFsError as error:
+        print(f"run: {error}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return 2

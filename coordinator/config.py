@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from rollout.settings import EngineSettings, EvalSettings, RolloutSettings, Settings
 from trainer.settings import TrainerSettings
@@ -30,8 +39,33 @@ TINY_DEFAULTS: dict[str, Any] = {
 """What takes the place of the defaults while the model is builtin:tiny: the demo's recipe."""
 
 
+_ARGS = "engine.args."
+"""What follows is the server's name of an argument."""
+
+
 class SettingsError(ValueError):
     """A setting is wrong: one line that says which, with which value, and what to do."""
+
+
+def parse_weights(text: str) -> list[float]:
+    """`2,1,1` as numbers."""
+    weights: list[float] = []
+    for item in text.split(","):
+        try:
+            weights.append(float(item))
+        except ValueError:
+            raise SettingsError(
+                f"--rank-weights {text}: '{item}' is not a number; give one per node, e.g. 2,1,1"
+            ) from None
+        if not 0 < weights[-1] < float("inf"):
+            raise SettingsError(
+                f"--rank-weights {text}: '{item}' is not positive; a node without work is left out"
+            )
+    return weights
+
+
+def _weights(given: Any) -> Any:
+    return parse_weights(given) if isinstance(given, str) else given
 
 
 class ClusterSettings(Settings):
@@ -39,7 +73,7 @@ class ClusterSettings(Settings):
 
     num_nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes of the run, the master included."""
-    rank_weights: tuple[float, ...] | None = None
+    rank_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
     """One positive number a node: its share of the tasks and of the training tokens; default: equal."""
     beat_s: Annotated[float, Field(gt=0)] = 2.0
     """Seconds between two heartbeats of a node."""
@@ -51,11 +85,6 @@ class ClusterSettings(Settings):
     """Longest pause between two listings while a node waits."""
     on_node_failure: Literal["abort"] = "abort"
     """What happens when a node is lost: abort ends all nodes with exit code 3; the same command resumes."""
-
-    @field_validator("rank_weights", mode="before")
-    @classmethod
-    def _weights_parse(cls, weights: Any) -> Any:
-        return parse_weights(weights) if isinstance(weights, str) else weights
 
     @model_validator(mode="after")
     def _weights_fit(self) -> "ClusterSettings":
@@ -71,9 +100,13 @@ class ClusterSettings(Settings):
             )
         if not all(0 < weight < float("inf") for weight in weights):
             raise ValueError(f"--rank-weights {text}: every weight must be a positive number")
+        return self
+
+    @model_validator(mode="after")
+    def _timeout_fits(self) -> "ClusterSettings":
         if self.node_timeout_s <= 2 * self.beat_s:
             raise ValueError(
-                f"cluster.node_timeout_s={self.node_timeout_s:g} must be more than two beats "
+                f"--node-timeout {self.node_timeout_s:g} must be more than two beats "
                 f"(cluster.beat_s={self.beat_s:g})"
             )
         return self
@@ -133,6 +166,15 @@ class RunSettings(Settings):
             raise ValueError("--rollout-split eval-only makes nothing to train on; add --rl-phase rollout")
         return self
 
+    @model_validator(mode="after")
+    def _groups_have_advantages(self) -> "RunSettings":
+        if self.rl_phase == "both" and self.rollout.samples_per_task < 2:
+            raise ValueError(
+                f"rollout.samples_per_task={self.rollout.samples_per_task}: a group of one has no "
+                "advantage, so nothing would be learnt; give at least 2, or --rl-phase rollout"
+            )
+        return self
+
     @property
     def evaluation_tasks(self) -> str | None:
         """The evaluation tasks' source, or None for no evaluation."""
@@ -144,27 +186,29 @@ class RunSettings(Settings):
 def read_file(path: Path) -> dict[str, Any]:
     """The settings of a .toml, .yaml or .json file as dotted keys."""
     try:
-        text = path.read_text()
+        tree = _parse_file(path.read_text(encoding="utf-8"), path.suffix)
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from error
-    try:
-        if path.suffix == ".toml":
-            tree: Any = tomllib.loads(text)
-        elif path.suffix in {".yaml", ".yml", ".json"}:
-            import yaml
-
-            tree = yaml.safe_load(text) or {}
-        else:
-            raise SettingsError(f"--config {path}: give a .toml or .yaml file")
-    except (tomllib.TOMLDecodeError, ValueError) as error:
+    except ValueError as error:
         raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
-    except Exception as error:  # yaml has no error type that is importable before yaml is
-        if type(error).__module__.startswith("yaml"):
-            raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
-        raise
     if not isinstance(tree, dict):
         raise SettingsError(f"--config {path}: expected settings by name, found {type(tree).__name__}")
     return dict(flatten(cast(dict[str, Any], tree)))
+
+
+def _parse_file(text: str, suffix: str) -> Any:
+    """What the text of a file says; ValueError if it says nothing."""
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix not in {".yaml", ".yml", ".json"}:
+        raise ValueError("give a .toml or .yaml file")
+    import yaml
+
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    return {} if tree is None else tree
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -185,23 +229,6 @@ def parse_value(value: str) -> Any:
     return value
 
 
-def parse_weights(text: str) -> list[float]:
-    """`2,1,1` as numbers."""
-    weights: list[float] = []
-    for item in text.split(","):
-        try:
-            weights.append(float(item))
-        except ValueError:
-            raise SettingsError(
-                f"--rank-weights {text}: '{item}' is not a number; give one per node, e.g. 2,1,1"
-            ) from None
-        if not 0 < weights[-1] < float("inf"):
-            raise SettingsError(
-                f"--rank-weights {text}: '{item}' is not positive; a node without work is left out"
-            )
-    return weights
-
-
 def build(given: Mapping[str, Any]) -> RunSettings:
     """Settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
     refuse_unknown(given)
@@ -217,13 +244,35 @@ def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
 
 def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str]:
     """What a worker was given that differs from what the master published, one line each."""
-    wanted = dict(flatten(overlay(published, given).model_dump(mode="json")))
     actual = dict(flatten(published.model_dump(mode="json")))
+    actual |= {f"{_ARGS}{name}": value for name, value in published.engine.args.items()}
     return [
-        f"{option_name(key)} is {_show(wanted[key])} here, but the master published {_show(actual[key])}"
-        for key in given
-        if wanted.get(key) != actual.get(key)
+        f"{option_name(key)} is {_show(here)} here, but the master published {_show(actual.get(key))}"
+        for key, here in check_each(given).items()
+        if here != actual.get(key)
     ]
+
+
+def check_each(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given as the settings hold it, each setting by itself; SettingsError for one that is wrong.
+
+    So a worker, which does not know the other settings yet, can refuse what no master can have published.
+    """
+    refuse_unknown(given)
+    fields = dict(_fields(RunSettings))
+    return {
+        key: value if key.startswith(_ARGS) else _check_one(key, fields[key], value)
+        for key, value in given.items()
+    }
+
+
+def _check_one(key: str, field: FieldInfo, value: Any) -> Any:
+    kind: Any = Annotated[field.annotation, field]  # pyright: ignore
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    try:
+        return adapter.dump_python(adapter.validate_python(value), mode="json")
+    except ValidationError as error:
+        raise SettingsError(_one_line(error, key)) from None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -266,23 +315,29 @@ def option_name(key: str) -> str:
 def _validate(flat: Mapping[str, Any]) -> RunSettings:
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        *parents, leaf = key.split(".")
+        *parents, leaf = (
+            ["engine", "args", key.removeprefix(_ARGS)] if key.startswith(_ARGS) else key.split(".")
+        )
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = value
+        if not isinstance(node, dict):
+            raise SettingsError(f"{key}: engine.args={_show(node)} holds no arguments; leave one of them out")
+        node[leaf] = dict(value) if isinstance(value, Mapping) else value  # pyright: ignore
     try:
         return RunSettings.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(_one_line(error)) from None
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, key: str = "") -> str:
+    """What is wrong; `key` is the setting that was validated alone."""
     first = error.errors()[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
-    key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-    key = key if key in _known_keys() else key.rpartition(".")[0] or key
+    if not key:
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        key = key if key in _known_keys() else key.rpartition(".")[0] or key
     return f"{option_name(key)}={_show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
@@ -290,7 +345,7 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
     """SettingsError for a key that is no setting, naming the nearest one."""
     known = _known_keys()
     for key in given:
-        if key in known or key.startswith("engine.args."):
+        if key in known or key.startswith(_ARGS):
             continue
         by_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
         near = by_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
@@ -298,16 +353,16 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def _known_keys() -> list[str]:
-    return list(_fields(RunSettings))
+    return [name for name, _field in _fields(RunSettings)]
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from _fields(annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", field
 
 
 def _show(value: Any) -> str:

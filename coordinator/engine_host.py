@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from coordinator.children import Child, Children
 from coordinator.network import LOOPBACK, free_port
@@ -26,6 +27,7 @@ class EngineHost:
         self._admin: EngineAdmin | None = None
         self.url = ""
         """Base URL of the server, once there is one."""
+        self._loaded: Path | None = None
         self._starts = 0
 
     def ensure(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
@@ -36,7 +38,9 @@ class EngineHost:
         if self._admin.is_sleeping():
             self._admin.wake()
         if self._admin.policy() != policy.digest:
-            self._admin.reload(str(policy.directory.absolute()), policy.digest)
+            # An engine may answer 200 to weights that lack a tensor: they must be like those that it has.
+            like = self._loaded if self._loaded is not None and self._loaded.is_dir() else None
+            self._admin.reload(policy.directory.absolute(), policy.digest, like=like)
         if (serves := self._admin.policy()) != policy.digest:
             raise EngineError(
                 f"the engine at {self.url} serves policy {serves} after loading {policy.digest}"

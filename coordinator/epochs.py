@@ -115,7 +115,8 @@ class Silence:
                 self.silent_s[rank] = self.silent_s.get(rank, 0.0) + credit_s
 
     def restart(self, ranks: Iterable[int]) -> None:
-        """Count anew for `ranks`: they have just been admitted."""
+        """Count anew for `ranks`, from the next listing on: they have just been admitted."""
+        self._last_s = None
         for rank in ranks:
             self.silent_s[rank] = 0.0
 

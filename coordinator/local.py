@@ -41,7 +41,7 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
         console.print(Text(line))
 
     with Children() as children:
-        overrides = [f"{key}={_as_typed(value)}" for key, value in given.items() if value is not None]
+        overrides = as_overrides({**given, "cluster.num_nodes": nodes})
         started: list[Child] = []
         for rank in range(nodes):
             role = ["--worker", str(rank)] if rank else ["--master", *overrides]
@@ -120,5 +120,6 @@ def _say_results(run_dir: RunDir, console: Console) -> None:
         console.print(f"run        {run_dir.root}")
 
 
-def _as_typed(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def as_overrides(given: Mapping[str, Any]) -> list[str]:
+    """Settings as the arguments that say the same."""
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]

@@ -20,6 +20,7 @@ from coordinator.outputs import Incomplete
 from coordinator.shared_fs import SharedFsError
 from coordinator.start import Start, start_master, start_worker
 from rollout.engine import EngineError
+from rollout.weights import WeightsError
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MAX_RETURNS = 3
 LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNORECASE)
 """How a trainer's error reads when it is another one's."""
 
-EXPECTED = (SharedFsError, EngineError, ChildError, NetworkError, Incomplete)
+EXPECTED = (SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete)
 """Errors whose text says all there is to know; any other comes with its traceback."""
 
 
@@ -133,4 +134,6 @@ def run_node(root: Path, rank: int, given: Mapping[str, Any], prefix: Prefix) ->
         start = start_master(root, given) if rank == MASTER else start_worker(root, rank, given)
     except Ended as end:
         return _say(end)
+    except EXPECTED as error:
+        return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
     return live(start, prefix)

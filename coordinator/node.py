@@ -79,7 +79,7 @@ class Node:
         self._floor = start.incarnation_floor
         self._processes = local_processes(self.settings)
         self._raised: dict[Flag, Payload] = {}
-        self._base_digest = ""
+        self._base_digest = start.inputs.model_digest
 
     # ---- life
 

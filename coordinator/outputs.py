@@ -91,7 +91,8 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int) -> Phase:
     if Phase.TRAIN_ROLLOUT in rows and read_manifest(run_dir, "train", iteration) is None:
         return Phase.TRAIN_PLAN
     opened = read_json(run_dir.iteration_json(iteration)) or {}
-    evaluated = not opened.get("eval_slots") or read_manifest(run_dir, "eval", iteration) is not None
+    due = opened.get("eval_slots") or settings.rollout_split == "eval-only"
+    evaluated = not due or read_manifest(run_dir, "eval", iteration) is not None
     return Phase.ENGINE_STOPPED if evaluated else Phase.EVAL_DECISION
 
 

@@ -80,12 +80,20 @@ class Part:
         }
 
 
-def read_parts(directory: Path, policy: str) -> Iterator[Part]:
+def read_parts(directory: Path, policy: str, named: Mapping[str, str] | None = None) -> Iterator[Part]:
     """The whole parts made by `policy`, by (epoch, rank, part); a damaged one is set aside and named."""
-    for name in sorted(filter(None, map(parse_part_name, names(directory)))):
+    named = named or {}
+    for name in sorted(filter(None, map(parse_part_name, {*names(directory), *named}))):
         path = directory / name.name
-        data = shared_fs.read(path)
         try:
+            data = shared_fs.read(path)
+        except FileNotFoundError:
+            if name.name not in named:  # another node has set it aside since it was listed
+                continue
+            raise Incomplete(f"{path} was named by its node, but is not there") from None
+        try:
+            if named.get(name.name, sha256 := hashlib.sha256(data).hexdigest()) != sha256:
+                raise DamagedPart("it differs from what its node has named")
             header, groups = decode_part(data)
         except DamagedPart as error:
             log.warning("%s is damaged and set aside; its groups are generated again: %s", path, error)
@@ -94,7 +102,7 @@ def read_parts(directory: Path, policy: str) -> Iterator[Part]:
         if header.policy != policy:
             log.warning("%s was made by policy %s, not %s: left out", path, header.policy, policy)
             continue
-        yield Part(name, len(data), hashlib.sha256(data).hexdigest(), groups)
+        yield Part(name, len(data), sha256, groups)
 
 
 def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
@@ -111,11 +119,20 @@ def finished_slots(directory: Path, policy: str) -> set[int]:
     return {group.slot for part in read_parts(directory, policy) for group in part.groups}
 
 
-def manifest(directory: Path, iteration: int, slots: Collection[int], policy: str) -> dict[str, Any]:
-    """The manifest of an iteration whose slots are all finished; Incomplete names those that are not."""
+def manifest(
+    directory: Path,
+    iteration: int,
+    slots: Collection[int],
+    policy: str,
+    named: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The manifest of an iteration whose slots are all finished; Incomplete names those that are not.
+
+    `named` holds the checksums of the parts that nodes have vouched for: a listing may still lack them.
+    """
     entries: list[dict[str, Any]] = []
     groups: list[Group] = []
-    for part, counting in first_finished(read_parts(directory, policy)):
+    for part, counting in first_finished(read_parts(directory, policy, named)):
         wanted = [group for group in counting if group.slot in slots]
         if wanted:
             entries.append(part.entry([group.slot for group in wanted]))

@@ -23,7 +23,7 @@ RETRY_S = 10.0
 """How long a passing error is retried."""
 PASSING = {errno.ESTALE, errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT}
 """Errors seen on shared filesystems that were gone at the next call."""
-NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
+NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
 """What os.link says where the filesystem has no hard links."""
 
 operations: Counter[str] = Counter()
@@ -48,7 +48,9 @@ class SharedFsError(OSError):
 
 
 def _retry(what: str, path: Path, call: Callable[[], T], also: frozenset[int] = frozenset()) -> T:
-    """`call()`, again while its errno is one that passes. FileNotFoundError and FileExistsError fly."""
+    """`call()`, again while its errno passes (`also`: here these too). FileNotFoundError and
+    FileExistsError fly, unless they were waited for.
+    """
     started, pause_s = time.monotonic(), 0.001
     while True:
         try:
@@ -56,7 +58,7 @@ def _retry(what: str, path: Path, call: Callable[[], T], also: frozenset[int] = 
         except OSError as error:
             tried_s = time.monotonic() - started
             if error.errno not in PASSING | also or tried_s > RETRY_S:
-                if isinstance(error, FileNotFoundError | FileExistsError):
+                if isinstance(error, FileNotFoundError | FileExistsError) and error.errno not in also:
                     raise
                 raise SharedFsError(what, path, error, tried_s) from error
             time.sleep(pause_s)
@@ -86,8 +88,8 @@ def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
         _retry("rename to", path, lambda: os.replace(temp, path))
     except (FileNotFoundError, SharedFsError):
         # A retransmitted rename reports an error although the first one succeeded.
+        _drop(temp)
         if _content(path) != data:
-            _drop(temp)
             raise
     if durable:
         fsync_directory(path.parent)
@@ -130,11 +132,17 @@ def make_directory(path: Path) -> None:
     if path.parent != path:
         make_directory(path.parent)
     operations["mkdir"] += 1
-    try:
-        _retry("make the directory", path, lambda: os.mkdir(path), also=frozenset({errno.ENOENT}))
-    except FileExistsError:
-        if not path.is_dir():
-            raise
+
+    def make() -> None:
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if path.is_file():
+                raise NotADirectoryError(errno.ENOTDIR, "a file of this name is there") from None
+            if not path.is_dir():  # another client has just made it, and we do not see it yet
+                raise
+
+    _retry("make the directory", path, make, also=frozenset({errno.ENOENT, errno.EEXIST}))
 
 
 def rename(source: Path, target: Path) -> None:
@@ -192,12 +200,7 @@ def _write_temp(path: Path, data: bytes, durable: bool) -> Path:
 
     def write() -> None:
         # ENOENT just after the directory was made by another client passes.
-        descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o660)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        _fill(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o660), data, durable)
 
     try:
         _retry("write", path, write, also=frozenset({errno.ENOENT}))
@@ -209,16 +212,25 @@ def _write_temp(path: Path, data: bytes, durable: bool) -> Path:
 
 def _create_exclusively(path: Path, data: bytes, durable: bool) -> None:
     operations["open"] += 1
-    try:
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise SharedFsError("create", path, error, 0.0) from error
+
+    def create() -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o660)
+        try:
+            _fill(descriptor, data, durable)
+        except OSError:
+            _drop(path)  # else it would stay torn for good
+            raise
+
+    with contextlib.suppress(FileExistsError):
+        _retry("create", path, create)
+
+
+def _fill(descriptor: int, data: bytes, durable: bool) -> None:
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
 
 
 def _content(path: Path) -> bytes | None:

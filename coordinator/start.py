@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator import config, shared_fs
 from coordinator.board import Board, parse
-from coordinator.config import TINY, RunSettings, SettingsError
+from coordinator.config import TINY, ClusterSettings, RunSettings, SettingsError
 from coordinator.epochs import MASTER, EpochRecord, Records
 from coordinator.outcome import Ended, Exit
 from coordinator.run_dir import FORMAT, RunDir
@@ -28,9 +28,6 @@ log = logging.getLogger(__name__)
 NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
 """Settings that say something of one machine: a worker's own hold for it, and contradict nothing."""
 
-PATIENCE = {"cluster.rejoin_timeout_s", "cluster.node_timeout_s"}
-"""What a worker goes by until it has a master's settings."""
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -42,6 +39,8 @@ class Inputs:
     eval_tasks: TaskSet | None
     reward: Reward
     environment: Environment
+    model_digest: str
+    """Of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
 
     def localize(self, published: Mapping[str, Any]) -> RunSettings:
         """A record's settings, with this node's own over them."""
@@ -68,6 +67,10 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
     run_dir = RunDir(root)
     check_log_path(root)
     inputs = load_inputs(settings, given)
+    if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
+        log.warning(
+            "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p
+        )
     fixed = _fixed(settings, inputs)
     if root.is_dir() and run_dir.run_json.name in shared_fs.listing(root):
         run = read_run_json(run_dir)
@@ -82,15 +85,17 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
 def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them."""
     run_dir = RunDir(root)
-    patience = config.build({key: value for key, value in given.items() if key in PATIENCE}).cluster
-    config.refuse_unknown(given)
-    published = _await_master(run_dir, patience.rejoin_timeout_s, patience.node_timeout_s)
+    mine = config.check_each(given)
+    _refuse_rank(rank, mine.get("cluster.num_nodes", rank + 1), "")
+    defaults = ClusterSettings()
+    published = _await_master(
+        run_dir,
+        mine.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
+        mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
+    )
+    check_log_path(root)
     settings = RunSettings.model_validate(published.settings)
-    if rank >= settings.cluster.num_nodes:
-        raise SettingsError(
-            f"--worker {rank} is outside the master's --num-nodes {settings.cluster.num_nodes} "
-            f"(workers are 1 to {settings.cluster.num_nodes - 1}); leave this node out, or give it more"
-        )
+    _refuse_rank(rank, settings.cluster.num_nodes, "the master's ")
     shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}
     if differences := config.contradictions(settings, shared):
         raise SettingsError(f"{differences[0]}; leave it out: a worker takes its settings from the master")
@@ -102,9 +107,17 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
     return _begin(rank, run_dir, run["run_id"], settings, inputs)
 
 
+def _refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
+    if rank >= num_nodes:
+        raise SettingsError(
+            f"--worker {rank} is outside {whose}--num-nodes {num_nodes} "
+            f"(workers are 1 to {num_nodes - 1}); leave this node out, or give it more"
+        )
+
+
 def check_log_path(root: Path) -> None:
     """SettingsError unless `root` is, or can become, a directory that we may write."""
-    existing = next(path for path in (root, *root.parents) if path.exists())
+    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
     if not existing.is_dir():
         raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -128,14 +141,18 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         eval_tasks = load_tasks(find_data(source, settings), seed=seed, split="eval") if source else None
         if settings.rollout_split == "eval-only" and eval_tasks is None:
             raise SettingsError("--rollout-split eval-only needs --eval-tasks FILE")
+        model_digest = ""
         if settings.model != TINY:
-            check_model_dir(base_model_dir(settings, RunDir(Path())))
+            model = base_model_dir(settings, RunDir(Path()))
+            check_model_dir(model)
+            model_digest = policy_digest(file_checksums(model))
         return Inputs(
             local={key: value for key, value in given.items() if key in NODE_LOCAL},
             tasks=tasks,
             eval_tasks=eval_tasks,
             reward=resolve_reward(settings.rollout.reward),
             environment=resolve_environment(settings.rollout.environment),
+            model_digest=model_digest,
         )
     except TaskError as error:
         raise SettingsError(str(error)) from None
@@ -194,22 +211,20 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any]:
         raise SettingsError(
             f"{run_dir.run_json} is damaged ({error}); restore it or use another log path"
         ) from None
-    if run.get("format") != FORMAT:
+    found = run.get("format") if isinstance(run, dict) else None  # pyright: ignore
+    if found != FORMAT:
         raise SettingsError(
-            f"--log-path {run_dir.root} holds a run of format {run.get('format')}, this version writes "
+            f"--log-path {run_dir.root} holds a run of format {found}, this version writes "
             f"format {FORMAT}; use another log path"
         )
-    return run
+    return run  # pyright: ignore[reportUnknownVariableType]
 
 
 def _fixed(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
     """What may not change between two starts, each with what a person calls it."""
-    if settings.model == TINY:
-        model = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
-    else:
-        model = policy_digest(file_checksums(base_model_dir(settings, RunDir(Path()))))
+    tiny = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
     return {
-        "model": {"name": settings.model, "digest": model},
+        "model": {"name": settings.model, "digest": inputs.model_digest or tiny},
         "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest},
         "rollout.seed": {"name": str(settings.rollout.seed), "digest": str(settings.rollout.seed)},
     }
@@ -247,7 +262,6 @@ def _begin(rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, input
 
 def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
     """The newest record of a master whose beat moves: what a dead run left does not count as one."""
-    log.info("waiting for the master at %s", run_dir.root)
     records, first, said_s = Records(run_dir), None, 0.0
     for waited_s in _patience(timeout_s):
         board = _protocol(run_dir)
@@ -260,6 +274,8 @@ def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> E
             return newest
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
+        if waited_s == 0.0:
+            log.info("waiting for the master at %s", run_dir.root)
         if waited_s > said_s + 30.0:
             log.info("waiting for the master at %s for %.0f s", run_dir.root, waited_s)
             said_s = waited_s
@@ -280,16 +296,22 @@ def _patience(timeout_s: float) -> Iterator[float]:
 
 
 def _protocol(run_dir: RunDir) -> Board:
-    """The board, or an empty one while the directory or its run.json is not there.
+    """The board, or an empty one while the directory or its run.json is not there; SettingsError for a file
+    in its place, or a run of another format.
 
     Each level is looked up only once its parent lists it: a client may cache "no such file" for a minute.
     """
-    shown = next(path for path in run_dir.root.parents if path.is_dir())
+    shown = next(path for path in run_dir.root.parents if os.path.isdir(path))
     for part in run_dir.root.relative_to(shown).parts:
         if part not in shared_fs.listing(shown):
             return parse([])
         shown = shown / part
-    if {run_dir.run_json.name, run_dir.protocol.name} - set(shared_fs.listing(shown)):
+        if shown.is_file():
+            raise SettingsError(f"--log-path {run_dir.root}: {shown} is a file; give a directory")
+    names = shared_fs.listing(shown)
+    if run_dir.run_json.name in names:
+        read_run_json(run_dir)
+    if {run_dir.run_json.name, run_dir.protocol.name} - set(names):
         return parse([])
     return parse(shared_fs.listing(run_dir.protocol))
 

@@ -1,25 +1,29 @@
 """What a run directory says of a run, read by anybody at any time; nothing is written."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from coordinator import outputs, shared_fs
+from coordinator import outputs
 from coordinator.board import Board, parse
 from coordinator.config import RunSettings, SettingsError
 from coordinator.epochs import MASTER, EpochRecord, Records
 from coordinator.network import host_identity
-from coordinator.run_dir import RunDir
+from coordinator.run_dir import FORMAT, RunDir
 from coordinator.watch import ENDED, ranks_text, read_beat
 
 
 def read_status(root: Path) -> dict[str, Any]:
     """The state of the run at `root`, as INTERFACE `run status --json`; SettingsError if there is none."""
     run_dir = RunDir(root)
-    if run_dir.run_json.name not in outputs.names(root):
-        raise SettingsError(f"--log-path {root}: no run there (no run.json)")
+    run = outputs.read_json(run_dir.run_json) if root.is_dir() else None
+    if run is None:
+        raise SettingsError(f"--log-path {root}: no run there (no run.json that can be read)")
+    if run.get("format") != FORMAT:
+        raise SettingsError(
+            f"--log-path {root}: a run of format {run.get('format')}; this version reads {FORMAT}"
+        )
     board = parse(outputs.names(run_dir.protocol))
     record = Records(run_dir).newest(board.records)
     said = {rank: read_beat(run_dir, beat) for rank, beat in board.beats.items()}
@@ -27,10 +31,10 @@ def read_status(root: Path) -> dict[str, Any]:
     lines = outputs.metrics_lines(run_dir)
     settings = RunSettings.model_validate(record.settings) if record else RunSettings()
     return {
-        "run_id": json.loads(shared_fs.read(run_dir.run_json))["run_id"],
+        "run_id": run["run_id"],
         "state": _state(board, record, master),
         "epoch": record.epoch if record else 0,
-        "iteration": master.get("iteration", 0),
+        "iteration": master.get("iteration") or (lines[-1]["iteration"] if lines else 0),
         "iterations": settings.iterations,
         "phase": master.get("phase", "") or master.get("state", ""),
         "waiting_for": master.get("waiting_for", []),
@@ -109,5 +113,5 @@ def render(status: dict[str, Any], root: Path) -> str:
         figures = [
             f"{name} {last[name]:.3f}" for name in ("reward", "eval_reward") if last.get(name) is not None
         ]
-        lines += ["", f"last finished: iteration {last['iteration']}, {', '.join(figures)}"]
+        lines += ["", ", ".join([f"last finished: iteration {last['iteration']}", *figures])]
     return "\n".join(lines)

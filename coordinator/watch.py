@@ -20,7 +20,7 @@ from watchdog.observers import Observer
 from coordinator import shared_fs
 from coordinator.board import Board, parse
 from coordinator.config import ClusterSettings
-from coordinator.epochs import MASTER, EpochRecord, Records, Silence, Verdict, decide
+from coordinator.epochs import MASTER, EpochRecord, Records, Silence, Verdict, decide, new_token
 from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
 from coordinator.shared_fs import SharedFsError
 
@@ -62,6 +62,7 @@ class Watch:
         self.stop = threading.Event()
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
+        self._token = new_token()
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.RLock()
@@ -124,7 +125,10 @@ class Watch:
     def look(self) -> Board:
         """One listing, judged."""
         with self._looking:
-            board = parse(shared_fs.listing(self.run_dir.protocol))
+            try:
+                board = parse(shared_fs.listing(self.run_dir.protocol))
+            except FileNotFoundError as error:  # somebody removed the run, or unmounted it
+                raise SharedFsError("list", self.run_dir.protocol, error, 0.0) from error
             if self.current is not None:
                 self.silence.observe(board, self.current.members, time.monotonic())
                 newest = self.records.newest(board.records) or self.current
@@ -237,7 +241,8 @@ class Watch:
             shared_fs.remove(self.run_dir.protocol / previous.name)
 
     def _beat_content(self) -> bytes:
-        content = self._describe()
+        # The token: two processes that describe themselves alike must not both create a first beat.
+        content = {**self._describe(), "token": self._token}
         if self.rank == MASTER and self.current is not None:
             content["silent_s"] = {rank: round(s, 1) for rank, s in self.silence.silent_s.items()}
         return json.dumps(content).encode()

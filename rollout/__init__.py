@@ -1,1 +1,4 @@
-"""Tasks to trajectories. Knows engines, environments and rewards; knows nothing of nodes or the shared directory."""
+"""Tasks to trajectories.
+
+Knows engines, environments and rewards; knows nothing of nodes or the shared directory.
+"""

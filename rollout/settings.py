@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Settings(BaseModel):
     """A frozen concern of the settings tree; an unknown name is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RolloutSettings(Settings):
@@ -20,7 +20,7 @@ class RolloutSettings(Settings):
     """Samples of a group."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
     """Longest completion, in tokens."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; below 1 the engine's logprobs are no longer comparable to the trainer's."""

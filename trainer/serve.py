@@ -82,7 +82,7 @@ class TrainerRank:
         batch = read_batch(Path(request.batch_file), request.batch_sha256)
         if batch.temperature != request.temperature:
             raise RequestRefused(
-                f"asked for temperature {request.temperature}, but the batch was sampled at {batch.temperature}"
+                f"temperature {request.temperature} was asked for, the batch has {batch.temperature}"
             )
         learner = self._learner(request)
         torch.manual_seed(request.seed)

@@ -1,4 +1,4 @@
-"""What the protocol costs: iterations of 14 phases with no work in them, N real node processes, one directory.
+"""What the protocol costs: iterations of 14 phases with no work in them, by N real node processes.
 
 Prints one JSON line: seconds per iteration (median, p99), metadata operations per node and phase (heartbeats
 included), bytes and files left on disk. `--dirs` gives each node its own mount of the same directory.
@@ -81,15 +81,17 @@ def main() -> None:
     parser.add_argument("--dirs", help="one path of the same directory per node, separated by commas")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    roots = [Path(root) for root in options.dirs.split(",")] if options.dirs else [options.dir] * options.nodes
-    if roots[0] is None or len(roots) != options.nodes:
+    given = options.dirs.split(",") if options.dirs else [options.dir] * options.nodes
+    roots = [Path(root) for root in given if root]
+    if len(roots) != options.nodes:
         parser.error(f"give --dir DIR, or --dirs with {options.nodes} paths")
     if options.rank is not None:
         run_node(roots[options.rank].absolute(), options.rank, options.nodes, options.iterations)
         return
     RunDir(roots[0]).base_model.mkdir(parents=True)  # there is no model to make
     commands = [[sys.executable, *sys.argv, "--rank", str(rank)] for rank in range(options.nodes)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for command in commands]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    started = [subprocess.Popen(command, **pipes) for command in commands]
     said = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in started]
     print(json.dumps(summary(said, options.iterations, RunDir(roots[0]))))
 

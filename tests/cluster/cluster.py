@@ -85,6 +85,15 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.everything_said()}") from None
 
+    def command(self, *arguments: str) -> str:
+        """The output of another `run` command on the run directory."""
+        command = [sys.executable, "-m", "coordinator.cli", *arguments, "--log-path", str(self.root)]
+        environment = self._environment
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=60, check=True
+        )
+        return done.stdout.decode()
+
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one node, to nothing else."""
         self.nodes[rank].send_signal(number)

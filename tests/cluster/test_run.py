@@ -36,6 +36,10 @@ def test_one_node_trains_and_a_second_start_resumes(cluster: Cluster) -> None:
     assert cluster.run(1, *FAST, "--iterations", "3") == [0], "nothing left to do is success"
     assert len(cluster.metrics()) == 3
 
+    status = json.loads(cluster.command("status", "--json"))
+    assert (status["state"], status["iteration"], status["num_nodes"]) == ("finished", 3, 1)
+    assert status["last_metrics"]["iteration"] == 3
+
     model = AutoModelForCausalLM.from_pretrained(cluster.run_dir.checkpoint(3))
     tokens = AutoTokenizer.from_pretrained(cluster.run_dir.checkpoint(3))("12+34=", return_tensors="pt")
     with torch.no_grad():

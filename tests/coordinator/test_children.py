@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from coordinator import keeper
-from coordinator.children import Child, ChildError, Children
 from coordinator.child_output import BATCH_LINES, QUEUE_LINES
+from coordinator.children import Child, ChildError, Children
 
 GONE_S = 2.0
 SLEEP = "exec sleep 1000"

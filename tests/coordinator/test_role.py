@@ -8,9 +8,7 @@ from coordinator.role import RANK_VARIABLES, nodes_from, resolve_rank
 HERE = {"node-a", "10.0.0.1"}
 
 
-def rank(
-    *, master: bool = False, worker: str | None = None, num_nodes: int = 3, **environment: str
-) -> int:
+def rank(*, master: bool = False, worker: str | None = None, num_nodes: int = 3, **environment: str) -> int:
     return resolve_rank(master, worker, num_nodes, environment, HERE)
 
 
@@ -34,8 +32,8 @@ def test_options_win_over_the_environment() -> None:
 
 @pytest.mark.parametrize("variable", RANK_VARIABLES)
 def test_each_variable_of_a_scheduler_says_the_rank(variable: str) -> None:
-    assert rank(**{variable: "0"}) == 0
-    assert rank(**{variable: "2"}) == 2
+    assert resolve_rank(False, None, 3, {variable: "0"}, HERE) == 0
+    assert resolve_rank(False, None, 3, {variable: "2"}, HERE) == 2
 
 
 def test_first_variable_that_is_set_wins() -> None:

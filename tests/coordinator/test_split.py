@@ -40,9 +40,7 @@ def test_heavier_rank_never_gets_less(total: int, weights: dict[int, float]) -> 
 
 
 @given(total=st.integers(0, 10_000), weights=WEIGHTS)
-def test_split_depends_on_the_weights_alone_not_on_their_order(
-    total: int, weights: dict[int, float]
-) -> None:
+def test_split_depends_on_the_weights_alone_not_on_their_order(total: int, weights: dict[int, float]) -> None:
     backwards = dict(reversed(weights.items()))
     assert split_slots(range(total), weights) == split_slots(range(total), backwards)
 

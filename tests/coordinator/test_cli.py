@@ -1,0 +1,349 @@
+"""The command `run` as people and schedulers start it: what it prints, its exit code, what it writes."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import shared_fs
+from coordinator.config import build, flatten
+from coordinator.epochs import claim
+from coordinator.role import NODES_VARIABLE, RANK_VARIABLES
+from coordinator.run_dir import FORMAT, Beat, RunDir
+from tests.coordinator.made_up import record, run_dir_at, tree, write_json
+
+REPOSITORY = Path(__file__).parents[2]
+SCHEDULERS = {*RANK_VARIABLES, NODES_VARIABLE, "MASTER_ADDR", "RUN_LOG_PATH"}
+HEAVY = ("torch", "transformers", "vllm", "aiohttp", "matplotlib")
+
+LOADED = """
+import sys
+from coordinator.cli import main
+try:
+    code = main()
+except SystemExit as end:
+    code = end.code
+print("LOADED", code, *(name for name in %r if name in sys.modules))
+"""
+
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A working directory with task files, models and configurations, good and bad."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "good.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": \n')
+    (tmp_path / "both.jsonl").write_text('{"prompt": "1", "messages": []}\n')
+    (tmp_path / "bad.toml").write_text("[trainer\n")
+    (tmp_path / "a file").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(place: Path) -> Run:
+    """Runs `run` there, to its end."""
+
+    def run_once(
+        *arguments: str, command: tuple[str, ...] = ("-m", "coordinator.cli"), **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name not in SCHEDULERS}
+        environment |= {"PYTHONPATH": str(REPOSITORY), "HOME": str(place / "home"), "COLUMNS": "110"}
+        environment |= {"XDG_CACHE_HOME": str(place / "home")} | more.pop("env", {})
+        return subprocess.run(
+            [sys.executable, *command, *arguments],
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            **more,
+        )
+
+    return run_once
+
+
+def refusal(run: Run, place: Path, *arguments: str, **more: Any) -> str:
+    """The one line with which `run` refuses; it has written nothing."""
+    before = tree(place)
+    ended = run(*arguments, **more)
+    assert (ended.returncode, ended.stdout) == (2, ""), ended
+    assert tree(place) == before
+    assert ended.stderr.startswith("run: ") and ended.stderr.count("\n") == 1, ended.stderr
+    return ended.stderr.removeprefix("run: ").rstrip("\n")
+
+
+# ---- what it says
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["status", "--help"], 0), (["status", "--log-path", "none"], 2)]
+)
+def test_help_and_status_load_nothing_heavy(run: Run, arguments: list[str], code: int) -> None:
+    ended = run(*arguments, command=("-c", LOADED % (HEAVY,)))
+    assert ended.stdout.splitlines()[-1] == f"LOADED {code}", ended.stderr
+
+
+def test_node_loads_no_torch_before_it_takes_part(run: Run) -> None:
+    ended = run("--tasks", "broken.jsonl", command=("-c", LOADED % (("torch", "transformers", "vllm"),)))
+    assert ended.stdout.splitlines()[-1] == "LOADED 2", ended.stderr
+
+
+def test_help_names_every_option(run: Run) -> None:
+    text = run("--help").stdout
+    documented = (
+        "--master --worker --num-nodes --rank-weights --log-path --data-path --model --tasks --eval-tasks "
+        "--reward --environment --rl-phase --rollout-split --eval-interval --iterations --engine "
+        "--engine-url --debug-mode --on-node-failure --node-timeout --rejoin-timeout --config --dry-run "
+        "--version KEY=VALUE"
+    )
+    assert [option for option in documented.split() if option not in text] == []
+
+
+def test_version_is_printed(run: Run) -> None:
+    ended = run("--version")
+    assert (ended.returncode, ended.stdout.split()[0]) == (0, "flagpost")
+
+
+def test_dry_run_prints_the_settings_and_writes_nothing(run: Run, place: Path) -> None:
+    (place / "config.toml").write_text("[rollout]\nseed = 3\nmax_tokens = 5\n")
+    before = tree(place)
+    ended = run(
+        *("--master", "--num-nodes", "3", "--rank-weights", "2,1,1", "--config", "config.toml", "--dry-run"),
+        *("rollout.seed=4", "--reward", "numeric", "trainer.learning_rate=1e-6"),
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert tree(place) == before
+    expected = build(
+        {
+            "cluster.num_nodes": 3,
+            "cluster.rank_weights": [2, 1, 1],
+            "rollout.seed": 4,
+            "rollout.max_tokens": 5,
+            "rollout.reward": "numeric",
+            "trainer.learning_rate": 1e-6,
+        }
+    )
+    assert json.loads(ended.stdout) == expected.model_dump(mode="json")
+
+
+def test_dry_run_of_all_nodes_prints_the_same(run: Run) -> None:
+    ended = run("local", "--num-nodes", "3", "--dry-run")
+    assert json.loads(ended.stdout) == build({"cluster.num_nodes": 3}).model_dump(mode="json")
+
+
+def test_debug_mode_is_the_server_on_the_default_port(run: Run) -> None:
+    settings = dict(flatten(json.loads(run("--debug-mode", "--dry-run").stdout)))
+    assert settings["engine.url"] == "http://127.0.0.1:8000"
+
+
+def test_scheduler_says_rank_and_number_of_nodes(run: Run) -> None:
+    slurm = {"SLURM_NNODES": "4", "SLURM_NODEID": "0"}
+    assert json.loads(run("--dry-run", env=slurm).stdout)["cluster"]["num_nodes"] == 4
+    ended = run("--dry-run", "--num-nodes", "2", env=slurm)
+    assert json.loads(ended.stdout)["cluster"]["num_nodes"] == 2
+
+
+def test_master_addr_that_names_this_machine_makes_the_master(run: Run) -> None:
+    assert run("--num-nodes", "2", "--dry-run", env={"MASTER_ADDR": "localhost"}).returncode == 0
+
+
+# ---- bad input
+
+
+BAD = [
+    ("--master --num-nodes 3 --rank-weights 2,1", "--rank-weights 2,1 has 2 weights for --num-nodes 3"),
+    ("--master --num-nodes 2 --rank-weights 1,0", "--rank-weights 1,0: '0' is not positive"),
+    ("--master --num-nodes 2 --rank-weights 1,-1", "--rank-weights 1,-1: '-1' is not positive"),
+    ("--master --num-nodes 2 --rank-weights 1,x", "--rank-weights 1,x: 'x' is not a number"),
+    ("--master --num-nodes 0", "--num-nodes=0: input should be greater"),
+    ("--worker 0", "--worker 0: rank 0 is the master"),
+    ("--worker -1", "--worker -1: outside the range"),
+    ("--worker x", "--worker x: not a rank"),
+    ("--worker 3 --num-nodes 3", "--worker 3 is outside --num-nodes 3 (workers are 1 to 2)"),
+    ("--worker 1 --num-nodes x", "--num-nodes=x: input should be a valid integer"),
+    ("--worker 1 rollot.seed=1", "unknown setting rollot.seed; did you mean rollout.seed?"),
+    ("--master --worker 1", "--master and --worker 1 exclude each other"),
+    ("--num-nodes 3", "this node has no role in a run of 3 nodes"),
+    ("rollout.tasks_per_iter=8", "unknown setting rollout.tasks_per_iter; did you mean"),
+    ("trainer.learning_rate=fast", "trainer.learning_rate=fast: input should be a valid number"),
+    ("trainer.learning_rate=Infinity", "trainer.learning_rate=inf: input should be a finite number"),
+    ("start", "'start' is neither an option nor key=value"),
+    ("--nodes 3", "No such option: --nodes"),
+    ("--num-nodes", "Option '--num-nodes' requires an argument"),
+    ("--tasks absent.jsonl", "absent.jsonl: no such file"),
+    ("--tasks broken.jsonl", "broken.jsonl:2: not JSON"),
+    ("--tasks both.jsonl", "both.jsonl:1: give either `prompt` or `messages`"),
+    ("--tasks empty.jsonl", "empty.jsonl: holds no task"),
+    ("--tasks builtin:chess", "builtin:chess: no such built-in task set"),
+    ("--tasks good.jsonl --eval-tasks broken.jsonl", "broken.jsonl:2: not JSON"),
+    ("--model empty", "--model empty: "),
+    ("--model model", "--model model: model: holds no *.safetensors file"),
+    ("--model ./absent", "--model ./absent: no such directory"),
+    ("--data-path absent", "--data-path absent: no such directory"),
+    ("--reward best", "--reward best: "),
+    ("--environment none:at_all", "--environment none:at_all: "),
+    ("--rl-phase all", "--rl-phase=all: input should be"),
+    ("--rollout-split train-only --rl-phase update", "--rollout-split train-only needs a rollout"),
+    ("--rollout-split eval-only", "--rollout-split eval-only makes nothing to train on"),
+    ("--config bad.toml", "--config bad.toml: "),
+    ("--config absent.toml", "--config absent.toml: No such file or directory"),
+    ("status --log-path empty", "no run there"),
+    ("status --log-path good.jsonl", "no run there"),
+    ("status --jsn", "No such option: --jsn"),
+    ("local --master", "run local starts all nodes of this machine"),
+    ("local --num-nodes 2 --rank-weights 1", "--rank-weights 1 has 1 weights for --num-nodes 2"),
+    ("local --tasks broken.jsonl", "broken.jsonl:2: not JSON"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD, ids=[arguments for arguments, _ in BAD])
+def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
+    run: Run, place: Path, arguments: str, expected: str
+) -> None:
+    assert expected in refusal(run, place, *arguments.split())
+
+
+@pytest.mark.parametrize("role", [["--master"], ["--worker", "1"], ["local"]])
+@pytest.mark.parametrize("path", ["a file", "a file/below"])
+def test_log_path_that_is_a_file_is_refused(run: Run, place: Path, role: list[str], path: str) -> None:
+    text = refusal(run, place, *role, "--log-path", path)
+    assert text == f"--log-path {place / path}: {place / 'a file'} is a file; give a directory"
+
+
+def lose_privileges() -> None:
+    """Let the permissions of files hold for root too, in a child that is about to start."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "cannot drop a capability")
+
+
+@pytest.mark.parametrize("path", ["locked", "locked/run", "sealed/run"])
+def test_log_path_that_is_not_writable_is_refused(run: Run, place: Path, path: str) -> None:
+    for name, mode in (("locked", 0o555), ("sealed", 0o000)):
+        (place / name).mkdir()
+        (place / name).chmod(mode)
+    text = refusal(run, place, "--log-path", path, preexec_fn=lose_privileges if os.geteuid() == 0 else None)
+    assert text == f"--log-path {place / path}: {place / path.split('/')[0]} is not writable for this user"
+
+
+def test_log_path_comes_from_the_environment(run: Run, place: Path) -> None:
+    text = refusal(run, place, "status", env={"RUN_LOG_PATH": "elsewhere"})
+    assert f"--log-path {place / 'elsewhere'}" in text
+
+
+@pytest.mark.parametrize("role", [["--master"], ["--worker", "1", "--rejoin-timeout", "20"]])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"run_id": "abc", "format": FORMAT + 1}, f"holds a run of format {FORMAT + 1}"),
+        ([], "holds a run of format None"),
+    ],
+)
+def test_run_of_another_format_is_refused(
+    run: Run, place: Path, role: list[str], content: Any, expected: str
+) -> None:
+    run_dir = run_dir_at(place / "run")
+    write_json(run_dir.run_json, content)
+    before = tree(place)
+    ended = run(*role, "--log-path", "run")
+    assert ended.returncode == 2 and tree(place) == before
+    assert expected in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
+
+
+def test_damaged_run_json_is_refused(run: Run, place: Path) -> None:
+    run_dir_at(place / "run").run_json.write_text('{"run')
+    assert "run.json is damaged" in refusal(run, place, "--log-path", "run")
+
+
+FIXED = {
+    "model": {"name": "builtin:tiny", "digest": "builtin:tiny, tiny.warmup_steps=800"},
+    "tasks": {"name": "builtin:arithmetic", "digest": "0" * 64},
+    "rollout.seed": {"name": "0", "digest": "0"},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("tiny.warmup_steps=1", "--model is builtin:tiny (same name, other content)"),
+        ("--tasks good.jsonl", "--tasks is good.jsonl, but this run was started with builtin:arithmetic"),
+        ("rollout.seed=7", "was started with"),
+    ],
+)
+def test_what_may_not_change_between_starts_is_refused(
+    run: Run, place: Path, arguments: str, expected: str
+) -> None:
+    run_dir = run_dir_at(place / "run")
+    write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
+    text = refusal(run, place, "--log-path", "run", *arguments.split())
+    assert expected in text and text.endswith("to start anew, use another log path")
+
+
+# ---- a worker and what its master published
+
+
+@pytest.fixture
+def master(place: Path) -> Iterator[RunDir]:
+    """A run whose master beats, with three nodes of weights 2,1,1."""
+    run_dir = run_dir_at(place / "run")
+    write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
+    settings = build(
+        {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "cluster.rejoin_timeout_s": 30}
+    )
+    assert claim(run_dir, record(1, "lobby", {}, settings=settings))
+    over = threading.Event()
+
+    def beat() -> None:
+        counter = 0
+        while not over.wait(0.05):
+            counter += 1
+            path = run_dir.protocol / Beat(1, 0, 1, counter).name
+            shared_fs.publish(path, b"{}", durable=False)
+            if counter > 1:
+                shared_fs.remove(run_dir.protocol / Beat(1, 0, 1, counter - 1).name)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    yield run_dir
+    over.set()
+    beating.join(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--worker 1 --num-nodes 2", "--num-nodes is 2 here, but the master published 3"),
+        ("--worker 1 --rank-weights 1,1,1", "--rank-weights is 1,1,1 here, but the master published 2,1,1"),
+        ("--worker 1 --tasks good.jsonl", "--tasks is good.jsonl here, but the master published builtin:"),
+        ("--worker 1 rollout.seed=9", "rollout.seed is 9 here, but the master published 0"),
+        ("--worker 3", "--worker 3 is outside the master's --num-nodes 3 (workers are 1 to 2)"),
+    ],
+)
+def test_worker_that_contradicts_its_master_is_refused_and_writes_nothing(
+    run: Run, master: RunDir, arguments: str, expected: str
+) -> None:
+    def without_beats() -> set[str]:
+        return {path for path in tree(master.root) if ".b0" not in path}
+
+    before = without_beats()
+    ended = run("--log-path", "run", "--rejoin-timeout", "30", *arguments.split())
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(f"run: {expected}")
+    assert without_beats() == before

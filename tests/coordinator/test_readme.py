@@ -1,0 +1,90 @@
+"""README, `Phase` and the main loop say the same; every command of README is one that runs."""
+
+import ast
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator import iteration
+from coordinator.phases import EVAL_ROWS, ROLLOUT_ROWS, UPDATE_ROWS, By, Phase
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
+
+
+def table() -> list[list[str]]:
+    """The cells of the protocol table's rows."""
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", README, re.MULTILINE)
+    return [[number, *cells.split(" | ")] for number, cells in rows]
+
+
+def steps() -> list[tuple[str, str]]:
+    """(phase, who) of each `step(...)` line of the main loop, in order."""
+    body = ast.parse(inspect.getsource(iteration.run_iteration))
+    calls = [
+        node for node in ast.walk(body) if isinstance(node, ast.Call) and ast.unparse(node.func) == "step"
+    ]
+    found: list[tuple[str, str]] = []
+    for call in calls:
+        who = next((ast.unparse(word.value) for word in call.keywords if word.arg == "by"), "By.ALL")
+        found.append((ast.unparse(call.args[0]).removeprefix("Phase."), who.removeprefix("By.")))
+    return found
+
+
+def test_readme_phases_and_main_loop_agree() -> None:
+    assert [(int(number), name) for number, name, *_ in table()] == [(p.value, p.label) for p in Phase]
+    assert [name for name, _ in steps()] == [phase.name for phase in Phase]
+
+
+def test_workers_act_where_the_table_says_so() -> None:
+    for (number, _name, _master, workers), (_, who) in zip(table(), steps(), strict=True):
+        waits = workers in {"wait", "read it"}
+        assert By[who] is (By.MASTER if waits else By.ALL), f"row {number}: {workers}"
+
+
+def test_rows_of_each_rl_phase_are_those_of_the_readme() -> None:
+    assert "`--rl-phase rollout` runs rows 0-6 and 13, `update` rows 0 and 7-13, `both` all" in README
+    assert {*range(7), 13} == ROLLOUT_ROWS and {0, *range(7, 14)} == UPDATE_ROWS and EVAL_ROWS < ROLLOUT_ROWS
+
+
+def commands() -> list[str]:
+    """Every `run ...` line of an indented block, continuation lines joined."""
+    text = README.replace("\\\n", " ")
+    return [re.sub(r"\s+#.*", "", line).strip() for line in re.findall(r"^    (run .+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if not c.startswith("run status")])
+def test_command_of_the_readme_is_understood(command: str, tmp_path: Path) -> None:
+    arguments = shlex.split(command.replace("/shared/", f"{tmp_path}/"))[1:]
+    process = subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", *arguments, "--dry-run"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+
+
+def test_readme_names_the_three_node_example() -> None:
+    assert [c for c in commands() if "/shared/exp1" in c][:3] == [
+        "run --master --num-nodes 3 --rank-weights 2,1,1 --log-path /shared/exp1",
+        "run --worker 1 --log-path /shared/exp1",
+        "run --worker 2 --log-path /shared/exp1",
+    ]
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    named = set(re.findall(r"^    make ([\w-]+)", README, re.MULTILINE))
+    assert named and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
+
+
+def test_files_of_the_readme_exist() -> None:
+    block = README[README.index("## Files") :]
+    named = re.findall(r"\b(\w+\.(?:py|sh))\b", block)
+    known = {path.name for folder in ("coordinator", "rollout", "trainer", "scripts", "scripts/bench")
+             for path in (REPOSITORY / folder).iterdir()}  # fmt: skip
+    assert named and set(named) <= known

@@ -48,7 +48,7 @@ def parse(names: Iterable[str]) -> Board:
             flags.append(entry)
         elif isinstance(entry, Beat):
             known = beats.get(entry.rank)
-            if known is None or entry[2:] > known[2:]:
+            if known is None or (entry[2:], entry) > (known[2:], known):
                 beats[entry.rank] = entry
         elif isinstance(entry, Record):
             records.append(entry.epoch)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,26 +58,32 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
 
 def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
     """Epoch after epoch, until the run is finished."""
-    returns: dict[int, int] = {}
+    returns: Counter[int] = Counter()
     while True:
         try:
-            record = gather(node, prepare_base_model) if node.is_master else pend(node)
-            node.enter(record)
-            node.lock = node.lock or hold_host_lock(node)
-            log.info("epoch %d: %d nodes", record.epoch, len(record.members))
-            iterate(node)
-            if node.is_master:
-                _finish(node)
-            return
+            try:
+                _run_epoch(node, iterate)
+                return
+            except TrainerFailed as error:
+                _give_up_training(node, error)
         except EpochChanged:
             node.trainer.leave_epoch()
         except Incomplete as error:
-            returns[node.iteration] = returns.get(node.iteration, 0) + 1
+            returns[node.iteration] += 1
             if not node.is_master or node.iteration == 0 or returns[node.iteration] > MAX_RETURNS:
                 raise
             log.warning("%s; going back in a new epoch", error)
-        except TrainerFailed as error:
-            _give_up_training(node, error)
+
+
+def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
+    """Come together, enter, and iterate to the end of the run."""
+    record = gather(node, prepare_base_model) if node.is_master else pend(node)
+    node.enter(record)
+    node.lock = node.lock or hold_host_lock(node)
+    log.info("epoch %d: %d nodes", record.epoch, len(record.members))
+    iterate(node)
+    if node.is_master:
+        _finish(node)
 
 
 def _give_up_training(node: Node, error: TrainerFailed) -> None:

@@ -74,16 +74,29 @@ class Watch:
 
     def begin(self, incarnation_floor: int, epoch: int) -> None:
         """Take the next free incarnation by creating its first beat, and start the thread."""
-        self.incarnation = incarnation_floor
-        created = False
-        while not created:
+        self.incarnation = incarnation_floor + 1
+        while not self._take_incarnation():
             self.incarnation += 1
-            first = Beat(epoch, self.rank, self.incarnation, 0)
-            created = shared_fs.create_once(self.run_dir.protocol / first.name, self._beat_content())
-            self._last_beat = first
+        self.announce_epoch(epoch)
         self._follow_events()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
+
+    def _take_incarnation(self) -> bool:
+        """Create the incarnation's first beat; False if another process has this one, or a higher one.
+
+        In epoch 0: two processes that have seen different epochs must not create different names. Who was
+        first may have gone on to its next beat and removed this one, so the listing has the last word.
+        """
+        first = Beat(0, self.rank, self.incarnation, 0)
+        path = self.run_dir.protocol / first.name
+        if not shared_fs.create_once(path, self._beat_content()):
+            return False
+        if parse(shared_fs.listing(self.run_dir.protocol)).beats.get(self.rank, first) != first:
+            shared_fs.remove(path)
+            return False
+        self._last_beat = first
+        return True
 
     def close(self) -> None:
         """Beat once more and stop; the last beat stays, so that the incarnation is never used again."""

@@ -2,13 +2,12 @@
 
 import errno
 import json
-import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -22,9 +21,8 @@ from coordinator.epochs import (
     Verdict,
     claim,
     decide,
-    new_token,
 )
-from coordinator.run_dir import Beat, Flag, Record, RunDir
+from coordinator.run_dir import Beat, Flag, Record
 from tests.coordinator.made_up import board, record, run_dir_at
 
 BEAT_S = 2.0
@@ -263,35 +261,54 @@ def test_admission_counts_anew_from_the_next_listing_on() -> None:
 CLAIMS = 150
 
 
-def claim_all(root: str, start: Barrier, links: bool, won: Any) -> None:
-    """Claim every number at the same moment as somebody else does."""
-    refused = OSError(errno.EPERM, "Operation not permitted")
-    with patch.object(os, "link", os.link if links else lambda *_: (_ for _ in ()).throw(refused)):
-        mine: list[int] = []
-        for number in range(1, CLAIMS + 1):
-            wanted = record(number, token=new_token())
-            start.wait(timeout=30)
-            if claim(RunDir(Path(root)), wanted):
-                mine.append(number)
-    won.put(mine)
+CLAIMANT = """
+import errno, json, os, sys
+from pathlib import Path
+from coordinator.epochs import claim, new_token
+from coordinator.run_dir import RunDir
+from tests.coordinator.made_up import record
+
+def refuse(*_names):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+root, links, claims, hear, tell = sys.argv[1:]
+if links != "links":
+    os.link = refuse
+won = []
+for number in range(1, int(claims) + 1):
+    wanted = record(number, token=new_token())
+    os.write(int(tell), b"x")
+    os.read(int(hear), 1)
+    if claim(RunDir(Path(root)), wanted):
+        won.append(number)
+print(json.dumps(won))
+"""
+"""Claims every number at the moment when the other one does."""
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
-def test_epoch_that_two_processes_claim_at_once_has_exactly_one_owner(tmp_path: Path, links: bool) -> None:
+@pytest.mark.parametrize("links", ["links", "no links"])
+def test_epoch_that_two_processes_claim_at_once_has_exactly_one_owner(tmp_path: Path, links: str) -> None:
     run_dir_at(tmp_path)
-    context = multiprocessing.get_context("spawn")
-    start, won = context.Barrier(2), context.Queue()
-    arguments = (str(tmp_path), start, links, won)
-    claimants = [context.Process(target=claim_all, args=arguments) for _ in range(2)]
-    for process in claimants:
-        process.start()
-    results = [won.get(timeout=60) for _ in claimants]
-    for process in claimants:
-        process.join(timeout=10)
-        assert process.exitcode == 0
-    assert sorted(results[0] + results[1]) == list(range(1, CLAIMS + 1))
-    left = [name for name in os.listdir(tmp_path / "protocol") if shared_fs.is_temporary(name)]
-    assert left == []
+    pipes = [os.pipe(), os.pipe()]
+    claimants = [
+        subprocess.Popen(
+            [sys.executable, "-c", CLAIMANT, str(tmp_path), links, str(CLAIMS), str(hear), str(tell)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=(hear, tell),
+        )
+        for (hear, _), (_, tell) in (pipes, reversed(pipes))
+    ]
+    for descriptor in (descriptor for pipe in pipes for descriptor in pipe):
+        os.close(descriptor)
+    won: list[int] = []
+    for claimant in claimants:
+        said, _ = claimant.communicate(timeout=60)
+        assert claimant.returncode == 0
+        won += json.loads(said)
+    assert sorted(won) == list(range(1, CLAIMS + 1))
+    assert not any(map(shared_fs.is_temporary, os.listdir(tmp_path / "protocol")))
 
 
 def test_claim_whose_reply_was_lost_is_still_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,32 @@ from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
 from coordinator.shared_fs import SharedFsError
 from coordinator.watch import SAY_AGAIN_S, Watch, ranks_text
 from tests.coordinator.made_up import record, run_dir_at
+
+REPOSITORY = Path(__file__).parents[2]
+STARTER = """
+import errno, json, os, sys
+from pathlib import Path
+from coordinator.config import ClusterSettings
+from coordinator.run_dir import RunDir
+from coordinator.watch import Watch
+
+def refuse(*_names):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+root, links, epoch = sys.argv[1:]
+if links != "links":
+    os.link = refuse
+print("ready", flush=True)
+sys.stdin.readline()
+taken = []
+for rank in range(25):
+    watch = Watch(RunDir(Path(root)), rank, ClusterSettings(), lambda: {"pid": 1})
+    watch.begin(0, int(epoch))
+    taken.append(watch.incarnation)
+print(json.dumps(taken), flush=True)
+os._exit(0)
+"""
+"""Takes an incarnation of each of 25 ranks, as other processes do meanwhile."""
 
 CLUSTER = ClusterSettings(num_nodes=3, poll_max_s=0.5)
 FAST = ClusterSettings(num_nodes=3, beat_s=0.01, node_timeout_s=30)
@@ -238,11 +266,54 @@ def test_first_beat_takes_the_next_incarnation(make: Make, run_dir: RunDir) -> N
     assert beats(run_dir)[0][:3] == (7, 1, 5)
 
 
-def test_incarnation_that_another_process_has_taken_is_passed_over(make: Make, run_dir: RunDir) -> None:
-    (run_dir.protocol / Beat(7, 1, 5, 0).name).write_text("{}")
+@pytest.mark.parametrize(
+    ("other", "incarnation"),
+    [
+        (Beat(0, 1, 5, 0), 6),
+        (Beat(7, 1, 5, 0), 6),
+        (Beat(6, 1, 5, 1), 6),
+        (Beat(8, 1, 5, 9), 6),
+        (Beat(7, 1, 8, 2), 9),
+        (Beat(7, 1, 4, 99), 5),
+        (Beat(7, 2, 5, 0), 5),
+    ],
+)
+def test_incarnation_that_another_process_has_taken_is_passed_over(
+    make: Make, run_dir: RunDir, other: Beat, incarnation: int
+) -> None:
+    # It may have started a moment ago, in another epoch, and be at its second beat already.
+    (run_dir.protocol / other.name).write_text("{}")
     beating = make()
     beating.begin(4, 7)
-    assert beating.incarnation == 6
+    assert beating.incarnation == incarnation
+    shown = {(beat.rank, beat.incarnation) for beat in beats(run_dir)}
+    assert shown == {(1, incarnation)} | ({(1, other.incarnation)} if other.rank == 1 else set())
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_processes_of_a_rank_that_start_at_once_in_different_epochs_get_their_own_incarnations(
+    run_dir: RunDir, links: bool
+) -> None:
+    command = [sys.executable, "-c", STARTER, str(run_dir.root), "links" if links else "no links"]
+    starters = [
+        subprocess.Popen(
+            [*command, str(epoch)], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for epoch in (2, 3, 4)
+    ]
+    taken: list[list[int]] = []
+    for starter in starters:
+        assert starter.stdout is not None and starter.stdout.readline() == "ready\n"
+    for starter in starters:
+        assert starter.stdin is not None
+        starter.stdin.write("\n")
+        starter.stdin.flush()
+    for starter in starters:
+        said, _ = starter.communicate(timeout=30)
+        assert starter.returncode == 0
+        taken.append(json.loads(said))
+    for rank, incarnations in enumerate(zip(*taken, strict=True)):
+        assert len(set(incarnations)) == len(starters), f"rank {rank}: {incarnations}"
 
 
 def test_two_processes_that_describe_themselves_alike_get_two_incarnations(make: Make) -> None:
@@ -274,7 +345,7 @@ def test_announced_epoch_is_that_of_the_next_beat(make: Make, run_dir: RunDir) -
     beating.begin(0, 2)
     beating.announce_epoch(9)
     (only,) = beats(run_dir)
-    assert (only.epoch, only.counter) == (9, 1)
+    assert (only.epoch, only.counter) == (9, 2)
 
 
 def test_admitted_node_beats_in_its_epoch(make: Make, run_dir: RunDir) -> None:

@@ -3,27 +3,21 @@
 An action adopts a durable output that is there; none leaves something in memory that a later one needs.
 """
 
-import asyncio
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from coordinator import outputs, parts, shared_fs
+from coordinator import outputs, parts, rollouts, shared_fs
 from coordinator.config import RunSettings
 from coordinator.epochs import MASTER
 from coordinator.node import Node, Payload
 from coordinator.outcome import Ended, Exit
 from coordinator.outputs import Incomplete, Policy
 from coordinator.phases import Phase
-from coordinator.run_dir import Kind
-from coordinator.split import split_slots
-from rollout.collect import Slot, Stopped, collect
-from rollout.engine import EngineClient, Sampling
-from rollout.tasks import TaskSet, group_seed, task_order
-from rollout.trajectory import Group
+from rollout.engine import Sampling
+from rollout.tasks import group_seed, task_order
 from trainer.batch import Batch, DamagedBatch, build_batch
 from trainer.request import TrainRequest
 
@@ -36,7 +30,7 @@ log = logging.getLogger(__name__)
 def open_iteration(node: Node) -> Payload:
     """Open the iteration (slots and sampling are fixed here, once) and say which rows are left of it."""
     run_dir, iteration = node.run_dir, node.iteration
-    policy = node.policy(outputs.latest_before(run_dir, iteration))
+    policy = _policy_before(node)
     for directory in (run_dir.trajectories("train", iteration), run_dir.trajectories("eval", iteration)):
         shared_fs.make_directory(directory)
     shared_fs.make_directory(run_dir.batch(iteration))
@@ -47,10 +41,30 @@ def open_iteration(node: Node) -> Payload:
             raise Ended(Exit.FAILED, text, "failed")
         shared_fs.create_once(path, json.dumps(_new_iteration(node, policy), indent=1).encode())
     return {
-        "resume_at": int(outputs.resume_at(run_dir, node.settings, iteration)),
+        "resume_at": int(outputs.resume_at(run_dir, node.settings, iteration, policy.digest)),
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
     }
+
+
+def _policy_before(node: Node) -> Policy:
+    """The newest policy older than this iteration, verified once; a damaged one is set aside."""
+    run_dir = node.run_dir
+    while True:
+        number = outputs.latest_before(run_dir, node.iteration)
+        trained = max(outputs.trained_iterations(run_dir, node.iteration), default=0)
+        try:
+            if number > 0 and number not in node.verified:
+                outputs.verify_checkpoint(run_dir.checkpoint(number))
+                node.verified.add(number)
+        except Incomplete as error:
+            directory = run_dir.checkpoint(number)
+            log.error("DAMAGED CHECKPOINT: %s; it is set aside as %s.damaged", error, directory)
+            shared_fs.rename(directory, directory.with_name(f"{directory.name}.damaged"))
+            continue
+        if number < trained and node.settings.rl_phase != "rollout":
+            log.error("the checkpoint of iteration %d is gone: going on from that of %d", trained, number)
+        return node.policy(number)
 
 
 def _new_iteration(node: Node, policy: Policy) -> dict[str, Any]:
@@ -65,6 +79,7 @@ def _new_iteration(node: Node, policy: Policy) -> dict[str, Any]:
         "next_task": first + count,
         "samples_per_task": settings.rollout.samples_per_task,
         "eval_slots": _eval_slots(node) if _is_eval_due(node) else 0,
+        "eval_tasks": _eval_digest(node),
     }
 
 
@@ -74,6 +89,10 @@ def _is_eval_due(node: Node) -> bool:
         return False
     interval = settings.eval.interval
     return settings.rollout_split == "eval-only" or (interval > 0 and (node.iteration - 1) % interval == 0)
+
+
+def _eval_digest(node: Node) -> str | None:
+    return node.inputs.eval_tasks.digest if node.inputs.eval_tasks else None
 
 
 def _eval_slots(node: Node) -> int:
@@ -87,7 +106,7 @@ def _eval_slots(node: Node) -> int:
 def plan_train(node: Node) -> Payload:
     """Split the slots that no part holds yet over the nodes, by weight."""
     opened = _opened(node)
-    return {"shares": _plan(node, "train", len(opened["tasks"]))}
+    return {"shares": rollouts.plan(node, "train", len(opened["tasks"]))}
 
 
 def collect_train(node: Node) -> None:
@@ -103,14 +122,14 @@ def collect_train(node: Node) -> None:
         seed=None,
     )
     share = node.documents[Phase.TRAIN_PLAN]["shares"][str(node.rank)]
-    _collect(node, "train", share, opened["tasks"], node.inputs.tasks, sampling)
+    rollouts.collect_share(node, "train", share, opened["tasks"], node.inputs.tasks, sampling)
 
 
 def name_parts(node: Node) -> Payload:
     """Name this node's parts, with their checksums: the flag vouches for them."""
     directory = node.run_dir.trajectories("train", node.iteration)
-    found = parts.read_parts(directory, node.header["policy"])
-    return {part.name.name: part.sha256 for part in found if part.name.rank == node.rank}
+    found = parts.read_parts(directory, node.header["policy"], rank=node.rank)
+    return {part.name.name: part.sha256 for part in found}
 
 
 def merge_names(node: Node, payloads: dict[int, Payload]) -> Payload:
@@ -121,7 +140,7 @@ def merge_names(node: Node, payloads: dict[int, Payload]) -> Payload:
 def write_manifest(node: Node) -> None:
     """Verify every part against its flag and its own checksum, and publish what the iteration consists of."""
     opened = _opened(node)
-    _aggregate(node, "train", len(opened["tasks"]), node.documents[Phase.TRAIN_FILES_READY])
+    rollouts.aggregate(node, "train", len(opened["tasks"]), node.documents[Phase.TRAIN_FILES_READY])
 
 
 # ---- 5 and 6: evaluation
@@ -129,10 +148,15 @@ def write_manifest(node: Node) -> None:
 
 def decide_eval(node: Node) -> Payload:
     """Whether to evaluate, and who generates what."""
-    slots = _opened(node).get("eval_slots", 0) or (_eval_slots(node) if _is_eval_due(node) else 0)
+    opened = _opened(node)
+    slots = opened.get("eval_slots", 0) or (_eval_slots(node) if _is_eval_due(node) else 0)
+    slots = min(slots, _eval_slots(node))
     if node.settings.rollout_split == "train-only":
         slots = 0
-    return {"slots": slots, "shares": _plan(node, "eval", slots) if slots else {}}
+    if slots and opened.get("eval_tasks") != _eval_digest(node):
+        log.warning("the evaluation tasks have changed since this iteration was opened: it is not evaluated")
+        slots = 0
+    return {"slots": slots, "shares": rollouts.plan(node, "eval", slots) if slots else {}}
 
 
 def collect_eval(node: Node) -> None:
@@ -151,14 +175,16 @@ def collect_eval(node: Node) -> None:
     )
     tasks = node.inputs.eval_tasks
     assert tasks is not None
-    _collect(node, "eval", plan["shares"][str(node.rank)], range(plan["slots"]), tasks, sampling)
+    rollouts.collect_share(
+        node, "eval", plan["shares"][str(node.rank)], range(plan["slots"]), tasks, sampling
+    )
 
 
 def aggregate_eval(node: Node, _payloads: dict[int, Payload]) -> None:
     """Publish the evaluation's manifest, once all have generated."""
     slots = node.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
-        _aggregate(node, "eval", slots, {})
+        rollouts.aggregate(node, "eval", slots, {})
 
 
 # ---- 7 to 12: training
@@ -182,8 +208,15 @@ def write_batch(node: Node) -> None:
     if policy != node.header["policy"]:
         log.warning("off-policy: iteration %d was generated by %s, training starts from %s",
                     iteration, policy, node.header["policy"])  # fmt: skip
+    try:
+        groups = parts.read_groups(run_dir.trajectories("train", iteration), manifest)
+    except Incomplete:
+        # Without it the iteration is taken up at its rollout: what is whole stays, the rest is made anew.
+        path = run_dir.manifest("train", iteration)
+        shared_fs.rename(path, path.with_suffix(".damaged"))
+        raise
     batch = build_batch(
-        parts.read_groups(run_dir.trajectories("train", iteration), manifest),
+        groups,
         manifest_sha256=digest,
         policy=policy,
         temperature=node.settings.rollout.temperature,
@@ -253,7 +286,7 @@ def train(node: Node) -> None:
         temperature=settings.rollout.temperature,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
-    node.trainer.train(request, processes, node.check)
+    node.trainer.train(request, processes, node.check_training)
     if not settings.trainer.keep_alive:
         node.trainer.leave_epoch()
 
@@ -294,85 +327,6 @@ def _opened(node: Node) -> dict[str, Any]:
     if opened is None:
         raise Incomplete(f"{node.run_dir.iteration_json(node.iteration)} is missing or damaged")
     return opened
-
-
-def _plan(node: Node, kind: Kind, slots: int) -> dict[str, list[int]]:
-    directory = node.run_dir.trajectories(kind, node.iteration)
-    finished = parts.finished_slots(directory, node.header["policy"])
-    if finished:
-        log.info("%d of %d groups are finished already", len(finished), slots)
-    left = [slot for slot in range(slots) if slot not in finished]
-    weights = {rank: member.weight for rank, member in node.record.members.items()}
-    return {str(rank): share for rank, share in split_slots(left, weights).items()}
-
-
-def _collect(
-    node: Node, kind: Kind, share: list[int], order: Sequence[int], tasks: TaskSet, sampling: Sampling
-) -> None:
-    """Generate the groups of `share`, and make them durable as they finish."""
-    node.progress(0, len(share))
-    if not share:
-        return
-    settings, header = node.settings, node.header
-    policy = node.policy(header["policy_iteration"])
-    if policy.digest != header["policy"]:
-        raise Incomplete(
-            f"{policy.directory} holds policy {policy.digest} here, but {header['policy']} on the master; "
-            "give all nodes the same model"
-        )
-    node.engine.ensure(policy, settings.engine, node.check)
-    writer = parts.PartWriter(
-        node.run_dir,
-        kind,
-        node.iteration,
-        node.rank,
-        node.record.epoch,
-        policy.digest,
-        settings.rollout.part_interval_s,
-    )
-
-    def on_group(group: Group) -> None:
-        writer.add(group)
-        node.progress(writer.done, len(share))
-
-    seed = settings.rollout.seed
-    slots = [
-        Slot(slot, tasks.tasks[order[slot]], group_seed(seed, kind, node.iteration, slot)) for slot in share
-    ]
-
-    async def run() -> None:
-        async with EngineClient(
-            node.engine.url, request_timeout_s=settings.engine.request_timeout_s
-        ) as client:
-            await collect(
-                slots,
-                client=client,
-                environment=node.inputs.environment,
-                reward=node.inputs.reward,
-                sampling=sampling,
-                concurrency=settings.rollout.concurrency,
-                group_timeout_s=settings.rollout.group_timeout_s,
-                on_group=on_group,
-                stop=node.watch.stop,
-            )
-
-    try:
-        asyncio.run(run())
-    except Stopped:
-        node.check()
-        raise
-    finally:
-        writer.flush()
-
-
-def _aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
-    """Publish the manifest over the parts, those that flags have named and those that lie there."""
-    path = node.run_dir.manifest(kind, node.iteration)
-    if outputs.read_json(path) is not None:
-        return
-    directory = node.run_dir.trajectories(kind, node.iteration)
-    document = parts.manifest(directory, node.iteration, range(slots), node.header["policy"], named)
-    parts.publish_manifest(path, document)
 
 
 def _threads(processes: int) -> int:

@@ -3,10 +3,12 @@
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from filelock import FileLock, Timeout
 
 from coordinator import network
@@ -17,6 +19,9 @@ from coordinator.outcome import Ended, Exit
 from coordinator.watch import ranks_text
 
 log = logging.getLogger(__name__)
+
+LOCK_PATIENCE_S = 10.0
+"""How long an older process of our rank on this host may take to end."""
 
 
 def gather(node: Node, prepare: Callable[[Node], None]) -> EpochRecord:
@@ -32,8 +37,17 @@ def gather(node: Node, prepare: Callable[[Node], None]) -> EpochRecord:
     since = lobby.epoch
     prepare(node)
     cluster = node.settings.cluster
+    shrinks_s = None
+    if cluster.on_node_failure == "shrink":
+        shrinks_s = time.monotonic() + (0.0 if node.lost else cluster.node_timeout_s)
+
+    def together(board: Board) -> dict[int, Member] | None:
+        absent = _absent(node, board, since)
+        complete = not absent or (shrinks_s is not None and time.monotonic() >= shrinks_s)
+        return _members(node, board, absent) if complete else None
+
     members = node.watch.wait(
-        lambda board: _members(node, board) if _all_here(node, board, since) else None,
+        together,
         lambda: _check_still_master(node),
         lambda _board: f"{ranks_text(node.position.waiting_for)} to start",
         cluster.rejoin_timeout_s,
@@ -75,15 +89,22 @@ def claim_next(node: Node, kind: Literal["lobby", "finished"]) -> EpochRecord:
             return record
 
 
-def _all_here(node: Node, board: Board, since: int) -> bool:
-    """Whether every rank beats in epoch `since` or later: only a process that saw it can."""
-    others = range(1, node.settings.cluster.num_nodes)
-    absent = [rank for rank in others if rank not in board.beats or board.beats[rank].epoch < since]
+def _absent(node: Node, board: Board, since: int) -> list[int]:
+    """The ranks that do not beat in epoch `since` or later: only a process that saw it can.
+
+    One that was lost must have beaten since then: its last beat may lie there in the same epoch.
+    """
+
+    def is_here(rank: int) -> bool:
+        beat = board.beats.get(rank)
+        return beat is not None and beat.epoch >= since and beat[2:] > node.lost.get(rank, (0, -1))
+
+    absent = [rank for rank in range(1, node.settings.cluster.num_nodes) if not is_here(rank)]
     if absent and not node.position.waiting_for:
         commands = "; ".join(node.worker_command(rank) for rank in absent)
         log.info("waiting for %s; on that machine: %s", ranks_text(absent), commands)
     node.position.waiting_for = absent
-    return not absent
+    return absent
 
 
 def _check_still_master(node: Node) -> None:
@@ -93,10 +114,10 @@ def _check_still_master(node: Node) -> None:
         raise node.superseded()
 
 
-def _members(node: Node, board: Board) -> dict[int, Member] | None:
+def _members(node: Node, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
     """Who takes part; None while a beat that is listed cannot be read: a listing may be old."""
     cluster = node.settings.cluster
-    said = {rank: node.watch.said(rank) for rank in range(1, cluster.num_nodes)}
+    said = {rank: node.watch.said(rank) for rank in range(1, cluster.num_nodes) if rank not in absent}
     node.position.waiting_for = [rank for rank, content in said.items() if not content]
     if node.position.waiting_for:
         return None
@@ -159,13 +180,44 @@ def _check_pending(node: Node, board: Board, newest: EpochRecord) -> None:
 
 
 def hold_host_lock(node: Node) -> FileLock:
-    """One process of a rank on a host: an older one ends when it sees our record, and lets go of the lock."""
+    """One process of a rank on a host. An older one ends when it sees our record; if it is stuck, it is
+    killed.
+
+    Beside the lock lies who holds it: the pid, and when that process was created, since pids are used again.
+    """
     folder = Path(tempfile.gettempdir()) / f"flagpost-locks-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    lock = FileLock(folder / f"{node.run_id}.rank{node.rank}.lock")
-    try:
-        lock.acquire(timeout=node.settings.cluster.node_timeout_s)
-    except Timeout:
-        text = f"another process of rank {node.rank} on this host does not end (it holds {lock.lock_file})"
-        raise Ended(Exit.FAILED, f"{text}; end it", "failed") from None
+    path = folder / f"{node.run_id}.rank{node.rank}.lock"
+    holder = path.with_suffix(".pid")
+    lock = FileLock(path)
+    if not _acquire(lock, node, LOCK_PATIENCE_S):
+        _kill(holder)
+        if not _acquire(lock, node, LOCK_PATIENCE_S):
+            text = f"another process of rank {node.rank} on this host does not end (it holds {path}); end it"
+            raise Ended(Exit.FAILED, text)
+    me = psutil.Process()
+    holder.write_text(f"{me.pid} {me.create_time()}")
     return lock
+
+
+def _acquire(lock: FileLock, node: Node, patience_s: float) -> bool:
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        node.check()
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            continue
+        return True
+    return False
+
+
+def _kill(holder: Path) -> None:
+    try:
+        pid, created_s = holder.read_text().split()
+        process = psutil.Process(int(pid))
+        if process.create_time() == float(created_s):
+            log.warning("killing the older process of this rank on this host, pid %s: it does not end", pid)
+            process.kill()
+    except (OSError, ValueError, psutil.Error) as error:
+        log.warning("the older process of this rank on this host cannot be ended: %s", error)

@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,18 +40,25 @@ def _from_cache(node: Node) -> Path:
     """The model in the cache; built there by one process of this machine at a time."""
     steps, seed = node.settings.tiny.warmup_steps, node.settings.rollout.seed
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        root = Path(tempfile.gettempdir()) / f"flagpost-models-{os.getuid()}"
+        log.info("no cache (%s): keeping the built-in model in %s", error, root)
+        root.mkdir(mode=0o700, exist_ok=True)
     made = root / f"tiny-{_recipe()}-seed{seed}-steps{steps}"
     lock = FileLock(made.with_suffix(".lock"))
-    try:
-        with lock.acquire(timeout=BUILD_TIMEOUT_S):
-            if not made.is_dir():
-                _build(node, made, seed, steps)
-    except Timeout:
-        raise Ended(
-            Exit.FAILED, f"another process builds {made} and does not end; end it", "failed"
-        ) from None
-    return made
+    deadline_s = time.monotonic() + BUILD_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        node.check()
+        try:
+            with lock.acquire(timeout=0.5):
+                if not made.is_dir():
+                    _build(node, made, seed, steps)
+                return made
+        except Timeout:
+            continue
+    raise Ended(Exit.FAILED, f"another process builds {made} and does not end; end it", "failed")
 
 
 def _build(node: Node, made: Path, seed: int, steps: int) -> None:

@@ -81,7 +81,7 @@ def node(
         bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")
     ] = False,
     on_node_failure: Annotated[
-        str | None, _option("--on-node-failure", metavar="POLICY", help="abort.")
+        str | None, _option("--on-node-failure", metavar="POLICY", help="wait, shrink or abort.")
     ] = None,
     node_timeout: Annotated[
         str | None, _option("--node-timeout", metavar="SECONDS", help="A node silent for longer is lost.")

@@ -83,8 +83,13 @@ class ClusterSettings(Settings):
     """How long nodes wait for the others to come."""
     poll_max_s: Annotated[float, Field(gt=0)] = 0.5
     """Longest pause between two listings while a node waits."""
-    on_node_failure: Literal["abort"] = "abort"
-    """What happens when a node is lost: abort ends all nodes with exit code 3; the same command resumes."""
+    on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
+    """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
+
+    @property
+    def master_patience_s(self) -> float:
+        """How long workers hold for a silent master."""
+        return self.node_timeout_s if self.on_node_failure == "abort" else self.rejoin_timeout_s
 
     @model_validator(mode="after")
     def _weights_fit(self) -> "ClusterSettings":

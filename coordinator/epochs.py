@@ -154,9 +154,11 @@ def decide(
     silent_s: Mapping[int, float],
     node_timeout_s: float,
     trainer_failure_known: bool = False,
+    master_patience_s: float | None = None,
 ) -> Verdict | None:
     """The first thing on the board that ends the row this node is in, or None.
 
+    A worker holds for a lost master for `master_patience_s`; None: it ends when that one left or is silent.
     `current` is the epoch this node entered, `newest` the highest record. The master judges workers;
     workers judge only the master.
     """
@@ -174,11 +176,13 @@ def decide(
         for other in judged:
             if board.highest_incarnation(other) > current.members[other].incarnation:
                 return Verdict(Event.RETURNED, other)
+    holding = rank != MASTER and master_patience_s is not None
     for flag in board.called(current.epoch, "left"):
-        if flag.rank in judged:
+        if flag.rank in judged and not holding:
             return Verdict(Event.LEFT, flag.rank, flag)
+    limit_s = master_patience_s if holding and master_patience_s is not None else node_timeout_s
     for other in judged:
-        if silent_s.get(other, 0.0) >= node_timeout_s:
+        if silent_s.get(other, 0.0) >= limit_s:
             return Verdict(Event.SILENT, other)
     trainer_failed = board.called(current.epoch, "trainer_failed")
     if trainer_failed and not trainer_failure_known:

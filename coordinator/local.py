@@ -22,7 +22,7 @@ from coordinator.run_dir import RunDir
 from coordinator.start import check_log_path, load_inputs
 from coordinator.status import read_status
 
-REFRESH_S = 0.5
+REFRESH_S = 0.25
 GRACE_S = 15.0
 """After a second interrupt nodes have this long to end by themselves."""
 
@@ -40,6 +40,7 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
     def echo(line: str) -> None:
         console.print(Text(line))
 
+    interrupts = _Interrupts()
     with Children() as children:
         overrides = as_overrides({**given, "cluster.num_nodes": nodes})
         started: list[Child] = []
@@ -47,7 +48,6 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
             role = ["--worker", str(rank)] if rank else ["--master", *overrides]
             argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
-        interrupts = _Interrupts(started)
         codes = _follow(started, root, console, interrupts)
     _say_results(RunDir(root), console)
     failed = [code for code in codes if code != 0]
@@ -55,33 +55,37 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
 
 
 class _Interrupts:
-    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node."""
+    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node.
 
-    def __init__(self, nodes: list[Child]) -> None:
-        self._nodes = nodes
-        self.received = 0
+    The handler only notes the signal: it may interrupt anything, a child's lock included.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._forward)
+            signal.signal(number, lambda received, _frame: self.received.append(received))
+        self._forwarded = 0
 
-    def _forward(self, number: int, _frame: object) -> None:
-        self.received += 1
-        first = number == signal.SIGINT and self.received == 1
-        for node in self._nodes[:1] if first else self._nodes:
-            if node.poll() is None:
-                os.kill(node.pid, signal.SIGINT if first else signal.SIGTERM)
+    def forward(self, nodes: list[Child]) -> bool:
+        """Pass on what has come since the last call; whether all nodes have been told to end."""
+        everybody = len(self.received) > 1 or any(number != signal.SIGINT for number in self.received)
+        if len(self.received) > self._forwarded:
+            self._forwarded = len(self.received)
+            for node in nodes if everybody else nodes[:1]:
+                if node.poll() is None:
+                    os.kill(node.pid, signal.SIGTERM if everybody else signal.SIGINT)
+        return everybody
 
 
 def _follow(nodes: list[Child], root: Path, console: Console, interrupts: _Interrupts) -> list[int]:
     """Show a line a node until all have ended; their exit codes."""
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        asked_s = 0.0
-        while any(node.poll() is None for node in nodes):
+        told_s = 0.0
+        while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
+            told_s += REFRESH_S if interrupts.forward(nodes) else 0.0
             if console.is_terminal:
                 live.update(_lines(root), refresh=True)
-            nodes[0].wait(REFRESH_S) if nodes[0].poll() is None else time.sleep(REFRESH_S)
-            asked_s = asked_s + REFRESH_S if interrupts.received > 1 else 0.0
-            if asked_s > GRACE_S:
-                break
+            time.sleep(REFRESH_S)
     return [code if (code := node.poll()) is not None else Exit.LOST for node in nodes]
 
 

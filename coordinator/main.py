@@ -16,10 +16,11 @@ from coordinator.iteration import open_next, run_iterations
 from coordinator.logs import Prefix
 from coordinator.network import NetworkError
 from coordinator.node import Node
-from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
+from coordinator.outcome import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
 from coordinator.outputs import Incomplete
 from coordinator.shared_fs import SharedFsError
 from coordinator.start import Start, start_master, start_worker
+from rollout.collect import AllGivenUp
 from rollout.engine import EngineError
 from rollout.weights import WeightsError
 
@@ -31,7 +32,7 @@ MAX_RETURNS = 3
 LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNORECASE)
 """How a trainer's error reads when it is another one's."""
 
-EXPECTED = (SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete)
+EXPECTED = (AllGivenUp, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete)
 """Errors whose text says all there is to know; any other comes with its traceback."""
 
 
@@ -59,15 +60,19 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
 def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
     """Epoch after epoch, until the run is finished."""
     returns: Counter[int] = Counter()
+    attempts: Counter[int] = Counter()
     while True:
         try:
             try:
                 _run_epoch(node, iterate)
                 return
             except TrainerFailed as error:
-                _give_up_training(node, error)
+                attempts[node.iteration] += 1
+                _end_training(node, error, attempts[node.iteration])
         except EpochChanged:
             node.trainer.leave_epoch()
+        except NodeLost as loss:
+            _hold(node, loss)
         except Incomplete as error:
             returns[node.iteration] += 1
             if not node.is_master or node.iteration == 0 or returns[node.iteration] > MAX_RETURNS:
@@ -86,10 +91,19 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
         _finish(node)
 
 
-def _give_up_training(node: Node, error: TrainerFailed) -> None:
-    """End the job here, and wait for the master's word: a trainer fails too when a peer of it dies.
+def _hold(node: Node, loss: NodeLost) -> None:
+    """The master has lost a node: tell the others, whose engines stay warm, and go to gather all again."""
+    node.trainer.leave_epoch()
+    beat = node.watch.board.beats.get(loss.rank)
+    node.lost[loss.rank] = (beat.incarnation, beat.counter) if beat else (0, 0)
+    node.tell("lost", str(loss))
+    log.error("%s", loss)
 
-    The master waits until every node has said that its trainer is gone, or is found lost.
+
+def _end_training(node: Node, error: TrainerFailed, attempt: int) -> None:
+    """End the job here; the master decides, once every node has said that its trainer is gone, or is lost.
+
+    A trainer fails too when a peer of it dies: the loss of a node comes first, and is no failed attempt.
     """
     node.trainer.leave_epoch()
     node.watch.know_trainer_failure()
@@ -100,10 +114,16 @@ def _give_up_training(node: Node, error: TrainerFailed) -> None:
         return True if node.is_master and told >= set(node.record.members) else None
 
     cluster = node.settings.cluster
-    patience_s = cluster.node_timeout_s + 2 * cluster.beat_s
+    patience_s = (
+        cluster.node_timeout_s if node.is_master else cluster.master_patience_s
+    ) + 2 * cluster.beat_s
     node.watch.wait(all_told, node.check, lambda _board: "all nodes to end the training job", patience_s)
     calls = node.watch.look().called(node.record.epoch, "trainer_failed")
-    raise Ended(Exit.FAILED, first_cause([node.read_call(flag) for flag in calls]), "failed")
+    text = first_cause([node.read_call(flag) for flag in calls])
+    if not node.is_master or attempt >= node.settings.trainer.max_attempts:
+        raise Ended(Exit.FAILED, text, "failed")
+    log.error("%s; attempt %d of %d", text, attempt + 1, node.settings.trainer.max_attempts)
+    raise EpochChanged
 
 
 def first_cause(texts: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from coordinator import outputs, shared_fs
 from coordinator.node import Node, Payload
 from coordinator.phases import Phase
+from coordinator.run_dir import REMOVED, parse_staging_name
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,18 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
 
 
 def _remove_old_checkpoints(node: Node) -> None:
-    """Keep the newest ones. A directory loses its name first, so that none is ever seen half removed."""
-    for iteration in outputs.checkpoints(node.run_dir)[: -node.settings.checkpoints.keep_last]:
-        directory = node.run_dir.checkpoint(iteration)
-        hidden = directory.with_name(f".removed_{directory.name}")
-        shared_fs.rename(directory, hidden)
-        shutil.rmtree(hidden)
+    """Keep the newest ones. A directory loses its name first, so that none is ever seen half removed.
+
+    What cannot be removed just now (a file that another client holds open) is tried again next time.
+    """
+    run_dir = node.run_dir
+    for iteration in outputs.checkpoints(run_dir)[: -node.settings.checkpoints.keep_last]:
+        shared_fs.rename(run_dir.checkpoint(iteration), run_dir.removed(iteration, node.record.epoch))
+    for name in outputs.names(run_dir.checkpoints):
+        staged = parse_staging_name(name)
+        if name.startswith(REMOVED) or (staged and staged[0] <= node.iteration):
+            shutil.rmtree(run_dir.checkpoints / name, onerror=_say_left)
+
+
+def _say_left(_call: object, path: str, error: Any) -> None:
+    log.warning("cannot remove %s now: %s", path, error[1])

@@ -24,6 +24,14 @@ class Ended(Exception):
         self.tell = tell
 
 
+class NodeLost(Exception):
+    """The master has lost a node that it holds for, or goes on without; the text says who, and the repair."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class EpochChanged(Exception):
     """A newer epoch is to be entered: whatever this node does for the old one is over."""
 

@@ -64,6 +64,16 @@ def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
     return lines
 
 
+def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
+    """Iterations older than `before` whose metrics say that they were trained."""
+    lines = metrics_lines(run_dir)
+    return [
+        line["iteration"]
+        for line in lines
+        if line.get("kind", "both") in {"both", "update"} and line["iteration"] < before
+    ]
+
+
 def kind_of_run(settings: RunSettings) -> str:
     """What a metrics line says it measured: both, rollout, update, or eval."""
     return "eval" if settings.rollout_split == "eval-only" else settings.rl_phase
@@ -78,8 +88,11 @@ def next_iteration(run_dir: RunDir, settings: RunSettings) -> int:
     return 1 + max(done, default=0)
 
 
-def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int) -> Phase:
-    """The first row of `iteration` that its durable outputs do not show as done."""
+def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: str | None = None) -> Phase:
+    """The first row of `iteration` that its durable outputs do not show as done.
+
+    An evaluation counts only if it is one of `policy` (None: of any).
+    """
     rows = rows_of(settings.rl_phase, settings.rollout_split)
     if Phase.TRAINING in rows:
         if run_dir.checkpoint(iteration).name in names(run_dir.checkpoints):
@@ -92,7 +105,8 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int) -> Phase:
         return Phase.TRAIN_PLAN
     opened = read_json(run_dir.iteration_json(iteration)) or {}
     due = opened.get("eval_slots") or settings.rollout_split == "eval-only"
-    evaluated = not due or read_manifest(run_dir, "eval", iteration) is not None
+    evaluation = read_manifest(run_dir, "eval", iteration)
+    evaluated = not due or (evaluation is not None and policy in {None, evaluation["policy"]})
     return Phase.ENGINE_STOPPED if evaluated else Phase.EVAL_DECISION
 
 

@@ -80,10 +80,17 @@ class Part:
         }
 
 
-def read_parts(directory: Path, policy: str, named: Mapping[str, str] | None = None) -> Iterator[Part]:
-    """The whole parts made by `policy`, by (epoch, rank, part); a damaged one is set aside and named."""
+def read_parts(
+    directory: Path, policy: str, named: Mapping[str, str] | None = None, rank: int | None = None
+) -> Iterator[Part]:
+    """The whole parts made by `policy`, by (epoch, rank, part); a damaged one is set aside and named.
+
+    Of `rank` alone, if given; `named` are checksums that nodes have vouched for.
+    """
     named = named or {}
     for name in sorted(filter(None, map(parse_part_name, {*names(directory), *named}))):
+        if rank not in {None, name.rank}:
+            continue
         path = directory / name.name
         try:
             data = shared_fs.read(path)

@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 FORMAT = 1
 """Version of this layout; a directory of another version is refused."""
 
+REMOVED = ".removed_"
+"""What the name of a checkpoint begins with while it is being removed."""
+
 Kind = Literal["train", "eval"]
 
 
@@ -168,6 +171,9 @@ class RunDir:
 
     def staging(self, iteration: int, epoch: int) -> Path:
         return self.checkpoints / f".iteration_{iteration:06d}.e{epoch:04d}"
+
+    def removed(self, iteration: int, epoch: int) -> Path:
+        return self.checkpoints / f"{REMOVED}iteration_{iteration:06d}.e{epoch:04d}"
 
     def logs(self, rank: int) -> Path:
         return self.root / "logs" / f"rank_{rank:04d}"

@@ -63,6 +63,7 @@ class Start:
 
 def start_master(root: Path, given: Mapping[str, Any]) -> Start:
     """Check everything, then make the directory and run.json. SettingsError: nothing was written."""
+    given = _absolute(given)
     settings = config.build(given)
     run_dir = RunDir(root)
     check_log_path(root)
@@ -85,6 +86,7 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
 def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them."""
     run_dir = RunDir(root)
+    given = _absolute(given)
     mine = config.check_each(given)
     _refuse_rank(rank, mine.get("cluster.num_nodes", rank + 1), "")
     defaults = ClusterSettings()
@@ -105,6 +107,16 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
     run = read_run_json(run_dir)
     _refuse_changes(run, _fixed(settings, inputs))
     return _begin(rank, run_dir, run["run_id"], settings, inputs)
+
+
+def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths as every node can find them, whatever directory it was started in."""
+
+    def resolved(key: str, value: Any) -> Any:
+        is_path = key in {"model", "tasks", "eval_tasks", "data_path"} and Path(str(value)).exists()
+        return str(Path(value).absolute()) if is_path else value
+
+    return {key: resolved(key, value) for key, value in given.items()}
 
 
 def _refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
@@ -223,10 +235,12 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any]:
 def _fixed(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
     """What may not change between two starts, each with what a person calls it."""
     tiny = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
-    return {
-        "model": {"name": settings.model, "digest": inputs.model_digest or tiny},
+    model = settings.model if inputs.model_digest else tiny
+    seed = str(settings.rollout.seed)
+    return {  # the seed first: the built-in tasks and model follow from it
+        "rollout.seed": {"name": seed, "digest": seed},
+        "model": {"name": model, "digest": inputs.model_digest or tiny},
         "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest},
-        "rollout.seed": {"name": str(settings.rollout.seed), "digest": str(settings.rollout.seed)},
     }
 
 

@@ -20,7 +20,7 @@ from watchdog.observers import Observer
 from coordinator import shared_fs
 from coordinator.board import Board, parse
 from coordinator.config import ClusterSettings
-from coordinator.epochs import MASTER, EpochRecord, Records, Silence, Verdict, decide, new_token
+from coordinator.epochs import MASTER, EpochRecord, Event, Records, Silence, Verdict, decide, new_token
 from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
 from coordinator.shared_fs import SharedFsError
 
@@ -54,6 +54,8 @@ class Watch:
         self.silence = Silence(cluster.beat_s)
         self.incarnation = 0
         self.current: EpochRecord | None = None
+        self.board = parse([])
+        """The last listing."""
         self.verdict: Verdict | None = None
         self.trainer_failure_known = False
         """Whether this node has already acted on the training job's failure."""
@@ -63,6 +65,7 @@ class Watch:
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
         self._token = new_token()
+        self._heard: set[Flag] = set()
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.RLock()
@@ -139,25 +142,45 @@ class Watch:
         """One listing, judged."""
         with self._looking:
             try:
-                board = parse(shared_fs.listing(self.run_dir.protocol))
+                self.board = board = parse(shared_fs.listing(self.run_dir.protocol))
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it
                 raise SharedFsError("list", self.run_dir.protocol, error, 0.0) from error
             if self.current is not None:
                 self.silence.observe(board, self.current.members, time.monotonic())
                 newest = self.records.newest(board.records) or self.current
-                self.verdict = self.verdict or decide(
-                    board,
-                    newest,
-                    self.current,
-                    self.rank,
-                    self.incarnation,
-                    self.silence.silent_s,
-                    self.cluster.node_timeout_s,
-                    self.trainer_failure_known,
-                )
-                if self.verdict:
+                if self.verdict is None or self._is_held(self.verdict):
+                    self.verdict = self._judge(board, newest, self.current)
+                if self.verdict and not self._is_held(self.verdict):
                     self.stop.set()
+                self._repeat_losses(self.current)
             return board
+
+    def _repeat_losses(self, current: EpochRecord) -> None:
+        """Say once what the master has said of a node that is lost: this one holds, with its engine warm."""
+        for flag in self.board.called(current.epoch, "lost"):
+            if flag not in self._heard and self.rank != MASTER:
+                self._heard.add(flag)
+                data = shared_fs.read(self.run_dir.protocol / flag.name)
+                log.warning("holding: %s", json.loads(data)["text"])
+
+    def _judge(self, board: Board, newest: EpochRecord, current: EpochRecord) -> Verdict | None:
+        patience_s = None if self.cluster.on_node_failure == "abort" else self.cluster.master_patience_s
+        return decide(
+            board,
+            newest,
+            current,
+            self.rank,
+            self.incarnation,
+            self.silence.silent_s,
+            self.cluster.node_timeout_s,
+            self.trainer_failure_known,
+            patience_s,
+        )
+
+    def _is_held(self, verdict: Verdict) -> bool:
+        """Whether the row's work goes on: under `wait` a loss ends the master's waiting, not its share."""
+        lost = verdict.event in {Event.LEFT, Event.SILENT}
+        return lost and self.rank == MASTER and self.cluster.on_node_failure == "wait"
 
     def wait(
         self,

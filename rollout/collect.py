@@ -17,6 +17,14 @@ log = logging.getLogger(__name__)
 _STOP_POLL_S = 0.1  # a threading.Event cannot wake an event loop
 
 
+ALL_FAILED_MIN = 4
+"""So many groups given up, and no other, are not bad luck: the reward or the environment does not work."""
+
+
+class AllGivenUp(RuntimeError):
+    """Not one group came to an end; the message says why the first was given up."""
+
+
 class Stopped(Exception):
     """`stop` was set before all slots were finished."""
 
@@ -61,14 +69,24 @@ async def collect(
     used. A group that takes longer than `group_timeout_s`, whose environment or reward raises, or whose
     request the engine refuses, is handed over as a tombstone. Raises EngineError when the engine fails and
     Stopped within a second of `stop`, with the rest cancelled; what `on_group` raises ends the collection
-    too.
+    too. AllGivenUp when there are several groups and not one came to an end: then nothing was handed over.
     """
     work = _Work(client, environment, reward, sampling, group_timeout_s)
     queue = iter(slots)  # shared: each worker takes the next slot when it has finished one
+    held: list[Group] = []
+    finished = 0
+
+    def hand_over(group: Group) -> None:
+        """Tombstones are final, so they wait for a group that shows that the reward works at all."""
+        nonlocal finished
+        finished += group.given_up is None
+        held.append(group)
+        while finished and held:
+            on_group(held.pop(0))
 
     async def worker() -> None:
         for slot in queue:
-            on_group(await _finish(slot, work))
+            hand_over(await _finish(slot, work))
 
     in_flight = min(len(slots), max(1, concurrency // sampling.n))
     workers = {asyncio.create_task(worker()) for _ in range(in_flight)}
@@ -86,6 +104,10 @@ async def collect(
         for task in workers:
             task.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+    if len(held) >= ALL_FAILED_MIN:
+        raise AllGivenUp(f"all {len(held)} groups were given up, e.g. {held[0].task_id}: {held[0].given_up}")
+    for group in held:
+        on_group(group)
     if work.given_up:
         log.warning("%d of %d groups were given up", work.given_up, len(slots))
 

@@ -36,6 +36,8 @@ class TrainerSettings(Settings):
     """CPU threads of a training process without a GPU; 0: the machine's cores shared among its processes."""
     keep_alive: bool = True
     """Keep the training job between iterations; false: launch it anew for each."""
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """How often training of an iteration is tried, each time anew from the last checkpoint."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """The processes of all nodes must have met by then."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

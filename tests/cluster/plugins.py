@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from typing import Any
 
 from rollout.engine import Sampling
@@ -12,6 +13,18 @@ from rollout.trajectory import Sample
 def digits(_task: dict[str, Any], completion: str) -> float:
     """The share of digits: something that random weights already vary in."""
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
+
+
+def broken(_task: dict[str, Any], _completion: str) -> float:
+    """A reward with a mistake in it."""
+    raise RuntimeError("this reward is broken")
+
+
+async def blocking(_task: dict[str, Any], _completion: str) -> float:
+    """A reward that holds the event loop."""
+    print("blocking now", flush=True)
+    time.sleep(120)
+    return 0.0
 
 
 async def slow(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:

@@ -1,5 +1,6 @@
 """What ends a run early: how fast, with which exit code and words, and what a second start makes of it."""
 
+import json
 import re
 import signal
 import time
@@ -22,10 +23,11 @@ def parts(cluster: Cluster, rank: int) -> list[Path]:
     return sorted(cluster.run_dir.trajectories("train", 1).glob(f"r{rank:04d}.*.safetensors"))
 
 
-def start_rollout(cluster: Cluster, engine_url: str, nodes: int) -> tuple[str, ...]:
+def start_rollout(cluster: Cluster, engine_url: str, nodes: int, policy: str = "abort") -> tuple[str, ...]:
     """Start a rollout that can be hit, and wait until its last rank has published a part."""
     arguments = (*FAST, *QUICK, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
-    arguments = ("--num-nodes", str(nodes), *arguments, "rollout.tasks_per_iteration=24")
+    arguments = ("--num-nodes", str(nodes), *arguments, "--on-node-failure", policy)
+    arguments += ("rollout.tasks_per_iteration=24",)
     cluster.start(0, *arguments)
     for rank in range(1, nodes):
         cluster.start(rank)
@@ -44,7 +46,9 @@ def test_killed_worker_ends_all_and_a_restart_generates_only_the_rest(
     assert time.monotonic() - killed_s < 4 + 2 * 0.3 + 10
     for rank in (0, 1):
         last = cluster.output(rank).splitlines()[-1]
-        assert re.search(r"rank 2 \(.+; last seen in train_rollout, iteration 1, \d+/8\) is lost", last), last
+        assert re.search(
+            r"rank 2 \(.+; last seen in train_rollout, iteration 1, \d+/8, silent for \d+ s\) is lost", last
+        ), last
         assert "run --worker 2 --log-path" in last
     kept = {
         path.name: path.read_bytes()
@@ -108,19 +112,104 @@ def test_error_on_one_node_ends_all_with_its_words(cluster: Cluster) -> None:
         )
 
 
-def test_killed_trainer_ends_all_with_its_rank(cluster: Cluster) -> None:
-    cluster.start(0, *FAST, "--num-nodes", "2", "--iterations", "50", "cluster.node_timeout_s=20")
+def kill_agent(cluster: Cluster, rank: int) -> None:
+    """SIGKILL the torchrun agent of a node."""
+    for process in psutil.Process(cluster.nodes[rank].pid).children(recursive=True):
+        if "torch.distributed.run" in " ".join(process.cmdline()):
+            process.kill()
+            return
+    raise AssertionError(f"rank {rank} has no agent")
+
+
+@pytest.mark.parametrize(("attempts", "codes"), [(1, [1, 1]), (2, [0, 0])])
+def test_killed_trainer_is_another_attempt_or_the_end(
+    cluster: Cluster, attempts: int, codes: list[int]
+) -> None:
+    arguments = (*FAST, "--num-nodes", "2", "--iterations", "12", "--eval-interval", "0")
+    cluster.start(0, *arguments, f"trainer.max_attempts={attempts}")
     cluster.start(1)
     cluster.until(lambda: len(cluster.metrics()) >= 1, "the first iteration", 120)
-    agents = [
-        process
-        for process in psutil.Process(cluster.nodes[1].pid).children(recursive=True)
-        if "torch.distributed.run" in " ".join(process.cmdline())
+    kill_agent(cluster, 1)
+    assert cluster.wait(120) == codes, cluster.everything_said()
+    said = [
+        line for line in cluster.output(0).splitlines() if "rank 1" in line and "failed in training" in line
     ]
-    agents[0].kill()
-    assert cluster.wait(90) == [1, 1], cluster.everything_said()
+    assert said, cluster.everything_said()
+    if attempts == 2:
+        assert "attempt 2 of 2" in said[-1]
+        assert [line["iteration"] for line in cluster.metrics()] == list(range(1, 13))
+
+
+def test_run_holds_for_a_killed_worker_and_goes_on_with_it(cluster: Cluster, engine_url: str) -> None:
+    start_rollout(cluster, engine_url, 3, "wait")
+    cluster.kill(2)
+    cluster.nodes[2].wait()
     for rank in (0, 1):
-        assert "rank 1" in cluster.output(rank).splitlines()[-1], cluster.everything_said()
+        cluster.until(
+            lambda rank=rank: "is lost" in cluster.output(rank), f"rank {rank} says who is lost", 30
+        )
+    assert "run --worker 2 --log-path" in cluster.output(1)
+    finished = {path.name for rank in range(3) for path in parts(cluster, rank)}
+    cluster.start(2)
+    assert cluster.wait() == [0, 0, 0], cluster.everything_said()
+    entries = cluster.manifest(1)["parts"]
+    assert {entry["file"] for entry in entries} >= finished
+    assert sorted(slot for entry in entries for slot in entry["slots"]) == list(range(24))
+
+
+def test_workers_hold_for_a_killed_master(cluster: Cluster, engine_url: str) -> None:
+    arguments = start_rollout(cluster, engine_url, 3, "wait")
+    cluster.kill(0)
+    cluster.nodes[0].wait()
+    time.sleep(6)  # longer than node_timeout: they must still be there
+    assert [cluster.nodes[rank].poll() for rank in (1, 2)] == [None, None], cluster.everything_said()
+    cluster.start(0, *arguments)
+    assert cluster.wait() == [0, 0, 0], cluster.everything_said()
+    assert sorted(cluster.groups(1)) == list(range(24))
+
+
+def test_run_goes_on_without_a_killed_worker_and_takes_it_in_again(cluster: Cluster, engine_url: str) -> None:
+    arguments = (*FAST, *QUICK, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "6")
+    cluster.start(0, *arguments, "--num-nodes", "3", "--on-node-failure", "shrink")
+    for rank in (1, 2):
+        cluster.start(rank)
+    cluster.until(lambda: parts(cluster, 2), "the first part")
+    cluster.kill(2)
+    cluster.nodes[2].wait()
+    cluster.until(lambda: len(cluster.metrics()) >= 2, "the iteration after")
+    assert set(cluster.metrics()[-1]["wait_seconds"]) == {"0", "1"}
+    cluster.start(2)
+    assert cluster.wait() == [0, 0, 0], cluster.everything_said()
+    assert set(cluster.metrics()[-1]["wait_seconds"]) == {"0", "1", "2"}
+    for iteration in range(1, 7):
+        assert sorted(cluster.groups(iteration)) == list(range(8))
+
+
+def test_stopped_worker_that_wakes_rejoins(cluster: Cluster, engine_url: str) -> None:
+    arguments = (*FAST, *QUICK, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "6")
+    cluster.start(0, *arguments, "--num-nodes", "2", "--on-node-failure", "shrink")
+    cluster.start(1)
+    cluster.until(lambda: parts(cluster, 1), "the first part")
+    cluster.kill(1, signal.SIGSTOP)
+    cluster.until(lambda: len(cluster.metrics()) >= 2, "an iteration without it")
+    cluster.kill(1, signal.SIGCONT)
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    assert set(cluster.metrics()[-1]["wait_seconds"]) == {"0", "1"}
+    for iteration in range(1, 7):
+        assert sorted(cluster.groups(iteration)) == list(range(8))
+
+
+def test_killed_worker_in_training_is_held_for(cluster: Cluster) -> None:
+    arguments = (*FAST, "--num-nodes", "2", "--iterations", "8", "--eval-interval", "0")
+    cluster.start(0, *arguments, "cluster.node_timeout_s=4")
+    cluster.start(1)
+    cluster.until(lambda: len(cluster.metrics()) >= 1, "the first iteration", 120)
+    cluster.kill(1)
+    cluster.nodes[1].wait()
+    cluster.until(lambda: "is lost" in cluster.output(0), "the master finds it lost", 30)
+    cluster.start(1)
+    assert cluster.wait(120) == [0, 0], cluster.everything_said()
+    assert [line["iteration"] for line in cluster.metrics()] == list(range(1, 9))
 
 
 def test_restarted_worker_is_taken_in_and_the_run_goes_on(cluster: Cluster, engine_url: str) -> None:
@@ -182,3 +271,49 @@ def test_changed_model_tasks_or_seed_are_refused(cluster: Cluster, engine_url: s
     for change in ("rollout.seed=5", "tiny.warmup_steps=1"):
         assert cluster.run(1, *arguments, change) == [2]
         assert "use another log path" in cluster.output(0).splitlines()[-1]
+
+
+def test_reward_that_always_fails_ends_the_run_and_can_be_mended(cluster: Cluster, engine_url: str) -> None:
+    arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
+    assert cluster.run(1, *arguments, "rollout.reward=tests.cluster.plugins:broken") == [1]
+    assert "this reward is broken" in cluster.output(0).splitlines()[-1]
+    assert cluster.run(1, *arguments) == [0], cluster.everything_said()
+    assert cluster.manifest(1)["groups"] == 8
+
+
+def test_damaged_part_is_made_again_even_under_a_manifest(cluster: Cluster, engine_url: str) -> None:
+    rollout = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
+    assert cluster.run(1, *rollout) == [0]
+    whole = token_ids(cluster.groups(1))
+    part = parts(cluster, 0)[0]
+    data = bytearray(part.read_bytes())
+    data[-5] ^= 1
+    part.write_bytes(data)
+    assert cluster.run(1, *FAST, "--engine-url", engine_url, "--iterations", "1") == [0], (
+        cluster.everything_said()
+    )
+    assert part.with_suffix(".damaged").exists()
+    assert token_ids(cluster.groups(1)) == whole
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(cluster: Cluster, engine_url: str) -> None:
+    arguments = (*FAST, "--eval-interval", "0", "--engine-url", engine_url)
+    assert cluster.run(1, *arguments, "--iterations", "2") == [0]
+    weights = cluster.run_dir.checkpoint(2) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    assert cluster.run(1, *arguments, "--iterations", "3") == [0], cluster.everything_said()
+    assert "DAMAGED CHECKPOINT" in cluster.output(0)
+    base = json.loads((cluster.run_dir.checkpoint(3) / "result.json").read_text())["base_policy"]
+    assert base == json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
+
+
+def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engine_url: str) -> None:
+    arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url)
+    cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking")
+    cluster.until(lambda: "blocking now" in cluster.output(0), "the reward is called")
+    for _ in range(2):
+        cluster.kill(0, signal.SIGINT)
+        time.sleep(0.2)
+    assert cluster.wait(10) == [-signal.SIGINT]

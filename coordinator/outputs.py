@@ -106,7 +106,7 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: st
     opened = read_json(run_dir.iteration_json(iteration)) or {}
     due = opened.get("eval_slots") or settings.rollout_split == "eval-only"
     evaluation = read_manifest(run_dir, "eval", iteration)
-    evaluated = not due or (evaluation is not None and policy in {None, evaluation["policy"]})
+    evaluated = not due or (evaluation is not None and policy in {None, evaluation.get("policy")})
     return Phase.ENGINE_STOPPED if evaluated else Phase.EVAL_DECISION
 
 

@@ -90,8 +90,9 @@ def main() -> None:
         return
     RunDir(roots[0]).base_model.mkdir(parents=True)  # there is no model to make
     commands = [[sys.executable, *sys.argv, "--rank", str(rank)] for rank in range(options.nodes)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    started = [subprocess.Popen(command, **pipes) for command in commands]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for command in commands
+    ]
     said = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in started]
     print(json.dumps(summary(said, options.iterations, RunDir(roots[0]))))
 

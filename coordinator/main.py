@@ -67,8 +67,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
                 _run_epoch(node, iterate)
                 return
             except TrainerFailed as error:
-                attempts[node.iteration] += 1
-                _end_training(node, error, attempts[node.iteration])
+                _end_training(node, error, attempts)
         except EpochChanged:
             node.trainer.leave_epoch()
         except NodeLost as loss:
@@ -100,7 +99,7 @@ def _hold(node: Node, loss: NodeLost) -> None:
     log.error("%s", loss)
 
 
-def _end_training(node: Node, error: TrainerFailed, attempt: int) -> None:
+def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> None:
     """End the job here; the master decides, once every node has said that its trainer is gone, or is lost.
 
     A trainer fails too when a peer of it dies: the loss of a node comes first, and is no failed attempt.
@@ -114,15 +113,16 @@ def _end_training(node: Node, error: TrainerFailed, attempt: int) -> None:
         return True if node.is_master and told >= set(node.record.members) else None
 
     cluster = node.settings.cluster
-    patience_s = (
-        cluster.node_timeout_s if node.is_master else cluster.master_patience_s
-    ) + 2 * cluster.beat_s
+    patience_s = cluster.node_timeout_s if node.is_master else cluster.master_patience_s
+    patience_s += 2 * cluster.beat_s
     node.watch.wait(all_told, node.check, lambda _board: "all nodes to end the training job", patience_s)
     calls = node.watch.look().called(node.record.epoch, "trainer_failed")
     text = first_cause([node.read_call(flag) for flag in calls])
-    if not node.is_master or attempt >= node.settings.trainer.max_attempts:
+    attempts[node.iteration] += 1
+    attempt, most = attempts[node.iteration], node.settings.trainer.max_attempts
+    if not node.is_master or attempt >= most:
         raise Ended(Exit.FAILED, text, "failed")
-    log.error("%s; attempt %d of %d", text, attempt + 1, node.settings.trainer.max_attempts)
+    log.error("%s; attempt %d of %d", text, attempt + 1, most)
     raise EpochChanged
 
 

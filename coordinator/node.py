@@ -79,9 +79,7 @@ class Node(Standing):
         self.watch.begin(self._floor, self.newest_epoch)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        """End in order; at a second signal end at once (user code may hold us): the keeper ends the
-        children.
-        """
+        """End in order; at a second signal at once, since user code may hold us: the keeper does the rest."""
         if self.watch.signal is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -110,7 +108,7 @@ class Node(Standing):
             self._wait_flags(0, 0, "enter")
 
     def check_training(self) -> None:
-        """The same for the training row, whose job cannot go on without a node that is lost."""
+        """As `check`, for the training row: its job cannot go on without a node that is lost."""
         self.check()
         epoch, silent_s = self.record.epoch, self.watch.silence.silent_s.get(MASTER, 0.0)
         if lost := self.watch.board.called(epoch, "lost"):

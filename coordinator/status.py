@@ -49,13 +49,13 @@ def _state(board: Board, record: EpochRecord | None, master: dict[str, Any]) -> 
         return "stopped"
     if record.kind == "finished":
         return "finished"
-    ended = [flag for flag in board.calls if flag.epoch == record.epoch and flag.kind != "trainer_failed"]
-    if any(flag.kind != "left" or flag.rank == MASTER for flag in ended):
+    calls = {(flag.kind, flag.rank == MASTER) for flag in board.calls if flag.epoch == record.epoch}
+    if ("left", True) in calls or {kind for kind, _ in calls} & {"failed", "gave_up", "stopped"}:
         return "stopped"
     here = master and master["peer"]["identity"] == host_identity()
     if here and not psutil.pid_exists(master["pid"]):
         return "stopped"
-    return "holding" if record.kind == "lobby" else "running"
+    return "holding" if record.kind == "lobby" or ("lost", True) in calls else "running"
 
 
 def _node(

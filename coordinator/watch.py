@@ -279,7 +279,7 @@ class Watch:
     def _beat_content(self) -> bytes:
         # The token: two processes that describe themselves alike must not both create a first beat.
         content = {**self._describe(), "token": self._token}
-        if self.rank == MASTER and self.current is not None:
+        if self.rank == MASTER:
             content["silent_s"] = {rank: round(s, 1) for rank, s in self.silence.silent_s.items()}
         return json.dumps(content).encode()
 

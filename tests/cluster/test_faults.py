@@ -149,6 +149,13 @@ def test_run_holds_for_a_killed_worker_and_goes_on_with_it(cluster: Cluster, eng
             lambda rank=rank: "is lost" in cluster.output(rank), f"rank {rank} says who is lost", 30
         )
     assert "run --worker 2 --log-path" in cluster.output(1)
+
+    def holds() -> bool:
+        status = json.loads(cluster.command("status", "--json"))
+        lost = status["nodes"][2]
+        return (status["state"], status["waiting_for"], lost["state"]) == ("holding", [2], "silent")
+
+    cluster.until(holds, "status says who is waited for", 20)
     finished = {path.name for rank in range(3) for path in parts(cluster, rank)}
     cluster.start(2)
     assert cluster.wait() == [0, 0, 0], cluster.everything_said()

@@ -310,6 +310,7 @@ def publish_checkpoint(node: Node) -> None:
             shared_fs.rename(staging, staging.with_name(f"{staging.name}.foreign"))
             raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
         shared_fs.rename(staging, target)
+        node.verified.add(iteration)
     shared_fs.publish(run_dir.latest, f"{target.name}\n".encode())
 
 

@@ -10,12 +10,12 @@ import os
 from typing import Any
 
 from coordinator import outputs, parts, rollouts, shared_fs
-from coordinator.config import RunSettings
 from coordinator.epochs import MASTER
 from coordinator.node import Node, Payload
 from coordinator.outcome import Ended, Exit
 from coordinator.outputs import Incomplete, Policy
 from coordinator.phases import Phase
+from coordinator.settings import RunSettings
 from rollout.engine import Sampling
 from rollout.tasks import group_seed, task_order
 from trainer.batch import Batch, DamagedBatch, build_batch

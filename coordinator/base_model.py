@@ -13,9 +13,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coordinator import outputs, shared_fs
-from coordinator.config import TINY
 from coordinator.node import Node
 from coordinator.outcome import Ended, Exit
+from coordinator.settings import TINY
 
 log = logging.getLogger(__name__)
 

@@ -100,7 +100,8 @@ def node(
 
     The same command again, on any node, after anything, resumes.
     """
-    from coordinator.config import OPTIONS, SettingsError, build, parse_override, read_file
+    from coordinator.config import OPTIONS, build, parse_override, read_file
+    from coordinator.settings import SettingsError
 
     if version:
         from importlib.metadata import version as installed
@@ -183,7 +184,7 @@ def main() -> int:
         app, arguments = status_app, arguments[1:]
     elif arguments[:1] == ["local"]:
         arguments = ["--local", *arguments[1:]]
-    from coordinator.config import SettingsError
+    from coordinator.settings import SettingsError
     from coordinator.shared_fs import SharedFsError
 
     try:

@@ -15,10 +15,11 @@ from rich.text import Text
 
 from coordinator import outputs
 from coordinator.children import Child, Children
-from coordinator.config import SettingsError, build
+from coordinator.config import build
 from coordinator.outcome import Exit
 from coordinator.report import draw_rewards
 from coordinator.run_dir import RunDir
+from coordinator.settings import SettingsError
 from coordinator.start import check_log_path, load_inputs
 from coordinator.status import read_status
 

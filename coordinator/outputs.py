@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import shared_fs
-from coordinator.config import RunSettings
 from coordinator.phases import Phase, rows_of
 from coordinator.run_dir import Kind, RunDir, parse_iteration_name, parse_staging_name
+from coordinator.settings import RunSettings
 from rollout.weights import file_checksums
 from trainer.request import DamagedDocument, TrainResult
 

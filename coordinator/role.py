@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from coordinator.config import SettingsError
 from coordinator.epochs import MASTER
+from coordinator.settings import SettingsError
 
 RANK_VARIABLES = ("RANK", "NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 NODES_VARIABLE = "SLURM_NNODES"

@@ -14,10 +14,10 @@ from typing import Any
 
 from coordinator import config, shared_fs
 from coordinator.board import Board, parse
-from coordinator.config import TINY, ClusterSettings, RunSettings, SettingsError
 from coordinator.epochs import MASTER, EpochRecord, Records
 from coordinator.outcome import Ended, Exit
 from coordinator.run_dir import FORMAT, RunDir
+from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
 from rollout.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.rewards import Reward, RewardSettingError, resolve_reward
 from rollout.tasks import TaskError, TaskSet, load_tasks

@@ -7,10 +7,10 @@ import psutil
 
 from coordinator import outputs
 from coordinator.board import Board, parse
-from coordinator.config import RunSettings, SettingsError
 from coordinator.epochs import MASTER, EpochRecord, Records
 from coordinator.network import host_identity
 from coordinator.run_dir import FORMAT, RunDir
+from coordinator.settings import RunSettings, SettingsError
 from coordinator.watch import ENDED, ranks_text, read_beat
 
 

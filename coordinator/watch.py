@@ -19,9 +19,9 @@ from watchdog.observers import Observer
 
 from coordinator import shared_fs
 from coordinator.board import Board, parse
-from coordinator.config import ClusterSettings
 from coordinator.epochs import MASTER, EpochRecord, Event, Records, Silence, Verdict, decide, new_token
 from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
+from coordinator.settings import ClusterSettings
 from coordinator.shared_fs import SharedFsError
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from coordinator.board import Board, parse
-from coordinator.config import RunSettings, build
+from coordinator.config import build
 from coordinator.epochs import EpochRecord, Member
 from coordinator.run_dir import Beat, Flag, Record, RunDir
+from coordinator.settings import RunSettings
 from rollout.trajectory import Group, Sample
 from rollout.weights import file_checksums, policy_digest
 from trainer.request import FileInfo, TrainResult

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from coordinator.config import (
     OPTIONS,
     TINY_DEFAULTS,
-    RunSettings,
-    SettingsError,
     build,
     contradictions,
     flatten,
     overlay,
     parse_override,
-    parse_weights,
     read_file,
 )
 from coordinator.local import as_overrides
+from coordinator.settings import RunSettings, SettingsError, parse_weights
 
 
 def refusal(**settings: Any) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from coordinator import outputs
-from coordinator.config import RunSettings, build
+from coordinator.config import build
 from coordinator.outputs import Incomplete, next_iteration, resume_at, verify_checkpoint
 from coordinator.phases import Phase
 from coordinator.run_dir import RunDir
+from coordinator.settings import RunSettings
 from tests.coordinator.made_up import POLICY, run_dir_at, write_checkpoint, write_json
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.config import SettingsError
 from coordinator.role import RANK_VARIABLES, nodes_from, resolve_rank
+from coordinator.settings import SettingsError
 
 HERE = {"node-a", "10.0.0.1"}
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import RunSettings, SettingsError, build
+from coordinator.config import build
 from coordinator.epochs import EpochRecord, claim
 from coordinator.network import host_identity
 from coordinator.run_dir import FORMAT, Beat, Flag, RunDir
+from coordinator.settings import RunSettings, SettingsError
 from coordinator.status import read_status, render
 from coordinator.watch import ENDED
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json

@@ -16,9 +16,9 @@ from watchdog.events import FileMovedEvent
 
 from coordinator import shared_fs, watch
 from coordinator.board import Board
-from coordinator.config import ClusterSettings
 from coordinator.epochs import Event, Verdict, claim
 from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
+from coordinator.settings import ClusterSettings
 from coordinator.shared_fs import SharedFsError
 from coordinator.watch import SAY_AGAIN_S, Watch, ranks_text
 from tests.coordinator.made_up import record, run_dir_at
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 STARTER = """
 import errno, json, os, sys
 from pathlib import Path
-from coordinator.config import ClusterSettings
+from coordinator.settings import ClusterSettings
 from coordinator.run_dir import RunDir
 from coordinator.watch import Watch
 

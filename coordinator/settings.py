@@ -1,0 +1,155 @@
+"""The settings tree of a run, one class per concern; those of `rollout` and `trainer` are theirs."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rollout.settings import EngineSettings, EvalSettings, RolloutSettings, Settings
+from trainer.settings import TrainerSettings
+
+TINY = "builtin:tiny"
+
+
+class SettingsError(ValueError):
+    """A setting is wrong: one line that says which, with which value, and what to do."""
+
+
+def parse_weights(text: str) -> list[float]:
+    """`2,1,1` as numbers."""
+    weights: list[float] = []
+    for item in text.split(","):
+        try:
+            weights.append(float(item))
+        except ValueError:
+            raise SettingsError(
+                f"--rank-weights {text}: '{item}' is not a number; give one per node, e.g. 2,1,1"
+            ) from None
+        if not 0 < weights[-1] < float("inf"):
+            raise SettingsError(
+                f"--rank-weights {text}: '{item}' is not positive; a node without work is left out"
+            )
+    return weights
+
+
+def _weights(given: Any) -> Any:
+    return parse_weights(given) if isinstance(given, str) else given
+
+
+class ClusterSettings(Settings):
+    """The nodes and their patience."""
+
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    """Nodes of the run, the master included."""
+    rank_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
+    """One positive number a node: its share of the tasks and of the training tokens; default: equal."""
+    beat_s: Annotated[float, Field(gt=0)] = 2.0
+    """Seconds between two heartbeats of a node."""
+    node_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """A node whose heartbeat stands still for longer is lost."""
+    rejoin_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """How long nodes wait for the others to come."""
+    poll_max_s: Annotated[float, Field(gt=0)] = 0.5
+    """Longest pause between two listings while a node waits."""
+    on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
+    """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
+
+    @property
+    def master_patience_s(self) -> float:
+        """How long workers hold for a silent master."""
+        return self.node_timeout_s if self.on_node_failure == "abort" else self.rejoin_timeout_s
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> "ClusterSettings":
+        weights = self.rank_weights
+        if weights is None:
+            return self
+        text = ",".join(f"{weight:g}" for weight in weights)
+        if len(weights) != self.num_nodes:
+            example = ",".join("2" if rank == 0 else "1" for rank in range(self.num_nodes))
+            raise ValueError(
+                f"--rank-weights {text} has {len(weights)} weights for --num-nodes {self.num_nodes}; "
+                f"give one per node, e.g. {example}"
+            )
+        if not all(0 < weight < float("inf") for weight in weights):
+            raise ValueError(f"--rank-weights {text}: every weight must be a positive number")
+        return self
+
+    @model_validator(mode="after")
+    def _timeout_fits(self) -> "ClusterSettings":
+        if self.node_timeout_s <= 2 * self.beat_s:
+            raise ValueError(
+                f"--node-timeout {self.node_timeout_s:g} must be more than two beats "
+                f"(cluster.beat_s={self.beat_s:g})"
+            )
+        return self
+
+    def weight(self, rank: int) -> float:
+        """Weight of `rank`."""
+        return self.rank_weights[rank] if self.rank_weights else 1.0
+
+
+class CheckpointSettings(Settings):
+    """What is kept."""
+
+    keep_last: Annotated[int, Field(ge=2)] = 3
+    """Checkpoints kept; at least 2, or there is nothing to fall back to."""
+
+
+class TinySettings(Settings):
+    """The built-in model."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 800
+    """Supervised steps before RL; 0 leaves random weights."""
+
+
+class RunSettings(Settings):
+    """Everything that a run is told; published by the master."""
+
+    model: str = TINY
+    """Hugging Face directory or id, or builtin:tiny."""
+    tasks: str = "builtin:arithmetic"
+    """JSON lines of the training tasks."""
+    eval_tasks: str | None = None
+    """JSON lines of the evaluation tasks; default: builtin:arithmetic's if it trains, else none."""
+    data_path: str | None = None
+    """Read-only shared data: relative task files and models are looked up here, HF_HOME lies below it."""
+    rl_phase: Literal["both", "rollout", "update"] = "both"
+    """Which half of an iteration runs."""
+    rollout_split: Literal["train-only", "eval-only"] | None = None
+    """Restricts the rollout half."""
+    iterations: Annotated[int, Field(ge=1)] | None = None
+    """Stop after this iteration; default: go on until stopped."""
+    cluster: ClusterSettings = ClusterSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
+    engine: EngineSettings = EngineSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    tiny: TinySettings = TinySettings()
+
+    @model_validator(mode="after")
+    def _split_fits(self) -> "RunSettings":
+        if self.rollout_split and self.rl_phase == "update":
+            raise ValueError(
+                f"--rollout-split {self.rollout_split} needs a rollout, but --rl-phase is update; "
+                "leave one of them out"
+            )
+        if self.rollout_split == "eval-only" and self.rl_phase != "rollout":
+            raise ValueError("--rollout-split eval-only makes nothing to train on; add --rl-phase rollout")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_advantages(self) -> "RunSettings":
+        if self.rl_phase == "both" and self.rollout.samples_per_task < 2:
+            raise ValueError(
+                f"rollout.samples_per_task={self.rollout.samples_per_task}: a group of one has no "
+                "advantage, so nothing would be learnt; give at least 2, or --rl-phase rollout"
+            )
+        return self
+
+    @property
+    def evaluation_tasks(self) -> str | None:
+        """The evaluation tasks' source, or None for no evaluation."""
+        if self.eval_tasks is None and self.tasks.startswith("builtin:"):
+            return self.tasks
+        return self.eval_tasks

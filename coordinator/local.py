@@ -16,11 +16,12 @@ from rich.text import Text
 from coordinator import outputs
 from coordinator.children import Child, Children
 from coordinator.config import build
+from coordinator.inputs import load_inputs
 from coordinator.outcome import Exit
 from coordinator.report import draw_rewards
 from coordinator.run_dir import RunDir
 from coordinator.settings import SettingsError
-from coordinator.start import check_log_path, load_inputs
+from coordinator.start import check_log_path
 from coordinator.status import read_status
 
 REFRESH_S = 0.25

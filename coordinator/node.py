@@ -15,12 +15,13 @@ from coordinator.board import Board
 from coordinator.children import Children
 from coordinator.engine_host import EngineHost
 from coordinator.epochs import MASTER, EpochRecord
+from coordinator.inputs import base_model_dir
 from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
 from coordinator.outputs import Policy
 from coordinator.phases import By, Phase, rows_of
 from coordinator.run_dir import Flag
 from coordinator.standing import Payload, Position, Standing
-from coordinator.start import Start, base_model_dir
+from coordinator.start import Start
 from coordinator.trainer_host import TrainerHost
 from coordinator.watch import ENDED
 from rollout.weights import file_checksums, policy_digest

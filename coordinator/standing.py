@@ -12,9 +12,10 @@ from typing import Any
 from coordinator import network, shared_fs
 from coordinator.board import Board
 from coordinator.epochs import MASTER, EpochRecord, Event, Verdict
+from coordinator.inputs import local_processes
 from coordinator.outcome import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
 from coordinator.run_dir import Flag, RunDir
-from coordinator.start import Start, local_processes
+from coordinator.start import Start
 from coordinator.watch import Watch
 
 Payload = dict[str, Any]

@@ -11,18 +11,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
-from watchdog.events import FileMovedEvent, FileSystemEvent, FileSystemEventHandler
+from watchdog.events import FileMovedEvent
 from watchdog.observers import Observer
 
 from coordinator import shared_fs
 from coordinator.board import Board, parse
 from coordinator.epochs import MASTER, EpochRecord, Event, Records, Silence, Verdict, decide, new_token
-from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
+from coordinator.run_dir import Beat, Flag, RunDir
 from coordinator.settings import ClusterSettings
 from coordinator.shared_fs import SharedFsError
+from coordinator.waker import Waker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -285,7 +285,7 @@ class Watch:
 
     def _follow_events(self) -> None:
         """Let file events cut waits short. A hint: another machine's writes never raise one."""
-        handler = _Waker(self._wake, self.rank)
+        handler = Waker(self._wake, self.rank)
         observer = Observer()
         try:
             observer.schedule(
@@ -298,23 +298,6 @@ class Watch:
             log.info("no file events here (%s): waiting by listing alone", error)
             return
         self._observer = observer
-
-
-class _Waker(FileSystemEventHandler):
-    """Wakes a waiter at the flags that it can be waiting for: a worker waits for the master's alone."""
-
-    def __init__(self, wake: threading.Event, rank: int) -> None:
-        self._wake = wake
-        self._rank = rank
-
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        name = Path(str(event.dest_path or event.src_path)).name
-        entry = parse_protocol_name(name)
-        if entry is None or isinstance(entry, Beat):
-            return
-        routine = isinstance(entry, Flag) and entry.kind in {"ok", "enter"} and entry.rank != MASTER
-        if not routine or self._rank == MASTER:
-            self._wake.set()
 
 
 def read_beat(run_dir: RunDir, beat: Beat) -> dict[str, Any]:

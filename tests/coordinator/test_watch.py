@@ -20,6 +20,7 @@ from coordinator.epochs import Event, Verdict, claim
 from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
 from coordinator.settings import ClusterSettings
 from coordinator.shared_fs import SharedFsError
+from coordinator.waker import Waker
 from coordinator.watch import SAY_AGAIN_S, Watch, ranks_text
 from tests.coordinator.made_up import record, run_dir_at
 
@@ -28,6 +29,7 @@ STARTER = """
 import errno, json, os, sys
 from pathlib import Path
 from coordinator.settings import ClusterSettings
+from coordinator.waker import Waker
 from coordinator.run_dir import RunDir
 from coordinator.watch import Watch
 
@@ -252,7 +254,7 @@ def test_file_event_cuts_a_wait_short(make: Make, run_dir: RunDir, monkeypatch: 
 )
 def test_event_wakes_only_who_can_be_waiting_for_it(rank: int, name: str, wakes: bool) -> None:
     wake = threading.Event()
-    watch._Waker(wake, rank).on_any_event(FileMovedEvent("/run/.temporary", f"/run/protocol/{name}"))
+    Waker(wake, rank).on_any_event(FileMovedEvent("/run/.temporary", f"/run/protocol/{name}"))
     assert wake.is_set() is wakes
 
 

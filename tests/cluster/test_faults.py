@@ -206,6 +206,31 @@ def test_stopped_worker_that_wakes_rejoins(cluster: Cluster, engine_url: str) ->
         assert sorted(cluster.groups(iteration)) == list(range(8))
 
 
+@pytest.mark.parametrize(("victim", "codes"), [(1, [3, -9]), (0, [-9, 3])])
+def test_hold_ends_after_rejoin_timeout(
+    cluster: Cluster, engine_url: str, victim: int, codes: list[int]
+) -> None:
+    arguments = (*FAST, *QUICK, "--rl-phase", "rollout", "--engine-url", engine_url, "--num-nodes", "2")
+    cluster.start(0, *arguments, "--iterations", "4000", "--rejoin-timeout", "10")
+    cluster.start(1)
+    cluster.until(lambda: parts(cluster, 1), "the first part")
+    cluster.kill(victim)
+    assert cluster.wait(60) == codes, cluster.everything_said()
+    assert f"rank {victim}" in cluster.output(1 - victim).splitlines()[-1]
+
+
+def test_training_goes_on_without_a_killed_worker(cluster: Cluster) -> None:
+    arguments = (*FAST, "--num-nodes", "3", "--iterations", "30", "--eval-interval", "0")
+    cluster.start(0, *arguments, "cluster.node_timeout_s=4", "--on-node-failure", "shrink")
+    for rank in (1, 2):
+        cluster.start(rank)
+    cluster.until(lambda: len(cluster.metrics()) >= 1, "the first iteration", 120)
+    cluster.kill(2)
+    assert cluster.wait(120) == [0, 0, -signal.SIGKILL], cluster.everything_said()
+    assert [line["iteration"] for line in cluster.metrics()] == list(range(1, 31))
+    assert set(cluster.metrics()[-1]["wait_seconds"]) == {"0", "1"}
+
+
 def test_killed_worker_in_training_is_held_for(cluster: Cluster) -> None:
     arguments = (*FAST, "--num-nodes", "2", "--iterations", "8", "--eval-interval", "0")
     cluster.start(0, *arguments, "cluster.node_timeout_s=4")

@@ -10,7 +10,6 @@ from coordinator import shared_fs
 from coordinator.phases import Phase, rows_of
 from coordinator.run_dir import Kind, RunDir, parse_iteration_name, parse_staging_name
 from coordinator.settings import RunSettings
-from rollout.weights import file_checksums
 from trainer.request import DamagedDocument, TrainResult
 
 RESULT = "result.json"
@@ -50,18 +49,22 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; a torn one is left out."""
+    """The lines of metrics.jsonl, by iteration: of an iteration and kind the first one, and whole ones only.
+
+    It is the one file that is appended to, so a master that was stopped in doing so can add a second line
+    when it wakes.
+    """
     if run_dir.metrics.name not in names(run_dir.root):
         return []
-    lines: list[dict[str, Any]] = []
+    lines: dict[tuple[int, str], dict[str, Any]] = {}
     for text in shared_fs.read(run_dir.metrics).splitlines():
         try:
             line = json.loads(text)
         except ValueError:
             continue
         if isinstance(line, dict) and isinstance(line.get("iteration"), int):  # pyright: ignore
-            lines.append(line)  # pyright: ignore[reportUnknownArgumentType]
-    return lines
+            lines.setdefault((line["iteration"], line.get("kind", "both")), line)  # pyright: ignore
+    return sorted(lines.values(), key=lambda line: line["iteration"])
 
 
 def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
@@ -153,8 +156,8 @@ def verify_checkpoint(directory: Path) -> TrainResult:
     found = {
         f"{prefix}{name}": facts
         for prefix, folder in (("", directory), ("trainer_state/", directory / "trainer_state"))
-        if folder.is_dir()
-        for name, facts in file_checksums(folder).items()
+        if folder.name in names(folder.parent)
+        for name, facts in shared_fs.checksums(folder).items()
     }
     for name, facts in result.files.items():
         if found.get(name) != facts:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from coordinator import shared_fs
-from coordinator.shared_fs import PASSING, SharedFsError, append_line, create_once, make_directory, publish
+from coordinator import retry, shared_fs
+from coordinator.retry import PASSING, SharedFsError
+from coordinator.shared_fs import append_line, create_once, make_directory, publish
 from tests.coordinator.made_up import tree
 
 READER = """
@@ -47,7 +49,7 @@ for number in range(300):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_fs, "RETRY_S", 0.2)
+    monkeypatch.setattr(retry, "RETRY_S", 0.2)
 
 
 def failing(
@@ -278,9 +280,10 @@ def test_full_disk_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     failing(monkeypatch, "fsync", errno.ENOSPC)
     with pytest.raises(SharedFsError) as caught:
         publish(tmp_path / "a", b"data")
-    assert str(caught.value) == (
-        f"cannot write {tmp_path / 'a'}: No space left on device; "
-        "free some space there, then run the same command again"
+    assert re.fullmatch(
+        rf"cannot write {tmp_path / 'a'}: No space left on device \([\d.]+ of [\d.]+ GB free\); "
+        "free some space there, then run the same command again",
+        str(caught.value),
     )
 
 

@@ -1,8 +1,6 @@
 """GATHER (the master) and PENDING (a worker): how the nodes of an epoch come together."""
 
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,11 +10,11 @@ import psutil
 from filelock import FileLock, Timeout
 
 from coordinator import network
-from coordinator.board import Board
-from coordinator.epochs import MASTER, EpochRecord, Event, Member, Verdict, claim, new_token
+from coordinator.board import Board, ranks_text
+from coordinator.epochs import MASTER, EpochRecord, Event, Member, Verdict, claim, new_token, read_beat
+from coordinator.host_lock import host_lock
 from coordinator.node import Node, Position
 from coordinator.outcome import Ended, Exit
-from coordinator.watch import ranks_text
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ def gather(node: Node, prepare: Callable[[Node], None]) -> EpochRecord:
     node.position = Position("gathering")
     if lobby is None:
         lobby = claim_next(node, "lobby")
-        node.watch.announce_epoch(lobby.epoch)
+        node.watch.heart.beat(lobby.epoch)
     since = lobby.epoch
     prepare(node)
     cluster = node.settings.cluster
@@ -46,9 +44,13 @@ def gather(node: Node, prepare: Callable[[Node], None]) -> EpochRecord:
         complete = not absent or (shrinks_s is not None and time.monotonic() >= shrinks_s)
         return _members(node, board, absent) if complete else None
 
+    def check() -> None:
+        node.check()
+        node.check_still_master()
+
     members = node.watch.wait(
         together,
-        lambda: _check_still_master(node),
+        check,
         lambda _board: f"{ranks_text(node.position.waiting_for)} to start",
         cluster.rejoin_timeout_s,
     )
@@ -81,10 +83,11 @@ def new_record(
 
 def claim_next(node: Node, kind: Literal["lobby", "finished"]) -> EpochRecord:
     """Claim the first free number above all that the board shows: the newest master wins."""
-    number = max(node.watch.look().newest_epoch(), node.newest_epoch)
     while True:
-        number += 1
-        record = new_record(node, number, kind, {})
+        board = node.watch.look()
+        if board.highest_incarnation(MASTER) > node.watch.incarnation:
+            raise node.superseded()
+        record = new_record(node, max(board.newest_epoch(), node.newest_epoch) + 1, kind, {})
         if claim(node.run_dir, record):
             return record
 
@@ -107,17 +110,11 @@ def _absent(node: Node, board: Board, since: int) -> list[int]:
     return absent
 
 
-def _check_still_master(node: Node) -> None:
-    node.check()
-    newest = node.watch.newest_record()
-    if newest is not None and newest.master_incarnation != node.watch.incarnation:
-        raise node.superseded()
-
-
 def _members(node: Node, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
-    """Who takes part; None while a beat that is listed cannot be read: a listing may be old."""
+    """Who takes part; None while a beat that is listed cannot be read: it has given way to the next one."""
     cluster = node.settings.cluster
-    said = {rank: node.watch.said(rank) for rank in range(1, cluster.num_nodes) if rank not in absent}
+    here = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
+    said = {rank: read_beat(node.run_dir, board.beats[rank]) for rank in here}
     node.position.waiting_for = [rank for rank, content in said.items() if not content]
     if node.position.waiting_for:
         return None
@@ -126,7 +123,7 @@ def _members(node: Node, board: Board, absent: Collection[int]) -> dict[int, Mem
     said[MASTER] = node.describe()
     return {
         rank: Member(
-            incarnation=board.beats[rank].incarnation,
+            incarnation=board.beats[rank].incarnation if rank else node.watch.incarnation,
             host=content["host"],
             address=content["address"],
             processes=content["processes"],
@@ -141,7 +138,7 @@ def pend(node: Node) -> EpochRecord:
     node.watch.leave()
     node.position = Position("pending", waiting_for=[MASTER])
     announced = node.newest_epoch
-    node.watch.announce_epoch(announced)
+    node.watch.heart.beat(announced)
 
     def admitted(board: Board) -> EpochRecord | None:
         nonlocal announced
@@ -151,7 +148,7 @@ def pend(node: Node) -> EpochRecord:
         _check_pending(node, board, newest)
         if newest.epoch > announced:
             announced = newest.epoch
-            node.watch.announce_epoch(announced)
+            node.watch.heart.beat(announced)
         member = newest.members.get(node.rank)
         mine = member is not None and member.incarnation == node.watch.incarnation
         return newest if newest.kind == "full" and mine else None
@@ -169,7 +166,8 @@ def pend(node: Node) -> EpochRecord:
 def _check_pending(node: Node, board: Board, newest: EpochRecord) -> None:
     """Raise what the newest epoch has already come to, if anything."""
     member = newest.members.get(node.rank)
-    if member is not None and member.incarnation > node.watch.incarnation:
+    highest = max(board.highest_incarnation(node.rank), member.incarnation if member else 0)
+    if highest > node.watch.incarnation:
         raise node.superseded()
     if newest.kind == "finished":
         raise Ended(Exit.DONE, "the run is finished")
@@ -185,15 +183,12 @@ def hold_host_lock(node: Node) -> FileLock:
 
     Beside the lock lies who holds it: the pid, and when that process was created, since pids are used again.
     """
-    folder = Path(tempfile.gettempdir()) / f"flagpost-locks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{node.run_id}.rank{node.rank}.lock"
-    holder = path.with_suffix(".pid")
-    lock = FileLock(path)
+    lock = host_lock(f"{node.run_id}.rank{node.rank}")
+    holder = Path(lock.lock_file).with_suffix(".pid")
     if not _acquire(lock, node, LOCK_PATIENCE_S):
         _kill(holder)
         if not _acquire(lock, node, LOCK_PATIENCE_S):
-            text = f"another process of rank {node.rank} on this host does not end (it holds {path}); end it"
+            text = f"another process of rank {node.rank} on this host does not end; its pid is in {holder}"
             raise Ended(Exit.FAILED, text)
     me = psutil.Process()
     holder.write_text(f"{me.pid} {me.create_time()}")

@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ def prepare_base_model(node: Node) -> None:
         return
     made = _from_cache(node)
     staging = target.with_name(f".{target.name}.n{node.watch.incarnation}")
-    shutil.rmtree(staging, ignore_errors=True)
+    shared_fs.remove_tree(staging)
     shared_fs.make_directory(staging)
     for file in sorted(made.iterdir()):
         shared_fs.publish(staging / file.name, file.read_bytes())

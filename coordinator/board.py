@@ -54,3 +54,9 @@ def parse(names: Iterable[str]) -> Board:
             records.append(entry.epoch)
     calls = tuple(sorted(flag for flag in flags if flag.kind not in {"ok", "enter"}))
     return Board(tuple(sorted(records, reverse=True)), beats, frozenset(flags), calls)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 2`, `ranks 1, 2`."""
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"

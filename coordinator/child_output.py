@@ -118,9 +118,10 @@ class Output:
         deadline_s = time.monotonic() + timeout_s
         self._pump.join(timeout_s)
         written = self._log is None or self._log.join(max(0.0, deadline_s - time.monotonic()))
-        if not written or self.dropped_lines:
-            dropped = self.dropped_lines
-            logger.warning("the log of %s is not complete (%d lines dropped)", self._name, dropped)
+        if self.dropped_lines:
+            logger.warning("%d lines of the log of %s were dropped", self.dropped_lines, self._name)
+        elif not written:
+            logger.warning("the log of %s may miss its last lines", self._name)
 
     def _run(self, stream: IO[bytes], echo: Callable[[str], None] | None) -> None:
         with stream:

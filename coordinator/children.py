@@ -10,8 +10,8 @@ sessions of their own. So every process group to kill is written down on the loc
         pgid/4711, 4720       its process groups: its own, and those of grandchildren in other sessions
 
 *Who registers.* A group registers itself, by making the file named by its number before it does anything
-else: a child by the one-line shell that `start` runs and that then becomes the program by exec, a trainer's
-worker as its first act. Whoever cannot make the file, because the directory is gone, exits.
+else: a child, and a trainer's worker, by a one-line shell (`trainer.launch.LAUNCHER`) that then becomes the
+program by exec. Whoever cannot make the file, because the directory is gone, exits.
 
 *Why that is airtight.* The keeper, and `Child.kill`, list `pgid/`, kill, forget what is gone and then try
 to remove the directory. A file made before that makes the removal fail, and the next pass kills its group;
@@ -47,11 +47,10 @@ import psutil
 
 from coordinator import keeper
 from coordinator.child_output import Output
+from trainer.launch import LAUNCHER
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER = ': > "$0/$$" && exec "$@"'
-"""For /bin/sh, with `pgid` as $0: register the shell's pid, which is the group's, then become the program."""
 KILL_S = 5.0
 """How long killed processes may take to vanish before we say so and go on."""
 BURY_S = 0.2

@@ -6,8 +6,9 @@ in protocol/ carries its epoch, so what an older process still writes is never m
 run's.
 """
 
+import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator import shared_fs
 from coordinator.board import Board
-from coordinator.run_dir import Flag, Record, RunDir
+from coordinator.run_dir import Beat, Flag, Record, RunDir
 
 MASTER = 0
 """The master's rank."""
@@ -88,6 +89,14 @@ class Records:
         return record
 
 
+def read_beat(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
+    """A beat's content; {} if it is gone (a newer one took its place) or torn."""
+    try:
+        return json.loads(shared_fs.read(run_dir.protocol / beat.name, fleeting=True))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
 class Silence:
     """For how long each rank's beat has stood still, by this node's own clock.
 
@@ -121,6 +130,39 @@ class Silence:
             self.silent_s[rank] = 0.0
 
 
+class Standstill:
+    """For how long the row and the progress of each rank have stood still, although it beats.
+
+    A rank that waits for others does not stand still. Counted as silence is, by this node's own clock.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._last_s: float | None = None
+        self._places: dict[int, tuple[Any, ...]] = {}
+        self.still_s: dict[int, float] = {}
+
+    def observe(self, said: Mapping[int, Mapping[str, Any]], now_s: float) -> None:
+        """Take in what the newest beat of each rank says, at `now_s` (monotonic)."""
+        credit_s = 0.0 if self._last_s is None else min(now_s - self._last_s, 2 * self._interval_s)
+        self._last_s = now_s
+        for rank, content in said.items():
+            place = tuple(content.get(name) for name in ("state", "iteration", "phase", "done"))
+            moves = place != self._places.get(rank) or bool(content.get("waiting_for"))
+            self._places[rank] = place
+            self.still_s[rank] = 0.0 if moves else self.still_s.get(rank, 0.0) + credit_s
+
+    def phase(self, rank: int) -> str:
+        """The row that `rank` was last seen in."""
+        return str(self._places[rank][2])
+
+    def restart(self) -> None:
+        """Count anew."""
+        self._last_s = None
+        self._places.clear()
+        self.still_s.clear()
+
+
 class Event(Enum):
     """What a board can mean for a node that runs."""
 
@@ -132,6 +174,7 @@ class Event(Enum):
     GAVE_UP = "the master gave up"
     LEFT = "a node left"
     SILENT = "a node is silent"
+    STALLED = "a node beats, but its row and its progress stand still"
     TRAINER_FAILED = "the training job failed on a node"
     RETURNED = "a member was restarted: a higher incarnation of it beats"
 
@@ -155,6 +198,7 @@ def decide(
     node_timeout_s: float,
     trainer_failure_known: bool = False,
     master_patience_s: float | None = None,
+    stalled: Collection[int] = (),
 ) -> Verdict | None:
     """The first thing on the board that ends the row this node is in, or None.
 
@@ -184,6 +228,8 @@ def decide(
     for other in judged:
         if silent_s.get(other, 0.0) >= limit_s:
             return Verdict(Event.SILENT, other)
+        if other in stalled:
+            return Verdict(Event.STALLED, other)
     trainer_failed = board.called(current.epoch, "trainer_failed")
     if trainer_failed and not trainer_failure_known:
         return Verdict(Event.TRAINER_FAILED, trainer_failed[0].rank, trainer_failed[0])

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from coordinator import actions, metrics, outputs
+from coordinator import actions, metrics, outputs, training
 from coordinator.node import Node
 from coordinator.phases import By, Phase
 
@@ -17,20 +17,20 @@ def run_iteration(node: Node, iteration: int) -> None:
     """One pass of the protocol table in README.md, row by row."""
     step = partial(node.step, iteration)  # act if the row is ours, raise our flag, wait for the master's
     # fmt: off
-    step(Phase.ITERATION_START,   actions.open_iteration,     by=By.MASTER)
-    step(Phase.TRAIN_PLAN,        actions.plan_train,         by=By.MASTER)
+    step(Phase.ITERATION_START,   actions.open_iteration,      by=By.MASTER)
+    step(Phase.TRAIN_PLAN,        actions.plan_train,          by=By.MASTER)
     step(Phase.TRAIN_ROLLOUT,     actions.collect_train)
-    step(Phase.TRAIN_FILES_READY, actions.name_parts,         then=actions.merge_names)
-    step(Phase.TRAIN_AGGREGATE,   actions.write_manifest,     by=By.MASTER)
-    step(Phase.EVAL_DECISION,     actions.decide_eval,        by=By.MASTER)
-    step(Phase.EVAL_ROLLOUT,      actions.collect_eval,       then=actions.aggregate_eval)
-    step(Phase.ENGINE_STOPPED,    actions.stop_engine)
-    step(Phase.TRAIN_DATA,        actions.write_batch,        by=By.MASTER)
-    step(Phase.TRAIN_CONFIG,      actions.configure_training, by=By.MASTER)
-    step(Phase.TRAINING,          actions.train)
-    step(Phase.CHECKPOINT,        actions.publish_checkpoint, by=By.MASTER)
-    step(Phase.ENGINE_RESTARTED,  actions.restart_engine)
-    step(Phase.ITERATION_END,     metrics.report_timings,     then=metrics.end_iteration)
+    step(Phase.TRAIN_FILES_READY, actions.name_parts,          then=actions.merge_names)
+    step(Phase.TRAIN_AGGREGATE,   actions.write_manifest,      by=By.MASTER)
+    step(Phase.EVAL_DECISION,     actions.decide_eval,         by=By.MASTER)
+    step(Phase.EVAL_ROLLOUT,      actions.collect_eval,        then=actions.aggregate_eval)
+    step(Phase.ENGINE_STOPPED,    training.stop_engine)
+    step(Phase.TRAIN_DATA,        training.write_batch,        by=By.MASTER)
+    step(Phase.TRAIN_CONFIG,      training.configure_training, by=By.MASTER)
+    step(Phase.TRAINING,          training.train)
+    step(Phase.CHECKPOINT,        training.publish_checkpoint, by=By.MASTER)
+    step(Phase.ENGINE_RESTARTED,  training.restart_engine)
+    step(Phase.ITERATION_END,     metrics.report_timings,      then=metrics.end_iteration)
     # fmt: on
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ from coordinator.base_model import prepare_base_model
 from coordinator.board import Board
 from coordinator.children import ChildError
 from coordinator.epochs import MASTER, claim
+from coordinator.fence import is_away
 from coordinator.iteration import open_next, run_iterations
 from coordinator.logs import Prefix
 from coordinator.network import NetworkError
 from coordinator.node import Node
-from coordinator.outcome import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
+from coordinator.outcome import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.outputs import Incomplete
 from coordinator.shared_fs import SharedFsError
 from coordinator.start import Start, start_master, start_worker
@@ -61,17 +63,33 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
     """Epoch after epoch, until the run is finished."""
     returns: Counter[int] = Counter()
     attempts: Counter[int] = Counter()
+    lost: NodeLost | None = None
     while True:
         try:
             try:
+                if lost is not None:
+                    lost = _hold(node, lost)
                 _run_epoch(node, iterate)
                 return
             except TrainerFailed as error:
                 _end_training(node, error, attempts)
+            except RowEnded:
+                raise
+            except Exception:
+                node.settle()  # what a process meets that has been replaced is no failure of the run
+                raise
         except EpochChanged:
             node.trainer.leave_epoch()
-        except NodeLost as loss:
-            _hold(node, loss)
+        except Fenced:
+            node.come_back()
+        except SharedFsError as error:
+            returns[node.iteration] += 1
+            if not is_away(error) or returns[node.iteration] > MAX_RETURNS:
+                raise
+            log.error("%s", error)
+            node.come_back()
+        except NodeLost as error:
+            lost = error
         except Incomplete as error:
             returns[node.iteration] += 1
             if not node.is_master or node.iteration == 0 or returns[node.iteration] > MAX_RETURNS:
@@ -91,11 +109,12 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
 
 
 def _hold(node: Node, loss: NodeLost) -> None:
-    """The master has lost a node: tell the others, whose engines stay warm, and go to gather all again."""
+    """The master has lost a node: tell the others, whose engines stay warm, before it gathers all again."""
     node.trainer.leave_epoch()
     beat = node.watch.board.beats.get(loss.rank)
-    node.lost[loss.rank] = (beat.incarnation, beat.counter) if beat else (0, 0)
-    node.tell("lost", str(loss))
+    counter = sys.maxsize if loss.stalled else beat.counter if beat else 0
+    node.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
+    node.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
     log.error("%s", loss)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 from typing import Any
 
 from coordinator import outputs, shared_fs
@@ -25,6 +24,8 @@ def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
     written = outputs.metrics_lines(node.run_dir)
     if not any(line["iteration"] == node.iteration and line.get("kind") == kind for line in written):
         line = _metrics(node, kind, payloads)
+        node.watch.look()
+        node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
         shared_fs.append_line(node.run_dir.metrics, json.dumps(line))
         log.info("%s", summary(line, node.settings.iterations))
     _remove_old_checkpoints(node)
@@ -77,8 +78,4 @@ def _remove_old_checkpoints(node: Node) -> None:
     for name in outputs.names(run_dir.checkpoints):
         staged = parse_staging_name(name)
         if name.startswith(REMOVED) or (staged and staged[0] <= node.iteration):
-            shutil.rmtree(run_dir.checkpoints / name, onerror=_say_left)
-
-
-def _say_left(_call: object, path: str, error: Any) -> None:
-    log.warning("cannot remove %s now: %s", path, error[1])
+            shared_fs.remove_tree(run_dir.checkpoints / name)

@@ -15,16 +15,18 @@ from coordinator.board import Board
 from coordinator.children import Children
 from coordinator.engine_host import EngineHost
 from coordinator.epochs import MASTER, EpochRecord
+from coordinator.fence import is_away
 from coordinator.inputs import base_model_dir
 from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
 from coordinator.outputs import Policy
 from coordinator.phases import By, Phase, rows_of
+from coordinator.retry import CACHED_S
 from coordinator.run_dir import Flag
 from coordinator.standing import Payload, Position, Standing
 from coordinator.start import Start
 from coordinator.trainer_host import TrainerHost
 from coordinator.watch import ENDED
-from rollout.weights import file_checksums, policy_digest
+from rollout.weights import policy_digest
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ class Node(Standing):
             signal.signal(number, self._on_signal)
         shared_fs.make_directory(self.run_dir.logs(self.rank))
         if not self.is_master:  # its first beat must say where the master's side reaches it
-            patience_s = self.settings.cluster.node_timeout_s
+            # A listing may show for so long what was there before.
+            patience_s = max(self.settings.cluster.node_timeout_s, CACHED_S + 5.0)
             said = self.watch.wait(
                 lambda _board: self.watch.said(MASTER) or None,
                 self.check,
@@ -108,6 +111,33 @@ class Node(Standing):
         if self.is_master:
             self._wait_flags(0, 0, "enter")
 
+    def end_training(self) -> None:
+        """As `Standing.end_training`; for any thread."""
+        self.trainer.kill_now()
+
+    def come_back(self) -> None:
+        """Leave an epoch in which this node was without the shared directory, and wait until that answers.
+
+        A worker comes back as a new incarnation, so that the master sees that it has left; a master claims
+        the next epoch.
+        """
+        fence, cluster = self.watch.fence, self.settings.cluster
+        if not fence.tripped:
+            fence.trip("the shared directory fails")
+        self.trainer.leave_epoch()
+        self.position = Position("fenced")
+        deadline_s = time.monotonic() + cluster.rejoin_timeout_s
+        while not fence.wait_until_back(cluster.beat_s / 4):
+            self.check_self()
+            if time.monotonic() > deadline_s:
+                silent = f"{self.run_dir.root} did not answer for {cluster.rejoin_timeout_s:.0f} s"
+                raise Ended(Exit.LOST, f"{silent}. {self.repair()}")
+        if not self.is_master:
+            self.watch.leave()
+            if not self.watch.heart.renew():
+                raise self.superseded()
+        fence.reset()
+
     def check_training(self) -> None:
         """As `check`, for the training row: its job cannot go on without a node that is lost."""
         self.check()
@@ -117,14 +147,14 @@ class Node(Standing):
         if not self.is_master and silent_s >= self.settings.cluster.node_timeout_s:
             raise TrainerFailed(f"the job lost a peer: {self.say_rank(MASTER)}")
 
-    def tell(self, kind: str, text: str) -> None:
+    def tell(self, kind: str, text: str, **more: Any) -> None:
         """Raise a call (failed, left, stopped, gave_up ...) where the others look: in the present epoch."""
         current = self.watch.current or self.watch.newest_record()
         if current is None or (self.watch.current is None and not self.is_master):
             return
         phase = Phase[self.position.phase.upper()] if self.position.phase else Phase.ITERATION_START
         flag = Flag(current.epoch, self.position.iteration, phase, self.rank, kind)
-        self._raise(flag, {"text": text, "host": self.host})
+        self._raise(flag, {"text": text, "host": self.host, **more})
 
     # ---- rows
 
@@ -138,7 +168,7 @@ class Node(Standing):
         if iteration > 0:
             return outputs.policy_of(self.run_dir, iteration)
         directory = base_model_dir(self.settings, self.run_dir)
-        self._base_digest = self._base_digest or policy_digest(file_checksums(directory))
+        self._base_digest = self._base_digest or policy_digest(shared_fs.checksums(directory))
         return Policy(0, directory, self._base_digest)
 
     def next_iteration(self, open_next: Callable[["Node"], int | None]) -> int | None:
@@ -198,6 +228,18 @@ class Node(Standing):
         if phase is Phase.ITERATION_START:
             self.resume_at = Phase(payload["resume_at"])
             self._remove_flags_before(iteration)
+
+    def persist(self, write: Callable[[], None]) -> None:
+        """`write()`, again once the shared directory is back: what is finished must not be lost with it."""
+        deadline_s = time.monotonic() + self.settings.cluster.rejoin_timeout_s
+        while True:
+            try:
+                return write()
+            except shared_fs.SharedFsError as error:
+                if not is_away(error) or time.monotonic() > deadline_s:
+                    raise
+                self.check_self()
+                time.sleep(self.settings.cluster.poll_max_s)
 
     def progress(self, done: int, total: int) -> None:
         """What the next heartbeat says of the work in this row."""

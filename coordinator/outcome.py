@@ -14,7 +14,11 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-class Ended(Exception):
+class RowEnded(Exception):
+    """What this node does is over; what comes next depends on the kind."""
+
+
+class Ended(RowEnded):
     """This node ends: the exit code, a text for the person, and the flag that tells the others."""
 
     def __init__(self, code: Exit, text: str, tell: str | None = None) -> None:
@@ -24,17 +28,23 @@ class Ended(Exception):
         self.tell = tell
 
 
-class NodeLost(Exception):
+class NodeLost(RowEnded):
     """The master has lost a node that it holds for, or goes on without; the text says who, and the repair."""
 
-    def __init__(self, rank: int, text: str) -> None:
+    def __init__(self, rank: int, text: str, stalled: bool = False) -> None:
         super().__init__(text)
         self.rank = rank
+        self.stalled = stalled
+        """Whether it still beats: then it has to come back as another incarnation."""
 
 
-class EpochChanged(Exception):
+class Fenced(RowEnded):
+    """This node was without the shared directory for too long: it must leave its epoch, and come back."""
+
+
+class EpochChanged(RowEnded):
     """A newer epoch is to be entered: whatever this node does for the old one is over."""
 
 
-class TrainerFailed(Exception):
+class TrainerFailed(RowEnded):
     """The training job failed or was ended on this node; the text holds the tail of its log."""

@@ -50,11 +50,12 @@ class PartWriter:
         self._written_s = time.monotonic()
         if not self._waiting:
             return
-        groups, self._waiting = self._waiting, []
+        groups = list(self._waiting)
         self._name = self._name._replace(part=self._name.part + 1)
         path = self._directory / self._name.name
         place: dict[str, Any] = self._place
         shared_fs.publish(path, encode_part(groups, part=self._name.part, **place))
+        del self._waiting[: len(groups)]  # not before: a flush that failed can be repeated
         people = part_for_people(groups, rank=self._name.rank, model_version=place["policy"])
         shared_fs.publish(path.with_suffix(".jsonl"), people.encode(), durable=False)
 
@@ -81,11 +82,16 @@ class Part:
 
 
 def read_parts(
-    directory: Path, policy: str, named: Mapping[str, str] | None = None, rank: int | None = None
+    directory: Path,
+    policy: str,
+    named: Mapping[str, str] | None = None,
+    rank: int | None = None,
+    set_aside: bool = True,
 ) -> Iterator[Part]:
     """The whole parts made by `policy`, by (epoch, rank, part); a damaged one is set aside and named.
 
-    Of `rank` alone, if given; `named` are checksums that nodes have vouched for.
+    Of `rank` alone, if given; `named` are checksums that nodes have vouched for. `set_aside=False`: a
+    damaged one is named, and stays as it is.
     """
     named = named or {}
     for name in sorted(filter(None, map(parse_part_name, {*names(directory), *named}))):
@@ -103,6 +109,9 @@ def read_parts(
                 raise DamagedPart("it differs from what its node has named")
             header, groups = decode_part(data)
         except DamagedPart as error:
+            if not set_aside:
+                log.warning("%s is damaged: left out: %s", path, error)
+                continue
             log.warning("%s is damaged and set aside; its groups are generated again: %s", path, error)
             shared_fs.rename(path, path.with_suffix(".damaged"))
             continue
@@ -132,19 +141,22 @@ def manifest(
     slots: Collection[int],
     policy: str,
     named: Mapping[str, str] | None = None,
+    partial: bool = False,
 ) -> dict[str, Any]:
     """The manifest of an iteration whose slots are all finished; Incomplete names those that are not.
 
     `named` holds the checksums of the parts that nodes have vouched for: a listing may still lack them.
+    `partial`: over the slots that are finished, whichever they are; damaged parts are left as they are.
     """
     entries: list[dict[str, Any]] = []
     groups: list[Group] = []
-    for part, counting in first_finished(read_parts(directory, policy, named)):
+    for part, counting in first_finished(read_parts(directory, policy, named, set_aside=not partial)):
         wanted = [group for group in counting if group.slot in slots]
         if wanted:
             entries.append(part.entry([group.slot for group in wanted]))
             groups += wanted
-    if missing := sorted(set(slots) - {group.slot for group in groups}):
+    missing = sorted(set(slots) - {group.slot for group in groups})
+    if missing and not partial:
         raise Incomplete(f"{directory}: {len(missing)} slots are not finished, e.g. {missing[:5]}")
     given_up = [{"slot": group.slot, "reason": group.given_up} for group in groups if group.given_up]
     return {

@@ -55,10 +55,11 @@ def collect_share(
         node.check()
         raise
     finally:
-        writer.flush()
+        node.persist(writer.flush)
 
 
 async def _collect(node: Node, slots: list[Slot], sampling: Sampling, writer: parts.PartWriter) -> None:
+    """Collect the slots; meanwhile make finished groups durable, and keep the engine alive."""
     settings = node.settings.rollout
 
     def on_group(group: Group) -> None:
@@ -70,10 +71,12 @@ async def _collect(node: Node, slots: list[Slot], sampling: Sampling, writer: pa
             await asyncio.sleep(settings.part_interval_s)
             writer.flush()
 
-    flushing = asyncio.create_task(flush_regularly())
-    timeout_s = node.settings.engine.request_timeout_s
-    try:
-        async with EngineClient(node.engine.url, request_timeout_s=timeout_s) as client:
+    async def collect_all() -> None:
+        engine = node.settings.engine
+        patience_s = node.engine.restart_patience_s(engine)
+        async with EngineClient(
+            node.engine.url, request_timeout_s=engine.request_timeout_s, retry_s=patience_s
+        ) as client:
             await collect(
                 slots,
                 client=client,
@@ -85,11 +88,20 @@ async def _collect(node: Node, slots: list[Slot], sampling: Sampling, writer: pa
                 on_group=on_group,
                 stop=node.watch.stop,
             )
+
+    collecting = asyncio.create_task(collect_all())
+    minding = [
+        asyncio.create_task(flush_regularly()),
+        asyncio.create_task(node.engine.mind(node.settings.engine, node.check)),
+    ]
+    try:
+        done, _ = await asyncio.wait([collecting, *minding], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        flushing.cancel()
-        await asyncio.wait([flushing])
-        if not flushing.cancelled():
-            flushing.result()
+        for task in (collecting, *minding):
+            task.cancel()
+        await asyncio.wait([collecting, *minding])
 
 
 def aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
@@ -99,6 +111,9 @@ def aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
         if kind == "train" or found["policy"] == node.header["policy"]:
             return
         shared_fs.rename(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
+    elif path.name in outputs.names(path.parent):
+        log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
+        shared_fs.rename(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, node.iteration)
     document = parts.manifest(directory, node.iteration, range(slots), node.header["policy"], named)
     parts.publish_manifest(path, document)

@@ -1,6 +1,8 @@
 """Where a node stands: who it is, what it sees, and what it says of itself and of the others."""
 
+import contextlib
 import json
+import logging
 import os
 import shlex
 import signal
@@ -13,10 +15,14 @@ from coordinator import network, shared_fs
 from coordinator.board import Board
 from coordinator.epochs import MASTER, EpochRecord, Event, Verdict
 from coordinator.inputs import local_processes
-from coordinator.outcome import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
+from coordinator.outcome import Ended, EpochChanged, Exit, Fenced, NodeLost, TrainerFailed
+from coordinator.phases import Phase
 from coordinator.run_dir import Flag, RunDir
+from coordinator.shared_fs import SharedFsError
 from coordinator.start import Start
 from coordinator.watch import Watch
+
+log = logging.getLogger(__name__)
 
 Payload = dict[str, Any]
 
@@ -51,11 +57,64 @@ class Standing:
         self.address = network.LOOPBACK
         self.position = Position()
         self.record: EpochRecord
-        self.watch = Watch(self.run_dir, self.rank, self.settings.cluster, self.describe)
+        self.watch = Watch(
+            self.run_dir,
+            self.rank,
+            self.settings.cluster,
+            self.describe,
+            stall_limit_s=self._stall_limit_s,
+            end_training=self.end_training,
+        )
+        self._master_is_lost = False
         self._processes = local_processes(self.settings)
+
+    def end_training(self) -> None:
+        """End this node's part of the training job at once, without a call on the shared directory."""
+
+    def _stall_limit_s(self, phase: str) -> float | None:
+        """For how long progress in a row may stand still."""
+        rollout = phase in {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}
+        return self.settings.rollout.stall_timeout_s if rollout else self.settings.trainer.stall_timeout_s
 
     def check(self) -> None:
         """Raise what has ended the present row, if anything has."""
+        self.check_self()
+        end = self.ending(self.watch.verdict) if self.watch.verdict is not None else None
+        if self.watch.fence.tripped and not isinstance(end, Ended):
+            raise Fenced
+        if end is not None:
+            raise end
+        self._say_whether_master_is_lost()
+
+    def _say_whether_master_is_lost(self) -> None:
+        """A worker says once that its master is lost, and that it is back."""
+        lost = not self.is_master and (
+            self.watch.silence.silent_s.get(MASTER, 0.0) >= self.settings.cluster.node_timeout_s
+        )
+        if lost and not self._master_is_lost:
+            again = f"run --master ... --log-path {shlex.quote(str(self.run_dir.root))}"
+            log.error("holding: %s is lost; there, the same command again: %s", self.say_rank(MASTER), again)
+        if self._master_is_lost and not lost:
+            log.info("rank %d is back", MASTER)
+        self._master_is_lost = lost
+
+    def check_still_master(self) -> None:
+        """Ended (superseded) if another process has become the master."""
+        newest, mine = self.watch.newest_record(), self.watch.incarnation
+        replaced = newest is not None and newest.master_incarnation != mine
+        if replaced or self.watch.board.highest_incarnation(MASTER) > mine:
+            raise self.superseded()
+
+    def settle(self) -> None:
+        """Look once more, and raise what ends the row anyway: it goes before an error that it may explain."""
+        with contextlib.suppress(SharedFsError):
+            self.watch.look()
+            if self.is_master and self.watch.current is None:
+                self.check_still_master()
+            self.check()
+
+    def check_self(self) -> None:
+        """Raise what this node itself has ended by: a signal, or an error of the watch."""
         if self.watch.signal is not None:
             name = signal.Signals(self.watch.signal).name
             stop = self.is_master and self.watch.signal == signal.SIGINT
@@ -63,8 +122,6 @@ class Standing:
             raise Ended(Exit.INTERRUPTED, text, "stopped" if stop else "left")
         if self.watch.error is not None:
             raise self.watch.error
-        if self.watch.verdict is not None:
-            raise self.ending(self.watch.verdict)
 
     def read(self, flag: Flag) -> Payload:
         """A flag's payload. It has been listed, but a mount may show its content a moment later."""
@@ -139,11 +196,14 @@ class Standing:
         if event in {Event.FAILED, Event.STOPPED, Event.GAVE_UP}:
             codes = {Event.FAILED: Exit.FAILED, Event.STOPPED: Exit.INTERRUPTED, Event.GAVE_UP: Exit.LOST}
             return Ended(codes[event], said)
-        silent_s = self.watch.silence.silent_s.get(rank, 0.0)
-        why = said.partition(". To ")[0] if event is Event.LEFT else f"no heartbeat for {silent_s:.0f} s"
+        why = f"no heartbeat for {self.watch.silence.silent_s.get(rank, 0.0):.0f} s"
+        if event is Event.LEFT:
+            why = said.partition(". To ")[0]
+        if event is Event.STALLED:
+            why = f"it beats, but has made no progress for {self.watch.standstill.still_s[rank]:.0f} s"
         text = f"{self.say_rank(rank)} is lost{self.where()}: {why}. {self.repair(rank)}"
         if self.is_master and self.settings.cluster.on_node_failure != "abort":
-            return NodeLost(rank, text)
+            return NodeLost(rank, text, event is Event.STALLED)
         return Ended(Exit.LOST, text, "gave_up" if self.is_master else "left")
 
     def superseded(self) -> Ended:

@@ -15,6 +15,7 @@ from coordinator.board import Board, parse
 from coordinator.epochs import MASTER, EpochRecord, Records
 from coordinator.inputs import NODE_LOCAL, Inputs, load_inputs
 from coordinator.outcome import Ended, Exit
+from coordinator.retry import retry
 from coordinator.run_dir import FORMAT, RunDir
 from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
 
@@ -47,7 +48,7 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
             "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p
         )
     fixed = _fixed(settings, inputs)
-    if root.is_dir() and run_dir.run_json.name in shared_fs.listing(root):
+    if retry("look at", root, root.is_dir) and run_dir.run_json.name in shared_fs.listing(root):
         run = read_run_json(run_dir)
         _refuse_changes(run, fixed)
     else:
@@ -104,7 +105,7 @@ def _refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
 def check_log_path(root: Path) -> None:
     """SettingsError unless `root` is, or can become, a directory that we may write."""
     existing = next(path for path in (root, *root.parents) if os.path.exists(path))
-    if not existing.is_dir():
+    if not retry("look at", existing, existing.is_dir):
         raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
@@ -215,11 +216,9 @@ def _protocol(run_dir: RunDir) -> Board:
         if part not in shared_fs.listing(shown):
             return parse([])
         shown = shown / part
-        if shown.is_file():
+        if retry("look at", shown, shown.is_file):
             raise SettingsError(f"--log-path {run_dir.root}: {shown} is a file; give a directory")
-    names = shared_fs.listing(shown)
-    if run_dir.run_json.name in names:
-        read_run_json(run_dir)
-    if {run_dir.run_json.name, run_dir.protocol.name} - set(names):
+    if {run_dir.run_json.name, run_dir.protocol.name} - set(shared_fs.listing(shown)):
         return parse([])
+    read_run_json(run_dir)  # not before protocol/ is there, which is made later: it may be half written
     return parse(shared_fs.listing(run_dir.protocol))

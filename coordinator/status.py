@@ -6,12 +6,15 @@ from typing import Any
 import psutil
 
 from coordinator import outputs
-from coordinator.board import Board, parse
-from coordinator.epochs import MASTER, EpochRecord, Records
+from coordinator.board import Board, parse, ranks_text
+from coordinator.epochs import MASTER, EpochRecord, Records, read_beat
 from coordinator.network import host_identity
 from coordinator.run_dir import FORMAT, RunDir
 from coordinator.settings import RunSettings, SettingsError
-from coordinator.watch import ENDED, ranks_text, read_beat
+from coordinator.watch import ENDED
+
+GOING = {"running", "holding"}
+"""States of a run whose master lives."""
 
 
 def read_status(root: Path) -> dict[str, Any]:
@@ -30,16 +33,18 @@ def read_status(root: Path) -> dict[str, Any]:
     master = said.get(MASTER, {})
     lines = outputs.metrics_lines(run_dir)
     settings = RunSettings.model_validate(record.settings) if record else RunSettings()
+    state = _state(board, record, master)
+    ranks = range(settings.cluster.num_nodes)
     return {
         "run_id": run["run_id"],
-        "state": _state(board, record, master),
+        "state": state,
         "epoch": record.epoch if record else 0,
         "iteration": master.get("iteration") or (lines[-1]["iteration"] if lines else 0),
         "iterations": settings.iterations,
         "phase": master.get("phase", "") or master.get("state", ""),
         "waiting_for": master.get("waiting_for", []),
         "num_nodes": settings.cluster.num_nodes,
-        "nodes": [_node(rank, settings, board, record, said) for rank in range(settings.cluster.num_nodes)],
+        "nodes": [_node(rank, settings, board, record, said, state in GOING) for rank in ranks],
         "last_metrics": lines[-1] if lines else None,
     }
 
@@ -64,6 +69,7 @@ def _node(
     board: Board,
     record: EpochRecord | None,
     said: dict[int, dict[str, Any]],
+    going: bool,
 ) -> dict[str, Any]:
     """A node as its last beat, and what the master last observed of it, say."""
     content = said.get(rank, {})
@@ -75,7 +81,7 @@ def _node(
         state = "never_seen"
     elif left or content.get("state") == ENDED:
         state = "left"
-    elif silent_s >= settings.cluster.node_timeout_s:
+    elif silent_s >= settings.cluster.node_timeout_s or not going:
         state = "silent"
     return {
         "rank": rank,
@@ -94,7 +100,7 @@ def _node(
 def render(status: dict[str, Any], root: Path) -> str:
     """The state for a person, a line a node."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
-    going = status["state"] in {"running", "holding"}
+    going = status["state"] in GOING
     waits = f", waiting for {ranks_text(status['waiting_for'])}" if going and status["waiting_for"] else ""
     where = f"iteration {status['iteration']}{of}, {status['phase']}{waits}"
     lines = [

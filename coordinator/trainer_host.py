@@ -9,6 +9,7 @@ from coordinator.children import Child, Children
 from coordinator.network import free_port, interface_towards
 from coordinator.outcome import TrainerFailed
 from coordinator.run_dir import RunDir
+from coordinator.stopwatch import Stopwatch
 from trainer import launch
 from trainer.request import TrainRequest
 from trainer.settings import TrainerSettings
@@ -60,6 +61,7 @@ class TrainerHost:
             threads=threads,
             start_timeout_s=settings.start_timeout_s,
             collective_timeout_s=settings.collective_timeout_s,
+            ranks=tuple(sorted(map(int, config["node_ranks"]))),
         )
         self._launches += 1
         self._number = 0
@@ -69,23 +71,56 @@ class TrainerHost:
         )
         self._meeting = {name: config[name] for name in ("job", "address", "port")}
 
-    def train(self, request: TrainRequest, processes: int, check: Callable[[], None]) -> None:
-        """One training phase; `check` is called while it lasts and may raise. Else TrainerFailed."""
+    def train(
+        self,
+        request: TrainRequest,
+        processes: int,
+        check: Callable[[], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """One training phase. TrainerFailed if it fails or stands still for `stall_timeout_s`.
+
+        While it lasts `check` is called, which may raise, and `progress` with the parts done and expected.
+        """
         assert self._child is not None
         self._number += 1
         launch.submit(self._child.spool, self._number, request)
-        started_s = time.monotonic()
+        started_s, reached = time.monotonic(), (0, 0)
+        still, limit_s = Stopwatch(1.0), request.settings.stall_timeout_s
         while True:
-            try:
-                if launch.outcome(self._child.spool, self._number, processes) == "done":
-                    return
-            except launch.TrainerFailed as error:
-                raise TrainerFailed(_last_line(str(error))) from error
-            if (code := self._child.poll()) is not None:
-                raise TrainerFailed(f"torchrun ended with exit status {code}: {self._tail()}")
-            check()
+            done, failure = self._outcome(processes)
+            if done:
+                return
+            if (parts := launch.progress(self._child.spool, self._number)) != reached:
+                reached = parts
+                progress(*reached)
+                still.restart()
+            if failure is None and limit_s is not None and still.look() > limit_s:
+                failure = (
+                    f"no progress for {still.look():.0f} s, with {reached[0]} of {reached[1]} parts done"
+                )
+            check()  # first: this node may have ended the job itself
+            if failure is not None:
+                raise TrainerFailed(failure)
             pause_s = min(max(0.05 * (time.monotonic() - started_s), POLL_MIN_S), POLL_MAX_S)
             time.sleep(pause_s)
+
+    def _outcome(self, processes: int) -> tuple[bool, str | None]:
+        """Whether this node's trainers have done what they were asked, and why they never will."""
+        assert self._child is not None
+        try:
+            if launch.outcome(self._child.spool, self._number, processes) == "done":
+                return True, None
+        except launch.TrainerFailed as error:
+            return False, _last_line(str(error))
+        if (code := self._child.poll()) is not None:
+            return False, f"torchrun ended with exit status {code}: {self._tail()}"
+        return False, None
+
+    def kill_now(self) -> None:
+        """Kill the job's processes here and wait for nothing; for any thread."""
+        if (child := self._child) is not None:
+            child.kill_now()
 
     def leave_epoch(self) -> None:
         """End the job: no trainer outlives the epoch that it was launched in."""

@@ -1,12 +1,29 @@
 """File events as a hint to look: the listing is the truth, and another machine's writes raise none."""
 
+import logging
 import threading
 from pathlib import Path
+from typing import Any
 
-from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.events import FileMovedEvent, FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
 
 from coordinator.epochs import MASTER
 from coordinator.run_dir import Beat, Flag, parse_protocol_name
+
+log = logging.getLogger(__name__)
+
+
+def follow(directory: Path, wake: threading.Event, rank: int) -> Any | None:
+    """The running observer whose events set `wake`; None where there are no events."""
+    observer = Observer()
+    try:
+        observer.schedule(Waker(wake, rank), str(directory), event_filter=[FileMovedEvent])
+        observer.start()
+    except OSError as error:
+        log.info("no file events here (%s): waiting by listing alone", error)
+        return None
+    return observer
 
 
 class Waker(FileSystemEventHandler):

@@ -10,19 +10,27 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from watchdog.events import FileMovedEvent
-from watchdog.observers import Observer
-
-from coordinator import shared_fs
+from coordinator import shared_fs, waker
 from coordinator.board import Board, parse
-from coordinator.epochs import MASTER, EpochRecord, Event, Records, Silence, Verdict, decide, new_token
-from coordinator.run_dir import Beat, Flag, RunDir
+from coordinator.epochs import (
+    MASTER,
+    EpochRecord,
+    Event,
+    Records,
+    Silence,
+    Standstill,
+    Verdict,
+    decide,
+    read_beat,
+)  # fmt: skip
+from coordinator.fence import Fence, is_away
+from coordinator.heart import Heart
+from coordinator.run_dir import Flag, RunDir
 from coordinator.settings import ClusterSettings
 from coordinator.shared_fs import SharedFsError
-from coordinator.waker import Waker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,6 +38,8 @@ T = TypeVar("T")
 ENDED = "ended"
 """State in the last heartbeat of a process that ended in order."""
 STARTING_BEAT_S = 0.5
+LOOK_BEATS = 5
+"""After so many beats each, the others' progress is looked at: it is judged by the half hour."""
 SAY_AGAIN_S = 30.0
 """A wait that goes on says so this often."""
 
@@ -46,13 +56,20 @@ class Watch:
         rank: int,
         cluster: ClusterSettings,
         describe: Callable[[], dict[str, Any]],
+        stall_limit_s: Callable[[str], float | None],
+        end_training: Callable[[], None],
     ) -> None:
+        """`describe`: what a beat says; `stall_limit_s`: of a row, by its label; `end_training`: at once,
+        without a call on the shared directory.
+        """
         self.run_dir = run_dir
         self.rank = rank
         self.cluster = cluster
         self.records = Records(run_dir)
         self.silence = Silence(cluster.beat_s)
-        self.incarnation = 0
+        self.standstill = Standstill(LOOK_BEATS * cluster.beat_s)
+        self.fence = Fence(cluster.beat_s, cluster.node_timeout_s, self._be_fenced)
+        self.heart = Heart(run_dir, rank, self._beat_content)
         self.current: EpochRecord | None = None
         self.board = parse([])
         """The last listing."""
@@ -64,54 +81,53 @@ class Watch:
         self.stop = threading.Event()
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
-        self._token = new_token()
+        self._stall_limit_s = stall_limit_s
+        self._end_training = end_training
+        self._looked_for_progress_s = 0.0
+        self._away: str | None = None
         self._heard: set[Flag] = set()
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.RLock()
-        self._last_beat: Beat | None = None
         self._thread: threading.Thread | None = None
         self._observer: Any = None
 
     # ---- itself
 
     def begin(self, incarnation_floor: int, epoch: int) -> None:
-        """Take the next free incarnation by creating its first beat, and start the thread."""
-        self.incarnation = incarnation_floor + 1
-        while not self._take_incarnation():
-            self.incarnation += 1
-        self.announce_epoch(epoch)
-        self._follow_events()
+        """Take the next free incarnation, beat, and watch."""
+        self.heart.begin(incarnation_floor, epoch)
+        self._observer = waker.follow(self.run_dir.protocol, self._wake, self.rank)
+        self.fence.begin()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
-    def _take_incarnation(self) -> bool:
-        """Create the incarnation's first beat; False if another process has this one, or a higher one.
-
-        In epoch 0: two processes that have seen different epochs must not create different names. Who was
-        first may have gone on to its next beat and removed this one, so the listing has the last word.
-        """
-        first = Beat(0, self.rank, self.incarnation, 0)
-        path = self.run_dir.protocol / first.name
-        if not shared_fs.create_once(path, self._beat_content()):
-            return False
-        if parse(shared_fs.listing(self.run_dir.protocol)).beats.get(self.rank, first) != first:
-            shared_fs.remove(path)
-            return False
-        self._last_beat = first
-        return True
+    @property
+    def incarnation(self) -> int:
+        """Which process of its rank this one is."""
+        return self.heart.incarnation
 
     def close(self) -> None:
         """Beat once more and stop; the last beat stays, so that the incarnation is never used again."""
         self._closed.set()
         self._wake.set()
+        self.fence.close()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
-            with contextlib.suppress(SharedFsError):
-                self.beat()
+            if not self._thread.is_alive():  # else it sits in a mount that hangs, and so would we
+                with contextlib.suppress(SharedFsError):
+                    self.beat()
         if self._observer is not None:
             self._observer.stop()
             self._observer.join(timeout=5.0)
+
+    def _be_fenced(self, why: str) -> None:
+        """In the guard thread: nothing here may touch the shared directory."""
+        away = f" ({self._away})" if self._away else ""
+        log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
+        self._end_training()
+        self.stop.set()
+        self._wake.set()
 
     def interrupt(self, signal: int) -> None:
         """A signal has asked this node to end."""
@@ -135,6 +151,7 @@ class Watch:
             self.verdict = None
             self.trainer_failure_known = False
             self.silence.restart(record.members)
+            self.standstill.restart()
             if self.signal is None and self.error is None:
                 self.stop.clear()
 
@@ -143,10 +160,13 @@ class Watch:
         with self._looking:
             try:
                 self.board = board = parse(shared_fs.listing(self.run_dir.protocol))
+                if self.heart.is_back(board):
+                    self.fence.beat_is_back()
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it
                 raise SharedFsError("list", self.run_dir.protocol, error, 0.0) from error
             if self.current is not None:
                 self.silence.observe(board, self.current.members, time.monotonic())
+                self._observe_progress(board, self.current)
                 newest = self.records.newest(board.records) or self.current
                 if self.verdict is None or self._is_held(self.verdict):
                     self.verdict = self._judge(board, newest, self.current)
@@ -156,12 +176,20 @@ class Watch:
             return board
 
     def _repeat_losses(self, current: EpochRecord) -> None:
-        """Say once what the master has said of a node that is lost: this one holds, with its engine warm."""
+        """Say once what the master has said of a node that is lost: this one holds, with its engine warm.
+
+        The lost one itself, if it still beats, has to come back as another incarnation.
+        """
         for flag in self.board.called(current.epoch, "lost"):
             if flag not in self._heard and self.rank != MASTER:
+                try:
+                    document = json.loads(shared_fs.read(self.run_dir.protocol / flag.name))
+                except (FileNotFoundError, ValueError):
+                    continue  # the next look reads it
                 self._heard.add(flag)
-                data = shared_fs.read(self.run_dir.protocol / flag.name)
-                log.warning("holding: %s", json.loads(data)["text"])
+                log.warning("holding: %s", document["text"])
+                if document["stalled"] == self.rank:
+                    self.fence.trip("the others go on without this node: it made no progress")
 
     def _judge(self, board: Board, newest: EpochRecord, current: EpochRecord) -> Verdict | None:
         patience_s = None if self.cluster.on_node_failure == "abort" else self.cluster.master_patience_s
@@ -175,11 +203,31 @@ class Watch:
             self.cluster.node_timeout_s,
             self.trainer_failure_known,
             patience_s,
+            self._stalled(),
         )
+
+    def _observe_progress(self, board: Board, current: EpochRecord) -> None:
+        """Read, now and then, what those that this node judges say of their progress."""
+        now_s = time.monotonic()
+        if now_s - self._looked_for_progress_s < LOOK_BEATS * self.cluster.beat_s:
+            return
+        self._looked_for_progress_s = now_s
+        judged = set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
+        said = {rank: read_beat(self.run_dir, board.beats[rank]) for rank in judged & set(board.beats)}
+        self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
+
+    def _stalled(self) -> set[int]:
+        """Ranks that have stood still for too long; they had node_timeout to find it out themselves."""
+        found: set[int] = set()
+        for rank, still_s in self.standstill.still_s.items():
+            limit_s = self._stall_limit_s(self.standstill.phase(rank))
+            if limit_s is not None and still_s >= limit_s + self.cluster.node_timeout_s:
+                found.add(rank)
+        return found
 
     def _is_held(self, verdict: Verdict) -> bool:
         """Whether the row's work goes on: under `wait` a loss ends the master's waiting, not its share."""
-        lost = verdict.event in {Event.LEFT, Event.SILENT}
+        lost = verdict.event in {Event.LEFT, Event.SILENT, Event.STALLED}
         return lost and self.rank == MASTER and self.cluster.on_node_failure == "wait"
 
     def wait(
@@ -239,8 +287,14 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._closed.wait(self._pause_s()):
-                self.beat()
-                self.look()
+                try:
+                    self.beat()
+                    self.look()
+                    self._away = None
+                except SharedFsError as error:
+                    if not is_away(error):
+                        raise
+                    self._away = str(error)
         except SharedFsError as error:
             self._abort(error)
         except BaseException as error:
@@ -257,58 +311,9 @@ class Watch:
         self._wake.set()
 
     def beat(self) -> None:
-        """Publish the next heartbeat, then remove the one before."""
-        with self._looking:
-            last = self._last_beat
-            assert last is not None
-            epoch = self.current.epoch if self.current else last.epoch
-            beat = Beat(epoch, self.rank, self.incarnation, last.counter + 1)
-            shared_fs.publish(self.run_dir.protocol / beat.name, self._beat_content(), durable=False)
-            shared_fs.remove(self.run_dir.protocol / last.name)
-            self._last_beat = beat
+        """Publish the next heartbeat."""
+        self.heart.beat(self.current.epoch if self.current else None)
 
-    def announce_epoch(self, epoch: int) -> None:
-        """From now on beat in `epoch`, beginning at once: so a node that no record lists is seen."""
-        with self._looking:
-            assert self._last_beat is not None
-            previous = self._last_beat
-            self._last_beat = previous._replace(epoch=epoch)
-            self.beat()
-            shared_fs.remove(self.run_dir.protocol / previous.name)
-
-    def _beat_content(self) -> bytes:
-        # The token: two processes that describe themselves alike must not both create a first beat.
-        content = {**self._describe(), "token": self._token}
-        if self.rank == MASTER:
-            content["silent_s"] = {rank: round(s, 1) for rank, s in self.silence.silent_s.items()}
-        return json.dumps(content).encode()
-
-    def _follow_events(self) -> None:
-        """Let file events cut waits short. A hint: another machine's writes never raise one."""
-        handler = Waker(self._wake, self.rank)
-        observer = Observer()
-        try:
-            observer.schedule(
-                handler,
-                str(self.run_dir.protocol),
-                event_filter=[FileMovedEvent],
-            )
-            observer.start()
-        except OSError as error:
-            log.info("no file events here (%s): waiting by listing alone", error)
-            return
-        self._observer = observer
-
-
-def read_beat(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
-    """A beat's content; {} if it is gone (a newer one took its place) or torn."""
-    try:
-        return json.loads(shared_fs.read(run_dir.protocol / beat.name))
-    except (FileNotFoundError, ValueError):
-        return {}
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 1, 2`."""
-    listed = sorted(ranks)
-    return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
+    def _beat_content(self) -> dict[str, Any]:
+        observed = {rank: round(s, 1) for rank, s in self.silence.silent_s.items()}
+        return {**self._describe(), **({"silent_s": observed} if self.rank == MASTER else {})}

@@ -30,6 +30,8 @@ class RolloutSettings(Settings):
     """Samples in flight on one node at most."""
     group_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A group that takes longer is given up."""
+    stall_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """A node whose rollout finishes no group for so long is lost; null: it may take as long as it likes."""
     part_interval_s: Annotated[float, Field(gt=0)] = 2.0
     """Finished groups are made durable at least this often."""
     seed: int = 0
@@ -68,5 +70,9 @@ class EngineSettings(Settings):
     """A server that does not answer by then is a failure."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """One request to the server."""
+    health_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """A server of ours that does not answer for so long while it generates is killed, and started again."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a server that dies is started again within one rollout of a node."""
     args: dict[str, Any] = {}
     """Further arguments of `vllm serve`."""

@@ -7,12 +7,11 @@ from trainer import launch
 
 
 def main() -> None:
-    """Register first: whatever happens from then on, the node can end this process."""
+    """Take requests until there is a wish to exit."""
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
     parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--collective-timeout-s", type=float, default=1800.0)
     args = parser.parse_args()
-    launch.register(args.spool)
     launch.watch(args.spool)
 
     import logging

@@ -3,12 +3,13 @@
 One torchrun job serves every iteration. A node and the trainers it started talk through the *spool*, a
 directory on the node's own disk that the node makes, with a `pgid/` inside:
 
-    pgid/<process group id>     made by each trainer before anything else: what the node and its keeper must
-    kill,
-                                since torchrun starts every worker in a session of its own
-    request_000007.json         what to do (trainer.request.TrainRequest), or {"exit": true}; numbers only
-    grow done_000007.<local rank>    this rank has done it failed_000007.<local rank>  this rank could not;
-    its content is the traceback, and the rank has exited
+    pgid/<process group id>     made for each trainer before it starts (LAUNCHER): what the node and its
+                                keeper must kill, since torchrun starts every worker in its own session
+    request_000007.json         what to do (trainer.request.TrainRequest), or {"exit": true}; the next one has
+                                a higher number
+    progress_000007             `DONE TOTAL` of local rank 0, rewritten as it goes on
+    done_000007.<local rank>    this rank has done it
+    failed_000007.<local rank>  this rank could not; its content is the traceback, and the rank has exited
 
 Every file appears whole (temporary name, rename). A trainer exits when the spool vanishes or torchrun dies.
 """
@@ -18,10 +19,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+LAUNCHER = ': > "$0/$$" && exec "$@"'
+"""For /bin/sh, with a `pgid/` as $0: name the shell's process group there, then become the program. Without
+the directory nobody would end the program, and it does not start."""
+BACKEND = "flagpost"
+"""torchrun's name for `trainer.rendezvous`."""
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.05
 WATCH_INTERVAL_S = 0.5
@@ -48,6 +55,7 @@ class Launch:
     processes: int
     """Training processes of this node."""
     master_addr: str
+    """Address of the first node, where the job meets: it listens on this one alone (trainer.rendezvous)."""
     master_port: int
     interface: str
     """Network interface that routes to the other nodes; gloo and NCCL listen on it alone."""
@@ -57,23 +65,30 @@ class Launch:
     start_timeout_s: float
     """The nodes must have met by then."""
     collective_timeout_s: float
+    """A rank that waits for its peers for longer fails."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks of the nodes in the cluster, by node rank, for messages; default: the node ranks themselves."""
 
 
 def argv(launch: Launch) -> list[str]:
-    """The command of this node's torchrun agent: static rendezvous, no restarts, nothing redirected."""
+    """The command of this node's torchrun agent: known nodes, no restarts, nothing redirected."""
+    ranks = ":".join(map(str, launch.ranks or range(launch.num_nodes)))
+    timeout_s = max(1, round(launch.start_timeout_s))
     return [
         sys.executable,
-        *("-m", "torch.distributed.run"),
+        *("-m", "trainer.agent"),
         *("--nnodes", str(launch.num_nodes)),
-        *("--node-rank", str(launch.node_rank)),
         *("--nproc-per-node", str(launch.processes)),
-        *("--master-addr", launch.master_addr),
-        *("--master-port", str(launch.master_port)),
+        *("--rdzv-backend", BACKEND),
+        *("--rdzv-endpoint", f"{launch.master_addr}:{launch.master_port}"),
+        *("--rdzv-conf", f"rank={launch.node_rank},ranks={ranks},timeout={timeout_s}"),
         *("--max-restarts", "0"),
-        *("--rdzv-conf", f"timeout={max(1, round(launch.start_timeout_s))}"),
         *("--shutdown-timeout", "5"),
         *("--log-dir", os.devnull),
-        *("-m", "trainer"),
+        # Not -m: a rank must be named in the spool before Python starts, which may take seconds or hang.
+        # torchrun takes $ for the beginning of a name of its own, and $$ for $.
+        *("--no-python", "/bin/sh", "-c", LAUNCHER.replace("$", "$$"), str(launch.spool / "pgid")),
+        *(sys.executable, "-u", "-m", "trainer"),
         *("--spool", str(launch.spool)),
         *("--collective-timeout-s", str(launch.collective_timeout_s)),
     ]
@@ -114,26 +129,54 @@ def dismiss(spool: Path, number: int) -> None:
 def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
     """`done` when all `processes` ranks of this node have done request `number`, None while they work.
 
-    Raises TrainerFailed as soon as a rank has failed at anything.
+    Raises TrainerFailed as soon as a rank has failed at anything; the last words are those of the first.
     """
     names = os.listdir(spool)
-    failed = sorted(name for name in names if name.startswith("failed_") and not name.endswith(".tmp"))
+    failed = [spool / name for name in names if name.startswith("failed_") and not name.endswith(".tmp")]
     if failed:
-        texts = [f"local rank {name.rpartition('.')[2]}: {(spool / name).read_text()}" for name in failed]
+        # One host's disk and clock, so the times compare. The first failure is the cause of the others.
+        failed.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        texts = [f"local rank {path.name.rpartition('.')[2]}: {path.read_text()}" for path in failed]
         raise TrainerFailed("\n".join(texts).rstrip())
     done = {f"done_{number:06d}.{local_rank}" for local_rank in range(processes)}
     return "done" if done <= set(names) else None
 
 
+def progress(spool: Path, number: int) -> tuple[int, int]:
+    """How far this node's local rank 0 is in request `number`: parts done, and of how many.
+
+    Both only grow. They stand still for as long as one part takes: loading the policy, a microbatch's pass
+    through the model, writing the checkpoint (by global rank 0, for which the others wait), or waiting for
+    peers, `collective_timeout_s` at most. (0, 0) while the job starts.
+    """
+    try:
+        done, total = (spool / f"progress_{number:06d}").read_text().split()
+    except FileNotFoundError:
+        return 0, 0
+    return int(done), int(total)
+
+
 # A trainer's side.
 
 
-def register(spool: Path) -> None:
-    """Name this process's group in the spool, or exit: without a spool nobody would end this process."""
-    try:
-        os.close(os.open(spool / "pgid" / str(os.getpgid(0)), os.O_CREAT | os.O_WRONLY, 0o644))
-    except FileNotFoundError:
-        raise SystemExit(f"{spool}/pgid is gone: the node that started this trainer has ended") from None
+class Progress:
+    """Counts the parts of a training phase that this rank has done, and says so."""
+
+    def __init__(self, say: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """`say` gets the parts done and expected, whenever one of them has grown."""
+        self._say = say
+        self._done = 0
+        self._total = 0
+
+    def expect(self, parts: int) -> None:
+        """There are `parts` more to do."""
+        self._total += parts
+        self._say(self._done, self._total)
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._done += 1
+        self._say(self._done, self._total)
 
 
 def watch(spool: Path) -> None:
@@ -163,6 +206,11 @@ def next_request(spool: Path, after: int) -> tuple[int, bytes | None]:
             data = _request_path(spool, number).read_bytes()
             return number, None if json.loads(data).get("exit") is True else data
         time.sleep(min(POLL_MAX_S, max(POLL_MIN_S, 0.05 * (time.monotonic() - started))))
+
+
+def report_progress(spool: Path, number: int, done: int, total: int) -> None:
+    """Say that this node's part of request `number` is at part `done` of `total`. For local rank 0."""
+    _publish(spool / f"progress_{number:06d}", f"{done} {total}".encode())
 
 
 def report_done(spool: Path, number: int, local_rank: int) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from trainer import checkpoint, launch
 from trainer.batch import Batch, DamagedBatch
 from trainer.model import Learner, learning_rate
+from trainer.peers import waiting_for_peers
 from trainer.request import TrainRequest
 from trainer.step import Replica, summary, train
 
@@ -41,15 +43,18 @@ def serve(spool: Path, collective_timeout_s: float) -> None:
         if on_gpu:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=collective_timeout_s)
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None
-        )
+        with waiting_for_peers("meeting them"):
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None
+            )
         rank = TrainerRank(device)
         while True:
             number, data = launch.next_request(spool, number)
             if data is None:
                 break
-            rank.run(TrainRequest.from_json(data))
+            say = partial(launch.report_progress, spool, number)
+            progress = launch.Progress(say) if local_rank == 0 else launch.Progress()
+            rank.run(TrainRequest.from_json(data), progress)
             launch.report_done(spool, number, local_rank)
         dist.destroy_process_group()
     except Exception:
@@ -71,9 +76,10 @@ class TrainerRank:
         self.policy = ""
         """Digest of the checkpoint that `learner` was last loaded from or written to."""
 
-    def run(self, request: TrainRequest) -> None:
+    def run(self, request: TrainRequest, progress: launch.Progress) -> None:
         """One training phase: from the batch file to a complete staging directory."""
         started = time.perf_counter()
+        progress.expect(2)  # the policy and the checkpoint
         if len(request.rank_weights) != self.world_size:
             raise RequestRefused(
                 f"the request has {len(request.rank_weights)} rank weights for {self.world_size} ranks"
@@ -85,6 +91,7 @@ class TrainerRank:
                 f"temperature {request.temperature} was asked for, the batch has {batch.temperature}"
             )
         learner = self._learner(request)
+        progress.advance()
         torch.manual_seed(request.seed)
         replica = Replica(self.rank, request.rank_weights)
         lead = self.rank == 0
@@ -95,6 +102,7 @@ class TrainerRank:
             request.temperature,
             replica,
             report=(lambda line: print(line, flush=True)) if lead else (lambda line: None),
+            progress=progress,
         )
         policy = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
         if lead:
@@ -103,15 +111,18 @@ class TrainerRank:
             result = checkpoint.write(learner, Path(request.staging_dir), request, len(stats), metrics)
             policy = torch.tensor(list(result.policy.encode().ljust(DIGEST_BYTES)), dtype=torch.uint8)
         policy = policy.to(self.device)
-        dist.broadcast(policy, src=0)
+        with waiting_for_peers("waiting for the checkpoint of rank 0"):
+            dist.broadcast(policy, src=0)
         self.policy = bytes(policy.tolist()).decode().rstrip()
+        progress.advance()
 
     def _agree(self, request: TrainRequest) -> None:
         """Raise RequestRefused on all ranks unless all were asked for the same phase; mounts may differ."""
         asked = request.model_dump_json(exclude={"batch_file", "base_dir", "staging_dir"})
         number = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
         bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        with waiting_for_peers("agreeing on the request"):
+            dist.all_reduce(bounds, dist.ReduceOp.MAX)
         if bounds[0] != -bounds[1]:
             raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
 
@@ -122,8 +133,9 @@ class TrainerRank:
             self.learner = checkpoint.load(Path(request.base_dir), request.base_policy, self.device)
             self.policy = request.base_policy
         # Machines of different kinds round differently: replicas would drift apart over the iterations.
-        for parameter in self.learner.parameters.values():
-            dist.broadcast(parameter.data, src=0)
+        with waiting_for_peers("taking over the weights of rank 0"):
+            for parameter in self.learner.parameters.values():
+                dist.broadcast(parameter.data, src=0)
         return self.learner
 
 

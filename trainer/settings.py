@@ -42,3 +42,5 @@ class TrainerSettings(Settings):
     """The processes of all nodes must have met by then."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Of torch.distributed: a collective that takes longer fails."""
+    stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
+    """Training, or any other quick row, has failed if its progress stands still for so long; null: never."""

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.batch import Batch
+from trainer.launch import Progress
 from trainer.loss import policy_loss
 from trainer.model import Learner
 from trainer.packing import Microbatch, plan_step, split_steps
+from trainer.peers import waiting_for_peers
 from trainer.settings import TrainerSettings
 
 
@@ -31,7 +33,8 @@ class Replica:
     def sum(self, tensor: Tensor) -> None:
         """Add up `tensor` over all ranks, in place."""
         if len(self.rank_weights) > 1:
-            dist.all_reduce(tensor)
+            with waiting_for_peers("adding up the gradients"):
+                dist.all_reduce(tensor)
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,11 @@ def train(
     temperature: float,
     replica: Replica = Replica(),
     report: Callable[[str], None] = print,
+    progress: Progress | None = None,
 ) -> list[StepStats]:
     """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
+
+    `progress` advances with each microbatch that has passed through the model.
 
     All ranks call this with the same arguments but for `replica.rank`, and do the same number of steps; the
     result does not depend on the number of ranks or their weights. An empty batch takes no step. Raises
@@ -73,17 +79,23 @@ def train(
         plan_step(batch, step, replica.rank_weights, replica.rank, settings.max_tokens_per_microbatch)
         for step in steps
     ]
+    progress = progress or Progress()
+    progress.expect(sum(len(plan) for plan in [*plans, *plans[1:]]))
     # Several updates: pi_old is the policy before the first one. For the first step that is the policy
     # itself.
-    old_logprobs: list[Sequence[Tensor | None]] = [[None] * len(plans[0])]
-    with torch.no_grad():
-        old_logprobs += [[learner.logprobs(m, temperature)[0] for m in plan] for plan in plans[1:]]
+    old_logprobs: list[list[Tensor | None]] = [[None] * len(plans[0])]
+    for plan in plans[1:]:
+        old_logprobs.append([])
+        for microbatch in plan:
+            with torch.no_grad():
+                old_logprobs[-1].append(learner.logprobs(microbatch, temperature)[0])
+            progress.advance()
     stats = []
     for k, (step, plan, old) in enumerate(zip(steps, plans, old_logprobs, strict=True)):
         begin, end = int(batch.offsets[step.start]), int(batch.offsets[step.stop])
         trained_tokens = int(batch.loss_mask[begin:end].sum())
         done = _optimizer_step(
-            learner, plan, old, trained_tokens, end - begin, settings, temperature, replica
+            learner, plan, old, trained_tokens, end - begin, settings, temperature, replica, progress
         )
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
@@ -99,25 +111,15 @@ def _optimizer_step(
     settings: TrainerSettings,
     temperature: float,
     replica: Replica,
+    progress: Progress,
 ) -> StepStats:
     """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let AdamW step."""
     started = time.perf_counter()
     learner.summed.zero_()
     for microbatch, old in zip(plan, old_logprobs, strict=True):
-        if not len(microbatch.targets):
-            continue
-        logprobs, entropy = learner.logprobs(microbatch, temperature)
-        loss, loss_stats = policy_loss(
-            logprobs,
-            logprobs if old is None else old,
-            torch.from_numpy(microbatch.engine_logprobs).to(learner.device),
-            torch.from_numpy(microbatch.advantages).to(learner.device),
-            torch.ones_like(logprobs),
-            trained_tokens,
-            settings,
-        )
-        loss.backward()
-        learner.sums.add_(torch.stack([loss.detach(), *loss_stats, entropy.sum() / trained_tokens]))
+        if len(microbatch.targets):
+            _accumulate(learner, microbatch, old, trained_tokens, settings, temperature)
+        progress.advance()
     replica.sum(learner.summed)
     loss_value, kl_engine, clip_fraction, entropy_mean = learner.sums.tolist()
     norm = torch.linalg.vector_norm(learner.gradients).item()
@@ -132,6 +134,29 @@ def _optimizer_step(
     return StepStats(
         loss_value, kl_engine, clip_fraction, entropy_mean, norm, lr, tokens, trained_tokens, seconds
     )
+
+
+def _accumulate(
+    learner: Learner,
+    microbatch: Microbatch,
+    old_logprobs: Tensor | None,
+    trained_tokens: int,
+    settings: TrainerSettings,
+    temperature: float,
+) -> None:
+    """Add a microbatch's gradients and statistics to those of its step, which trains `trained_tokens`."""
+    logprobs, entropy = learner.logprobs(microbatch, temperature)
+    loss, loss_stats = policy_loss(
+        logprobs,
+        logprobs if old_logprobs is None else old_logprobs,
+        torch.from_numpy(microbatch.engine_logprobs).to(learner.device),
+        torch.from_numpy(microbatch.advantages).to(learner.device),
+        torch.ones_like(logprobs),
+        trained_tokens,
+        settings,
+    )
+    loss.backward()
+    learner.sums.add_(torch.stack([loss.detach(), *loss_stats, entropy.sum() / trained_tokens]))
 
 
 def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: float) -> dict[str, float]:

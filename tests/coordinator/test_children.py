@@ -357,7 +357,7 @@ def test_log_that_cannot_be_written_is_reported_and_counted(
     assert child.wait(10) == 0
     assert child.dropped_lines == 10
     assert "No such file or directory" in caplog.messages[0]
-    assert caplog.messages[-1] == "the log of engine is not complete (10 lines dropped)"
+    assert caplog.messages[-1] == "10 lines of the log of engine were dropped"
 
 
 def test_hung_log_blocks_neither_child_nor_node(tmp_path: Path) -> None:

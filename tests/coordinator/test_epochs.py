@@ -334,8 +334,8 @@ def test_torn_or_foreign_record_is_climbed_over(tmp_path: Path) -> None:
     whole = record(2)
     assert claim(run_dir, whole)
     for number, content in enumerate([b"", b'{"epoch": 4', b"[]", b'{"epoch": 6}', b"\xff"], start=3):
+        assert claim(run_dir, record(number))
         (run_dir.protocol / Record(number).name).write_bytes(content)
-        assert not claim(run_dir, record(number))
     assert Records(run_dir).newest(range(1, 8)) == whole
     assert Records(run_dir).newest([3, 4]) is None
 

@@ -146,7 +146,7 @@ def test_finished_run_is_finished_though_its_nodes_left(run_dir: RunDir) -> None
     running(run_dir, record(2, "finished", settings=SETTINGS), state=ENDED)
     status = read_status(run_dir.root)
     assert status["state"] == "finished"
-    assert states(status) == ["left", "alive", "alive"]
+    assert states(status) == ["left", "silent", "silent"]
 
 
 def test_run_that_is_in_no_iteration_shows_the_last_finished_one(run_dir: RunDir) -> None:

@@ -1,7 +1,9 @@
 """What a node shows of itself and sees of others: beats, waits, verdicts."""
 
+import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -15,13 +17,13 @@ import pytest
 from watchdog.events import FileMovedEvent
 
 from coordinator import shared_fs, watch
-from coordinator.board import Board
+from coordinator.board import Board, ranks_text
 from coordinator.epochs import Event, Verdict, claim
 from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
 from coordinator.settings import ClusterSettings
 from coordinator.shared_fs import SharedFsError
 from coordinator.waker import Waker
-from coordinator.watch import SAY_AGAIN_S, Watch, ranks_text
+from coordinator.watch import SAY_AGAIN_S, Watch
 from tests.coordinator.made_up import record, run_dir_at
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,7 +45,10 @@ print("ready", flush=True)
 sys.stdin.readline()
 taken = []
 for rank in range(25):
-    watch = Watch(RunDir(Path(root)), rank, ClusterSettings(), lambda: {"pid": 1})
+    watch = Watch(
+        RunDir(Path(root)), rank, ClusterSettings(), lambda: {"pid": 1},
+        stall_limit_s=lambda _phase: None, end_training=lambda: None,
+    )
     watch.begin(0, int(epoch))
     taken.append(watch.incarnation)
 print(json.dumps(taken), flush=True)
@@ -61,6 +66,9 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 Make = Callable[..., Watch]
+STALL_S = 60.0
+ENDED_TRAININGS: list[int] = []
+"""Ranks whose fence has ended the training job."""
 
 
 @pytest.fixture
@@ -69,7 +77,16 @@ def make(run_dir: RunDir) -> Iterator[Make]:
     made: list[Watch] = []
 
     def make_one(rank: int = 1, cluster: ClusterSettings = CLUSTER, **said: Any) -> Watch:
-        made.append(Watch(run_dir, rank, cluster, lambda: {"host": "node", **said}))
+        made.append(
+            Watch(
+                run_dir,
+                rank,
+                cluster,
+                lambda: {"host": "node", **said},
+                stall_limit_s=lambda _phase: STALL_S,
+                end_training=lambda: ENDED_TRAININGS.append(rank),
+            )
+        )
         return made[-1]
 
     yield make_one
@@ -345,7 +362,7 @@ def test_node_beats_by_itself(make: Make, run_dir: RunDir) -> None:
 def test_announced_epoch_is_that_of_the_next_beat(make: Make, run_dir: RunDir) -> None:
     beating = make()
     beating.begin(0, 2)
-    beating.announce_epoch(9)
+    beating.heart.beat(9)
     (only,) = beats(run_dir)
     assert (only.epoch, only.counter) == (9, 2)
 
@@ -360,7 +377,8 @@ def test_admitted_node_beats_in_its_epoch(make: Make, run_dir: RunDir) -> None:
 
 def test_last_beat_stays_and_no_other_follows(make: Make, run_dir: RunDir) -> None:
     state = {"state": "running"}
-    beating = Watch(run_dir, 1, FAST, lambda: dict(state))
+    callbacks = {"stall_limit_s": lambda _phase: None, "end_training": ENDED_TRAININGS.clear}
+    beating = Watch(run_dir, 1, FAST, lambda: dict(state), **callbacks)
     beating.begin(0, 2)
     state["state"] = watch.ENDED
     beating.close()
@@ -431,7 +449,7 @@ def test_node_in_no_epoch_judges_nobody(make: Make, run_dir: RunDir) -> None:
 
 def test_newer_record_is_found_and_judged(make: Make, run_dir: RunDir) -> None:
     watching = make()
-    watching.incarnation = 1
+    watching.heart.incarnation = 1
     watching.admit(record(2))
     assert claim(run_dir, record(3, "finished"))
     watching.look()
@@ -488,16 +506,66 @@ def test_signal_stops_actions_for_good(make: Make, afterwards: str) -> None:
     assert watching.signal == 15 and watching.stop.is_set()
 
 
-def test_directory_that_fails_for_good_ends_the_watch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    watching = make(cluster=FAST)
-    watching.begin(0, 2)
+def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let every publishing fail with an errno, until the monkeypatch is undone."""
 
     def broken(path: Path, *_: Any, **__: Any) -> None:
-        raise SharedFsError("write", path, OSError(30, "Read-only file system"), 0.0)
+        raise SharedFsError("write", path, OSError(number, os.strerror(number)), 0.0)
 
     monkeypatch.setattr(shared_fs, "publish", broken)
+
+
+def test_full_disk_ends_the_watch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    watching = make(cluster=FAST)
+    watching.begin(0, 2)
+    failing(monkeypatch, errno.ENOSPC)
     until(watching.stop.is_set)
     assert isinstance(watching.error, SharedFsError)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.ENOTCONN])
+def test_node_without_its_own_beat_ends_training_and_comes_back_as_another_incarnation(
+    make: Make, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    watching = make(7, ClusterSettings(num_nodes=8, beat_s=0.01, node_timeout_s=0.3))
+    watching.begin(0, 2)
+    with monkeypatch.context() as away:
+        failing(away, number)
+        until(lambda: watching.fence.tripped)
+        until(lambda: 7 in ENDED_TRAININGS)
+        assert watching.stop.is_set() and watching.error is None
+        assert not watching.fence.wait_until_back(0.1)
+    assert watching.fence.wait_until_back(10.0)
+    assert watching.heart.renew() and watching.incarnation == 2
+    watching.fence.reset()
+    time.sleep(0.5)
+    assert not watching.fence.tripped
+
+
+def test_fence_trips_while_every_call_on_the_directory_hangs(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching = make(7, ClusterSettings(num_nodes=8, beat_s=0.01, node_timeout_s=0.3))
+    watching.begin(0, 2)
+    answers = threading.Event()
+    real = shared_fs.listing
+
+    def hanging(directory: Path) -> list[str]:
+        answers.wait(30.0)
+        return real(directory)
+
+    monkeypatch.setattr(shared_fs, "listing", hanging)
+    until(lambda: watching.fence.tripped)
+    answers.set()
+    assert watching.fence.wait_until_back(10.0)
+
+
+def test_rank_that_was_taken_over_meanwhile_does_not_come_back(make: Make, run_dir: RunDir) -> None:
+    older = make()
+    older.begin(0, 2)
+    newer = make()
+    newer.begin(1, 2)
+    assert not older.heart.renew()
 
 
 def test_run_directory_that_disappears_is_told_as_such(make: Make, run_dir: RunDir) -> None:

@@ -14,7 +14,8 @@ import pytest
 import safetensors.numpy
 from rollout_helpers import CONTEXT, RunningServer, serving
 
-from rollout.engine import EngineAdmin, EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engine import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engine_admin import EngineAdmin
 from rollout.weights import WeightsError
 
 
@@ -110,8 +111,14 @@ def test_request_that_the_engine_refuses_is_told_from_a_failure(server: RunningS
 
 def test_error_of_the_server_is_shown_with_status_and_body() -> None:
     with pytest.raises(EngineError, match="500: out of memory") as raised:
-        generate_from(http_answer("500 Internal Server Error", "out of memory"))
+        generate_from(*[http_answer("500 Internal Server Error", "out of memory")] * 9, retry_s=0.2)
     assert not isinstance(raised.value, RequestRefused)
+
+
+def test_error_of_a_server_that_recovers_is_tried_again() -> None:
+    good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
+    (completion,) = generate_from(http_answer("500 Internal Server Error", "engine died"), good)
+    assert completion.token_ids == [4, 1]
 
 
 def test_broken_connection_is_tried_again() -> None:

@@ -10,6 +10,7 @@ LIGHT = [
     "trajectory",
     "weights",
     "engine",
+    "engine_admin",
     "environment",
     "rewards",
     "collect",

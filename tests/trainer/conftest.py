@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,9 +107,9 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Start a node of a job, a job of one node by default; all of it is gone after the test."""
     nodes: list[Node] = []
 
-    def start(processes: int, port: int = 0, num_nodes: int = 1, node_rank: int = 0) -> Node:
+    def start(processes: int, port: int = 0, num_nodes: int = 1, node_rank: int = 0, **launch: Any) -> Node:
         spool = tmp_path / f"spool_{len(nodes)}"
-        nodes.append(Node(spool, port or free_port(), num_nodes, node_rank, processes))
+        nodes.append(Node(spool, port or free_port(), num_nodes, node_rank, processes, **launch))
         return nodes[-1]
 
     yield start

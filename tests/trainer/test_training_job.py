@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +47,10 @@ def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
     # One job of one node, three ranks, kept alive over three requests.
     node = start_node(3)
     ask([node], 1, first)
+    done, total = launch.progress(node.spool, 1)
+    assert done == total > 2 + 2 * len(stats), (
+        "passes through the model, one without gradients but for a step"
+    )
     kept_alive = make_request(batch, base=Path(first.staging_dir), rank_weights=(1, 1, 1))
     ask([node], 2, kept_alive)
     uneven = make_request(batch, rank_weights=(2, 1, 1))
@@ -122,11 +127,69 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+PATIENCE_S = 5.0
+
+
+@pytest.mark.parametrize("hangs_in", ["starting", "training", "writing"])
+def test_rank_that_hangs_is_a_lost_peer_of_the_others_in_time(
+    start_node: StartNode, make_request: MakeRequest, batch: Batch, hangs_in: str
+) -> None:
+    port = free_port()
+    nodes = [start_node(1, port, 2, place, collective_timeout_s=PATIENCE_S) for place in range(2)]
+    hanging, waiting = nodes
+    (group,) = hanging.wait_groups(1)
+    request = make_request(batch, rank_weights=(1, 1))
+    if hangs_in == "writing":  # a mount that hangs
+        os.mkfifo(Path(request.staging_dir) / "config.json")
+    if hangs_in == "training":  # long enough to stop it there
+        settings = request.settings.model_copy(update={"global_batch_size": 1})
+        request = request.model_copy(update={"settings": settings})
+    if hangs_in == "starting":
+        os.killpg(group, signal.SIGSTOP)
+    for node in nodes:
+        launch.submit(node.spool, 1, request)
+    if hangs_in == "training":
+        wait_until(lambda: launch.progress(hanging.spool, 1)[0] > 2, JOB_TIMEOUT_S)
+        os.killpg(group, signal.SIGSTOP)
+    if hangs_in == "writing":
+        wait_until(lambda: launch.progress(waiting.spool, 1)[0] > 2, JOB_TIMEOUT_S)
+    if hangs_in == "starting":
+        waiting.wait_groups(1)
+
+    # gloo's limit, and time to import torch where that comes before it
+    wait_until(lambda: any(name.startswith("failed_") for name in os.listdir(waiting.spool)), 10 * PATIENCE_S)
+    with pytest.raises(launch.TrainerFailed, match=r"PeerLost: a peer is lost: .*5000 ?ms"):
+        launch.outcome(waiting.spool, 1, 1)
+    assert waiting.agent.wait(JOB_TIMEOUT_S) != 0
+    assert launch.outcome(hanging.spool, 1, 1) is None, "it hangs, and only its node can end it"
+    assert hanging.agent.poll() is None
+    done, total = launch.progress(hanging.spool, 1)
+    assert done < total or hangs_in == "starting"
+
+
+def test_job_says_who_did_not_come(start_node: StartNode) -> None:
+    node = start_node(1, free_port(), 3, 0, ranks=(0, 2, 5), start_timeout_s=1.0)
+    assert node.agent.wait(JOB_TIMEOUT_S) != 0
+    assert "rank 2, rank 5 did not come to the training job" in node.output().splitlines()[-1]
+    port = free_port()
+    node = start_node(1, port, 2, 1, start_timeout_s=1.0)
+    assert node.agent.wait(JOB_TIMEOUT_S) != 0
+    assert f"rank 0 did not open 127.0.0.1:{port} for training" in node.output().splitlines()[-1]
+
+
+def test_job_says_that_its_port_was_taken_meanwhile(start_node: StartNode) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        node = start_node(1, port)
+        assert node.agent.wait(JOB_TIMEOUT_S) != 0
+        assert f"cannot listen on 127.0.0.1:{port} for training" in node.output().splitlines()[-1]
+
+
 WATCHED = """
 import sys, threading
 from pathlib import Path
 from trainer import launch
-launch.register(Path(sys.argv[1])); launch.watch(Path(sys.argv[1]))
+launch.watch(Path(sys.argv[1]))
 print(flush=True)
 threading.Event().wait(60)
 """
@@ -143,19 +206,24 @@ def test_trainer_exits_when_the_spool_vanishes(spool: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WATCHED, spool], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         trainer.stdout.readline()
-        assert os.listdir(spool / "pgid") == [str(os.getpgid(trainer.pid))]
-        (spool / "pgid" / str(os.getpgid(trainer.pid))).unlink()
         (spool / "pgid").rmdir()
         spool.rmdir()
         assert trainer.wait(10) == 1
 
 
 def test_trainer_exits_when_torchrun_is_gone(spool: Path) -> None:
-    agent_code = (
-        "import subprocess, sys; "
-        "subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True).wait()"
-    )
-    command = [sys.executable, "-c", agent_code, WATCHED, str(spool)]
+    agent_code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
+    trainer = [
+        "/bin/sh",
+        "-c",
+        launch.LAUNCHER,
+        str(spool / "pgid"),
+        sys.executable,
+        "-c",
+        WATCHED,
+        str(spool),
+    ]
+    command = [sys.executable, "-c", agent_code, *trainer]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         agent.stdout.readline()
@@ -165,16 +233,10 @@ def test_trainer_exits_when_torchrun_is_gone(spool: Path) -> None:
         wait_until(lambda: not group_members(group))
 
 
-def test_trainer_without_a_spool_never_imports_torch(tmp_path: Path) -> None:
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = ['trainer', '--spool', {str(tmp_path)!r}]\n"
-        "try: runpy.run_module('trainer', run_name='__main__')\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.strip() == f"{tmp_path}/pgid is gone: the node that started this trainer has ended"
+def test_program_without_a_spool_does_not_start(tmp_path: Path) -> None:
+    command = ["/bin/sh", "-c", launch.LAUNCHER, str(tmp_path / "pgid"), "echo", "started"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stdout == ""
 
 
 def test_outcome_waits_for_every_rank_and_reports_any_failure(spool: Path) -> None:

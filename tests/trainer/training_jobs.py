@@ -18,7 +18,17 @@ JOB_TIMEOUT_S = 90.0
 class Node:
     """One node's torchrun agent and spool; `kill` does what a node and its keeper do."""
 
-    def __init__(self, spool: Path, port: int, num_nodes: int, node_rank: int, processes: int) -> None:
+    def __init__(
+        self,
+        spool: Path,
+        port: int,
+        num_nodes: int,
+        node_rank: int,
+        processes: int,
+        collective_timeout_s: float = JOB_TIMEOUT_S,
+        start_timeout_s: float = JOB_TIMEOUT_S,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
         (spool / "pgid").mkdir(parents=True)
         self.spool = spool
         self.processes = processes
@@ -31,8 +41,9 @@ class Node:
             interface="lo",
             spool=spool,
             threads=1,
-            start_timeout_s=JOB_TIMEOUT_S,
-            collective_timeout_s=JOB_TIMEOUT_S,
+            start_timeout_s=start_timeout_s,
+            collective_timeout_s=collective_timeout_s,
+            ranks=ranks,
         )
         self.log = (spool.parent / f"{spool.name}.log").open("w+")
         self.agent = subprocess.Popen(

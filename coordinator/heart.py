@@ -1,0 +1,94 @@
+"""A node's own heartbeat: one incarnation of its rank, shown by files whose names count up."""
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from coordinator import shared_fs
+from coordinator.board import Board, parse
+from coordinator.epochs import new_token
+from coordinator.run_dir import Beat, RunDir
+
+
+class Heart:
+    """Beats for one incarnation of one rank; for any thread."""
+
+    def __init__(self, run_dir: RunDir, rank: int, content: Callable[[], dict[str, Any]]) -> None:
+        """`content`: what a beat says."""
+        self.incarnation = 0
+        self._protocol = run_dir.protocol
+        self._rank = rank
+        self._content = content
+        self._token = new_token()
+        self._lock = threading.RLock()
+        self._last: Beat | None = None
+        self._seen = -1
+
+    def begin(self, floor: int, epoch: int) -> None:
+        """Take the first free incarnation above `floor` by creating its first beat."""
+        self.incarnation = floor + 1
+        while not self._take():
+            self.incarnation += 1
+        self.beat(epoch)
+
+    def renew(self) -> bool:
+        """Become the next incarnation; False if another process of this rank has come in between."""
+        with self._lock:
+            old = self._last
+            assert old is not None
+            if parse(shared_fs.listing(self._protocol)).highest_incarnation(self._rank) > self.incarnation:
+                return False
+            self.incarnation += 1
+            if not self._take():
+                return False
+            shared_fs.remove(self._protocol / old.name)
+            self.beat(old.epoch)
+            return True
+
+    def _take(self) -> bool:
+        """Create the incarnation's first beat; False if another process has this one, or a higher one.
+
+        In epoch 0: two processes that have seen different epochs must not create different names. Who was
+        first may have gone on to its next beat and removed this one, so the listing has the last word.
+        """
+        first = Beat(0, self._rank, self.incarnation, 0)
+        path = self._protocol / first.name
+        if not shared_fs.create_once(path, self._data()):
+            return False
+        if parse(shared_fs.listing(self._protocol)).beats.get(self._rank, first) != first:
+            shared_fs.remove(path)
+            return False
+        self._last, self._seen = first, -1
+        return True
+
+    def beat(self, epoch: int | None) -> None:
+        """Publish the next heartbeat, in `epoch` (None: as the last one), then remove the one before.
+
+        A node that no record lists shows by the epoch which one it has seen.
+        """
+        with self._lock:
+            last = self._last
+            assert last is not None
+            epoch = last.epoch if epoch is None else epoch
+            beat = Beat(epoch, self._rank, self.incarnation, last.counter + 1)
+            shared_fs.publish(self._protocol / beat.name, self._data(), durable=False)
+            self._last = beat
+            shared_fs.remove(self._protocol / last.name)
+
+    def is_back(self, board: Board) -> bool:
+        """Whether `board` shows that the directory answers: a beat of ours that is new, or a newer process.
+
+        A board has the beats of the highest incarnation alone.
+        """
+        beat = board.beats.get(self._rank)
+        if beat is None or beat.incarnation < self.incarnation:
+            return False
+        if beat.incarnation > self.incarnation:
+            return True
+        new, self._seen = beat.counter > self._seen, beat.counter
+        return new
+
+    def _data(self) -> bytes:
+        # The token: two processes that describe themselves alike must not both create a first beat.
+        return json.dumps({**self._content(), "token": self._token}).encode()

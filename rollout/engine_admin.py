@@ -1,0 +1,160 @@
+"""The administrator of a server that generates: its health, its weights, its memory.
+
+The paths are those that vLLM opens under VLLM_SERVER_DEV_MODE=1; the embedded server has them too.
+"""
+
+import http.client
+import json
+import os
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+from rollout.engine import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, parse_answer
+from rollout.weights import WeightsError, check_model_dir, tensor_names
+
+LOADING = "loading"
+"""The weight version of an engine whose weights are being replaced; no policy has it as its digest."""
+
+
+class EngineAdmin:
+    """The engine's health and weights; plain blocking calls, each with a timeout. Raises EngineError."""
+
+    def __init__(self, base_url: str, *, timeout_s: float = 30.0, drain_timeout_s: float = 1800.0) -> None:
+        """`timeout_s`: of a call that should be quick; `drain_timeout_s`: of those that wait for running
+        requests or move weights.
+        """
+        parts = urllib.parse.urlsplit(base_url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"engine URL {base_url!r} must look like http://127.0.0.1:8000")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/")
+        self._base_url = base_url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._drain_timeout_s = drain_timeout_s
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether the engine answers that it is well."""
+        try:
+            self._call("GET", "/health", timeout_s=timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
+        """Wait until the engine answers; EngineError after `timeout_s`, or once `alive()` says its process is
+        gone.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        pause_s = FIRST_RETRY_S
+        while not self.healthy():
+            if not alive():
+                raise EngineError(f"the engine for {self._base_url} exited before it answered; see its log")
+            if time.monotonic() + pause_s > give_up_at:
+                raise EngineError(
+                    f"{self._base_url} did not become healthy within {timeout_s:g} s; see its log"
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, LONGEST_RETRY_S)
+
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return str(self._get("/v1/models", "data")[0]["id"])
+
+    def policy(self) -> str | None:
+        """The weight version: the digest given at the last reload; None while weights are being replaced, or
+        after that has failed.
+        """
+        version = self._get("/weight_info", "weight_version")
+        return None if version in (None, LOADING) else str(version)
+
+    def reload(
+        self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Replace the weights by those of a model directory; from then on `policy()` is `digest`.
+
+        The files are verified first, against the tensors (names and shapes) of the model directory `like` if
+        given, since vLLM accepts a directory with tensors missing and then generates garbage; WeightsError
+        leaves the engine as it was, serving. An EngineError may leave it with half of the weights: it stays
+        paused and has no policy, so that it cannot serve them. Reload a good checkpoint, or restart it. A
+        sleeping engine is woken.
+        """
+        check_model_dir(path)
+        if like is not None:
+            _check_same_tensors(path, like)
+        asleep = self.is_sleeping()
+        if asleep:
+            self.wake("weights")
+        self._admin("/pause?mode=wait")
+        self._set_version(LOADING)
+        reload_weights = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
+        try:
+            self._admin("/collective_rpc", reload_weights)
+            if asleep:
+                self.wake("kv_cache")
+            # Without it vLLM goes on with keys and values of the old weights: wrong outputs, no error.
+            if not self._admin("/reset_prefix_cache").get("success", True):
+                raise EngineError("the prefix cache was not reset: requests are still running")
+        except EngineError as error:
+            raise EngineError(
+                f"loading {os.fspath(path)} into {self._base_url} failed, it stays paused; "
+                f"reload a good checkpoint or restart it: {error}"
+            ) from error
+        self._set_version(digest)
+        self._admin("/resume")
+
+    def sleep(self, level: int) -> None:
+        """Free the accelerator's memory: 1 keeps the weights in host memory, 2 drops them. Running requests
+        end first.
+        """
+        self._admin(f"/sleep?level={level}&mode=wait")
+
+    def wake(self, *tags: str) -> None:
+        """Undo sleep, for `weights` or `kv_cache` alone if named."""
+        self._admin("/wake_up" + "".join(f"{'&' if n else '?'}tags={tag}" for n, tag in enumerate(tags)))
+
+    def is_sleeping(self) -> bool:
+        return bool(self._get("/is_sleeping", "is_sleeping"))
+
+    def _set_version(self, version: str) -> None:
+        self._admin("/update_weight_version", {"new_version": version})
+
+    def _get(self, path: str, key: str) -> Any:
+        answer = self._call("GET", path, timeout_s=self._timeout_s)
+        if key not in answer:
+            raise EngineError(f"GET {self._base_url}{path} answered without {key!r}: {answer}")
+        return answer[key]
+
+    def _admin(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._call("POST", path, body, timeout_s=self._drain_timeout_s)
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
+    ) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, self._prefix + path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{method} {self._base_url}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status == 404:
+            raise EngineError(
+                f"{method} {self._base_url}{path}: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"
+            )
+        return parse_answer(f"{method} {self._base_url}{path}", response.status, text)
+
+
+def _check_same_tensors(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
+    found = {name: shape for name, (_, shape) in tensor_names(path).items()}
+    wanted = {name: shape for name, (_, shape) in tensor_names(like).items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise WeightsError(
+                f"{os.fspath(path)}: tensor {name!r} has shape {found.get(name, 'none (it is missing)')}, "
+                f"in {os.fspath(like)} it has {wanted.get(name, 'none (it is missing)')}"
+            )

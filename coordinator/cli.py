@@ -11,11 +11,15 @@ import typer
 
 COMMANDS = (
     "run local --num-nodes N [options]: all nodes on this machine. "
-    "run status --log-path DIR [--json] [--watch]: who is where."
+    "run status --log-path DIR [--json] [--watch]: who is where. "
+    "run doctor --log-path DIR [--peers N]: is this directory, this node, this network fit? "
+    "run cleanup --iteration N --log-path DIR: remove what an interrupted iteration left."
 )
 
 node_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 status_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+doctor_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+cleanup_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 LogPath = Annotated[
     Path,
@@ -175,6 +179,51 @@ def status(
         time.sleep(2.0)
 
 
+@cleanup_app.command()
+def cleanup(
+    iteration: Annotated[str, _option("--iteration", metavar="N", help="The one that was interrupted.")] = "",
+    log_path: LogPath = Path("runs/default"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
+    keep_partial: Annotated[
+        bool, typer.Option("--keep-partial", help="Keep the finished groups, for training to use them.")
+    ] = False,
+) -> int:
+    """Remove what an interrupted iteration left; never a published checkpoint."""
+    from coordinator.cleanup import cleanup as clean
+    from coordinator.outcome import Ended
+    from coordinator.settings import SettingsError
+
+    if not (iteration.isdecimal() and int(iteration)):
+        raise SettingsError(f"--iteration {iteration}: give the number of an iteration, e.g. --iteration 5")
+    try:
+        clean(log_path.absolute(), int(iteration), dry_run, keep_partial)
+    except Ended as end:
+        print(f"run: {end.text}", file=sys.stderr)
+        return end.code
+    return 0
+
+
+@doctor_app.command()
+def doctor(
+    log_path: LogPath = Path("runs/default"),
+    peers: Annotated[
+        int,
+        typer.Option("--peers", metavar="N", min=1, help="Nodes; type it on each, with its rank."),
+    ] = 1,
+    worker: Annotated[
+        str | None, _option("--worker", metavar="RANK", help="This is rank RANK; rank 0 reports.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")
+    ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> int:
+    """Is this directory, this node, this network fit for a run? Each check with its figure and what to do."""
+    from coordinator.doctor.run import doctor_rank, run_doctor
+
+    return run_doctor(log_path.absolute(), peers, doctor_rank(worker, peers, os.environ), deadline, as_json)
+
+
 def main() -> int:
     """Entry point of `run`: the exit code. Every bad input is one line."""
     os.umask(0o007)
@@ -182,6 +231,10 @@ def main() -> int:
     app = node_app
     if arguments[:1] == ["status"]:
         app, arguments = status_app, arguments[1:]
+    elif arguments[:1] == ["doctor"]:
+        app, arguments = doctor_app, arguments[1:]
+    elif arguments[:1] == ["cleanup"]:
+        app, arguments = cleanup_app, arguments[1:]
     elif arguments[:1] == ["local"]:
         arguments = ["--local", *arguments[1:]]
     from coordinator.settings import SettingsError

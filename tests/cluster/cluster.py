@@ -52,11 +52,21 @@ class Cluster:
         self._starts = 0
 
     def start(
-        self, rank: int, *arguments: str, prefix: Sequence[str] = (), role: Sequence[str] = ()
+        self,
+        rank: int,
+        *arguments: str,
+        prefix: Sequence[str] = (),
+        role: Sequence[str] = (),
+        program: Sequence[str] = ("coordinator.cli",),
+        root: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a node: the master for rank 0. Its output is appended to what `output` returns."""
+        """Start a node: the master for rank 0. Its output is appended to what `output` returns.
+
+        `program`: a module that runs nodes, and the arguments of its own; `root`: where this node sees the
+        run directory, if it has a mount of its own.
+        """
         role = role or (["--worker", str(rank)] if rank else ["--master"])
-        command = [*prefix, sys.executable, "-m", "coordinator.cli", *role, "--log-path", str(self.root)]
+        command = [*prefix, sys.executable, "-m", *program, *role, "--log-path", str(root or self.root)]
         with open(self._log(rank), "ab") as log:
             self.nodes[rank] = subprocess.Popen(
                 [*command, *arguments],

@@ -1,17 +1,21 @@
 """A cluster for each test, and one engine that the protocol's tests share."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 
 from coordinator.network import LOOPBACK, free_port
-from rollout.engine import EngineAdmin
+from rollout.engine_admin import EngineAdmin
 from rollout.weights import file_checksums, policy_digest
+from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster
 
 
@@ -53,21 +57,12 @@ def random_model(cache: Path) -> Path:
     return made
 
 
-@pytest.fixture(scope="session")
-def engine_url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An engine that "the user" runs: nodes that only roll out need not start one each."""
+@contextmanager
+def serving(model: Path, log: Path) -> Iterator[str]:
+    """An engine with `model`; its URL."""
     port = free_port(LOOPBACK)
-    command = [
-        sys.executable,
-        "-m",
-        "rollout.torch_server",
-        "--model",
-        str(random_model),
-        "--port",
-        str(port),
-    ]
-    command += ["--weight-version", policy_digest(file_checksums(random_model))]
-    log = tmp_path_factory.mktemp("engine") / "log"
+    command = [sys.executable, "-m", "rollout.torch_server", "--model", str(model), "--port", str(port)]
+    command += ["--weight-version", policy_digest(file_checksums(model))]
     with open(log, "wb") as file:
         engine = subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True)
     try:
@@ -77,3 +72,38 @@ def engine_url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     finally:
         engine.kill()
         engine.wait()
+
+
+@pytest.fixture(scope="session")
+def engine_url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An engine that "the user" runs: nodes that only roll out need not start one each."""
+    with serving(random_model, tmp_path_factory.mktemp("engine") / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def engine_urls(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The same for two nodes that train: each loads new weights, so they cannot share one."""
+    logs = tmp_path_factory.mktemp("engines")
+    with serving(random_model, logs / "0") as first, serving(random_model, logs / "1") as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    cache: Path, engine_urls: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """The results of a small run that nothing happens to; made once for all workers of the test session."""
+    kept = cache / "undisturbed.json"
+    with FileLock(cache / "undisturbed.lock"):
+        if not kept.exists():
+            logs = tmp_path_factory.mktemp("undisturbed")
+            cluster = Cluster(logs / "run", cache, logs)
+            try:
+                for rank in (0, 1):
+                    cluster.start(rank, *small_run.arguments(rank, engine_urls))
+                assert cluster.wait() == [0, 0], cluster.everything_said()
+            finally:
+                cluster.close()
+            kept.write_text(json.dumps(small_run.results(cluster)))
+        return json.loads(kept.read_text())

@@ -20,11 +20,12 @@ def broken(_task: dict[str, Any], _completion: str) -> float:
     raise RuntimeError("this reward is broken")
 
 
-async def blocking(_task: dict[str, Any], _completion: str) -> float:
-    """A reward that holds the event loop."""
-    print("blocking now", flush=True)
-    time.sleep(120)
-    return 0.0
+async def blocking(_task: dict[str, Any], completion: str) -> float:
+    """A reward that holds the event loop, on a node that is started with BLOCKS=1."""
+    if os.environ.get("BLOCKS"):
+        print("blocking now", flush=True)
+        time.sleep(120)
+    return digits(_task, completion)
 
 
 async def slow(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:

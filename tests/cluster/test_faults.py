@@ -115,7 +115,7 @@ def test_error_on_one_node_ends_all_with_its_words(cluster: Cluster) -> None:
 def kill_agent(cluster: Cluster, rank: int) -> None:
     """SIGKILL the torchrun agent of a node."""
     for process in psutil.Process(cluster.nodes[rank].pid).children(recursive=True):
-        if "torch.distributed.run" in " ".join(process.cmdline()):
+        if "trainer.agent" in " ".join(process.cmdline()):
             process.kill()
             return
     raise AssertionError(f"rank {rank} has no agent")
@@ -343,9 +343,45 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(cluster: Cluster, engin
 
 def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engine_url: str) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url)
-    cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking")
+    cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking", prefix=("env", "BLOCKS=1"))
     cluster.until(lambda: "blocking now" in cluster.output(0), "the reward is called")
     for _ in range(2):
         cluster.kill(0, signal.SIGINT)
         time.sleep(0.2)
     assert cluster.wait(10) == [-signal.SIGINT]
+
+
+def test_worker_that_beats_but_makes_no_progress_is_lost_and_replaced(
+    cluster: Cluster, engine_url: str
+) -> None:
+    arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "2")
+    arguments += ("rollout.reward=tests.cluster.plugins:blocking", "rollout.stall_timeout_s=3")
+    cluster.start(0, *arguments, "--num-nodes", "2", "cluster.node_timeout_s=4")
+    stuck = cluster.start(1, prefix=("env", "BLOCKS=1"))
+    cluster.until(lambda: "has made no progress for" in cluster.output(0), "the master finds it stuck", 60)
+    assert "run --worker 1 --log-path" in cluster.output(0)
+    cluster.start(1)
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    assert stuck.wait(5) == -signal.SIGKILL
+    for iteration in (1, 2):
+        assert sorted(cluster.groups(iteration)) == list(range(8))
+
+
+def test_engine_that_dies_in_a_rollout_is_started_again(
+    cluster: Cluster, engine_url: str, tmp_path: Path, cache: Path
+) -> None:
+    arguments = (*FAST, *QUICK, "--rl-phase", "rollout", "--iterations", "1", "--eval-interval", "0")
+    cluster.start(0, *arguments)
+    cluster.until(lambda: parts(cluster, 0), "the first part")
+    engines = psutil.Process(cluster.nodes[0].pid).children(recursive=True)
+    (engine,) = [child for child in engines if "rollout.torch_server" in " ".join(child.cmdline())]
+    engine.kill()
+    assert cluster.wait() == [0], cluster.everything_said()
+    assert "starting it again (1 of 3)" in cluster.output(0)
+    calm = Cluster(tmp_path / "calm", cache, tmp_path / "calm-logs")
+    (tmp_path / "calm-logs").mkdir()
+    try:
+        assert calm.run(1, *arguments, "--engine-url", engine_url) == [0]
+        assert token_ids(calm.groups(1)) == token_ids(cluster.groups(1))
+    finally:
+        calm.close()

@@ -1,7 +1,6 @@
 """Whole runs of real node processes."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +147,3 @@ def test_nodes_in_network_namespaces_find_each_other(cluster: Cluster) -> None:
         record = EpochRecord.model_validate_json((cluster.run_dir.protocol / "e0002.epoch.json").read_bytes())
         assert [member.address for member in record.members.values()] == [host.address for host in hosts]
     assert cluster.metrics()[0]["loss"] is not None
-
-
-def test_modes_keep_others_out(cluster: Cluster, engine_url: str) -> None:
-    assert cluster.run(
-        1, *FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1"
-    ) == [0]
-    for folder, _names, files in os.walk(cluster.root):
-        assert Path(folder).stat().st_mode & 0o777 == 0o770, folder
-        for name in files:
-            path = Path(folder, name)
-            assert path.stat().st_mode & 0o007 == 0, path

@@ -1,0 +1,317 @@
+"""What faults cost: a real run of three nodes on this machine that is hurt again and again, in figures.
+
+    python scripts/bench/faults.py --dir DIR [--faults 10] [--seed 0]
+    python scripts/bench/faults.py --dir DIR --soak MINUTES
+
+The first kills and stops nodes, engines and trainers at random moments, brings back what a person would bring
+back, waits until the run has gone on, and prints a line for each fault and a table. The second leaves the
+nodes alone, with the default timeouts and every core busy, and counts the false alarms. DIR must not hold a
+run.
+
+Detection: from the fault until every surviving node has said who is lost. First work: from the restart of the
+node's command to its first flag of a row, or its first part, in a newer epoch; the start of its engine, where
+that came before, is given apart.
+"""
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' cluster, which is not installed
+
+from coordinator.board import Board, parse
+from coordinator.outputs import names
+from coordinator.run_dir import parse_part_name
+from rollout.engine_admin import EngineAdmin
+from tests.cluster import faults as evidence
+from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.faults import AGENT, ENGINE, TRAINER_RANK, children
+
+NODES = 3
+RUN = ("--num-nodes", str(NODES), "--iterations", "1000000", "trainer.threads_per_process=1")
+REWARD = "rollout.reward=tests.cluster.plugins:digits"
+BEAT_S, NODE_TIMEOUT_S = 0.5, 5.0
+MANY_SMALL_ITERATIONS = (
+    *FAST,
+    "rollout.tasks_per_iteration=12",
+    "rollout.environment=tests.cluster.plugins:slow",
+    "rollout.concurrency=8",
+    "eval.interval=4",
+    "trainer.collective_timeout_s=20",
+    "trainer.max_attempts=5",
+    f"cluster.beat_s={BEAT_S}",
+    f"cluster.node_timeout_s={NODE_TIMEOUT_S}",
+)
+PATIENCE_S = 300.0
+"""A run that has not gone on by then has not recovered."""
+
+
+@dataclass
+class Fault:
+    """One fault and what came of it; seconds are None where there is nothing to measure."""
+
+    what: str
+    rank: int
+    place: str
+    detected_s: float | None = None
+    first_work_s: float | None = None
+    engine_s: float | None = None
+    recovered_s: float | None = None
+
+    def line(self) -> str:
+        """For a person."""
+        figures = {
+            "said lost after": self.detected_s,
+            "first work after restart": self.first_work_s,
+            "of that the engine's start": self.engine_s,
+            "two more iterations after": self.recovered_s,
+        }
+        said = [f"{name} {seconds:.1f} s" for name, seconds in figures.items() if seconds is not None]
+        return f"{self.what} (rank {self.rank}), {self.place}: {', '.join(said)}"
+
+
+@dataclass
+class Injector:
+    """The run, the faults that it has had, and the parts that lay there when they came."""
+
+    cluster: Cluster
+    random: random.Random
+    faults: list[Fault] = field(default_factory=list[Fault])
+    kept: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
+
+    def start(self, rank: int) -> None:
+        """The command that starts a node, the first time and again."""
+        self.cluster.start(rank, *(() if rank else (*RUN, *MANY_SMALL_ITERATIONS)))
+
+    def inject(self, what: str) -> None:
+        """A fault at a random moment, and what a person does about it; returns when the run has gone on."""
+        self._until(self._is_whole, "every node generates and trains")
+        time.sleep(self.random.uniform(0.0, 3.0))
+        ranks = [0] if "master" in what else range(1 if "worker" in what else 0, NODES)
+        fault = Fault(what, self.random.choice(ranks), self._place())
+        self.faults.append(fault)
+        at_s = time.monotonic()
+        FAULTS[what](self, fault)
+        done = len(self.cluster.metrics())
+        self._until(lambda: len(self.cluster.metrics()) >= done + 2, f"two more iterations after: {what}")
+        fault.recovered_s = time.monotonic() - at_s
+        print(fault.line(), flush=True)
+
+    # ---- faults
+
+    def kill(self, fault: Fault) -> None:
+        """SIGKILL of a node, which is restarted at once, or when the others say that it is lost."""
+        self.cluster.kill(fault.rank)
+        if "when lost" in fault.what:
+            self._wait_said_lost(fault)
+        self.cluster.nodes[fault.rank].wait()
+        self._restart(fault)
+
+    def stop_until_lost(self, fault: Fault) -> None:
+        """SIGSTOP of a node, which goes on when the others say that it is lost."""
+        self.cluster.kill(fault.rank, signal.SIGSTOP)
+        self._wait_said_lost(fault)
+        self.kept.update(evidence.durable_parts(self.cluster.run_dir))
+        self.cluster.kill(fault.rank, signal.SIGCONT)
+
+    def hit_child(self, fault: Fault, kind: str, number: int) -> None:
+        """A signal to a child of a node."""
+        pid = self.cluster.nodes[fault.rank].pid
+        self._until(lambda: children(pid, kind), f"rank {fault.rank} has a {kind}")[0].send_signal(number)
+        self.kept.update(evidence.durable_parts(self.cluster.run_dir))
+
+    # ---- what is measured
+
+    def _wait_said_lost(self, fault: Fault) -> None:
+        started_s = time.monotonic()
+        said = re.compile(rf"rank {fault.rank} \(.*(is lost|silent for)")
+        others = [rank for rank in range(NODES) if rank != fault.rank]
+        marks = {rank: len(self.cluster.output(rank)) for rank in others}
+
+        def all_have_said() -> bool:
+            return all(said.search(self.cluster.output(rank)[marks[rank] :]) for rank in others)
+
+        self._until(all_have_said, f"the others say that rank {fault.rank} is lost")
+        fault.detected_s = time.monotonic() - started_s
+
+    def _restart(self, fault: Fault) -> None:
+        self.kept.update(evidence.durable_parts(self.cluster.run_dir))
+        epoch = self._board().newest_epoch()
+        started_s = time.monotonic()
+        self.start(fault.rank)
+        engine_at_s: float | None = None
+        while not self._has_worked(fault.rank, epoch):
+            if time.monotonic() - started_s > PATIENCE_S:
+                raise SystemExit(f"rank {fault.rank} has not come back\n{self.cluster.everything_said()}")
+            if fault.engine_s is None and (engine := children(self.cluster.nodes[fault.rank].pid, ENGINE)):
+                engine_at_s = engine_at_s or time.monotonic()
+                words = engine[0].cmdline()
+                if EngineAdmin(f"http://127.0.0.1:{words[words.index('--port') + 1]}").healthy(0.5):
+                    fault.engine_s = time.monotonic() - engine_at_s
+            time.sleep(0.02)
+        fault.first_work_s = time.monotonic() - started_s
+
+    def _has_worked(self, rank: int, epoch: int) -> bool:
+        flags = [flag for flag in self._board().flags if flag.rank == rank and flag.kind == "ok"]
+        if any(flag.epoch > epoch for flag in flags):
+            return True
+        iterations = self.cluster.run_dir.root / "train_trajectories"
+        made = map(parse_part_name, names(iterations / max(names(iterations), default="")))
+        return any(part is not None and part.rank == rank and part.epoch > epoch for part in made)
+
+    def _is_whole(self) -> bool:
+        nodes = self.cluster.nodes.values()
+        return all(children(node.pid, kind) for node in nodes for kind in (ENGINE, TRAINER_RANK))
+
+    def _place(self) -> str:
+        flags = [flag for flag in self._board().flags if flag.rank == 0 and flag.kind == "ok"]
+        return f"iteration {max(flags).iteration} after row {max(flags).phase}" if flags else "at the start"
+
+    def _board(self) -> Board:
+        return parse(names(self.cluster.run_dir.protocol))
+
+    def _until(self, ready: Callable[[], Any], what: str) -> Any:
+        def ready_and_alive() -> Any:
+            codes = {rank: node.poll() for rank, node in self.cluster.nodes.items()}
+            if set(codes.values()) - {None, -signal.SIGKILL}:
+                raise SystemExit(f"nodes ended with {codes}\n{self.cluster.everything_said()}")
+            return ready()
+
+        return self.cluster.until(ready_and_alive, what, PATIENCE_S)
+
+
+FAULTS: dict[str, Callable[[Injector, Fault], None]] = {
+    "kill worker, restart at once": Injector.kill,
+    "kill worker, restart when lost": Injector.kill,
+    "kill master, restart at once": Injector.kill,
+    "kill master, restart when lost": Injector.kill,
+    "stop worker until lost": Injector.stop_until_lost,
+    "kill engine": partial(Injector.hit_child, kind=ENGINE, number=signal.SIGKILL),
+    "kill trainer": partial(Injector.hit_child, kind=TRAINER_RANK, number=signal.SIGKILL),
+    "stop trainer": partial(Injector.hit_child, kind=TRAINER_RANK, number=signal.SIGSTOP),
+    "kill agent": partial(Injector.hit_child, kind=AGENT, number=signal.SIGKILL),
+}
+
+
+def hurt(cluster: Cluster, count: int, seed: int) -> None:
+    """Inject `count` faults, every kind before any comes again, and print the table."""
+    injector = Injector(cluster, random.Random(seed))
+    for rank in range(NODES):
+        injector.start(rank)
+    coming: list[str] = []
+    for _ in range(count):
+        coming = coming or injector.random.sample(sorted(FAULTS), len(FAULTS))
+        injector.inject(coming.pop())
+    cluster.kill(0, signal.SIGINT)
+    codes = cluster.wait()
+
+    had = injector.faults
+    detected = [fault.detected_s for fault in had if fault.detected_s is not None]
+    back = [fault.first_work_s - (fault.engine_s or 0.0) for fault in had if fault.first_work_s is not None]
+    engines = [fault.engine_s for fault in had if fault.engine_s is not None]
+    show(
+        {
+            "faults injected": len(had),
+            "recovered": sum(fault.recovered_s is not None for fault in had),
+            "iterations meanwhile": len(cluster.metrics()),
+            "groups lost": len(evidence.lost_groups(cluster.run_dir, injector.kept)),
+            "finished groups generated again": len(evidence.repeated_groups(cluster.run_dir)),
+            "manifests with a slot missing or twice": len(evidence.unsound_manifests(cluster.run_dir)),
+            "said lost after": f"{spread(detected)}, bound {NODE_TIMEOUT_S + 2 * BEAT_S:g} s",
+            "first work after restart": f"{spread(back)}, bound 5 s, beside the engine's start",
+            "the engine's start": spread(engines),
+            "exit codes after Ctrl+C on the master": codes,
+        }
+    )
+
+
+def spread(seconds: list[float]) -> str:
+    """Median and maximum."""
+    found = seconds or [float("nan")]
+    return f"median {statistics.median(found):.1f} s, max {max(found):.1f} s ({len(seconds)} times)"
+
+
+@contextmanager
+def busy_cores() -> Iterator[int]:
+    """As many processes that only burn as there are cores."""
+    count = os.cpu_count() or 1
+    burn = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    burning = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(count)]
+    try:
+        yield count
+    finally:
+        for process in burning:
+            process.kill()
+            process.wait()
+
+
+def soak(cluster: Cluster, minutes: float) -> None:
+    """Default timeouts, full load, nothing injected: whatever the nodes report is a false alarm."""
+    with busy_cores() as busy:
+        for rank in range(NODES):
+            cluster.start(rank, *(() if rank else (*RUN, "tiny.warmup_steps=0", REWARD)))
+        cluster.until(cluster.metrics, "the first iteration", 600.0)
+        ends_s = time.monotonic() + 60.0 * minutes
+        while time.monotonic() < ends_s and all(node.poll() is None for node in cluster.nodes.values()):
+            time.sleep(1.0)
+        load = os.getloadavg()[0]
+        ended = {rank: node.poll() for rank, node in cluster.nodes.items() if node.poll() is not None}
+        cluster.kill(0, signal.SIGINT)
+        cluster.wait()
+    board = parse(names(cluster.run_dir.protocol))
+    epochs = max(0, board.newest_epoch() - 2)  # a lobby and a full one are how every run begins
+    alarms = re.findall(r"is lost|silent for|failed in|no answer from", cluster.everything_said())
+    show(
+        {
+            "minutes, nodes": f"{minutes:g}, {NODES}",
+            "load average, busy cores beside the run": f"{load:.1f}, {busy}",
+            "iterations": len(cluster.metrics()),
+            "false alarms": len(alarms),
+            "epochs beside the first": epochs,
+            "nodes that ended": ended or "none",
+        }
+    )
+
+
+def show(figures: dict[str, Any]) -> None:
+    """A table of two columns."""
+    for name, figure in figures.items():
+        print(f"{name:<41}{figure}")
+
+
+def main() -> None:
+    """Run one of the two; nothing is left running."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--faults", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--soak", type=float, metavar="MINUTES")
+    options = parser.parse_args()
+    root = options.dir.absolute()
+    if (root / "run").exists():
+        parser.error(f"--dir {root}: there is a run already; give another directory")
+    root.mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(root / "run", root / "cache", root)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the nodes are ended
+    try:
+        soak(cluster, options.soak) if options.soak else hurt(cluster, options.faults, options.seed)
+    finally:
+        cluster.close()
+
+
+if __name__ == "__main__":
+    main()

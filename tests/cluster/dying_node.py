@@ -1,0 +1,54 @@
+"""A node that is hit by a signal at an exact place of its first iteration, without any help from the product:
+
+    python -m tests.cluster.dying_node PHASE before|after KILL|STOP ARGUMENTS OF run
+
+`before` is the moment at which the row's flag is about to be raised, its work done, and `after` the moment at
+which the flag has just been raised. A worker raises none in a row that is the master's alone: there `before`
+is the moment at which it begins to wait for the master's flag, and `after` the one at which it has read it.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from coordinator import cli
+from coordinator.node import Node
+from coordinator.phases import Phase
+from coordinator.run_dir import Flag
+from coordinator.standing import Payload
+
+ITERATION = 1
+"""The iteration in which the node is hit."""
+
+
+def hit_at(place: Phase, when: str, hit: Callable[[], None]) -> None:
+    """Have every Node of this process call `hit` there."""
+    raise_flag, wait_for_master = Node._raise, Node._wait_master
+
+    def hit_if(now: str, is_there: bool) -> None:
+        if is_there and now == when:
+            hit()
+
+    def raise_or_die(self: Node, flag: Flag, payload: Payload) -> None:
+        is_there = (flag.iteration, flag.phase, flag.kind) == (ITERATION, place, "ok")
+        hit_if("before", is_there)
+        raise_flag(self, flag, payload)
+        hit_if("after", is_there)
+
+    def wait_or_die(self: Node, iteration: int, phase: Phase) -> Payload:
+        own = Flag(self.record.epoch, iteration, phase, self.rank, "ok")
+        is_there = (iteration, phase) == (ITERATION, place) and own not in self._raised
+        hit_if("before", is_there)
+        document = wait_for_master(self, iteration, phase)
+        hit_if("after", is_there)
+        return document
+
+    Node._raise, Node._wait_master = raise_or_die, wait_or_die
+
+
+if __name__ == "__main__":
+    _, phase, when, name, *arguments = sys.argv
+    sys.argv[1:] = arguments
+    hit_at(Phase[phase.upper()], when, lambda: os.kill(os.getpid(), signal.Signals[f"SIG{name}"]))
+    sys.exit(cli.main())

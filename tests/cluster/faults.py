@@ -1,0 +1,114 @@
+"""What fault tests aim at (a node's children), and what they judge by (the groups on the disk)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from coordinator import outputs
+from coordinator.run_dir import Kind, RunDir, parse_iteration_name, parse_part_name
+from rollout.trajectory import decode_part
+
+AGENT = "-m trainer.agent "
+TRAINER_RANK = "-m trainer "
+ENGINE = "-m rollout.torch_server "
+"""What is in the command lines of a node's children, and in no other's but an agent's and its launcher's."""
+
+
+def children(node: int, kind: str) -> list[psutil.Process]:
+    """The processes of one kind below the node with this pid; none while one of them is just ending."""
+    try:
+        commands = {
+            process: " ".join(process.cmdline()) + " "
+            for process in psutil.Process(node).children(recursive=True)
+        }
+    except psutil.NoSuchProcess:
+        return []
+    return [
+        process
+        for process, command in commands.items()
+        if kind in command and not command.startswith("/bin/sh") and (kind == AGENT or AGENT not in command)
+    ]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or a zombie: where process 1 reaps nobody, orphans stay that for good."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Place(NamedTuple):
+    """A slot of an iteration."""
+
+    kind: Kind
+    iteration: int
+    slot: int
+
+
+def durable_parts(run_dir: RunDir) -> dict[Path, bytes]:
+    """Every part that lies in the run directory now, with its content."""
+    return {path: path.read_bytes() for _, _, directory in _iterations(run_dir) for path in _parts(directory)}
+
+
+def lost_groups(run_dir: RunDir, kept: dict[Path, bytes]) -> list[Place]:
+    """Groups that lay in the parts `kept`, and are not those that count now.
+
+    They count if the manifest takes their slot from one of these parts, which lies there unchanged. A part of
+    another policy than the manifest's never counted.
+    """
+    whole = {path for path, data in kept.items() if path.is_file() and path.read_bytes() == data}
+    lost: list[Place] = []
+    for kind, iteration, directory in _iterations(run_dir):
+        manifest = outputs.read_manifest(run_dir, kind, iteration) or {"parts": [], "policy": None}
+        counting = {
+            slot
+            for entry in manifest["parts"]
+            if directory / entry["file"] in whole
+            for slot in entry["slots"]
+        }
+        for data in (data for path, data in kept.items() if path.parent == directory):
+            header, groups = decode_part(data)
+            if manifest["policy"] in {None, header.policy}:
+                slots = {group.slot for group in groups} - counting
+                lost += [Place(kind, iteration, slot) for slot in sorted(slots)]
+    return lost
+
+
+def repeated_groups(run_dir: RunDir) -> list[Place]:
+    """Groups that lie in several parts of one policy: finished, and yet generated again."""
+    found: Counter[tuple[Place, str]] = Counter()
+    for kind, iteration, directory in _iterations(run_dir):
+        for path in _parts(directory):
+            header, groups = decode_part(path.read_bytes())
+            found.update((Place(kind, iteration, group.slot), header.policy) for group in groups)
+    return [place for (place, _policy), times in found.items() if times > 1]
+
+
+def unsound_manifests(run_dir: RunDir) -> list[Path]:
+    """Manifests that do not name every slot exactly once."""
+    unsound: list[Path] = []
+    for kind, iteration, _directory in _iterations(run_dir):
+        manifest = outputs.read_manifest(run_dir, kind, iteration)
+        if manifest is not None:
+            slots = sorted(slot for entry in manifest["parts"] for slot in entry["slots"])
+            if slots != list(range(manifest["slots"])):
+                unsound.append(run_dir.manifest(kind, iteration))
+    return unsound
+
+
+def _iterations(run_dir: RunDir) -> Iterator[tuple[Kind, int, Path]]:
+    """Every directory of trajectories: its kind, its iteration, its path."""
+    kinds: tuple[Kind, ...] = ("train", "eval")
+    for kind in kinds:
+        for name in outputs.names(run_dir.trajectories(kind, 0).parent):
+            iteration = parse_iteration_name(name)
+            if iteration is not None:
+                yield kind, iteration, run_dir.trajectories(kind, iteration)
+
+
+def _parts(directory: Path) -> list[Path]:
+    return [directory / name for name in outputs.names(directory) if parse_part_name(name)]

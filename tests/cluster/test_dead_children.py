@@ -1,0 +1,101 @@
+"""A node's engine or trainer dies, or stands still: the node sees to it; the run ends as if undisturbed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.faults import (
+    ENGINE,
+    TRAINER_RANK,
+    children,
+    durable_parts,
+    has_ended,
+    lost_groups,
+    repeated_groups,
+)
+from tests.cluster.small_run import ITERATIONS, SETTINGS, arguments, results
+
+Results = list[dict[str, Any]]
+
+
+def the_child(cluster: Cluster, rank: int, kind: str) -> psutil.Process:
+    """Wait for a child of a node."""
+    pid = cluster.nodes[rank].pid
+    return cluster.until(lambda: children(pid, kind), f"rank {rank} has a {kind}", 120)[0]
+
+
+def is_registered(rank: psutil.Process) -> bool:
+    """Whether a trainer has come so far that its node knows which process group to end."""
+    words = rank.cmdline()
+    return (Path(words[words.index("--spool") + 1]) / "pgid" / str(os.getpgid(rank.pid))).exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_engine_killed_in_mid_rollout_is_restarted_and_no_finished_group_is_made_again(
+    cluster: Cluster, undisturbed: Results, victim: int
+) -> None:
+    slow = ["rollout.environment=tests.cluster.plugins:slow", "rollout.concurrency=4"]
+    settings = ["--num-nodes", "2", "--iterations", str(ITERATIONS), *SETTINGS, *slow]
+    one_by_one = ["env", "SLOW_S=1.5"]
+    cluster.start(0, *settings, prefix=one_by_one)
+    cluster.start(1, prefix=one_by_one)
+    directory = cluster.run_dir.trajectories("train", 1)
+    part = f"r{victim:04d}.*.safetensors"
+    cluster.until(lambda: list(directory.glob(part)), "the victim's first part", 120)
+    kept = durable_parts(cluster.run_dir)
+    engine = the_child(cluster, victim, ENGINE)
+    engine.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)  # the next request is in flight now: it was due 1.5 s after the last
+    engine.kill()
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    assert len(list(cluster.run_dir.logs(victim).glob("engine.*.log"))) == 2, "one restart"
+    assert [line["iteration"] for line in cluster.metrics()] == list(range(1, ITERATIONS + 1))
+    assert lost_groups(cluster.run_dir, kept) == repeated_groups(cluster.run_dir) == []
+    assert results(cluster) == undisturbed
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("moment", ["starting", "waiting"])
+def test_dead_or_stuck_trainer_rank_is_another_attempt(
+    cluster: Cluster, engine_urls: list[str], undisturbed: Results, fault: signal.Signals, moment: str
+) -> None:
+    iterations = 8 if moment == "waiting" else ITERATIONS
+    limits = [
+        "trainer.collective_timeout_s=10",
+        "trainer.max_attempts=4",
+        f"checkpoints.keep_last={iterations}",
+    ]
+    cluster.start(0, *arguments(0, engine_urls, *limits, "--iterations", str(iterations)))
+    cluster.start(1, *arguments(1, engine_urls))
+    if moment == "waiting":  # for the second iteration's request
+        cluster.until(lambda: cluster.metrics(), "the first iteration", 120)
+    rank = the_child(cluster, 1, TRAINER_RANK)
+    cluster.until(lambda: is_registered(rank), "it has named its process group")
+    rank.send_signal(fault)
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    assert has_ended(rank), "the stuck one too"
+    assert "attempt 2 of 4" in cluster.output(0)
+    assert [line["iteration"] for line in cluster.metrics()] == list(range(1, iterations + 1))
+    assert repeated_groups(cluster.run_dir) == []
+    assert results(cluster) == undisturbed
+
+
+def test_trainer_rank_that_always_dies_ends_the_run_with_its_words(
+    cluster: Cluster, engine_urls: list[str]
+) -> None:
+    cluster.start(0, *arguments(0, engine_urls, "trainer.max_attempts=2"))
+    cluster.start(1, *arguments(1, engine_urls))
+    for _attempt in range(2):
+        rank = the_child(cluster, 1, TRAINER_RANK)
+        rank.kill()
+        cluster.until(lambda rank=rank: has_ended(rank), "its end")
+    assert cluster.wait() == [1, 1], cluster.everything_said()
+    last = cluster.output(0).rpartition("error: ")[2]
+    assert last.startswith("rank 1 (") and "SIGKILL" in last, last
+    assert cluster.metrics() == []

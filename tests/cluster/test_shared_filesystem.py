@@ -1,0 +1,202 @@
+"""Runs of two nodes, each with a mount of its own, over a filesystem that misbehaves."""
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.cluster import FAST, Cluster, token_ids
+from tests.faultfs import FaultFs, unavailable
+
+TOGETHER = {
+    "attributes_s": 3.0,
+    "negative_s": 3.0,
+    "lie_rate": 0.02,
+    "no_links": "EPERM",
+    "halves_s": 0.02,
+    "clock_offset_s": 3600.0,
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    "stale attributes and absences": {"attributes_s": 3.0, "negative_s": 3.0},
+    "stale listings too": {"attributes_s": 3.0, "negative_s": 3.0, "listing_s": 3.0},
+    "errors that pass": {"error_rate": 0.02},
+    "renames that lie": {"lie_rate": 0.3, "lies": ("rename",)},
+    "creations that lie": {"lie_rate": 0.05, "lies": ("link", "create", "mkdir", "write", "fsync")},
+    "no hard links": {"no_links": "EPERM"},
+    "renames that copy": {"halves_s": 0.05},
+    "latency": {"latency_s": 0.002},
+    "together": TOGETHER,
+}
+SLOW = (
+    "cluster.node_timeout_s=4",
+    "rollout.environment=tests.cluster.plugins:slow",
+    "rollout.concurrency=4",
+    "rollout.tasks_per_iteration=24",
+)
+"""A rollout that lasts long enough to be hit, and a timeout that a test can outwait."""
+
+
+@dataclass
+class Nodes:
+    """Two nodes, and what lies below them."""
+
+    shared: FaultFs
+    cluster: Cluster
+
+    def start(self, *arguments: str, ranks: tuple[int, ...] = (0, 1)) -> None:
+        """Start both, each on its own mount; the master with `arguments`."""
+        for rank in ranks:
+            given = () if rank else ("--num-nodes", "2", *arguments)
+            self.cluster.start(rank, *given, root=self.shared[rank].path / "run")
+
+    def parts(self, rank: int) -> list[Path]:
+        """The parts that `rank` has published in iteration 1."""
+        return sorted(self.cluster.run_dir.trajectories("train", 1).glob(f"r{rank:04d}.*.safetensors"))
+
+    def said(self) -> str:
+        return self.cluster.everything_said()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, cache: Path) -> Iterator[Nodes]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with FaultFs(tmp_path / "fs", 2) as shared:
+        cluster = Cluster(shared.backing / "run", cache, tmp_path)
+        try:
+            yield Nodes(shared, cluster)
+        finally:
+            shared.thaw()
+            cluster.close()
+
+
+def rollout(engine_url: str, *more: str, iterations: int = 3) -> tuple[str, ...]:
+    arguments = ("--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", f"{iterations}")
+    return (*FAST, *arguments, *more)
+
+
+@pytest.fixture(scope="module")
+def calm(
+    cache: Path, engine_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[int, list[list[int]]]]:
+    """The token ids of an undisturbed rollout, by iteration and slot."""
+    folder = tmp_path_factory.mktemp("calm")
+    cluster = Cluster(folder / "run", cache, folder)
+    try:
+        assert cluster.run(1, *rollout(engine_url)) == [0], cluster.everything_said()
+        return {iteration: token_ids(cluster.groups(iteration)) for iteration in (1, 2, 3)}
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+def test_rollout_ends_with_the_same_trajectories(
+    nodes: Nodes, engine_url: str, calm: dict[int, dict[int, list[list[int]]]], faults: dict[str, Any]
+) -> None:
+    nodes.shared.set(**faults)
+    nodes.start(*rollout(engine_url))
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert "is lost" not in nodes.said()
+    for iteration in (1, 2, 3):
+        assert token_ids(nodes.cluster.groups(iteration)) == calm[iteration]
+    assert [line["iteration"] for line in nodes.cluster.metrics()] == [1, 2, 3]
+
+
+def test_training_goes_through_on_a_filesystem_with_all_of_it(nodes: Nodes) -> None:
+    # Errors where the nodes meet, and lies of renames: what loads and saves models tries it all only once.
+    lies = {"lie_rate": 0.05, "lies": ("rename",)}
+    nodes.shared.set(**TOGETHER | lies, error_rate=0.02, errors_below="/run/protocol")
+    nodes.start(*FAST, "--iterations", "3", "--eval-interval", "2")
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert [line["iteration"] for line in nodes.cluster.metrics()] == [1, 2, 3]
+
+
+def test_full_disk_ends_the_run_and_the_same_command_resumes_it(nodes: Nodes, engine_url: str) -> None:
+    arguments = rollout(engine_url, *SLOW, iterations=1)
+    nodes.start(*arguments)
+    nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
+    nodes.shared.set(full=True)
+    assert nodes.cluster.wait(60) == [1, 1], nodes.said()
+    for rank in (0, 1):
+        last = nodes.cluster.output(rank).splitlines()[-1]
+        path = re.escape(str(nodes.shared[rank].path / "run"))
+        assert re.search(
+            rf"cannot write {path}/\S+: No space left on device \(0\.0 of [\d.]+ GB free\); free some space",
+            last,
+        ), last
+    kept = {path: path.read_bytes() for rank in (0, 1) for path in nodes.parts(rank)}
+
+    nodes.shared.set(full=False)
+    nodes.start(*arguments)
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert sorted(nodes.cluster.groups(1)) == list(range(24))
+    assert {path.name for path in kept} <= {entry["file"] for entry in nodes.cluster.manifest(1)["parts"]}
+    assert all(path.read_bytes() == data for path, data in kept.items())
+
+
+def test_nobody_is_lost_when_the_filesystem_stalls_for_all(nodes: Nodes, engine_url: str) -> None:
+    nodes.start(*rollout(engine_url, *SLOW, iterations=1))
+    nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
+    nodes.shared.freeze()
+    time.sleep(12)  # three times node_timeout
+    nodes.shared.thaw()
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert "is lost" not in nodes.said()
+    assert sorted(nodes.cluster.groups(1)) == list(range(24))
+
+
+@pytest.mark.parametrize("trouble", ["frozen", "read_only"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["master", "worker"])
+def test_node_without_its_mount_comes_back_by_itself(
+    nodes: Nodes, engine_url: str, rank: int, trouble: str
+) -> None:
+    nodes.start(*rollout(engine_url, *SLOW, iterations=1))
+    nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
+    started = dict(nodes.cluster.nodes)
+    nodes.shared[rank].set(**{trouble: True})
+    nodes.cluster.until(
+        lambda: "has not shown this node's heartbeat" in nodes.cluster.output(rank), "it fences itself"
+    )
+    if rank == 1:
+        nodes.cluster.until(lambda: "rank 1" in lost(nodes, 0), "the master finds it lost")
+    else:
+        time.sleep(8)  # until it has been silent for longer than node_timeout
+    assert [node.poll() for node in started.values()] == [None, None], nodes.said()
+    nodes.shared[rank].set(**{trouble: False})
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert sorted(nodes.cluster.groups(1)) == list(range(24))
+
+
+def lost(nodes: Nodes, rank: int) -> str:
+    """The line in which `rank` says who is lost."""
+    return next((line for line in nodes.cluster.output(rank).splitlines() if "is lost" in line), "")
+
+
+def test_trainer_of_a_node_without_its_mount_is_stopped(nodes: Nodes) -> None:
+    nodes.start(*FAST, "--iterations", "12", "--eval-interval", "0", "cluster.node_timeout_s=4")
+    nodes.cluster.until(lambda: nodes.cluster.metrics(), "the first iteration", 120)
+    assert trainers(nodes.cluster.nodes[1].pid)
+    nodes.shared[1].freeze()
+    nodes.cluster.until(lambda: not trainers(nodes.cluster.nodes[1].pid), "its trainer ends")
+    nodes.cluster.until(lambda: "rank 1" in lost(nodes, 0), "the master finds it lost")
+    nodes.shared[1].thaw()
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert [line["iteration"] for line in nodes.cluster.metrics()] == list(range(1, 13))
+
+
+def trainers(pid: int) -> list[psutil.Process]:
+    """The processes of the training job below a node, without those that its mount does not let die."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            hangs = process.status() in {psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE}
+            if not hangs and "trainer.agent" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found

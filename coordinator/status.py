@@ -13,9 +13,6 @@ from coordinator.run_dir import FORMAT, RunDir
 from coordinator.settings import RunSettings, SettingsError
 from coordinator.watch import ENDED
 
-GOING = {"running", "holding"}
-"""States of a run whose master lives."""
-
 
 def read_status(root: Path) -> dict[str, Any]:
     """The state of the run at `root`, as INTERFACE `run status --json`; SettingsError if there is none."""
@@ -33,7 +30,8 @@ def read_status(root: Path) -> dict[str, Any]:
     master = said.get(MASTER, {})
     lines = outputs.metrics_lines(run_dir)
     settings = RunSettings.model_validate(record.settings) if record else RunSettings()
-    state = _state(board, record, master)
+    gone = {rank for rank, content in said.items() if _is_gone(content)}
+    state = _state(board, record, said, gone)
     ranks = range(settings.cluster.num_nodes)
     return {
         "run_id": run["run_id"],
@@ -42,14 +40,20 @@ def read_status(root: Path) -> dict[str, Any]:
         "iteration": master.get("iteration") or (lines[-1]["iteration"] if lines else 0),
         "iterations": settings.iterations,
         "phase": master.get("phase", "") or master.get("state", ""),
-        "waiting_for": master.get("waiting_for", []),
+        "waiting_for": [MASTER] if MASTER in gone else master.get("waiting_for", []),
         "num_nodes": settings.cluster.num_nodes,
-        "nodes": [_node(rank, settings, board, record, said, state in GOING) for rank in ranks],
+        "nodes": [_node(rank, settings, board, record, said, gone) for rank in ranks],
         "last_metrics": lines[-1] if lines else None,
     }
 
 
-def _state(board: Board, record: EpochRecord | None, master: dict[str, Any]) -> str:
+def _is_gone(content: dict[str, Any]) -> bool:
+    """Whether a process has ended; one of another machine is not known to have."""
+    here = content and content["peer"]["identity"] == host_identity()
+    return bool(here) and (content["state"] == ENDED or not psutil.pid_exists(content["pid"]))
+
+
+def _state(board: Board, record: EpochRecord | None, said: dict[int, dict[str, Any]], gone: set[int]) -> str:
     if record is None:
         return "stopped"
     if record.kind == "finished":
@@ -57,9 +61,9 @@ def _state(board: Board, record: EpochRecord | None, master: dict[str, Any]) -> 
     calls = {(flag.kind, flag.rank == MASTER) for flag in board.calls if flag.epoch == record.epoch}
     if ("left", True) in calls or {kind for kind, _ in calls} & {"failed", "gave_up", "stopped"}:
         return "stopped"
-    here = master and master["peer"]["identity"] == host_identity()
-    if here and not psutil.pid_exists(master["pid"]):
-        return "stopped"
+    if MASTER in gone:  # its workers hold for it, unless it is plain that they have ended too
+        held = (said.keys() & record.members.keys()) - gone
+        return "holding" if held else "stopped"
     return "holding" if record.kind == "lobby" or ("lost", True) in calls else "running"
 
 
@@ -69,7 +73,7 @@ def _node(
     board: Board,
     record: EpochRecord | None,
     said: dict[int, dict[str, Any]],
-    going: bool,
+    gone: set[int],
 ) -> dict[str, Any]:
     """A node as its last beat, and what the master last observed of it, say."""
     content = said.get(rank, {})
@@ -81,7 +85,7 @@ def _node(
         state = "never_seen"
     elif left or content.get("state") == ENDED:
         state = "left"
-    elif silent_s >= settings.cluster.node_timeout_s or not going:
+    elif silent_s >= settings.cluster.node_timeout_s or rank in gone:
         state = "silent"
     return {
         "rank": rank,
@@ -100,7 +104,7 @@ def _node(
 def render(status: dict[str, Any], root: Path) -> str:
     """The state for a person, a line a node."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
-    going = status["state"] in GOING
+    going = status["state"] in {"running", "holding"}
     waits = f", waiting for {ranks_text(status['waiting_for'])}" if going and status["waiting_for"] else ""
     where = f"iteration {status['iteration']}{of}, {status['phase']}{waits}"
     lines = [

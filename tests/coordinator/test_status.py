@@ -146,7 +146,7 @@ def test_finished_run_is_finished_though_its_nodes_left(run_dir: RunDir) -> None
     running(run_dir, record(2, "finished", settings=SETTINGS), state=ENDED)
     status = read_status(run_dir.root)
     assert status["state"] == "finished"
-    assert states(status) == ["left", "silent", "silent"]
+    assert states(status) == ["left", "alive", "alive"]
 
 
 def test_run_that_is_in_no_iteration_shows_the_last_finished_one(run_dir: RunDir) -> None:
@@ -180,12 +180,26 @@ def test_call_of_an_epoch_that_is_over_stops_nothing(run_dir: RunDir) -> None:
     assert read_status(run_dir.root)["state"] == "running"
 
 
-def test_master_whose_process_is_gone_from_this_host_has_stopped(run_dir: RunDir) -> None:
-    here = {"identity": host_identity(), "addresses": []}
-    gone = 2**22 + 1  # more than any pid
-    assert running(run_dir, pid=gone, peer=here)["state"] == "stopped"
-    assert running(run_dir, pid=os.getpid(), peer=here)["state"] == "running"
-    assert running(run_dir, pid=gone)["state"] == "running"
+HERE = {"identity": host_identity(), "addresses": []}
+GONE = 2**22 + 1
+"""More than any pid."""
+
+
+def test_workers_hold_for_a_master_whose_process_is_gone_from_this_host(run_dir: RunDir) -> None:
+    status = running(run_dir, pid=GONE, peer=HERE)
+    assert (status["state"], status["waiting_for"]) == ("holding", [0])
+    assert states(status) == ["silent", "alive", "alive"]
+    assert running(run_dir, pid=os.getpid(), peer=HERE)["state"] == "running"
+    assert running(run_dir, pid=GONE)["state"] == "running"
+
+
+def test_run_whose_processes_are_all_gone_is_stopped(run_dir: RunDir) -> None:
+    running(run_dir, pid=GONE, peer=HERE)
+    for rank in (1, 2):
+        beat(run_dir, rank, counter=6, pid=GONE, peer=HERE)
+    status = read_status(run_dir.root)
+    assert status["state"] == "stopped"
+    assert states(status) == ["silent"] * 3
 
 
 def test_node_states_are_those_that_the_master_last_observed(run_dir: RunDir) -> None:

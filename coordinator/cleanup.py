@@ -39,7 +39,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
         raise SettingsError(f"--log-path {root}: no run there (no run.json)")
     run_id = read_run_json(run_dir)["run_id"]
     newest = Records(run_dir).newest(parse(outputs.names(run_dir.protocol)).records)
-    settings = RunSettings.model_validate(newest.settings if newest else {})
+    settings = RunSettings.published(newest.settings if newest else {})
     _refuse_finished(run_dir, settings, iteration)
     board = _wait_for_beats(run_dir, settings.cluster.beat_s)
     _refuse_finished(run_dir, settings, iteration)  # a node may have finished it as its last deed

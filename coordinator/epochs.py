@@ -81,7 +81,8 @@ class Records:
 
     def _read(self, number: int) -> EpochRecord | None:
         try:
-            data = shared_fs.read(self._run_dir.protocol / Record(number).name)
+            # Not waited for: the thread that beats reads records too, and the next look reads this one.
+            data = shared_fs.read(self._run_dir.protocol / Record(number).name, fleeting=True)
             record = EpochRecord.model_validate_json(data)
         except (FileNotFoundError, ValidationError):
             return None

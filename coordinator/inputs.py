@@ -35,7 +35,7 @@ class Inputs:
 
     def localize(self, published: Mapping[str, Any]) -> RunSettings:
         """A record's settings, with this node's own over them."""
-        return config.overlay(RunSettings.model_validate(published), self.local)
+        return config.overlay(RunSettings.published(published), self.local)
 
 
 def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:

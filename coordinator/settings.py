@@ -1,8 +1,9 @@
 """The settings tree of a run, one class per concern; those of `rollout` and `trainer` are theirs."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rollout.settings import EngineSettings, EvalSettings, RolloutSettings, Settings
 from trainer.settings import TrainerSettings
@@ -146,6 +147,18 @@ class RunSettings(Settings):
                 "advantage, so nothing would be learnt; give at least 2, or --rl-phase rollout"
             )
         return self
+
+    @classmethod
+    def published(cls, document: Mapping[str, Any]) -> Self:
+        """The settings that an epoch record holds; SettingsError if another version has written them."""
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            where = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise SettingsError(
+                f"the run's settings were published by another version of flagpost ({where}: "
+                f"{error.errors()[0]['msg']}); use the same version on all nodes"
+            ) from None
 
     @property
     def evaluation_tasks(self) -> str | None:

@@ -71,7 +71,7 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
         mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
     )
     check_log_path(root)
-    settings = RunSettings.model_validate(published.settings)
+    settings = RunSettings.published(published.settings)
     _refuse_rank(rank, settings.cluster.num_nodes, "the master's ")
     shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}
     if differences := config.contradictions(settings, shared):

@@ -29,7 +29,7 @@ def read_status(root: Path) -> dict[str, Any]:
     said = {rank: read_beat(run_dir, beat) for rank, beat in board.beats.items()}
     master = said.get(MASTER, {})
     lines = outputs.metrics_lines(run_dir)
-    settings = RunSettings.model_validate(record.settings) if record else RunSettings()
+    settings = RunSettings.published(record.settings) if record else RunSettings()
     gone = {rank for rank, content in said.items() if _is_gone(content)}
     state = _state(board, record, said, gone)
     ranks = range(settings.cluster.num_nodes)

@@ -111,7 +111,7 @@ def train(node: Node) -> None:
         staging_dir=str((node.run_dir.checkpoints / config["staging"]).absolute()),
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", iteration, 1),
-        settings=RunSettings.model_validate(node.record.settings).trainer,  # the same on every node
+        settings=RunSettings.published(node.record.settings).trainer,  # the same on every node
         temperature=settings.rollout.temperature,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)

@@ -183,7 +183,8 @@ class Watch:
         for flag in self.board.called(current.epoch, "lost"):
             if flag not in self._heard and self.rank != MASTER:
                 try:
-                    document = json.loads(shared_fs.read(self.run_dir.protocol / flag.name))
+                    data = shared_fs.read(self.run_dir.protocol / flag.name, fleeting=True)
+                    document = json.loads(data)
                 except (FileNotFoundError, ValueError):
                     continue  # the next look reads it
                 self._heard.add(flag)

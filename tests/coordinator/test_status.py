@@ -276,3 +276,9 @@ def test_settings_of_the_newest_record_hold(run_dir: RunDir) -> None:
     claim(run_dir, record(3, members={0: 1, 1: 1}, settings=other))
     status = read_status(run_dir.root)
     assert (status["num_nodes"], len(status["nodes"])) == (2, 2)
+
+
+def test_settings_of_another_version_are_one_line(run_dir: RunDir) -> None:
+    foreign = record(2).model_copy(update={"settings": {"cluster": {"gossip": True}}})
+    with pytest.raises(SettingsError, match=r"another version of flagpost \(cluster.gossip: .* same version"):
+        running(run_dir, foreign)

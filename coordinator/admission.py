@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from coordinator import network
 from coordinator.board import Board, ranks_text
 from coordinator.epochs import MASTER, EpochRecord, Event, Member, Verdict, claim, new_token, read_beat
-from coordinator.host_lock import host_lock
+from coordinator.host_lock import acquire, host_lock
 from coordinator.node import Node, Position
 from coordinator.outcome import Ended, Exit
 
@@ -84,6 +84,7 @@ def new_record(
 def claim_next(node: Node, kind: Literal["lobby", "finished"]) -> EpochRecord:
     """Claim the first free number above all that the board shows: the newest master wins."""
     while True:
+        node.check()
         board = node.watch.look()
         if board.highest_incarnation(MASTER) > node.watch.incarnation:
             raise node.superseded()
@@ -100,12 +101,15 @@ def _absent(node: Node, board: Board, since: int) -> list[int]:
 
     def is_here(rank: int) -> bool:
         beat = board.beats.get(rank)
-        return beat is not None and beat.epoch >= since and beat[2:] > node.lost.get(rank, (0, -1))
+        if beat is None or node.watch.silence.silent_s.get(rank, 0.0) >= cluster.node_timeout_s:
+            return False
+        return beat.epoch >= since and beat[2:] > node.lost.get(rank, (0, -1))
 
-    absent = [rank for rank in range(1, node.settings.cluster.num_nodes) if not is_here(rank)]
-    if absent and not node.position.waiting_for:
-        commands = "; ".join(node.worker_command(rank) for rank in absent)
-        log.info("waiting for %s; on that machine: %s", ranks_text(absent), commands)
+    cluster = node.settings.cluster
+    absent = [rank for rank in range(1, cluster.num_nodes) if not is_here(rank)]
+    if unsaid := set(absent) - set(node.position.waiting_for):
+        commands = "; ".join(node.worker_command(rank) for rank in sorted(unsaid))
+        log.info("waiting for %s; on that machine: %s", ranks_text(unsaid), commands)
     node.position.waiting_for = absent
     return absent
 
@@ -153,13 +157,21 @@ def pend(node: Node) -> EpochRecord:
         mine = member is not None and member.incarnation == node.watch.incarnation
         return newest if newest.kind == "full" and mine else None
 
-    timeout_s = node.settings.cluster.rejoin_timeout_s
-    record = node.watch.wait(
-        admitted, node.check, lambda _board: "the master to take this node in", timeout_s
-    )
-    if record is None:
-        text = f"the master did not take rank {node.rank} in within {timeout_s:.0f} s; see what it prints"
-        raise Ended(Exit.LOST, text)
+    cluster = node.settings.cluster
+    started_s = time.monotonic()
+
+    def check() -> None:
+        """Under `shrink` a master that lives takes this node in at its next iteration, however late."""
+        node.check()
+        waited_s = time.monotonic() - started_s
+        if cluster.on_node_failure == "shrink":
+            waited_s = min(waited_s, node.watch.silence.silent_s.get(MASTER, 0.0))
+        if waited_s > cluster.rejoin_timeout_s:
+            text = f"the master did not take rank {node.rank} in within {waited_s:.0f} s; see what it prints"
+            raise Ended(Exit.LOST, text)
+
+    record = node.watch.wait(admitted, check, lambda _board: "the master to take this node in")
+    assert record is not None  # without a time limit
     return record
 
 
@@ -185,26 +197,14 @@ def hold_host_lock(node: Node) -> FileLock:
     """
     lock = host_lock(f"{node.run_id}.rank{node.rank}")
     holder = Path(lock.lock_file).with_suffix(".pid")
-    if not _acquire(lock, node, LOCK_PATIENCE_S):
+    if not acquire(lock, node.check, LOCK_PATIENCE_S):
         _kill(holder)
-        if not _acquire(lock, node, LOCK_PATIENCE_S):
+        if not acquire(lock, node.check, LOCK_PATIENCE_S):
             text = f"another process of rank {node.rank} on this host does not end; its pid is in {holder}"
             raise Ended(Exit.FAILED, text)
     me = psutil.Process()
     holder.write_text(f"{me.pid} {me.create_time()}")
     return lock
-
-
-def _acquire(lock: FileLock, node: Node, patience_s: float) -> bool:
-    deadline_s = time.monotonic() + patience_s
-    while time.monotonic() < deadline_s:
-        node.check()
-        try:
-            lock.acquire(timeout=0.2)
-        except Timeout:
-            continue
-        return True
-    return False
 
 
 def _kill(holder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from coordinator.children import Child, Children
-from coordinator.host_lock import host_lock
+from coordinator.host_lock import acquire, host_lock
 from coordinator.network import LOOPBACK, free_port
 from coordinator.outputs import Policy
 from coordinator.run_dir import RunDir
@@ -19,7 +19,6 @@ from rollout.engine_admin import EngineAdmin
 from rollout.settings import EngineSettings
 
 log = logging.getLogger(__name__)
-
 
 MIND_S = 0.5
 """How often a server that generates is looked after."""
@@ -43,19 +42,37 @@ class EngineHost:
         self._starts = 0
 
     def ensure(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
-        """Have a server that answers with `policy`; EngineError if that cannot be had. `check` may raise."""
-        if self._admin is None or (self._child is not None and self._child.poll() is not None):
-            try:
-                self._start(policy, settings, check)
-            except EngineError as error:
-                if self._child is None:
-                    raise
-                log.error("%s\nstarting it once more: its files, or its port, may be there now", error)
-                self._start(policy, settings, check)
-        # Nodes of one host may share a server of the user's: let one of them load the policy.
-        with host_lock(f"engine-{self.url.rpartition('/')[2]}"):
-            self._load(policy)
+        """Have a server that answers with `policy`; EngineError if that cannot be had. `check` may raise.
+
+        One of ours that fails is started once more: its files, or its port, may be there then.
+        """
+        try:
+            self._have(policy, settings, check)
+        except EngineError as error:
+            if self._child is None:
+                raise
+            log.error("%s\nstarting it once more", error)
+            self._child.kill()
+            self._have(policy, settings, check)
         self._served = policy
+
+    def _have(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
+        if self._admin is None or (self._child is not None and self._child.poll() is not None):
+            self._start(policy, settings)
+        self._await(settings, check)
+        if settings.url is None:
+            self._load(policy)
+            return
+        # Nodes of one host may share a server of the user's: let one of them load the policy.
+        lock = host_lock("engine-" + settings.url.partition("//")[2].replace("/", "_"))
+        if not acquire(lock, check, settings.start_timeout_s):
+            raise EngineError(
+                f"another node of this host takes too long to load a policy into {settings.url}"
+            )
+        try:
+            self._load(policy)
+        finally:
+            lock.release()
 
     def _load(self, policy: Policy) -> None:
         assert self._admin is not None
@@ -81,8 +98,13 @@ class EngineHost:
 
     def sleep(self) -> None:
         """Free the accelerator. A server that the user runs is left alone."""
-        if self._child is not None and self._admin is not None and self._child.poll() is None:
+        if self._child is None or self._admin is None or self._child.poll() is not None:
+            return
+        try:
             self._admin.sleep(1)
+        except EngineError as error:
+            log.error("%s: it is ended, and started again when it is needed", error)
+            self._child.kill()
 
     def restart_patience_s(self, settings: EngineSettings) -> float:
         """For how long a request that breaks is tried again: a server of ours may be starting anew."""
@@ -112,23 +134,18 @@ class EngineHost:
             log.error("%s: starting it again (%d of %d)", how, restarts, settings.max_restarts)
             self._child.kill()
             assert self._served is not None
-            await asyncio.to_thread(self._start, self._served, settings, check, self._port)
+            self._start(self._served, settings, self._port)
+            await asyncio.to_thread(self._await, settings, check)
             answered_s = time.monotonic()
 
     def is_there(self) -> bool:
         """Whether a server has been started or given."""
         return self._admin is not None
 
-    def leave_epoch(self) -> None:
-        """Nothing: an engine stays warm across epochs, and proves its policy before it is used again."""
-
-    def _start(
-        self, policy: Policy, settings: EngineSettings, check: Callable[[], None], port: int | None = None
-    ) -> None:
+    def _start(self, policy: Policy, settings: EngineSettings, port: int | None = None) -> None:
+        """Start a server, or take the user's; whether it answers is another question."""
         if settings.url is not None:
-            self.url = settings.url
-            self._admin = EngineAdmin(settings.url)
-            self._admin.wait_healthy(settings.start_timeout_s, _checked(check))
+            self.url, self._admin = settings.url, EngineAdmin(settings.url)
             return
         self._port = port or free_port(LOOPBACK)
         self._starts += 1
@@ -136,26 +153,20 @@ class EngineHost:
         argv += ["--model", str(policy.directory.absolute()), "--weight-version", policy.digest]
         argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
-        child = self._children.start("engine", argv, log=path)
-        self._child = child
+        self._child = self._children.start("engine", argv, log=path)
         self.url = f"http://{LOOPBACK}:{self._port}"
-        admin = EngineAdmin(self.url)
+        self._admin = EngineAdmin(self.url)
+
+    def _await(self, settings: EngineSettings, check: Callable[[], None]) -> None:
+        """Wait until the server answers. What `check` raises leaves it starting, for the next time."""
+        assert self._admin is not None
 
         def alive() -> bool:
             check()
-            return child.poll() is None
+            return self._child is None or self._child.poll() is None
 
         try:
-            admin.wait_healthy(settings.start_timeout_s, alive)
+            self._admin.wait_healthy(settings.start_timeout_s, alive)
         except EngineError as error:
-            child.kill()
-            raise EngineError(f"{error}; the end of {path}:\n{child.tail(20)}") from None
-        self._admin = admin
-
-
-def _checked(check: Callable[[], None]) -> Callable[[], bool]:
-    def alive() -> bool:
-        check()
-        return True
-
-    return alive
+            said = f"; its last words:\n{self._child.tail(20)}" if self._child is not None else ""
+            raise EngineError(f"{error}{said}") from None

@@ -8,7 +8,7 @@ run's.
 
 import json
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -71,18 +71,21 @@ class Records:
         self._run_dir = run_dir
         self._known: dict[int, EpochRecord] = {}
 
-    def newest(self, numbers: Iterable[int]) -> EpochRecord | None:
-        """The highest of `numbers` whose record parses; a torn one is climbed over."""
+    def newest(self, numbers: Iterable[int], wait: bool = True) -> EpochRecord | None:
+        """The highest of `numbers` whose record parses; a torn one is climbed over.
+
+        `wait=False`, for the thread that beats: one that is listed but denied is climbed over too, until the
+        next look.
+        """
         for number in sorted(numbers, reverse=True):
-            record = self._known.get(number) or self._read(number)
+            record = self._known.get(number) or self._read(number, wait)
             if record is not None:
                 return record
         return None
 
-    def _read(self, number: int) -> EpochRecord | None:
+    def _read(self, number: int, wait: bool) -> EpochRecord | None:
         try:
-            # Not waited for: the thread that beats reads records too, and the next look reads this one.
-            data = shared_fs.read(self._run_dir.protocol / Record(number).name, fleeting=True)
+            data = shared_fs.read(self._run_dir.protocol / Record(number).name, fleeting=not wait)
             record = EpochRecord.model_validate_json(data)
         except (FileNotFoundError, ValidationError):
             return None
@@ -153,9 +156,19 @@ class Standstill:
             self._places[rank] = place
             self.still_s[rank] = 0.0 if moves else self.still_s.get(rank, 0.0) + credit_s
 
-    def phase(self, rank: int) -> str:
-        """The row that `rank` was last seen in."""
-        return str(self._places[rank][2])
+    def forget(self, ranks: Collection[int]) -> None:
+        """These do not even beat."""
+        for rank in ranks:
+            self._places.pop(rank, None)
+            self.still_s.pop(rank, None)
+
+    def beyond(self, limit_s: Callable[[str], float | None], grace_s: float) -> set[int]:
+        """Ranks that have stood still for longer than the limit of their row, and `grace_s`."""
+        limits = {rank: limit_s(str(place[2])) for rank, place in self._places.items()}
+        return {
+            rank for rank, most_s in limits.items()
+            if most_s is not None and self.still_s.get(rank, 0.0) >= most_s + grace_s
+        }  # fmt: skip
 
     def restart(self) -> None:
         """Count anew."""

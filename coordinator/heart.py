@@ -27,9 +27,9 @@ class Heart:
 
     def begin(self, floor: int, epoch: int) -> None:
         """Take the first free incarnation above `floor` by creating its first beat."""
-        self.incarnation = floor + 1
-        while not self._take():
-            self.incarnation += 1
+        incarnation = floor + 1
+        while not self._take(incarnation):
+            incarnation += 1
         self.beat(epoch)
 
     def renew(self) -> bool:
@@ -39,27 +39,26 @@ class Heart:
             assert old is not None
             if parse(shared_fs.listing(self._protocol)).highest_incarnation(self._rank) > self.incarnation:
                 return False
-            self.incarnation += 1
-            if not self._take():
+            if not self._take(self.incarnation + 1):
                 return False
-            shared_fs.remove(self._protocol / old.name)
+            shared_fs.drop(self._protocol / old.name)
             self.beat(old.epoch)
             return True
 
-    def _take(self) -> bool:
-        """Create the incarnation's first beat; False if another process has this one, or a higher one.
+    def _take(self, incarnation: int) -> bool:
+        """Create an incarnation's first beat; False if another process has this one, or a higher one.
 
         In epoch 0: two processes that have seen different epochs must not create different names. Who was
         first may have gone on to its next beat and removed this one, so the listing has the last word.
         """
-        first = Beat(0, self._rank, self.incarnation, 0)
+        first = Beat(0, self._rank, incarnation, 0)
         path = self._protocol / first.name
         if not shared_fs.create_once(path, self._data()):
             return False
         if parse(shared_fs.listing(self._protocol)).beats.get(self._rank, first) != first:
             shared_fs.remove(path)
             return False
-        self._last, self._seen = first, -1
+        self.incarnation, self._last, self._seen = incarnation, first, -1
         return True
 
     def beat(self, epoch: int | None) -> None:
@@ -74,7 +73,7 @@ class Heart:
             beat = Beat(epoch, self._rank, self.incarnation, last.counter + 1)
             shared_fs.publish(self._protocol / beat.name, self._data(), durable=False)
             self._last = beat
-            shared_fs.remove(self._protocol / last.name)
+            shared_fs.drop(self._protocol / last.name)
 
     def is_back(self, board: Board) -> bool:
         """Whether `board` shows that the directory answers: a beat of ours that is new, or a newer process.
@@ -86,7 +85,7 @@ class Heart:
             return False
         if beat.incarnation > self.incarnation:
             return True
-        new, self._seen = beat.counter > self._seen, beat.counter
+        new, self._seen = beat.counter > self._seen, max(beat.counter, self._seen)
         return new
 
     def _data(self) -> bytes:

@@ -2,9 +2,11 @@
 
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 
 def host_lock(name: str) -> FileLock:
@@ -12,3 +14,16 @@ def host_lock(name: str) -> FileLock:
     folder = Path(tempfile.gettempdir()) / f"flagpost-locks-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return FileLock(folder / f"{name}.lock")
+
+
+def acquire(lock: FileLock, check: Callable[[], None], patience_s: float) -> bool:
+    """Whether the lock could be had within `patience_s`; `check` is called meanwhile, and may raise."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        check()
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            continue
+        return True
+    return False

@@ -64,11 +64,18 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
     returns: Counter[int] = Counter()
     attempts: Counter[int] = Counter()
     lost: NodeLost | None = None
+    away = False
     while True:
+        if node.iteration:
+            returns.pop(0, None)
         try:
             try:
+                if away:
+                    node.come_back()
+                    away = False
                 if lost is not None:
-                    lost = _hold(node, lost)
+                    _hold(node, lost)
+                    lost = None
                 _run_epoch(node, iterate)
                 return
             except TrainerFailed as error:
@@ -81,13 +88,13 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
         except EpochChanged:
             node.trainer.leave_epoch()
         except Fenced:
-            node.come_back()
+            away = True
         except SharedFsError as error:
             returns[node.iteration] += 1
             if not is_away(error) or returns[node.iteration] > MAX_RETURNS:
                 raise
             log.error("%s", error)
-            node.come_back()
+            away = True
         except NodeLost as error:
             lost = error
         except Incomplete as error:
@@ -125,22 +132,25 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     """
     node.trainer.leave_epoch()
     node.watch.know_trainer_failure()
-    node.tell("trainer_failed", f"{node.failure(error)}. {node.repair()}")
+    node.tell("trainer_failed", node.failure(error))
 
     def all_told(board: Board) -> bool | None:
         told = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
         return True if node.is_master and told >= set(node.record.members) else None
 
     cluster = node.settings.cluster
-    patience_s = cluster.node_timeout_s if node.is_master else cluster.master_patience_s
-    patience_s += 2 * cluster.beat_s
+    patience_s = cluster.node_timeout_s + 2 * cluster.beat_s
+    if not node.is_master:  # the master may hold for a lost node, and its word comes as a verdict
+        patience_s = 2 * patience_s + cluster.rejoin_timeout_s
     node.watch.wait(all_told, node.check, lambda _board: "all nodes to end the training job", patience_s)
     calls = node.watch.look().called(node.record.epoch, "trainer_failed")
-    text = first_cause([node.read_call(flag) for flag in calls])
+    text = first_cause([node.read_call(flag) for flag in calls] or [node.failure(error)])
+    if not node.is_master:
+        raise Ended(Exit.LOST, f"{text}; the master did not say how to go on. {node.repair()}", "left")
     attempts[node.iteration] += 1
     attempt, most = attempts[node.iteration], node.settings.trainer.max_attempts
-    if not node.is_master or attempt >= most:
-        raise Ended(Exit.FAILED, text, "failed")
+    if attempt >= most:
+        raise Ended(Exit.FAILED, f"{text}. {node.repair()}", "failed")
     log.error("%s; attempt %d of %d", text, attempt + 1, most)
     raise EpochChanged
 
@@ -161,7 +171,7 @@ def _finish(node: Node) -> None:
 
 
 def _end(node: Node, end: Ended) -> int:
-    if end.tell is not None:
+    if end.tell is not None and not node.watch.fence.tripped:  # else the call would hang with the mount
         try:
             node.tell(end.tell, end.text)
         except OSError as error:

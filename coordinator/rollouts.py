@@ -96,12 +96,12 @@ async def _collect(node: Node, slots: list[Slot], sampling: Sampling, writer: pa
     ]
     try:
         done, _ = await asyncio.wait([collecting, *minding], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        for task in [collecting] if collecting in done else done:
             task.result()
     finally:
         for task in (collecting, *minding):
             task.cancel()
-        await asyncio.wait([collecting, *minding])
+        await asyncio.gather(collecting, *minding, return_exceptions=True)
 
 
 def aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:

@@ -56,10 +56,10 @@ def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
     operations["rename"] += 1
     try:
         retry("rename to", path, lambda: os.replace(temp, path), temp)
-    except (FileNotFoundError, SharedFsError):
-        _drop(temp)
+    except OSError as error:
+        drop(temp)
         if _content(path) != data:
-            raise
+            raise SharedFsError("rename to", path, error, 0.0) from error
     if durable:
         fsync_directory(path.parent)
 
@@ -215,7 +215,7 @@ def _write_temp(path: Path, data: bytes, durable: bool) -> Path:
     try:  # ENOENT just after the directory was made by another client passes
         retry("write", path, write, path.parent, PASSING | {errno.ENOENT})
     except OSError:
-        _drop(temp)
+        drop(temp)
         raise
     return temp
 
@@ -233,7 +233,7 @@ def _create(path: Path, data: bytes, durable: bool) -> None:
             raise
         _create_exclusively(path, data, durable)
     finally:
-        _drop(temp)
+        drop(temp)
     if durable:
         fsync_directory(path.parent)
 
@@ -246,7 +246,7 @@ def _create_exclusively(path: Path, data: bytes, durable: bool) -> None:
         try:
             _fill(descriptor, data, durable)
         except OSError:
-            _drop(path)  # so that the next attempt need not wait for it to settle
+            drop(path)  # so that the next attempt need not wait for it to settle
             raise
 
     with contextlib.suppress(FileExistsError):
@@ -310,8 +310,8 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def _drop(path: Path) -> None:
-    """Remove a temporary, if it goes at once: one that stays harms nobody."""
+def drop(path: Path) -> None:
+    """Remove a file if it goes at once: for temporaries and old beats, which harm nobody if they stay."""
     operations["remove"] += 1
     for _attempt in range(3):
         with contextlib.suppress(OSError):

@@ -73,8 +73,10 @@ class Standing:
 
     def _stall_limit_s(self, phase: str) -> float | None:
         """For how long progress in a row may stand still."""
-        rollout = phase in {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}
-        return self.settings.rollout.stall_timeout_s if rollout else self.settings.trainer.stall_timeout_s
+        if phase not in {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}:
+            return self.settings.trainer.stall_timeout_s
+        limit_s = self.settings.rollout.stall_timeout_s
+        return None if limit_s is None else limit_s + self.settings.engine.start_timeout_s
 
     def check(self) -> None:
         """Raise what has ended the present row, if anything has."""
@@ -101,7 +103,8 @@ class Standing:
     def check_still_master(self) -> None:
         """Ended (superseded) if another process has become the master."""
         newest, mine = self.watch.newest_record(), self.watch.incarnation
-        replaced = newest is not None and newest.master_incarnation != mine
+        since = newest is not None and newest.epoch > self.newest_epoch  # what was there at START is older
+        replaced = newest is not None and since and newest.master_incarnation != mine
         if replaced or self.watch.board.highest_incarnation(MASTER) > mine:
             raise self.superseded()
 
@@ -210,8 +213,11 @@ class Standing:
         """Exit 4, naming who has taken over."""
         newest = self.watch.newest_record()
         member = newest.members.get(self.rank) if newest else None
+        highest = self.watch.board.highest_incarnation(self.rank)
         by = "a newer process"
-        if self.is_master and newest:
+        if highest > self.watch.incarnation:
+            by = f"incarnation {highest} on {self.watch.said(self.rank).get('host', 'another host')}"
+        elif self.is_master and newest:
             by = f"incarnation {newest.master_incarnation} on {newest.master_host}"
         elif member:
             by = f"incarnation {member.incarnation} on {member.host}"

@@ -49,8 +49,10 @@ def read_status(root: Path) -> dict[str, Any]:
 
 def _is_gone(content: dict[str, Any]) -> bool:
     """Whether a process has ended; one of another machine is not known to have."""
-    here = content and content["peer"]["identity"] == host_identity()
-    return bool(here) and (content["state"] == ENDED or not psutil.pid_exists(content["pid"]))
+    if not content:
+        return False
+    here = content["peer"]["identity"] == host_identity()
+    return content.get("state") == ENDED or (here and not psutil.pid_exists(content["pid"]))
 
 
 def _state(board: Board, record: EpochRecord | None, said: dict[int, dict[str, Any]], gone: set[int]) -> str:

@@ -123,11 +123,11 @@ class Watch:
 
     def _be_fenced(self, why: str) -> None:
         """In the guard thread: nothing here may touch the shared directory."""
-        away = f" ({self._away})" if self._away else ""
-        log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
         self._end_training()
         self.stop.set()
         self._wake.set()
+        away = f" ({self._away})" if self._away else ""  # said last: the output may lie on that mount too
+        log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
 
     def interrupt(self, signal: int) -> None:
         """A signal has asked this node to end."""
@@ -164,10 +164,11 @@ class Watch:
                     self.fence.beat_is_back()
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it
                 raise SharedFsError("list", self.run_dir.protocol, error, 0.0) from error
+            ranks = self.current.members if self.current else board.beats
+            self.silence.observe(board, ranks, time.monotonic())
             if self.current is not None:
-                self.silence.observe(board, self.current.members, time.monotonic())
                 self._observe_progress(board, self.current)
-                newest = self.records.newest(board.records) or self.current
+                newest = self.records.newest(board.records, wait=False) or self.current
                 if self.verdict is None or self._is_held(self.verdict):
                     self.verdict = self._judge(board, newest, self.current)
                 if self.verdict and not self._is_held(self.verdict):
@@ -204,7 +205,8 @@ class Watch:
             self.cluster.node_timeout_s,
             self.trainer_failure_known,
             patience_s,
-            self._stalled(),
+            # They had node_timeout to find it out themselves.
+            self.standstill.beyond(self._stall_limit_s, self.cluster.node_timeout_s),
         )
 
     def _observe_progress(self, board: Board, current: EpochRecord) -> None:
@@ -214,17 +216,11 @@ class Watch:
             return
         self._looked_for_progress_s = now_s
         judged = set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
-        said = {rank: read_beat(self.run_dir, board.beats[rank]) for rank in judged & set(board.beats)}
+        limit_s, silent_s = self.cluster.node_timeout_s, self.silence.silent_s
+        beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
+        self.standstill.forget(judged - beating)
+        said = {rank: read_beat(self.run_dir, board.beats[rank]) for rank in beating}
         self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
-
-    def _stalled(self) -> set[int]:
-        """Ranks that have stood still for too long; they had node_timeout to find it out themselves."""
-        found: set[int] = set()
-        for rank, still_s in self.standstill.still_s.items():
-            limit_s = self._stall_limit_s(self.standstill.phase(rank))
-            if limit_s is not None and still_s >= limit_s + self.cluster.node_timeout_s:
-                found.add(rank)
-        return found
 
     def _is_held(self, verdict: Verdict) -> bool:
         """Whether the row's work goes on: under `wait` a loss ends the master's waiting, not its share."""
@@ -316,5 +312,5 @@ class Watch:
         self.heart.beat(self.current.epoch if self.current else None)
 
     def _beat_content(self) -> dict[str, Any]:
-        observed = {rank: round(s, 1) for rank, s in self.silence.silent_s.items()}
+        observed = {rank: round(s, 1) for rank, s in dict(self.silence.silent_s).items()}
         return {**self._describe(), **({"silent_s": observed} if self.rank == MASTER else {})}

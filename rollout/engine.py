@@ -142,11 +142,11 @@ class EngineClient:
                 raise
             except (aiohttp.ClientError, EngineError) as error:  # the latter: it answers 500 while it dies
                 now_s = time.monotonic()
-                if failing_since_s is None or now_s - started_s > LONGEST_RETRY_S:  # it was well in between
+                answers = isinstance(error, EngineError)
+                was_well = not answers and now_s - started_s > LONGEST_RETRY_S  # it had taken the request
+                if failing_since_s is None or was_well:
                     pause_s, failing_since_s = FIRST_RETRY_S, now_s
-                patience_s = (
-                    min(self._retry_s, _FAILING_S) if isinstance(error, EngineError) else self._retry_s
-                )
+                patience_s = min(self._retry_s, _FAILING_S) if answers else self._retry_s
                 if now_s + pause_s > failing_since_s + patience_s:
                     raise EngineError(
                         f"POST {url}: {type(error).__name__}: {error}; tried again for {patience_s:g} s. "

@@ -31,7 +31,8 @@ class RolloutSettings(Settings):
     group_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A group that takes longer is given up."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """A node whose rollout finishes no group for so long is lost; null: it may take as long as it likes."""
+    """A node whose rollout finishes no group for so long, beside the start of its engine, is lost to the
+    others; null: it may take as long as it likes."""
     part_interval_s: Annotated[float, Field(gt=0)] = 2.0
     """Finished groups are made durable at least this often."""
     seed: int = 0

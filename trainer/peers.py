@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 
 class PeerLost(RuntimeError):
     """This rank waited for its peers in vain (trainer.collective_timeout_s), or one closed its connection."""
@@ -16,6 +18,8 @@ def waiting_for_peers(doing: str) -> Iterator[None]:
     """
     try:
         yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own fault, seen here first
+        raise
     except RuntimeError as error:
         raise PeerLost(
             f"a peer is lost: {doing} did not come to an end ({error}); another rank of the job stands still "

@@ -43,4 +43,5 @@ class TrainerSettings(Settings):
     collective_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Of torch.distributed: a collective that takes longer fails."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
-    """Training, or any other quick row, has failed if its progress stands still for so long; null: never."""
+    """Training has failed if its progress stands still for so long, and a node that is in any other row but a
+    rollout for so long is lost (the longest one reads a checkpoint to verify it); null: never."""

@@ -17,7 +17,7 @@ import pytest
 from watchdog.events import FileMovedEvent
 
 from coordinator import shared_fs, watch
-from coordinator.board import Board, ranks_text
+from coordinator.board import Board, parse, ranks_text
 from coordinator.epochs import Event, Verdict, claim
 from coordinator.run_dir import Beat, Flag, RunDir, parse_protocol_name
 from coordinator.settings import ClusterSettings
@@ -558,6 +558,31 @@ def test_fence_trips_while_every_call_on_the_directory_hangs(
     until(lambda: watching.fence.tripped)
     answers.set()
     assert watching.fence.wait_until_back(10.0)
+
+
+def test_fence_ends_training_before_it_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    ENDED_TRAININGS.clear()
+    ended_when_said: list[list[int]] = []
+    monkeypatch.setattr(watch.log, "error", lambda *_: ended_when_said.append(list(ENDED_TRAININGS)))
+    make(7).fence.trip("its output may lie on the mount that hangs")
+    assert ended_when_said == [[7]]
+
+
+def test_process_that_fails_to_come_back_does_not_beat_as_its_successor(
+    make: Make, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = make()
+    older.begin(0, 2)
+    for _ in range(5):
+        older.beat()
+    newer = make()
+    newer.begin(1, 2)
+    real, stale = shared_fs.listing, [[beats(run_dir)[0].name]]
+    monkeypatch.setattr(shared_fs, "listing", lambda path: stale.pop() if stale else real(path))
+    assert not older.heart.renew()
+    older.beat()
+    assert parse(real(run_dir.protocol)).beats[1].incarnation == 2
+    assert parse(real(run_dir.protocol)).beats[1].counter < 5, "the living one's"
 
 
 def test_rank_that_was_taken_over_meanwhile_does_not_come_back(make: Make, run_dir: RunDir) -> None:

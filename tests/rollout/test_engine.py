@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 from rollout_helpers import CONTEXT, RunningServer, serving
 
+from rollout import engine
 from rollout.engine import EngineClient, EngineError, RequestRefused, Sampling
 from rollout.engine_admin import EngineAdmin
 from rollout.weights import WeightsError
@@ -113,6 +114,19 @@ def test_error_of_the_server_is_shown_with_status_and_body() -> None:
     with pytest.raises(EngineError, match="500: out of memory") as raised:
         generate_from(*[http_answer("500 Internal Server Error", "out of memory")] * 9, retry_s=0.2)
     assert not isinstance(raised.value, RequestRefused)
+
+
+def test_server_that_takes_its_time_for_each_error_is_given_up_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "LONGEST_RETRY_S", 0.05)
+
+    async def slow_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.1)
+        await http_answer("502 Bad Gateway", "nobody there")(reader, writer)
+
+    with pytest.raises(EngineError, match=r"502: nobody there.*tried again for 0\.5 s"):
+        generate_from(*[slow_error] * 40, retry_s=0.5)
 
 
 def test_error_of_a_server_that_recovers_is_tried_again() -> None:

@@ -174,15 +174,16 @@ class Standing:
 
     def say_rank(self, rank: int) -> str:
         """`rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)`."""
-        host = self.record.members[rank].host if rank in self.record.members else "?"
         said = self.watch.said(rank)
         if not said:
-            return f"rank {rank} ({host})"
+            members = self.watch.current.members if self.watch.current else {}
+            return f"rank {rank} ({members[rank].host if rank in members else 'never seen'})"
         progress = f", {said['done']}/{said['total']}" if said["total"] else ""
         phase = said["phase"] or said["state"]
         silent_s = self.watch.silence.silent_s.get(rank, 0.0)
         silent = f", silent for {silent_s:.0f} s" if silent_s >= self.settings.cluster.node_timeout_s else ""
-        return f"rank {rank} ({host}; last seen in {phase}, iteration {said['iteration']}{progress}{silent})"
+        seen = f"last seen in {phase}, iteration {said['iteration']}{progress}{silent}"
+        return f"rank {rank} ({said['host']}; {seen})"
 
     def ending(self, verdict: Verdict) -> Exception:
         """What a verdict does to this node, as the exception that ends its row."""

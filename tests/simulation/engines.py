@@ -1,0 +1,118 @@
+"""Engines without servers: what one answers follows from prompt, seed and policy alone."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.engine import Completion, EngineError, Sampling
+from rollout.weights import file_checksums, policy_digest
+from tests.simulation.scheduler import Scheduler
+
+
+class Engine:
+    """A server: what it serves, and whether it sleeps."""
+
+    def __init__(self, scheduler: Scheduler, lives: Callable[[], bool], policy: str) -> None:
+        self.scheduler = scheduler
+        self.policy = policy
+        self.sleeps = False
+        self._lives = lives
+        self._healthy_s = scheduler.now_s + scheduler.random.uniform(0.5, 3.0)
+
+    def answers(self) -> bool:
+        return self._lives() and self.scheduler.now_s >= self._healthy_s
+
+    def call(self, seconds: float) -> None:
+        """A call that takes so long; EngineError if nobody answers."""
+        self.scheduler.wait(seconds)
+        if not self.answers():
+            raise EngineError("connection refused")
+
+
+class EngineAdmin:
+    """As rollout.engine.EngineAdmin."""
+
+    def __init__(self, engines: Mapping[str, Engine], url: str, **_limits: float) -> None:
+        self._engine = engines[url]
+        self._scheduler = self._engine.scheduler
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        try:
+            self._engine.call(0.01)
+        except EngineError:
+            return False
+        return True
+
+    def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
+        deadline_s = self._scheduler.now_s + timeout_s
+        while not self.healthy():
+            if not alive() or self._scheduler.now_s > deadline_s:
+                raise EngineError("the engine exited before it answered")
+            self._scheduler.wait(0.2)
+
+    def policy(self) -> str:
+        self._engine.call(0.001)
+        return self._engine.policy
+
+    def reload(self, path: Path, digest: str, *, like: Path | None = None) -> None:
+        self._engine.call(0.2)
+        if (found := policy_digest(file_checksums(path))) != digest:
+            self._scheduler.violate(f"{path} holds policy {found}, not {digest}")
+        self._engine.policy, self._engine.sleeps = digest, False
+
+    def sleep(self, level: int) -> None:
+        self._engine.call(0.1)
+        self._engine.sleeps = True
+
+    def wake(self, *_tags: str) -> None:
+        self._engine.call(0.1)
+        self._engine.sleeps = False
+
+    def is_sleeping(self) -> bool:
+        self._engine.call(0.001)
+        return self._engine.sleeps
+
+
+class EngineClient:
+    """As rollout.engine.EngineClient: what it answers follows from prompt, seed and policy alone."""
+
+    def __init__(
+        self, engines: Mapping[str, Engine], url: str, *, request_timeout_s: float, retry_s: float = 10.0
+    ) -> None:
+        self._engines = engines
+        self._url = url
+        self._retry_s = retry_s
+
+    async def __aenter__(self) -> "EngineClient":
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        pass
+
+    async def generate(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
+        scheduler = self._engines[self._url].scheduler
+        deadline_s = scheduler.now_s + self._retry_s
+        while scheduler.now_s < deadline_s:
+            engine = self._engines[self._url]
+            await asyncio.sleep(scheduler.random.uniform(0.3, 3.0))
+            if engine.answers():
+                if engine.sleeps:
+                    scheduler.violate(f"{scheduler.process.name} asks its engine while that sleeps")
+                return [completion(prompt, sampling.seed, j, engine.policy) for j in range(sampling.n)]
+        raise EngineError("connection refused")
+
+
+def completion(prompt: str | Sequence[int], seed: int | None, j: int, policy: str) -> Completion:
+    """Sample j of a group."""
+    draw = random.Random(f"{prompt} {seed} {j} {policy}")
+    tokens = [draw.randrange(1, 50) for _ in range(3)]
+    text = json.dumps({"seed": seed, "j": j, "policy": policy, "tokens": tokens})
+    return Completion([1, 2], tokens, [-1.0] * len(tokens), text, "stop")
+
+
+async def reward(_task: Mapping[str, Any], text: str) -> float:
+    """Of a completion, for the settings of a simulated run."""
+    return float(sum(json.loads(text)["tokens"]) % 3)

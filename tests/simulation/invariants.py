@@ -1,0 +1,245 @@
+"""What must hold whatever happens, watched at every change on disk and looked over at the end.
+
+- What is published (run.json, epoch records, iteration.json, parts, manifests, checkpoints, metrics) never
+  changes, and is never set aside: nothing damages anything in a simulation.
+- A flag of an epoch is raised by the process that the epoch's record lists, and by nobody else; a node goes
+  on at flags of its own epoch alone; once all have entered an epoch, an older one passes no row of all nodes
+  but the one that it is in.
+- Every slot is in exactly one entry of a manifest; groups that were durable when the nodes entered an epoch
+  are in no share of its plan, and in the manifest, unless an earlier part has their slots.
+- metrics.jsonl has every iteration once, in order; checkpoints follow from the trajectories as they do in a
+  run that nobody disturbs.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import outputs
+from coordinator.epochs import MASTER, EpochRecord
+from coordinator.node import Node
+from coordinator.phases import Phase
+from coordinator.run_dir import (
+    REMOVED,
+    Flag,
+    Kind,
+    PartName,
+    Record,
+    parse_iteration_name,
+    parse_part_name,
+    parse_protocol_name,
+)
+from rollout.trajectory import decode_part
+from tests.simulation.scheduler import Process
+from tests.simulation.world import NodeProcess, World
+
+ROWS_OF_ALL = {Phase(row) for row in (2, 3, 6, 7, 10, 12, 13)}
+CHANGES = {"replace", "rename", "rmtree", "rmdir", "unlink"}
+SET_ASIDE = (".damaged", ".foreign")
+ONCE = {"run.json", "iteration.json", "manifest.json"}
+
+
+class Invariants:
+    """Watches one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._disk = world.disk
+        self._run_dir = world.run_dir
+        self._published: dict[Path, str] = {}
+        """sha256 of every output that must not change."""
+        self._metrics = b""
+        self._raised: dict[Flag, tuple[Process, int]] = {}
+        """Who raised each flag, as which incarnation."""
+        self._entered_s: dict[int, float] = {}
+        """When the last member of an epoch raised `enter`."""
+        self._late_rows: Counter[int] = Counter()
+        self._parts: dict[tuple[str, PartName], tuple[float, str, set[int]]] = {}
+        """(directory, name) of each part: when it was published, its policy, its slots."""
+        self._disk.after = self._after
+        world.patches.append(self._watch_waits)
+
+    def _watch_waits(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Node, "_wait_flags", self._watched_wait(Node._wait_flags))
+        patch.setattr(Node, "_wait_master", self._watched_wait(Node._wait_master))
+
+    # ---- changes on disk
+
+    def _after(self, process: Process, operation: str, path: Path, target: Path | None) -> None:
+        made = path if target is None else target
+        if made.name.endswith(SET_ASIDE):
+            self._violate(process, f"sets {path} aside, which nothing has damaged")
+        if operation == "rename" and made.name.startswith(REMOVED):
+            self._forget(process, path)
+        if operation in CHANGES:
+            for output in [output for output in self._published if {path, made} & {output, *output.parents}]:
+                if not self._is_unchanged(output):
+                    self._violate(process, f"{operation} {path} -> {target} changes the output {output}")
+        if operation == "link" and (made.name in ONCE or isinstance(_entry(made), Record)):
+            self._publish(made)
+            if made.name == "manifest.json":
+                self._check_manifest(process, made)
+        elif operation == "replace" and isinstance(flag := _entry(made), Flag):
+            self._check_flag(process, flag)
+        elif operation == "replace" and (name := parse_part_name(made.name)):
+            self._take_part(made, name)
+        elif operation == "rename" and parse_iteration_name(made.name):
+            for file in sorted(made.rglob("*")):
+                if file.is_file():
+                    self._publish(file)
+        elif operation == "appended":
+            self._check_metrics(process)
+
+    def _publish(self, path: Path) -> None:
+        self._published.setdefault(path, hashlib.sha256(path.read_bytes()).hexdigest())
+
+    def _forget(self, process: Process, checkpoint: Path) -> None:
+        """A checkpoint is removed because newer ones are kept."""
+        kept = {path.parent for path in self._published if path.parent.parent == self._run_dir.checkpoints}
+        newer = [path for path in kept if path.name > checkpoint.name]
+        if len(newer) < self._world.settings["checkpoints.keep_last"]:
+            self._violate(process, f"removes {checkpoint}, of which there are only {len(newer)} newer ones")
+        for path in [path for path in self._published if checkpoint in path.parents]:
+            del self._published[path]
+
+    def _is_unchanged(self, path: Path) -> bool:
+        return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == self._published[path]
+
+    def _take_part(self, path: Path, name: PartName) -> None:
+        header, groups = decode_part(path.read_bytes())
+        slots = {group.slot for group in groups}
+        self._parts[str(path.parent), name] = (self._world.scheduler.now_s, header.policy, slots)
+        self._publish(path)
+
+    def _check_metrics(self, process: Process) -> None:
+        now = self._run_dir.metrics.read_bytes()
+        if not now.startswith(self._metrics):
+            self._violate(process, "metrics.jsonl has changed")
+        self._metrics = now
+        lines = [line["iteration"] for line in outputs.metrics_lines(self._run_dir)]
+        if lines != list(range(1, len(lines) + 1)):
+            self._violate(process, f"metrics.jsonl has the iterations {lines}")
+
+    # ---- flags
+
+    def _check_flag(self, process: Process, flag: Flag) -> None:
+        record = self._record(flag.epoch)
+        member = record.members.get(flag.rank) if record else None
+        incarnation = process.incarnation if isinstance(process, NodeProcess) else 0
+        is_lobbys = record is not None and record.kind == "lobby" and flag.rank == MASTER
+        listed = record.master_incarnation if record and is_lobbys else member.incarnation if member else 0
+        if incarnation != listed or self._raised.setdefault(flag, (process, incarnation))[0] is not process:
+            self._violate(process, f"raises {flag.name}, which incarnation {listed} has to")
+        if record is None:
+            return
+        if flag.kind == "enter" and all(flag._replace(rank=rank) in self._raised for rank in record.members):
+            self._entered_s.setdefault(flag.epoch, self._world.scheduler.now_s)
+        if flag.kind == "ok" and flag.rank == MASTER:
+            self._check_row(process, flag, record)
+
+    def _check_row(self, process: Process, flag: Flag, record: EpochRecord) -> None:
+        """The master says that a row is over."""
+        phase = Phase(flag.phase)
+        if flag.epoch not in self._entered_s:
+            self._violate(process, f"passes {flag.name} before all have entered")
+            return
+        if phase in ROWS_OF_ALL:
+            absent = [rank for rank in record.members if flag._replace(rank=rank) not in self._raised]
+            if absent:
+                self._violate(process, f"passes {flag.name} without {absent}")
+            if max(self._entered_s, default=0) > flag.epoch:
+                self._late_rows[flag.epoch] += 1
+                if self._late_rows[flag.epoch] > 1:
+                    self._violate(process, f"epoch {flag.epoch} passes another row of all nodes: {flag.name}")
+        if phase in {Phase.TRAIN_PLAN, Phase.EVAL_DECISION}:
+            plan = json.loads((self._run_dir.protocol / flag.name).read_bytes())
+            kind: Kind = "train" if phase is Phase.TRAIN_PLAN else "eval"
+            again = self._durable(kind, flag) & {slot for share in plan["shares"].values() for slot in share}
+            if again:
+                self._violate(process, f"{flag.name} has slots {sorted(again)} generated again")
+
+    def _durable(self, kind: Kind, flag: Flag) -> set[int]:
+        """The slots that were finished when the nodes entered the flag's epoch."""
+        directory = str(self._run_dir.trajectories(kind, flag.iteration))
+        return {
+            slot
+            for (where, _), (published_s, _policy, slots) in self._parts.items()
+            if where == directory and published_s < self._entered_s[flag.epoch]
+            for slot in slots
+        }
+
+    def _watched_wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(node: Node, iteration: int, phase: int, *kind: str) -> Any:
+            result = real(node, iteration, phase, *kind)
+            process, epoch = self._world.scheduler.process, node.record.epoch
+            awaited = [MASTER] if node.rank != MASTER else [rank for rank in node.record.members if rank]
+            for rank in awaited:
+                flag = Flag(epoch, iteration, int(phase), rank, kind[0] if kind else "ok")
+                by, incarnation = self._raised.get(flag, (None, 0))
+                if by is None or node.record.members[rank].incarnation != incarnation:
+                    self._violate(process, f"goes on at {flag.name}, raised by {by and by.name}")
+            return result
+
+        return wait
+
+    # ---- manifests
+
+    def _check_manifest(self, process: Process, path: Path) -> None:
+        manifest = json.loads(path.read_bytes())
+        taken = {slot: entry for entry in manifest["parts"] for slot in entry["slots"]}
+        count = sum(len(entry["slots"]) for entry in manifest["parts"])
+        if count != len(taken) or set(taken) != set(range(manifest["slots"])):
+            self._violate(process, f"{path} does not have every slot once: {manifest['parts']}")
+        for entry in manifest["parts"]:
+            name, file = parse_part_name(entry["file"]), path.parent / entry["file"]
+            assert name is not None
+            if hashlib.sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
+                self._violate(process, f"{path} has another checksum for {file}")
+            if not set(entry["slots"]) <= self._parts[str(path.parent), name][2]:
+                self._violate(process, f"{path} takes slots from {file} that are not in it")
+        assert isinstance(process, NodeProcess) and process.node is not None
+        entered_s = self._entered_s[process.node.record.epoch]
+        for (where, name), (published_s, policy, slots) in self._parts.items():
+            if where == str(path.parent) and published_s < entered_s and policy == manifest["policy"]:
+                late = [slot for slot in slots if (parse_part_name(taken[slot]["file"]) or name) > name]
+                if late:
+                    self._violate(process, f"{path} loses the groups {late} of {name.name}")
+
+    # ---- the end
+
+    def look_over(self) -> str:
+        """The policy that the run has come to: it follows from all that was generated and trained."""
+        world, run_dir = self._world, self._run_dir
+        for path in self._published:
+            if not self._is_unchanged(path):
+                world.scheduler.violate(f"{path} was published, and has changed or gone")
+        last = world.settings["iterations"]
+        lines = [line["iteration"] for line in outputs.metrics_lines(run_dir)]
+        if lines != list(range(1, last + 1)):
+            world.scheduler.violate(f"the run has ended with the iterations {lines}")
+        for rank in range(world.nodes):
+            newest = max((p for p in world.processes if p.rank == rank), key=lambda p: p.incarnation)
+            if newest.code != 0 and not newest.killed:
+                world.scheduler.violate(
+                    f"{newest.name}, the newest of its rank, has ended with {newest.code}"
+                )
+        if outputs.checkpoints(run_dir)[-1:] != [last]:
+            world.scheduler.violate(f"the run has ended with the checkpoints {outputs.checkpoints(run_dir)}")
+            return ""
+        return outputs.policy_of(run_dir, last).digest
+
+    def _record(self, epoch: int) -> EpochRecord | None:
+        path = self._run_dir.protocol / Record(epoch).name
+        return EpochRecord.model_validate_json(path.read_bytes()) if path.exists() else None
+
+    def _violate(self, process: Process, text: str) -> None:
+        self._world.scheduler.violate(f"{process.name} {text}")
+
+
+def _entry(path: Path) -> Any:
+    return parse_protocol_name(path.name) if path.parent.name == "protocol" else None

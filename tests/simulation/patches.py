@@ -1,0 +1,149 @@
+"""What takes the place of the machine in the product's modules, for the time of one simulated run."""
+
+import asyncio
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from watchdog.observers import Observer
+
+from coordinator import (
+    base_model,
+    engine_host,
+    main,
+    network,
+    node,
+    rollouts,
+    shared_fs,
+    standing,
+    trainer_host,
+)
+from coordinator import start as start_module
+from coordinator.inputs import Inputs, load_inputs
+from coordinator.settings import RunSettings
+from tests.simulation.children import Children, Machines
+from tests.simulation.engines import EngineAdmin, EngineClient
+from tests.simulation.loop import Asyncio
+from tests.simulation.scheduler import Event, RLock, Thread
+from trainer import launch
+
+REAL = {f"coordinator.{name}" for name in ("children", "child_output", "keeper", "local", "cli", "network")}
+"""Modules that no simulated node runs."""
+ON_DISK = {f"coordinator.{name}" for name in ("shared_fs", "retry", "metrics", "base_model")}
+"""Modules that use `os` or `shutil` on the shared directory."""
+
+
+def put_under(patch: pytest.MonkeyPatch, machines: Machines, model: Path) -> None:
+    """The coordinator, as it is loaded, on simulated machines; `model` is what builtin:tiny has become."""
+    _patch_machine(patch, machines)
+    _patch_surroundings(patch, machines)
+    _patch_start(patch, model)
+
+
+def _patch_machine(patch: pytest.MonkeyPatch, machines: Machines) -> None:
+    """Clock, threads, chance, and the shared directory."""
+    scheduler, disk = machines.scheduler, machines.disk
+
+    def now_s() -> float:
+        return scheduler.now_s + scheduler.process.clock_offset_s
+
+    clock = SimpleNamespace(monotonic=now_s, time=now_s, sleep=scheduler.wait)
+    threads = SimpleNamespace(
+        Event=partial(Event, scheduler), RLock=partial(RLock, scheduler), Lock=partial(RLock, scheduler),
+        Thread=partial(Thread, scheduler),
+    )  # fmt: skip
+    of_all = [
+        (time, clock), (threading, threads), (random, scheduler.random), (asyncio, Asyncio(scheduler)),
+        (Observer, _NoEvents), (ThreadPoolExecutor, _OneByOne),
+    ]  # fmt: skip
+    of_files = [(os, disk), (shutil, disk)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"coordinator", "rollout"}]:
+        if name not in REAL:
+            _replace(patch, name, of_all + (of_files if name in ON_DISK else []))
+    _replace(patch, "trainer.launch", [(time, clock)])
+    patch.setattr(shared_fs, "open", disk.open_file, raising=False)
+    read = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if disk.root in path.parents and disk.is_called():
+            disk.enter()
+        return read(path)
+
+    patch.setattr(Path, "read_bytes", read_bytes)
+
+
+def _replace(patch: pytest.MonkeyPatch, module: str, pairs: list[tuple[Any, Any]]) -> None:
+    """In a module, whatever it has imported: each real thing by the one in its place."""
+    fakes = {id(real): fake for real, fake in pairs}
+    for name, value in list(vars(sys.modules[module]).items()):
+        if id(value) in fakes:
+            patch.setattr(sys.modules[module], name, fakes[id(value)])
+
+
+def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
+    """Child processes, the network, signals, and the locks of a host, where each process has its own."""
+    ports = itertools.count(20000)
+    host = SimpleNamespace(gethostname=lambda: machines.scheduler.process.host)
+    patch.setattr(node, "Children", partial(Children, machines))
+    patch.setattr(engine_host, "EngineAdmin", partial(EngineAdmin, machines.engines))
+    patch.setattr(rollouts, "EngineClient", partial(EngineClient, machines.engines))
+    patch.setattr(launch, "argv", lambda job: [job])
+    for module in (engine_host, trainer_host):
+        patch.setattr(module, "free_port", lambda _ip: next(ports))
+    patch.setattr(trainer_host, "interface_towards", lambda _ip: "lo")
+    patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
+    patch.setattr(standing, "socket", host)
+    patch.setattr(node, "signal", SimpleNamespace(**{**vars(signal), "signal": lambda *_: None}))
+    patch.setattr(main, "hold_host_lock", lambda _node: SimpleNamespace(release=lambda: None))
+    patch.setattr(engine_host, "host_lock", lambda _name: nullcontext(), raising=False)
+
+
+def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
+    """What is slow to make or to load."""
+    patch.setattr(base_model, "_from_cache", lambda _node: model)
+    patch.setattr(start_module, "load_inputs", _load_inputs_once)
+
+
+_loaded: dict[str, Inputs] = {}
+
+
+def _load_inputs_once(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
+    key = f"{settings.model_dump_json()} {sorted(given.items())}"
+    if key not in _loaded:
+        _loaded[key] = load_inputs(settings, given)
+    return _loaded[key]
+
+
+class _NoEvents:
+    """In place of watchdog's observer: file events are a hint that may never come."""
+
+    def schedule(self, *_args: Any, **_more: Any) -> None:
+        raise OSError("no file events in a simulation")
+
+
+class _OneByOne:
+    """In place of a pool of threads, which the scheduler would not know of."""
+
+    def __init__(self, max_workers: int) -> None:
+        pass
+
+    def __enter__(self) -> "_OneByOne":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    map = staticmethod(map)

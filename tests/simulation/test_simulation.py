@@ -1,0 +1,187 @@
+"""Random sequences of faults against the real protocol code of three nodes.
+
+`FLAGPOST_EXAMPLES=5000 pytest -n 0 tests/simulation -k faults` looks for longer, at other examples each time.
+A failure prints its faults and seed (for KNOWN below), and the story of the run.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coordinator import parts
+from coordinator.node import Node
+from coordinator.run_dir import RunDir
+from tests.simulation.faults import ACTIONS, Fault, Injector, faults
+from tests.simulation.invariants import Invariants
+from tests.simulation.world import World
+
+NODES = 3
+EXAMPLES = os.environ.get("FLAGPOST_EXAMPLES")
+LINES = 200
+"""Of the story, in a failure."""
+
+
+def run(
+    nodes: int, seed: int, happens: Sequence[Fault], patch: Callable[..., None] | None = None, **options: Any
+) -> str:
+    """A run to its end; the policy that it came to. AssertionError if anything was not as it must be."""
+    memory = Path("/dev/shm")
+    root = Path(tempfile.mkdtemp(prefix="flagpost-", dir=memory if memory.is_dir() else None))
+    try:
+        world = World(root, nodes, seed, {key.replace("__", "."): value for key, value in options.items()})
+        invariants = Invariants(world)
+        world.patches += [patch] if patch else []
+        world.run(Injector(world, happens).are_over)
+        policy = "" if world.scheduler.violation else invariants.look_over()
+        if world.scheduler.violation:
+            story = "\n".join(world.said[:LINES])
+            raise AssertionError(f"seed {seed}, {happens}\n{story}\n{world.scheduler.violation}")
+        return policy
+    finally:
+        shutil.rmtree(root)
+
+
+@cache
+def undisturbed(iterations: int = 2) -> str:
+    """The policy that a run of one node comes to if nothing happens."""
+    return run(1, 0, (), iterations=iterations)
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_policy_is_that_of_a_single_node(nodes: int) -> None:
+    assert run(nodes, 7, ()) == undisturbed()
+
+
+def test_the_same_seed_and_faults_make_the_same_run() -> None:
+    def story() -> list[str]:
+        root = Path(tempfile.mkdtemp())
+        try:
+            world = World(root, NODES, 5, {})
+            world.run(Injector(world, [Fault("kill", 0, 1, 2, 9, 3.0)]).are_over)
+            return [line.replace(str(root), "") for line in world.said]
+        finally:
+            shutil.rmtree(root)
+
+    assert story() == story()
+
+
+searching = settings(
+    max_examples=int(EXAMPLES or 60),
+    derandomize=EXAMPLES is None,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+sequences = st.lists(faults(NODES, ACTIONS), min_size=1, max_size=5)
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=sequences)
+def test_nodes_that_hold_come_through_all_faults(seed: int, happens: list[Fault]) -> None:
+    assert run(NODES, seed, happens) == undisturbed()
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=sequences)
+def test_nodes_that_go_on_without_the_lost_come_through_all_faults(seed: int, happens: list[Fault]) -> None:
+    assert run(NODES, seed, happens, cluster__on_node_failure="shrink") == undisturbed()
+
+
+KNOWN: dict[str, tuple[int, list[Fault]]] = {
+    "an old master wakes in the metrics row": (122, [Fault("replace", 0, 1, 13, 10, 142.65)]),
+    "three masters start at once": (
+        52,
+        [
+            Fault("twin", 0, 0, 2, 12, 38.14),
+            Fault("twin", 1, 0, 3, 1, 45.12),
+            Fault("twin", 0, 0, 9, 6, 35.63),
+        ],
+    ),
+    "a master stopped while it starts wakes when a newer one runs": (
+        1254,
+        [
+            Fault("twin", 0, 2, 0, 37, 118.0),
+            Fault("replace", 1, 1, 4, 9, 74.88),
+            Fault("replace", 0, 0, 0, 10, 42.62),
+        ],
+    ),
+    "a rank started twice while the master is away": (
+        2176,
+        [Fault("twin", 2, 1, 5, 4, 79.55), Fault("leave", 0, 0, 9, 7, 110.46)],
+    ),
+    "an old master wakes while it verifies a checkpoint": (2141, [Fault("replace", 0, 2, 11, 7, 26.22)]),
+    "an old worker wakes after the newer one has left": (
+        5024,
+        [
+            Fault("replace", 1, 0, 4, 7, 147.55),
+            Fault("leave", 1, 2, 8, 9, 1.94),
+            Fault("freeze", 0, 1, 2, 16, 3.54),
+            Fault("freeze", 0, 0, 2, 1, 35.4),
+        ],
+    ),
+    "an engine is being started again when the epoch changes": (
+        0,
+        [Fault("kill", 0, 0, 1, 1, 21.0), Fault("kill", 1, 1, 4, 0, 0.0), Fault("engine", 0, 0, 0, 0, 0.0)],
+    ),
+}
+"""What the search has found: seed and faults."""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_was_found_once_does_no_harm(name: str) -> None:
+    seed, happens = KNOWN[name]
+    assert run(NODES, seed, happens) == undisturbed()
+
+
+# ---- the search finds what it is there for
+
+
+def everything_is_unfinished(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(parts, "finished_slots", lambda _directory, _policy: set())
+
+
+def groups_count_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(parts, "first_finished", lambda found: ((part, part.groups) for part in found))
+
+
+def nobody_waits_for_enter(patch: pytest.MonkeyPatch) -> None:
+    real = Node._wait_flags
+
+    def wait(node: Node, iteration: int, phase: int, kind: str = "ok") -> None:
+        if kind != "enter":
+            real(node, iteration, phase, kind)
+
+    patch.setattr(Node, "_wait_flags", wait)
+
+
+def staging_has_no_epoch(patch: pytest.MonkeyPatch) -> None:
+    real = RunDir.staging
+    patch.setattr(RunDir, "staging", lambda run_dir, iteration, _epoch: real(run_dir, iteration, 1))
+
+
+BROKEN: dict[Callable[[pytest.MonkeyPatch], None], list[Fault]] = {
+    everything_is_unfinished: [Fault("kill", 1, 1, 3, 5, 3.0)],
+    groups_count_twice: [Fault("replace", 0, 1, 2, 6, 8.0)],
+    nobody_waits_for_enter: [Fault("twin", 1, 1, 10, 6, 1.0)],
+    staging_has_no_epoch: [Fault("trainer", 0, 1, 10, 10, 1.0)],
+}
+SEEDS = 60
+"""With which the faults hit the moment at which it matters at least once."""
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_rule_is_found(broken: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
+        for seed in range(SEEDS):
+            run(NODES, seed, BROKEN[broken], broken)

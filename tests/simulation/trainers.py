@@ -1,0 +1,138 @@
+"""Trainers without torch: each is a process of its own, and all of a job have to take part."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout.weights import file_checksums, policy_digest
+from tests.simulation.disk import Disk
+from tests.simulation.scheduler import Scheduler
+from trainer import launch
+from trainer.batch import Batch
+from trainer.request import FileInfo, TrainRequest, TrainResult
+
+PEER_DIED_S = 6.0
+"""How long it takes until the agents of a job notice that a peer of theirs has died."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A training job: who has joined (and whether it lives), and what each was asked for in each phase."""
+
+    members: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    asked: dict[int, dict[int, TrainRequest]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+
+    def is_broken(self) -> bool:
+        return not all(lives() for lives in self.members.values())
+
+
+class _PeerDied(Exception):
+    """The job cannot go on."""
+
+
+class Trainer:
+    """One node's part of a job: takes seconds; node rank 0 writes the checkpoint."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        disk: Disk,
+        jobs: dict[str, Job],
+        job: launch.Launch,
+        lives: Callable[[], bool],
+    ) -> None:
+        self._scheduler = scheduler
+        self._disk = disk
+        self._launch = job
+        self._lives = lives
+        self._job = jobs.setdefault(f"{job.master_addr}:{job.master_port}", Job())
+
+    def run(self) -> int:
+        number = 0
+        try:
+            self._wait(self._scheduler.random.uniform(0.2, 1.5))
+            self._job.members[self._launch.node_rank] = self._lives
+            self._until(lambda: len(self._job.members) == self._launch.num_nodes)
+            while True:
+                number, data = launch.next_request(self._launch.spool, number)
+                if data is None:
+                    return 0
+                self._train(number, TrainRequest.from_json(data))
+                launch.report_done(self._launch.spool, number, 0)
+        except (_PeerDied, FileNotFoundError) as error:
+            launch.report_failure(self._launch.spool, number, 0, f"connection closed by peer: {error!r}")
+            return 1
+
+    def _train(self, number: int, request: TrainRequest) -> None:
+        asked = self._job.asked.setdefault(number, {})
+        asked[self._launch.node_rank] = request
+        if any(other != request for other in asked.values()):
+            self._scheduler.violate(f"ranks of one job were asked for different things: {asked}")
+        self._until(lambda: len(asked) == self._launch.num_nodes)
+        self._wait(self._scheduler.random.uniform(0.5, 4.0))
+        if self._job.is_broken():
+            self._fail()
+        if self._launch.node_rank == 0:
+            self._write(request)
+            self._job.done.add(number)
+        self._until(lambda: number in self._job.done)
+
+    def _write(self, request: TrainRequest) -> None:
+        disk, staging = self._disk, Path(request.staging_dir)
+        if left := disk.listdir(staging):
+            self._scheduler.violate(f"{staging} must be empty, but holds {left}")
+        base = policy_digest(file_checksums(request.base_dir))
+        if base != request.base_policy:
+            self._scheduler.violate(f"{request.base_dir} holds {base}, asked for {request.base_policy}")
+        disk.mkdir(staging / "trainer_state")
+        weights = f"weights after {base} and {self._content(request)}".encode()
+        files = {"model.safetensors": weights, "config.json": b"{}", "trainer_state/optimizer": b"moments"}
+        facts: dict[str, FileInfo] = {}
+        for name, content in files.items():
+            self._publish(staging / name, content)
+            path = staging / name
+            facts[name] = FileInfo(**file_checksums(path.parent)[path.name])
+            self._wait(self._scheduler.random.uniform(0.0, 1.0))
+        result = TrainResult(
+            iteration=request.iteration,
+            policy=policy_digest({name: facts[name] for name in files if "/" not in name}),  # pyright: ignore
+            base_policy=request.base_policy,
+            batch_sha256=request.batch_sha256,
+            files=facts,
+            steps=1,
+            optimizer_step=request.iteration,
+            metrics={"loss": 0.5},
+        )
+        self._publish(staging / "result.json", result.to_json())
+
+    def _content(self, request: TrainRequest) -> str:
+        """A digest of what there is to learn, which is the same whichever nodes made it."""
+        data = Path(request.batch_file).read_bytes()
+        if hashlib.sha256(data).hexdigest() != request.batch_sha256:
+            self._scheduler.violate(f"{request.batch_file} is not the batch that training was asked for")
+        batch = Batch.decode(data)
+        arrays = (batch.slots, batch.offsets, batch.token_ids, batch.advantages)
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+    def _publish(self, path: Path, content: bytes) -> None:
+        temp = path.with_name(f".{path.name}.tmp")
+        self._disk.enter()
+        temp.write_bytes(content)
+        self._disk.replace(temp, path)
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        waited_s = 0.0
+        while not ready():
+            if self._job.is_broken() or waited_s > self._launch.start_timeout_s:
+                self._fail()
+            self._wait(0.2)
+            waited_s += 0.2
+
+    def _fail(self) -> None:
+        self._wait(PEER_DIED_S)
+        raise _PeerDied("another node of the job has gone")
+
+    def _wait(self, seconds: float) -> None:
+        self._scheduler.wait(seconds)

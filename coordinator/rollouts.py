@@ -111,7 +111,7 @@ def aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
         if kind == "train" or found["policy"] == node.header["policy"]:
             return
         shared_fs.rename(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
-    elif path.name in outputs.names(path.parent):
+    elif path.name in outputs.names(path.parent) and outputs.read_json(path) is None:
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
         shared_fs.rename(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, node.iteration)

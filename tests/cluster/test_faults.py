@@ -356,6 +356,7 @@ def test_worker_that_beats_but_makes_no_progress_is_lost_and_replaced(
 ) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "2")
     arguments += ("rollout.reward=tests.cluster.plugins:blocking", "rollout.stall_timeout_s=3")
+    arguments += ("engine.start_timeout_s=5",)  # which is added to the limit
     cluster.start(0, *arguments, "--num-nodes", "2", "cluster.node_timeout_s=4")
     stuck = cluster.start(1, prefix=("env", "BLOCKS=1"))
     cluster.until(lambda: "has made no progress for" in cluster.output(0), "the master finds it stuck", 60)

@@ -130,6 +130,7 @@ KNOWN: dict[str, tuple[int, list[Fault]]] = {
             Fault("freeze", 0, 0, 2, 1, 35.4),
         ],
     ),
+    "an old master wakes between two looks for the manifest": (0, [Fault("replace", 0, 1, 4, 3, 20.0)]),
     "an engine is being started again when the epoch changes": (
         0,
         [Fault("kill", 0, 0, 1, 1, 21.0), Fault("kill", 1, 1, 4, 0, 0.0), Fault("engine", 0, 0, 0, 0, 0.0)],

@@ -36,6 +36,8 @@ SETTINGS: dict[str, Any] = {
     "rollout.reward": "tests.simulation.engines:reward",
     "eval.max_tasks": 2,
     "trainer.processes_per_node": 1,
+    "trainer.max_attempts": 20,
+    "engine.max_restarts": 20,
     "cluster.rejoin_timeout_s": 3600.0,
     "checkpoints.keep_last": 2,
 }

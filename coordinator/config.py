@@ -26,8 +26,8 @@ TINY_DEFAULTS: dict[str, Any] = {
     "trainer.max_tokens_per_microbatch": 2048,
 }
 """What takes the place of the defaults while the model is builtin:tiny: the demo's recipe."""
-_ARGS = "engine.args."
-"""What follows is the server's name of an argument."""
+OPEN = ("engine.args", "rollout.ratio")
+"""Settings whose keys are the user's: the server's names of arguments, names of classes of tasks."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -92,7 +92,8 @@ def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
 def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str]:
     """What a worker was given that differs from what the master published, one line each."""
     actual = dict(flatten(published.model_dump(mode="json")))
-    actual |= {f"{_ARGS}{name}": value for name, value in published.engine.args.items()}
+    for name in OPEN:
+        actual |= {f"{name}.{key}": value for key, value in actual[name].items()}
     return [
         f"{option_name(key)} is {_show(here)} here, but the master published {_show(actual.get(key))}"
         for key, here in check_each(given).items()
@@ -108,8 +109,7 @@ def check_each(given: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unknown(given)
     fields = dict(_fields(RunSettings))
     return {
-        key: value if key.startswith(_ARGS) else _check_one(key, fields[key], value)
-        for key, value in given.items()
+        key: value if _opened(key) else _check_one(key, fields[key], value) for key, value in given.items()
     }
 
 
@@ -123,10 +123,10 @@ def _check_one(key: str, field: FieldInfo, value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A nested tree as (dotted key, value); `engine.args` is a value, since its keys are the server's."""
+    """A nested tree as (dotted key, value); what is OPEN is one value."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and name != "engine.args":
+        if isinstance(value, Mapping) and name not in OPEN:
             yield from flatten(value, f"{name}.")  # pyright: ignore[reportUnknownArgumentType]
         else:
             yield name, value
@@ -154,6 +154,11 @@ OPTIONS = {
 """Settings that have an option."""
 
 
+def _opened(key: str) -> str:
+    """The OPEN setting below which `key` lies, or nothing."""
+    return next((name for name in OPEN if key.startswith(f"{name}.")), "")
+
+
 def option_name(key: str) -> str:
     """What a user types for a setting: its option, else its dotted name."""
     return OPTIONS.get(key, key)
@@ -162,14 +167,13 @@ def option_name(key: str) -> str:
 def _validate(flat: Mapping[str, Any]) -> RunSettings:
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        *parents, leaf = (
-            ["engine", "args", key.removeprefix(_ARGS)] if key.startswith(_ARGS) else key.split(".")
-        )
+        name = _opened(key)
+        *parents, leaf = [*name.split("."), key.removeprefix(f"{name}.")] if name else key.split(".")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise SettingsError(f"{key}: engine.args={_show(node)} holds no arguments; leave one of them out")
+            raise SettingsError(f"{key}: {name}={_show(node)} holds nothing by name; leave one of them out")
         node[leaf] = dict(value) if isinstance(value, Mapping) else value  # pyright: ignore
     try:
         return RunSettings.model_validate(tree)
@@ -192,7 +196,7 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
     """SettingsError for a key that is no setting, naming the nearest one."""
     known = _known_keys()
     for key in given:
-        if key in known or key.startswith(_ARGS):
+        if key in known or _opened(key):
             continue
         by_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
         near = by_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.0)

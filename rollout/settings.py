@@ -30,6 +30,26 @@ class RolloutSettings(Settings):
     """Samples in flight on one node at most."""
     group_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A group that takes longer is given up."""
+    completion_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Once this fraction of a node's groups is finished, the rest have `grace_period_s` left."""
+    grace_period_s: Annotated[float, Field(ge=0)] = 60.0
+    """What is not finished by then is cancelled and given up: reported, and not trained on."""
+    over_sample: Annotated[float, Field(ge=1)] = 1.0
+    """So many times the groups that are needed are begun; the first to finish are kept."""
+    dynamic_sampling: bool = False
+    """Groups whose samples all have the same reward are replaced by groups of further tasks."""
+    dynamic_limit: Annotated[float, Field(ge=1)] = 3.0
+    """How many times `tasks_per_iteration` dynamic sampling may begin in an iteration."""
+    on_reward_error: Literal["sample", "run"] = "sample"
+    """What a reward function that raises costs: its sample (counted, the first traceback logged), or the
+    run."""
+    task_sampling: Literal["uniform", "ratio", "curriculum"] = "uniform"
+    """Which tasks come next: all in a random order before any comes again; classes of tasks in fixed shares
+    (`ratio`); or rather those that past policies solved sometimes but not always."""
+    ratio_field: str = "source"
+    """The field of a task that names its class."""
+    ratio: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """Share of each class, e.g. rollout.ratio.easy=1 rollout.ratio.hard=3."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = None
     """A node whose rollout finishes no group for so long, beside the start of its engine, is lost to the
     others; null: it may take as long as it likes."""
@@ -52,6 +72,10 @@ class EvalSettings(Settings):
     """Samples of an evaluation task."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
+    success: float = 1.0
+    """A sample with this reward or more has solved its task; pass@k counts these."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest completion of an evaluation; null: as in training."""
     max_tasks: Annotated[int, Field(ge=1)] = 512
     """Evaluate on the first `max_tasks` tasks at most."""
 
@@ -67,6 +91,14 @@ class EngineSettings(Settings):
     """Of the embedded engine. float64: a sample does not depend on what else is in its batch."""
     max_batch: Annotated[int, Field(ge=1)] = 256
     """Sequences that the embedded engine decodes together."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas."""
+    sleep: Literal[1, 2, "restart"] = 1
+    """How vLLM frees its GPU while the trainer has it: 1 keeps the weights in host memory, 2 drops them,
+    restart ends the server."""
+    probe_tolerance: Annotated[float, Field(gt=0)] = 0.1
+    """How far the engine's logprobs on the checkpoint's probe may lie from the trainer's: mean absolute
+    difference, natural logarithm. More is weights that were loaded wrongly."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A server that does not answer by then is a failure."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

@@ -7,13 +7,14 @@ import json
 import logging
 from typing import Any
 
-from coordinator import outputs, parts, rollouts, shared_fs
+from coordinator import history, outputs, parts, rollouts, shared_fs
 from coordinator.node import Node, Payload
 from coordinator.outcome import Ended, Exit
 from coordinator.outputs import Incomplete, Policy
 from coordinator.phases import Phase
+from coordinator.rollouts import Share
 from rollout.engine import Sampling
-from rollout.tasks import task_order
+from rollout.quota import Quota
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +63,18 @@ def _policy_before(node: Node) -> Policy:
 
 
 def _new_iteration(node: Node, policy: Policy) -> dict[str, Any]:
-    iteration, settings, tasks = node.iteration, node.settings, node.inputs.tasks.tasks
-    before = outputs.read_json(node.run_dir.iteration_json(iteration - 1)) or {}
-    first = before.get("next_task", (iteration - 1) * settings.rollout.tasks_per_iteration)
-    count = settings.rollout.tasks_per_iteration
+    iteration, settings = node.iteration, node.settings
+    quota = Quota.of(settings.rollout)
+    drawn = history.draw_tasks(
+        node.run_dir, iteration, settings.rollout, node.inputs.tasks, quota.slots, node.past
+    )
     return {
         "iteration": iteration,
         "policy": policy.digest,
-        "tasks": task_order(len(tasks), settings.rollout.seed, first, count),
-        "next_task": first + count,
+        "tasks": drawn.tasks,
+        "drawn": drawn.state,
+        "groups": quota.needed,
+        "replace_flat": quota.replace_flat,
         "samples_per_task": settings.rollout.samples_per_task,
         "eval_slots": _eval_slots(node) if _is_eval_due(node) else 0,
         "eval_tasks": _eval_digest(node),
@@ -99,11 +103,10 @@ def _eval_slots(node: Node) -> int:
 
 def plan_train(node: Node) -> Payload:
     """Split the slots that no part holds yet over the nodes, by weight."""
-    opened = _opened(node)
-    return {"shares": rollouts.plan(node, "train", len(opened["tasks"]))}
+    return rollouts.plan(node, "train", outputs.quota(_opened(node)))
 
 
-def collect_train(node: Node) -> None:
+def collect_train(node: Node) -> Payload:
     """Generate this node's share."""
     opened = _opened(node)
     settings = node.settings.rollout
@@ -115,8 +118,17 @@ def collect_train(node: Node) -> None:
         stop=settings.stop,
         seed=None,
     )
-    share = node.documents[Phase.TRAIN_PLAN]["shares"][str(node.rank)]
-    rollouts.collect_share(node, "train", share, opened["tasks"], node.inputs.tasks, sampling)
+    share = Share.of(
+        node.documents[Phase.TRAIN_PLAN],
+        node.rank,
+        kind="train",
+        quota=outputs.quota(opened),
+        order=opened["tasks"],
+        tasks=node.inputs.tasks,
+        sampling=sampling,
+        settings=settings,
+    )
+    return rollouts.collect_share(node, share)
 
 
 def name_parts(node: Node) -> Payload:
@@ -133,8 +145,8 @@ def merge_names(node: Node, payloads: dict[int, Payload]) -> Payload:
 
 def write_manifest(node: Node) -> None:
     """Verify every part against its flag and its own checksum, and publish what the iteration consists of."""
-    opened = _opened(node)
-    rollouts.aggregate(node, "train", len(opened["tasks"]), node.documents[Phase.TRAIN_FILES_READY])
+    quota, named = outputs.quota(_opened(node)), node.documents[Phase.TRAIN_FILES_READY]
+    rollouts.aggregate(node, "train", quota, node.documents[Phase.TRAIN_ROLLOUT]["short"], named)
 
 
 # ---- 5 and 6: evaluation
@@ -150,18 +162,19 @@ def decide_eval(node: Node) -> Payload:
     if slots and opened.get("eval_tasks") != _eval_digest(node):
         log.warning("the evaluation tasks have changed since this iteration was opened: it is not evaluated")
         slots = 0
-    return {"slots": slots, "shares": rollouts.plan(node, "eval", slots) if slots else {}}
+    return {"slots": slots, **rollouts.plan(node, "eval", Quota(slots, slots))}
 
 
-def collect_eval(node: Node) -> None:
+def collect_eval(node: Node) -> Payload:
     """Generate this node's share of the evaluation, if one is due."""
     plan = node.documents[Phase.EVAL_DECISION]
-    if not plan["slots"]:
-        return
+    slots = plan["slots"]
+    if not slots:
+        return {"short": 0}
     settings = node.settings
     sampling = Sampling(
         n=settings.eval.samples_per_task,
-        max_tokens=settings.rollout.max_tokens,
+        max_tokens=settings.eval.max_tokens or settings.rollout.max_tokens,
         temperature=settings.eval.temperature,
         top_p=1.0,
         stop=settings.rollout.stop,
@@ -169,16 +182,26 @@ def collect_eval(node: Node) -> None:
     )
     tasks = node.inputs.eval_tasks
     assert tasks is not None
-    rollouts.collect_share(
-        node, "eval", plan["shares"][str(node.rank)], range(plan["slots"]), tasks, sampling
+    share = Share.of(
+        plan,
+        node.rank,
+        kind="eval",
+        quota=Quota(slots, slots),
+        order=range(slots),
+        tasks=tasks,
+        sampling=sampling,
+        # All of them: those that take longest are not the average task.
+        settings=settings.rollout.model_copy(update={"completion_threshold": 1.0, "over_sample": 1.0}),
     )
+    return rollouts.collect_share(node, share)
 
 
-def aggregate_eval(node: Node, _payloads: dict[int, Payload]) -> None:
+def aggregate_eval(node: Node, payloads: dict[int, Payload]) -> None:
     """Publish the evaluation's manifest, once all have generated."""
     slots = node.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
-        rollouts.aggregate(node, "eval", slots, {})
+        short = rollouts.sum_short(node, payloads)["short"]
+        rollouts.aggregate(node, "eval", Quota(slots, slots), short, {})
 
 
 # ---- shared by several rows

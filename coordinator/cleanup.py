@@ -96,7 +96,7 @@ def _partial(run_dir: RunDir, iteration: int) -> dict[str, Any]:
     before = outputs.latest_before(run_dir, iteration)
     try:
         policy = outputs.policy_of(run_dir, before).digest if before else opened["policy"]
-        document = parts.manifest(directory, iteration, range(len(opened["tasks"])), policy, partial=True)
+        document = parts.manifest(directory, iteration, outputs.quota(opened), policy, short=None)
     except Incomplete as error:
         raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
     if document["groups"] == 0:

@@ -3,19 +3,21 @@
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from coordinator import outputs
 from coordinator.children import Child, Children
 from coordinator.host_lock import acquire, host_lock
+from coordinator.inputs import count_gpus
 from coordinator.network import LOOPBACK, free_port
 from coordinator.outputs import Policy
 from coordinator.run_dir import RunDir
 from rollout.engine import EngineError
-from rollout.engine_admin import EngineAdmin
+from rollout.engine_admin import PROBE, EngineAdmin
+from rollout.servers import Server, start_server
 from rollout.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,10 @@ MIND_S = 0.5
 """How often a server that generates is looked after."""
 USERS_PATIENCE_S = 10.0
 """How long a server of the user's may be away."""
+FIRST_TOKENS = 4
+"""Logprobs that an error shows of a probe."""
+STOP_S = 10.0
+"""How long a server may take to end by itself: killed, vLLM leaves its shared memory behind."""
 
 
 class EngineHost:
@@ -38,6 +44,9 @@ class EngineHost:
         self.url = ""
         """Base URL of the server, once there is one."""
         self._served: Policy | None = None
+        self._unnamed: Policy | None = None
+        """What a server of ours was started with, until it has been told the name of that."""
+        self._server: Server | None = None
         self._port = 0
         self._starts = 0
 
@@ -52,7 +61,7 @@ class EngineHost:
             if self._child is None:
                 raise
             log.error("%s\nstarting it once more", error)
-            self._child.kill()
+            self._child.stop(STOP_S)
             self._have(policy, settings, check)
         self._served = policy
 
@@ -61,7 +70,7 @@ class EngineHost:
             self._start(policy, settings)
         self._await(settings, check)
         if settings.url is None:
-            self._load(policy)
+            self._load(policy, settings)
             return
         # Nodes of one host may share a server of the user's: let one of them load the policy.
         lock = host_lock("engine-" + settings.url.partition("//")[2].replace("/", "_"))
@@ -70,20 +79,31 @@ class EngineHost:
                 f"another node of this host takes too long to load a policy into {settings.url}"
             )
         try:
-            self._load(policy)
+            self._load(policy, settings)
         finally:
             lock.release()
 
-    def _load(self, policy: Policy) -> None:
+    def _load(self, policy: Policy, settings: EngineSettings) -> None:
+        """Have the server that is there answer with `policy`, and prove it."""
         assert self._admin is not None
-        if self._admin.is_sleeping():
-            self._admin.wake()
         if self._admin.policy() != policy.digest:
-            self._admin.reload(policy.directory.absolute(), policy.digest, like=self._like(policy))
+            self._reload(policy)
+        elif self._admin.is_sleeping():
+            self._admin.wake()
         if (serves := self._admin.policy()) != policy.digest:
             raise EngineError(
                 f"the engine at {self.url} serves policy {serves} after loading {policy.digest}"
             )
+        if (wrong := self._probe(policy, settings)) is None:
+            return
+        log.error("%s\nloading it once more", wrong)
+        self._reload(policy)
+        if (wrong := self._probe(policy, settings)) is not None:
+            raise EngineError(wrong)
+
+    def _reload(self, policy: Policy) -> None:
+        assert self._admin is not None
+        self._admin.reload(policy.directory.absolute(), policy.digest, like=self._like(policy))
 
     def _like(self, policy: Policy) -> Path | None:
         """A model directory with the same tensors: an engine may answer 200 to weights that lack one.
@@ -96,15 +116,41 @@ class EngineHost:
             return None
         return before.directory
 
-    def sleep(self) -> None:
-        """Free the accelerator. A server that the user runs is left alone."""
-        if self._child is None or self._admin is None or self._child.poll() is not None:
+    def _probe(self, policy: Policy, settings: EngineSettings) -> str | None:
+        """What is wrong if the engine's logprobs are not the ones that the trainer wrote with a checkpoint.
+
+        Every replica is asked. A checkpoint without a probe passes, and so does the model of the start.
+        """
+        assert self._admin is not None
+        probe = outputs.read_json(policy.directory / PROBE) if policy.iteration else None
+        if probe is None:
+            return None
+        wanted: list[float] = probe["logprobs"]
+        for replica in range(self._server.replicas if self._server else 1):
+            found = self._admin.prompt_logprobs(probe["token_ids"], replica)
+            mean = sum(abs(a - b) for a, b in zip(wanted, found, strict=True)) / len(wanted)
+            if not mean <= settings.probe_tolerance:  # nor is nan
+                return (
+                    f"the engine at {self.url} (replica {replica}) does not compute what the trainer does "
+                    f"with {policy.directory}: logprobs of its {PROBE} differ by {mean:.4g} on average, "
+                    f"engine.probe_tolerance is {settings.probe_tolerance:g}; the first are "
+                    f"{_shown(found)}, the trainer's {_shown(wanted)}"
+                )
+        return None
+
+    def sleep(self, settings: EngineSettings) -> None:
+        """Free the accelerator, if the server is ours and has one; `restart` ends it in any case."""
+        if self._child is None or self._child.poll() is not None:
             return
-        try:
-            self._admin.sleep(1)
-        except EngineError as error:
-            log.error("%s: it is ended, and started again when it is needed", error)
-            self._child.kill()
+        assert self._admin is not None and self._server is not None
+        if settings.sleep == "restart":
+            self._child.stop(STOP_S)
+        elif self._server.on_gpu:
+            try:
+                self._admin.sleep(settings.sleep)
+            except EngineError as error:
+                log.error("%s: it is ended, and started again when it is needed", error)
+                self._child.stop(STOP_S)
 
     def restart_patience_s(self, settings: EngineSettings) -> float:
         """For how long a request that breaks is tried again: a server of ours may be starting anew."""
@@ -122,9 +168,11 @@ class EngineHost:
             if self._child is None or self._admin is None:
                 continue
             if self._child.poll() is None:
-                if await asyncio.to_thread(self._admin.healthy):
+                health = await asyncio.to_thread(self._admin.health)
+                if health:
                     answered_s = time.monotonic()
-                if time.monotonic() - answered_s < settings.health_timeout_s:
+                # One that says that it is dead answers every request with an error, until it exits.
+                if health is not False and time.monotonic() - answered_s < settings.health_timeout_s:
                     continue
             restarts += 1
             how = f"the engine at {self.url} died or did not answer for {settings.health_timeout_s:g} s"
@@ -136,6 +184,7 @@ class EngineHost:
             assert self._served is not None
             self._start(self._served, settings, self._port)
             await asyncio.to_thread(self._await, settings, check)
+            await asyncio.to_thread(self._load, self._served, settings)
             answered_s = time.monotonic()
 
     def is_there(self) -> bool:
@@ -149,13 +198,12 @@ class EngineHost:
             return
         self._port = port or free_port(LOOPBACK)
         self._starts += 1
-        argv = [sys.executable, "-m", "rollout.torch_server", "--port", str(self._port)]
-        argv += ["--model", str(policy.directory.absolute()), "--weight-version", policy.digest]
-        argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
+        self._server = start_server(settings, policy.directory.absolute(), self._port, count_gpus())
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
-        self._child = self._children.start("engine", argv, log=path)
+        self._child = self._children.start("engine", self._server.argv, env=self._server.env, log=path)
+        self._unnamed = policy
         self.url = f"http://{LOOPBACK}:{self._port}"
-        self._admin = EngineAdmin(self.url)
+        self._admin = EngineAdmin(self.url, after_reload=self._server.after_reload)
 
     def _await(self, settings: EngineSettings, check: Callable[[], None]) -> None:
         """Wait until the server answers. What `check` raises leaves it starting, for the next time."""
@@ -170,3 +218,10 @@ class EngineHost:
         except EngineError as error:
             said = f"; its last words:\n{self._child.tail(20)}" if self._child is not None else ""
             raise EngineError(f"{error}{said}") from None
+        if self._unnamed is not None:
+            self._admin.name_policy(self._unnamed.digest)
+            self._unnamed = None
+
+
+def _shown(logprobs: list[float]) -> str:
+    return ", ".join(f"{logprob:.3f}" for logprob in logprobs[:FIRST_TOKENS])

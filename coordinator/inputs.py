@@ -13,7 +13,9 @@ from coordinator.run_dir import RunDir
 from coordinator.settings import TINY, RunSettings, SettingsError
 from rollout.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.rewards import Reward, RewardSettingError, resolve_reward
-from rollout.tasks import TaskError, TaskSet, load_tasks
+from rollout.sampling import check_sampling
+from rollout.servers import ServerSettingError, check_server
+from rollout.tasks import TaskError, TaskSet, is_file, load_tasks
 from rollout.weights import WeightsError, check_model_dir, file_checksums, policy_digest
 
 NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
@@ -44,13 +46,15 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         if not Path(settings.data_path).is_dir():
             raise SettingsError(f"--data-path {settings.data_path}: no such directory")
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
-    if settings.engine.kind == "vllm" and settings.engine.url is None:
-        raise SettingsError(
-            "--engine vllm: cannot start vLLM yet; start `vllm serve` yourself and give --engine-url"
-        )
+    if settings.engine.url is None and settings.rl_phase != "update":
+        try:
+            check_server(settings.engine, count_gpus())
+        except ServerSettingError as error:
+            raise SettingsError(str(error)) from None
     seed = settings.rollout.seed
     try:
         tasks = load_tasks(find_data(settings.tasks, settings), seed=seed, split="train")
+        check_sampling(tasks, settings.rollout)
         source = settings.evaluation_tasks
         eval_tasks = load_tasks(find_data(source, settings), seed=seed, split="eval") if source else None
         if settings.rollout_split == "eval-only" and eval_tasks is None:
@@ -81,7 +85,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
 def find_data(source: str, settings: RunSettings) -> str:
     """A task file's path: as given, else below --data-path."""
     below = Path(settings.data_path or "") / source
-    is_elsewhere = settings.data_path and not source.startswith("builtin:") and not Path(source).exists()
+    is_elsewhere = settings.data_path and is_file(source) and not Path(source).exists()
     return str(below) if is_elsewhere and below.exists() else source
 
 

@@ -24,6 +24,7 @@ from coordinator.shared_fs import SharedFsError
 from coordinator.start import Start, start_master, start_worker
 from rollout.collect import AllGivenUp
 from rollout.engine import EngineError
+from rollout.rewards import RewardError
 from rollout.weights import WeightsError
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,9 @@ MAX_RETURNS = 3
 LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNORECASE)
 """How a trainer's error reads when it is another one's."""
 
-EXPECTED = (AllGivenUp, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete)
+EXPECTED = (
+    AllGivenUp, RewardError, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete,
+)  # fmt: skip
 """Errors whose text says all there is to know; any other comes with its traceback."""
 
 

@@ -45,7 +45,10 @@ def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, A
         "kind": kind,
         "reward": train.get("reward"),
         "eval_reward": evaluation.get("reward"),
+        "eval_pass_at": evaluation.get("pass_at"),
         "samples": train.get("samples"),
+        "given_up": len(train["given_up"]) if train else None,
+        "failed_samples": train.get("failed_samples"),
         "tokens_per_s": round(train["tokens"] / rollout_s, 1) if train and rollout_s else None,
         **{name: trained.get(name) for name in ("loss", "grad_norm", "lr", "kl_engine", "entropy")},
         "clip_fraction": trained.get("clip_fraction"),
@@ -63,6 +66,8 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
     text = [f"iteration {line['iteration']}{of}"]
     text += [f"reward {line['reward']:.3f}"] if line["reward"] is not None else []
     text += [f"eval {line['eval_reward']:.3f}"] if line["eval_reward"] is not None else []
+    pass_at: dict[str, float] = line.get("eval_pass_at") or {}
+    text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
     text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
     return " | ".join([*text, f"{line['seconds']:.1f} s", f"nodes busy {100 * line['busy_fraction']:.0f} %"])
 

@@ -16,6 +16,7 @@ from coordinator.children import Children
 from coordinator.engine_host import EngineHost
 from coordinator.epochs import MASTER, EpochRecord
 from coordinator.fence import is_away
+from coordinator.history import Past
 from coordinator.inputs import base_model_dir
 from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
 from coordinator.outputs import Policy
@@ -57,6 +58,7 @@ class Node(Standing):
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
         self.verified: set[int] = set()
         """Checkpoints whose files this process has found whole."""
+        self.past: Past = {}
         self._floor = start.incarnation_floor
         self._raised: dict[Flag, Payload] = {}
         self._base_digest = start.inputs.model_digest

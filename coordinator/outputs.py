@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from coordinator import shared_fs
 from coordinator.phases import Phase, rows_of
 from coordinator.run_dir import Kind, RunDir, parse_iteration_name, parse_staging_name
 from coordinator.settings import RunSettings
+from rollout.quota import Quota
 from trainer.request import DamagedDocument, TrainResult
 
 RESULT = "result.json"
@@ -116,6 +118,12 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: st
 def read_manifest(run_dir: RunDir, kind: Kind, iteration: int) -> dict[str, Any] | None:
     """The manifest of an iteration, or None."""
     return read_json(run_dir.manifest(kind, iteration))
+
+
+def quota(opened: Mapping[str, Any]) -> Quota:
+    """How many groups the iteration needs that iteration.json has opened."""
+    slots = len(opened["tasks"])
+    return Quota(opened.get("groups", slots), slots, opened.get("replace_flat", False))
 
 
 def manifest_digest(run_dir: RunDir, iteration: int) -> str:

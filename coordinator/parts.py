@@ -12,6 +12,7 @@ from typing import Any
 from coordinator import shared_fs
 from coordinator.outputs import Incomplete, names
 from coordinator.run_dir import Kind, PartName, RunDir, parse_part_name
+from rollout.quota import Quota
 from rollout.trajectory import DamagedPart, Group, Sample, decode_part, encode_part, part_for_people
 
 log = logging.getLogger(__name__)
@@ -130,45 +131,62 @@ def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
         yield part, groups
 
 
-def finished_slots(directory: Path, policy: str) -> set[int]:
-    """Slots that have a whole group (or a tombstone) of this policy."""
-    return {group.slot for part in read_parts(directory, policy) for group in part.groups}
+def finished_groups(directory: Path, policy: str) -> dict[int, Group]:
+    """By slot, the whole groups (or tombstones) of this policy."""
+    parts = first_finished(read_parts(directory, policy))
+    return {group.slot: group for _, groups in parts for group in groups}
 
 
 def manifest(
     directory: Path,
     iteration: int,
-    slots: Collection[int],
+    quota: Quota,
     policy: str,
     named: Mapping[str, str] | None = None,
-    partial: bool = False,
+    short: int | None = 0,
 ) -> dict[str, Any]:
-    """The manifest of an iteration whose slots are all finished; Incomplete names those that are not.
+    """The manifest of an iteration: its groups, of those that are needed the first by (epoch, rank, part).
 
     `named` holds the checksums of the parts that nodes have vouched for: a listing may still lack them.
-    `partial`: over the slots that are finished, whichever they are; damaged parts are left as they are.
+    `short`: how many of the needed groups the nodes say they could not make; Incomplete if more are missing.
+    None: whatever is finished will do, and damaged parts are left as they are.
     """
     entries: list[dict[str, Any]] = []
     groups: list[Group] = []
-    for part, counting in first_finished(read_parts(directory, policy, named, set_aside=not partial)):
-        wanted = [group for group in counting if group.slot in slots]
-        if wanted:
-            entries.append(part.entry([group.slot for group in wanted]))
-            groups += wanted
-    missing = sorted(set(slots) - {group.slot for group in groups})
-    if missing and not partial:
-        raise Incomplete(f"{directory}: {len(missing)} slots are not finished, e.g. {missing[:5]}")
+    missing = quota.needed
+    for part, found in first_finished(read_parts(directory, policy, named, set_aside=short is not None)):
+        taken: list[int] = []
+        for group in found:
+            counts = quota.counts(group)
+            if group.slot < quota.slots and (missing or not counts):
+                missing -= counts
+                taken.append(group.slot)
+                groups.append(group)
+        if taken:
+            entries.append(part.entry(taken))
+    if short is not None and missing > short:
+        unfinished = sorted(set(range(quota.slots)) - {group.slot for group in groups})
+        raise Incomplete(
+            f"{directory}: {missing - short} groups are not finished, e.g. of slots {unfinished[:5]}"
+        )
     given_up = [{"slot": group.slot, "reason": group.given_up} for group in groups if group.given_up]
     return {
         "iteration": iteration,
-        "slots": len(slots),
+        "slots": quota.needed,
         "groups": len(groups) - len(given_up),
         "samples": sum(len(group.samples) for group in groups),
         "policy": policy,
         "parts": entries,
         "given_up": sorted(given_up, key=lambda entry: entry["slot"]),
+        "failed_samples": sum(len(group.failed) for group in groups),
+        "rewards": {str(group.slot): mean for group in groups if (mean := _mean_reward(group)) is not None},
         **_figures([sample for group in groups for sample in group.samples]),
     }
+
+
+def _mean_reward(group: Group) -> float | None:
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return round(sum(rewards) / len(rewards), 6) if rewards else None
 
 
 def _figures(samples: list[Sample]) -> dict[str, float | None]:

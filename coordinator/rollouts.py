@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from coordinator import outputs, parts, shared_fs
 from coordinator.node import Node, Payload
@@ -11,30 +13,58 @@ from coordinator.run_dir import Kind
 from coordinator.split import split_slots
 from rollout.collect import Slot, Stopped, collect
 from rollout.engine import EngineClient, Sampling
+from rollout.evaluation import evaluate
+from rollout.quota import Quota
+from rollout.settings import RolloutSettings
 from rollout.tasks import TaskSet, group_seed
 from rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
 
 
-def plan(node: Node, kind: Kind, slots: int) -> dict[str, list[int]]:
-    """The slots that no part holds yet, by rank (as JSON writes it), split by weight."""
+def plan(node: Node, kind: Kind, quota: Quota) -> Payload:
+    """Split what no part holds yet by weight. By rank (as JSON writes it): `shares`, its slots in the order
+    in which it takes them, spare ones last; `needed`, how many groups of them it is to make.
+    """
     directory = node.run_dir.trajectories(kind, node.iteration)
-    finished = parts.finished_slots(directory, node.header["policy"])
+    finished = parts.finished_groups(directory, node.header["policy"]) if quota.slots else {}
+    missing = quota.missing(finished.values())
     if finished:
-        log.info("%d of %d groups are finished already", len(finished), slots)
-    left = [slot for slot in range(slots) if slot not in finished]
+        log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)
+    left = [slot for slot in range(quota.slots) if slot not in finished]
     weights = {rank: member.weight for rank, member in node.record.members.items()}
-    return {str(rank): share for rank, share in split_slots(left, weights).items()}
+    shares = split_slots(left[:missing], weights)
+    spare = split_slots(left[missing:] if missing else [], weights)
+    return {
+        "shares": {str(rank): share + spare[rank] for rank, share in shares.items()},
+        "needed": {str(rank): len(share) for rank, share in shares.items()},
+    }
 
 
-def collect_share(
-    node: Node, kind: Kind, share: list[int], order: Sequence[int], tasks: TaskSet, sampling: Sampling
-) -> None:
-    """Generate the groups of `share`, and make them durable as they finish. Slot k is task `order[k]`."""
-    node.progress(0, len(share))
-    if not share:
-        return
+@dataclass(frozen=True)
+class Share:
+    """What a node is to generate: slot k is task `order[k]` of `tasks`."""
+
+    kind: Kind
+    slots: list[int]
+    needed: int
+    quota: Quota
+    order: Sequence[int]
+    tasks: TaskSet
+    sampling: Sampling
+    settings: RolloutSettings
+
+    @classmethod
+    def of(cls, plan: Payload, rank: int, **more: Any) -> Self:
+        """The share of `rank` in what `plan` has made."""
+        return cls(slots=plan["shares"][str(rank)], needed=plan["needed"][str(rank)], **more)
+
+
+def collect_share(node: Node, share: Share) -> Payload:
+    """Generate a share, and make its groups durable as they finish; says how many of them are short."""
+    node.progress(0, share.needed)
+    if not share.needed:
+        return {"short": 0}
     policy = node.policy(node.header["policy_iteration"])
     if policy.digest != node.header["policy"]:
         raise Incomplete(
@@ -42,15 +72,10 @@ def collect_share(
             "master; give all nodes the same model"
         )
     node.engine.ensure(policy, node.settings.engine, node.check)
-    settings = node.settings.rollout
-    place = (kind, node.iteration, node.rank, node.record.epoch, policy.digest)
-    writer = parts.PartWriter(node.run_dir, *place, settings.part_interval_s)
-    slots = [
-        Slot(slot, tasks.tasks[order[slot]], group_seed(settings.seed, kind, node.iteration, slot))
-        for slot in share
-    ]
+    place = (share.kind, node.iteration, node.rank, node.record.epoch, policy.digest)
+    writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s)
     try:
-        asyncio.run(_collect(node, slots, sampling, writer))
+        return {"short": asyncio.run(_collect(node, share, writer))}
     except Stopped:
         node.check()
         raise
@@ -58,33 +83,41 @@ def collect_share(
         node.persist(writer.flush)
 
 
-async def _collect(node: Node, slots: list[Slot], sampling: Sampling, writer: parts.PartWriter) -> None:
-    """Collect the slots; meanwhile make finished groups durable, and keep the engine alive."""
-    settings = node.settings.rollout
+async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
+    """Collect the share; meanwhile make finished groups durable, and keep the engine alive."""
+    counted = 0
+    seed, tasks = share.settings.seed, share.tasks.tasks
+    slots = [
+        Slot(slot, tasks[share.order[slot]], group_seed(seed, share.kind, node.iteration, slot))
+        for slot in share.slots
+    ]
 
     def on_group(group: Group) -> None:
+        nonlocal counted
         writer.add(group)
-        node.progress(writer.done, len(slots))
+        counted += share.quota.counts(group)
+        node.progress(counted, share.needed)
 
     async def flush_regularly() -> None:
         while True:  # a long tail must not keep back what is finished
-            await asyncio.sleep(settings.part_interval_s)
+            await asyncio.sleep(share.settings.part_interval_s)
             writer.flush()
 
-    async def collect_all() -> None:
+    async def collect_all() -> int:
         engine = node.settings.engine
         patience_s = node.engine.restart_patience_s(engine)
         async with EngineClient(
             node.engine.url, request_timeout_s=engine.request_timeout_s, retry_s=patience_s
         ) as client:
-            await collect(
+            return await collect(
                 slots,
+                needed=share.needed,
+                counts=share.quota.counts,
                 client=client,
                 environment=node.inputs.environment,
                 reward=node.inputs.reward,
-                sampling=sampling,
-                concurrency=settings.concurrency,
-                group_timeout_s=settings.group_timeout_s,
+                sampling=share.sampling,
+                settings=share.settings,
                 on_group=on_group,
                 stop=node.watch.stop,
             )
@@ -96,15 +129,25 @@ async def _collect(node: Node, slots: list[Slot], sampling: Sampling, writer: pa
     ]
     try:
         done, _ = await asyncio.wait([collecting, *minding], return_when=asyncio.FIRST_COMPLETED)
-        for task in [collecting] if collecting in done else done:
-            task.result()
+        if collecting not in done:
+            for task in done:
+                task.result()  # raises: these two never end by themselves
+        return collecting.result()
     finally:
         for task in (collecting, *minding):
             task.cancel()
         await asyncio.gather(collecting, *minding, return_exceptions=True)
 
 
-def aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
+def sum_short(_node: Node, payloads: dict[int, Payload]) -> Payload:
+    """How many of the needed groups all nodes together could not make."""
+    short = sum(said["short"] for said in payloads.values())
+    if short:
+        log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
+    return {"short": short}
+
+
+def aggregate(node: Node, kind: Kind, quota: Quota, short: int, named: Payload) -> None:
     """Publish the manifest over the parts, those that flags have named and those that lie there."""
     path = node.run_dir.manifest(kind, node.iteration)
     if found := outputs.read_json(path):
@@ -115,5 +158,7 @@ def aggregate(node: Node, kind: Kind, slots: int, named: Payload) -> None:
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
         shared_fs.rename(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, node.iteration)
-    document = parts.manifest(directory, node.iteration, range(slots), node.header["policy"], named)
+    document = parts.manifest(directory, node.iteration, quota, node.header["policy"], named, short)
+    if kind == "eval":
+        document |= evaluate(parts.read_groups(directory, document), node.settings.eval.success)
     parts.publish_manifest(path, document)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rollout.settings import EngineSettings, EvalSettings, RolloutSettings, Settings
+from rollout.settings import GENERATED, EngineSettings, EvalSettings, RolloutSettings, Settings
 from trainer.settings import TrainerSettings
 
 TINY = "builtin:tiny"
@@ -109,9 +109,9 @@ class RunSettings(Settings):
     model: str = TINY
     """Hugging Face directory or id, or builtin:tiny."""
     tasks: str = "builtin:arithmetic"
-    """JSON lines of the training tasks."""
+    """JSON lines of the training tasks, builtin:arithmetic, or reasoning_gym:NAME,PARAMETER=VALUE,..."""
     eval_tasks: str | None = None
-    """JSON lines of the evaluation tasks; default: builtin:arithmetic's if it trains, else none."""
+    """As `tasks`, for evaluation; default: what `tasks` generates for it, if it is no file."""
     data_path: str | None = None
     """Read-only shared data: relative task files and models are looked up here, HF_HOME lies below it."""
     rl_phase: Literal["both", "rollout", "update"] = "both"
@@ -148,6 +148,15 @@ class RunSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_vary(self) -> "RunSettings":
+        if self.rollout.dynamic_sampling and self.rollout.samples_per_task < 2:
+            raise ValueError(
+                f"rollout.samples_per_task={self.rollout.samples_per_task}: a group of one never varies, so "
+                "rollout.dynamic_sampling would replace every group; give at least 2"
+            )
+        return self
+
     @classmethod
     def published(cls, document: Mapping[str, Any]) -> Self:
         """The settings that an epoch record holds; SettingsError if another version has written them."""
@@ -163,6 +172,6 @@ class RunSettings(Settings):
     @property
     def evaluation_tasks(self) -> str | None:
         """The evaluation tasks' source, or None for no evaluation."""
-        if self.eval_tasks is None and self.tasks.startswith("builtin:"):
+        if self.eval_tasks is None and self.tasks.startswith(GENERATED):
             return self.tasks
         return self.eval_tasks

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from coordinator import outputs, parts, shared_fs
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def stop_engine(node: Node) -> None:
     """Free the accelerator for the trainer."""
-    node.engine.sleep()
+    node.engine.sleep(node.settings.engine)
 
 
 def write_batch(node: Node) -> None:
@@ -122,25 +123,35 @@ def train(node: Node) -> None:
 
 def publish_checkpoint(node: Node) -> None:
     """Verify what training wrote, give it its name, and point LATEST to it."""
-    run_dir, iteration = node.run_dir, node.iteration
-    target = run_dir.checkpoint(iteration)
+    run_dir = node.run_dir
+    target = run_dir.checkpoint(node.iteration)
     if target.name not in outputs.names(run_dir.checkpoints):
-        staging = outputs.complete_staging(run_dir, iteration)
-        if staging is None:
-            raise Incomplete(f"training of iteration {iteration} left no complete checkpoint")
         try:
-            result = outputs.verify_checkpoint(staging)
-        except Incomplete:  # to be trained again: what is set aside is no staging directory any more
-            shared_fs.rename(staging, staging.with_name(f"{staging.name}.damaged"))
-            raise
-        about = outputs.read_json(run_dir.batch(iteration) / "batch.json") or {}
-        wanted = (node.header["policy"], about.get("sha256"))
-        if (result.base_policy, result.batch_sha256) != wanted:
-            shared_fs.rename(staging, staging.with_name(f"{staging.name}.foreign"))
-            raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
-        shared_fs.rename(staging, target)
-        node.verified.add(iteration)
+            _name_staging(node, target)
+        except FileNotFoundError:  # a master that was replaced meanwhile has done this last thing: adopt it
+            if target.name not in outputs.names(run_dir.checkpoints):
+                raise
     shared_fs.publish(run_dir.latest, f"{target.name}\n".encode())
+
+
+def _name_staging(node: Node, target: Path) -> None:
+    """Give the complete staging directory of this iteration its name, unless it is damaged or foreign."""
+    run_dir, iteration = node.run_dir, node.iteration
+    staging = outputs.complete_staging(run_dir, iteration)
+    if staging is None:
+        raise Incomplete(f"training of iteration {iteration} left no complete checkpoint")
+    try:
+        result = outputs.verify_checkpoint(staging)
+    except Incomplete:  # to be trained again: what is set aside is no staging directory any more
+        shared_fs.rename(staging, staging.with_name(f"{staging.name}.damaged"))
+        raise
+    about = outputs.read_json(run_dir.batch(iteration) / "batch.json") or {}
+    wanted = (node.header["policy"], about.get("sha256"))
+    if (result.base_policy, result.batch_sha256) != wanted:
+        shared_fs.rename(staging, staging.with_name(f"{staging.name}.foreign"))
+        raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
+    shared_fs.rename(staging, target)
+    node.verified.add(iteration)
 
 
 def restart_engine(node: Node) -> None:

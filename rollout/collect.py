@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
+import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rollout.engine import EngineClient, EngineError, RequestRefused, Sampling
 from rollout.environment import Environment, Policy
-from rollout.rewards import Reward, score
+from rollout.rewards import Reward, RewardError, score
+from rollout.settings import RolloutSettings
 from rollout.tasks import Task
 from rollout.trajectory import Group, Sample
 
 log = logging.getLogger(__name__)
 
 _STOP_POLL_S = 0.1  # a threading.Event cannot wake an event loop
-
 
 ALL_FAILED_MIN = 4
 """So many groups given up, and no other, are not bad luck: the reward or the environment does not work."""
@@ -26,7 +28,7 @@ class AllGivenUp(RuntimeError):
 
 
 class Stopped(Exception):
-    """`stop` was set before all slots were finished."""
+    """`stop` was set before the collection was over."""
 
 
 @dataclass(frozen=True)
@@ -37,64 +39,56 @@ class Slot:
     task: Task
     seed: int
 
+    def tombstone(self, reason: str) -> Group:
+        """The slot given up for good."""
+        return Group(self.number, self.task["id"], self.prompt, [], given_up=reason)
 
-@dataclass
-class _Work:
-    """What all groups of one collect share."""
-
-    client: EngineClient
-    environment: Environment
-    reward: Reward
-    sampling: Sampling
-    group_timeout_s: float
-    given_up: int = field(default=0, init=False)
+    @property
+    def prompt(self) -> str:
+        """For people."""
+        return self.task["prompt"] if "prompt" in self.task else self.task["messages"][-1]["content"]
 
 
 async def collect(
     slots: Sequence[Slot],
     *,
+    needed: int | None = None,
+    counts: Callable[[Group], bool] = lambda group: True,
     client: EngineClient,
     environment: Environment,
     reward: Reward,
     sampling: Sampling,
-    concurrency: int,
-    group_timeout_s: float,
+    settings: RolloutSettings,
     on_group: Callable[[Group], None],
     stop: threading.Event,
-) -> None:
-    """Make every slot's group of `sampling.n` samples and hand each to `on_group` as it finishes, in any
-    order.
+) -> int:
+    """Make groups of `sampling.n` samples until `needed` (default: all slots) of those that `counts` accepts
+    are finished, or the slots are used up. Each goes to `on_group` as it finishes, in any order. Returns how
+    many are short: left unmade at the end of the grace period, or for want of slots.
 
-    `concurrency` bounds the samples in flight; a group larger than that runs alone. `sampling.seed` is not
-    used. A group that takes longer than `group_timeout_s`, whose environment or reward raises, or whose
-    request the engine refuses, is handed over as a tombstone. Raises EngineError when the engine fails and
-    Stopped within a second of `stop`, with the rest cancelled; what `on_group` raises ends the collection
-    too. AllGivenUp when there are several groups and not one came to an end: then nothing was handed over.
+    Of `settings` these hold: `concurrency` bounds the samples in flight (a larger group runs alone);
+    `over_sample` times the needed groups are begun; once `completion_threshold` of them is finished, what is
+    in flight has `grace_period_s` left, and is given up then. A group that takes longer than
+    `group_timeout_s`, whose environment raises, or whose request the engine refuses, is handed over as a
+    tombstone. A sample whose reward raises is left out of its group, or ends the collection, by
+    `on_reward_error`.
+
+    `sampling.seed` is not used. Raises EngineError when the engine fails and Stopped within a second of
+    `stop`, with the rest cancelled; what `on_group` raises ends the collection too. AllGivenUp when there are
+    several groups and not one came to an end: then nothing was handed over.
     """
-    work = _Work(client, environment, reward, sampling, group_timeout_s)
-    queue = iter(slots)  # shared: each worker takes the next slot when it has finished one
-    held: list[Group] = []
-    finished = 0
-
-    def hand_over(group: Group) -> None:
-        """Tombstones are final, so they wait for a group that shows that the reward works at all."""
-        nonlocal finished
-        finished += group.given_up is None
-        held.append(group)
-        while finished and held:
-            on_group(held.pop(0))
-
-    async def worker() -> None:
-        for slot in queue:
-            hand_over(await _finish(slot, work))
-
-    in_flight = min(len(slots), max(1, concurrency // sampling.n))
-    workers = {asyncio.create_task(worker()) for _ in range(in_flight)}
+    group_maker = _GroupMaker(client, environment, reward, sampling, settings)
+    collection = _Collection(slots, len(slots) if needed is None else needed, counts, settings, on_group)
+    limit = max(1, settings.concurrency // sampling.n)
+    workers = {
+        asyncio.create_task(collection.work(group_maker))
+        for _ in range(min(limit, len(slots), collection.begin))
+    }
     pending = workers
     try:
-        while pending:
+        while pending and not collection.is_over():
             if stop.is_set():
-                raise Stopped(f"stopped with {len(pending)} of {in_flight} groups in flight")
+                raise Stopped(f"stopped with {len(collection.in_flight)} groups in flight")
             done, pending = await asyncio.wait(
                 pending, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
             )
@@ -104,51 +98,147 @@ async def collect(
         for task in workers:
             task.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    if len(held) >= ALL_FAILED_MIN:
-        raise AllGivenUp(f"all {len(held)} groups were given up, e.g. {held[0].task_id}: {held[0].given_up}")
-    for group in held:
-        on_group(group)
-    if work.given_up:
-        log.warning("%d of %d groups were given up", work.given_up, len(slots))
+    return collection.conclude()
 
 
-async def _finish(slot: Slot, work: _Work) -> Group:
-    """The slot's group, or its tombstone; EngineError if the engine fails."""
-    task = slot.task
-    prompt = task["prompt"] if "prompt" in task else task["messages"][-1]["content"]
-    try:
-        async with asyncio.timeout(work.group_timeout_s) as deadline:
-            samples = await _generate(slot, work)
-            return Group(slot.number, task["id"], prompt, samples)
-    except Exception as error:  # the environment and the reward may be the user's: they may raise anything
-        reason = _first_cause(error)
-        if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
-            raise reason from None
-        if deadline.expired():
-            reason = TimeoutError(f"took longer than group_timeout_s = {work.group_timeout_s:g}")
-    work.given_up += 1
-    log.log(
-        logging.ERROR if work.given_up == 1 else logging.WARNING,
-        "slot %d, task %r is given up: %s",
-        slot.number,
-        task["id"],
-        reason,
-        exc_info=reason if work.given_up == 1 else None,
-    )
-    return Group(slot.number, task["id"], prompt, [], given_up=f"{type(reason).__name__}: {reason}")
+class _Collection:
+    """What has been begun and finished of the slots, and when to stop."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        needed: int,
+        counts: Callable[[Group], bool],
+        settings: RolloutSettings,
+        on_group: Callable[[Group], None],
+    ) -> None:
+        self.in_flight: dict[int, Slot] = {}
+        self.begin = math.ceil(needed * settings.over_sample)
+        self._queue: Iterator[Slot] = iter(slots)  # shared: each worker takes the next when it is done
+        self._needed = needed
+        self._counts = counts
+        self._settings = settings
+        self._on_group = on_group
+        self._finished = self._counted = self._given_up = self._failed = 0
+        self._held: list[Group] = []
+        self._grace_ends_s = math.inf
+
+    async def work(self, maker: "_GroupMaker") -> None:
+        """Make one group after another while more are to be begun."""
+        while len(self.in_flight) + self._counted < self.begin and (slot := next(self._queue, None)):
+            self.in_flight[slot.number] = slot
+            group = await maker.make(slot)
+            if self.is_over():
+                return  # it came too late: spare, or given up with the rest
+            del self.in_flight[slot.number]
+            self._take(group)
+
+    def is_over(self) -> bool:
+        """Whether what is still in flight is not waited for."""
+        return self._counted >= self._needed or time.monotonic() >= self._grace_ends_s
+
+    def conclude(self) -> int:
+        """Give up what the grace period was too short for; how many of the needed groups are short."""
+        short = self._needed - self._counted
+        if self.in_flight and short > 0:
+            reason = (
+                f"cancelled: not finished {self._settings.grace_period_s:g} s after {self._counted} of "
+                f"{self._needed} groups were (grace_period_s, completion_threshold)"
+            )
+            log.warning("%d groups are %s", len(self.in_flight), reason)
+            for slot in self.in_flight.values():
+                self._take(slot.tombstone(reason))
+        if len(self._held) >= ALL_FAILED_MIN:
+            first = self._held[0]
+            raise AllGivenUp(
+                f"all {len(self._held)} groups were given up, e.g. {first.task_id}: {first.given_up}"
+            )
+        for group in self._held:
+            self._on_group(group)
+        if self._given_up or self._failed:
+            made = self._finished + self._given_up
+            log.warning(
+                "%d of %d groups were given up, %d samples were lost to their reward",
+                self._given_up,
+                made,
+                self._failed,
+            )
+        return max(0, self._needed - self._counted)
+
+    def _take(self, group: Group) -> None:
+        """Hand a group over; tombstones are final, so they wait for one that shows that the reward works."""
+        self._finished += group.given_up is None
+        self._given_up += group.given_up is not None
+        self._failed += len(group.failed)
+        self._counted += self._counts(group)
+        self._held.append(group)
+        while self._finished and self._held:
+            self._on_group(self._held.pop(0))
+        settings = self._settings
+        if self._grace_ends_s == math.inf and self._counted >= settings.completion_threshold * self._needed:
+            self._grace_ends_s = time.monotonic() + settings.grace_period_s
 
 
-async def _generate(slot: Slot, work: _Work) -> list[Sample]:
-    policy = Policy(work.client, work.sampling, slot.seed)
-    samples = await work.environment(slot.task, policy, work.sampling)
-    _check_samples(samples)
-    scored = await asyncio.gather(
-        *(score(work.reward, slot.task, sample) for sample in samples), return_exceptions=True
-    )
-    for failure in scored:
-        if failure is not None:
-            raise failure
-    return samples
+@dataclass
+class _GroupMaker:
+    """Makes the group of a slot, whatever the user's environment and reward do."""
+
+    client: EngineClient
+    environment: Environment
+    reward: Reward
+    sampling: Sampling
+    settings: RolloutSettings
+
+    def __post_init__(self) -> None:
+        self._explained: set[type[Exception]] = set()
+
+    async def make(self, slot: Slot) -> Group:
+        """The slot's group, or its tombstone; EngineError if the engine fails."""
+        timeout_s = self.settings.group_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await self._generate(slot)
+        except Exception as error:  # environment and reward may be the user's: they may raise anything
+            reason = _first_cause(error)
+            if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
+                raise reason from None
+            if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
+                self._log("a reward ends the run (rollout.on_reward_error=run)", reason)
+                raise reason from None
+            if deadline.expired():
+                reason = TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
+        self._log(f"slot {slot.number}, task {slot.task['id']!r} is given up", reason)
+        return slot.tombstone(f"{type(reason).__name__}: {reason}")
+
+    async def _generate(self, slot: Slot) -> Group:
+        policy = Policy(self.client, self.sampling, slot.seed)
+        samples = await self.environment(slot.task, policy, self.sampling)
+        _check_samples(samples)
+        unscored = [sample for sample in samples if sample.reward is None]
+        scored = await asyncio.gather(
+            *(score(self.reward, slot.task, sample) for sample in unscored), return_exceptions=True
+        )
+        failures = [error for error in scored if error is not None]
+        whole = [sample for sample in samples if sample.reward is not None]
+        for error in failures:
+            if not isinstance(error, RewardError) or not whole or self.settings.on_reward_error == "run":
+                raise error
+            self._log(f"slot {slot.number} loses a sample", error)
+        return Group(
+            slot.number, slot.task["id"], slot.prompt, whole, failed=[str(error) for error in failures]
+        )
+
+    def _log(self, what: str, reason: Exception) -> None:
+        """The first of a kind as an error with its traceback, further ones as warnings."""
+        first = type(reason) not in self._explained
+        self._explained.add(type(reason))
+        log.log(
+            logging.ERROR if first else logging.WARNING,
+            "%s: %s",
+            what,
+            reason,
+            exc_info=reason if first else None,
+        )
 
 
 def _first_cause(error: Exception) -> Exception:

@@ -83,23 +83,7 @@ class EngineClient:
 
         Raises RequestRefused or another EngineError.
         """
-        body = {
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "n": sampling.n,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "stop": list(sampling.stop),
-            "seed": sampling.seed,
-            "logprobs": 0,
-            "return_token_ids": True,
-            # vLLM takes what a request leaves open from the model's generation_config.json, and e.g. Qwen2.5
-            # ships a repetition penalty there: the logprobs would be of another policy than the trainer's.
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
-        answer = await self._post("/v1/completions", body)
+        answer = await self._post("/v1/completions", completion_request(prompt, sampling))
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [_completion(choice) for choice in choices]
@@ -159,8 +143,28 @@ class EngineClient:
         if self._session is None:
             raise RuntimeError("EngineClient is used outside of `async with`")
         async with self._session.post(url, json=body) as response:
-            text = await response.text()
+            text = (await response.read()).decode(errors="replace")  # .text() looks for a charset: 0.02 ms
         return parse_answer(f"POST {url}", response.status, text)
+
+
+def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:
+    """The body of a request for completions."""
+    return {
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop": list(sampling.stop),
+        "seed": sampling.seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+        # vLLM takes what a request leaves open from the model's generation_config.json, and e.g. Qwen2.5
+        # ships a repetition penalty there: the logprobs would be of another policy than the trainer's.
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.engine import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, parse_answer
@@ -16,14 +16,29 @@ from rollout.weights import WeightsError, check_model_dir, tensor_names
 
 LOADING = "loading"
 """The weight version of an engine whose weights are being replaced; no policy has it as its digest."""
+DROPPED = "dropped"
+"""The weight version of an engine that sleeps without its weights."""
+PROBE = "probe.json"
+"""Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, what `prompt_logprobs` must be."""
+
+
+class EngineDead(EngineError):
+    """The server answers, but what generates behind it has ended (503)."""
 
 
 class EngineAdmin:
     """The engine's health and weights; plain blocking calls, each with a timeout. Raises EngineError."""
 
-    def __init__(self, base_url: str, *, timeout_s: float = 30.0, drain_timeout_s: float = 1800.0) -> None:
-        """`timeout_s`: of a call that should be quick; `drain_timeout_s`: of those that wait for running
-        requests or move weights.
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        after_reload: Sequence[str] = (),
+        timeout_s: float = 30.0,
+        drain_timeout_s: float = 1800.0,
+    ) -> None:
+        """`after_reload`: as rollout.servers.Server has it; `timeout_s`: of a call that should be quick;
+        `drain_timeout_s`: of those that wait for running requests or move weights.
         """
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme != "http" or not parts.hostname:
@@ -31,15 +46,22 @@ class EngineAdmin:
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
         self._base_url = base_url.rstrip("/")
+        self._after_reload = after_reload
         self._timeout_s = timeout_s
         self._drain_timeout_s = drain_timeout_s
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether the engine answers that it is well."""
+        return self.health(timeout_s) is True
+
+    def health(self, timeout_s: float = 5.0) -> bool | None:
+        """True: it is well; False: it says that it is dead, and does not come back; None: no such answer."""
         try:
             self._call("GET", "/health", timeout_s=timeout_s)
-        except EngineError:
+        except EngineDead:
             return False
+        except EngineError:
+            return None
         return True
 
     def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
@@ -64,10 +86,14 @@ class EngineAdmin:
 
     def policy(self) -> str | None:
         """The weight version: the digest given at the last reload; None while weights are being replaced, or
-        after that has failed.
+        after that has failed, or when they were dropped.
         """
-        version = self._get("/weight_info", "weight_version")
-        return None if version in (None, LOADING) else str(version)
+        version = self._version()
+        return None if version in (LOADING, DROPPED) else version
+
+    def name_policy(self, digest: str) -> None:
+        """Say which policy the weights are that the engine was started with."""
+        self._set_version(digest)
 
     def reload(
         self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
@@ -84,18 +110,22 @@ class EngineAdmin:
         if like is not None:
             _check_same_tensors(path, like)
         asleep = self.is_sleeping()
-        if asleep:
+        # vLLM calls a paused engine asleep too, and waking it would resume it: not one with half of the
+        # weights, which an earlier reload has left paused.
+        if asleep and self._version() != LOADING:
             self.wake("weights")
         self._admin("/pause?mode=wait")
         self._set_version(LOADING)
         reload_weights = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
         try:
             self._admin("/collective_rpc", reload_weights)
-            if asleep:
-                self.wake("kv_cache")
+            for method in self._after_reload:
+                self._admin("/collective_rpc", {"method": method})
             # Without it vLLM goes on with keys and values of the old weights: wrong outputs, no error.
             if not self._admin("/reset_prefix_cache").get("success", True):
                 raise EngineError("the prefix cache was not reset: requests are still running")
+            if asleep:
+                self.wake("kv_cache")  # which resumes vLLM, so it comes last
         except EngineError as error:
             raise EngineError(
                 f"loading {os.fspath(path)} into {self._base_url} failed, it stays paused; "
@@ -108,6 +138,8 @@ class EngineAdmin:
         """Free the accelerator's memory: 1 keeps the weights in host memory, 2 drops them. Running requests
         end first.
         """
+        if level == 2:
+            self._set_version(DROPPED)  # waking alone brings no weights back: nothing says so otherwise
         self._admin(f"/sleep?level={level}&mode=wait")
 
     def wake(self, *tags: str) -> None:
@@ -115,7 +147,35 @@ class EngineAdmin:
         self._admin("/wake_up" + "".join(f"{'&' if n else '?'}tags={tag}" for n, tag in enumerate(tags)))
 
     def is_sleeping(self) -> bool:
+        """Whether it sleeps, in whole or in part; to vLLM a paused engine does too."""
         return bool(self._get("/is_sleeping", "is_sleeping"))
+
+    def prompt_logprobs(self, token_ids: Sequence[int], replica: int = 0) -> list[float]:
+        """Natural logprobs, at temperature 1, of `token_ids[1:]`, each after all before it.
+
+        `replica`: which of the copies of the model behind a data-parallel server is asked.
+        """
+        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        path = "/v1/completions"
+        answer = self._call(
+            "POST",
+            path,
+            body,
+            timeout_s=self._drain_timeout_s,
+            headers={"X-data-parallel-rank": str(replica)},
+        )
+        try:
+            _first, *entries = answer["choices"][0]["prompt_logprobs"]
+            pairs = zip(entries, token_ids[1:], strict=True)
+            return [float(entry[str(token_id)]["logprob"]) for entry, token_id in pairs]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"POST {self._base_url}{path} answered without the prompt's logprobs ({error!r}): "
+                f"{json.dumps(answer)[:500]}"
+            ) from error
+
+    def _version(self) -> str:
+        return str(self._get("/weight_info", "weight_version"))
 
     def _set_version(self, version: str) -> None:
         self._admin("/update_weight_version", {"new_version": version})
@@ -130,18 +190,28 @@ class EngineAdmin:
         return self._call("POST", path, body, timeout_s=self._drain_timeout_s)
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:
-            connection.request(method, self._prefix + path, data, {"Content-Type": "application/json"})
+            connection.request(
+                method, self._prefix + path, data, {"Content-Type": "application/json", **(headers or {})}
+            )
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{method} {self._base_url}{path}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
+        if response.status == 503:
+            raise EngineDead(f"{method} {self._base_url}{path}: 503: {text[:500]}")
         if response.status == 404:
             raise EngineError(
                 f"{method} {self._base_url}{path}: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"

@@ -1,76 +1,43 @@
 """Environments: how a task becomes samples. One generation by default, or any number of turns of the user's
-own.
+own. What an environment of one's own needs is imported from here.
 """
 
-import hashlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
-import numpy as np
-from typing_extensions import TypeIs
-
-from rollout.engine import Completion, EngineClient, Sampling
+from rollout.calculator import calculator
+from rollout.engine import Completion, RequestRefused, Sampling
 from rollout.plugins import PluginError, load_function
+from rollout.policy import Episode, Policy, sample_of
 from rollout.tasks import Task
 from rollout.trajectory import Sample
 
-Messages = Sequence[dict[str, str]]
+if TYPE_CHECKING:
+    from rollout.openai_proxy import Session
+
+__all__ = [
+    "BUILT_IN",
+    "Completion",
+    "Environment",
+    "EnvironmentSettingError",
+    "Episode",
+    "Policy",
+    "RequestRefused",
+    "Sample",
+    "Sampling",
+    "Task",
+    "resolve_environment",
+    "sample_of",
+    "serve",
+    "single_turn",
+]
+
+Environment = Callable[[Task, Policy, Sampling], Awaitable[list[Sample]]]
+"""Makes the group of a task: `sampling.n` samples."""
 
 
 class EnvironmentSettingError(ValueError):
     """The setting `environment` names nothing usable."""
-
-
-class Policy:
-    """The model as an environment sees it, bound to one group; every call draws with a seed of its own.
-
-    The first call uses the group's seed itself, so that completion j of it has seed + j; later calls hash it
-    with their number. An environment that runs its samples at the same time gives each `for_sample(j)`, so
-    that the seeds do not depend on which of them is faster.
-    """
-
-    def __init__(self, client: EngineClient, sampling: Sampling, seed: int) -> None:
-        self._client = client
-        self._sampling = sampling
-        self._seed = seed
-        self._calls = 0
-
-    def for_sample(self, j: int) -> "Policy":
-        """A policy for sample j alone: its first call with n=1 draws what completion j of one call for all
-        draws.
-        """
-        return Policy(self._client, self._sampling, self._seed + j)
-
-    async def generate(
-        self, prompt: str | Sequence[int] | Messages, *, n: int = 1, max_tokens: int | None = None
-    ) -> list[Completion]:
-        """`n` completions of a text, of token ids, or of chat messages; `max_tokens` if fewer than the
-        setting.
-        """
-        seed = self._next_seed()
-        sampling = replace(self._sampling, n=n, seed=seed, max_tokens=max_tokens or self._sampling.max_tokens)
-        tokens_or_text = await self._client.tokenize(prompt) if _is_chat(prompt) else prompt
-        return await self._client.generate(tokens_or_text, sampling)
-
-    async def tokenize(self, text: str | Messages) -> list[int]:
-        """Token ids of an observation, to append to what was generated; see EngineClient.tokenize."""
-        return await self._client.tokenize(text)
-
-    def _next_seed(self) -> int:
-        call, self._calls = self._calls, self._calls + 1
-        if call == 0:
-            return self._seed
-        return (
-            int.from_bytes(hashlib.sha256(f"call/{self._seed}/{call}".encode()).digest()[:8], "little") >> 2
-        )
-
-
-def _is_chat(prompt: str | Sequence[int] | Messages) -> TypeIs[Messages]:
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
-
-
-Environment = Callable[[Task, Policy, Sampling], Awaitable[list[Sample]]]
-"""Makes the group of a task: `sampling.n` samples."""
 
 
 async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
@@ -79,38 +46,26 @@ async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sa
     return [sample_of(completion) for completion in await policy.generate(prompt, n=sampling.n)]
 
 
-def sample_of(*turns: Completion) -> Sample:
-    """The sample of one completion, or of several turns: each turn's prompt is the tokens of the turn before,
-    prompt and completion, and then an observation. Observations get loss mask 0. ValueError if a turn's
-    prompt does not continue the turn before, i.e. text was tokenised again.
+def serve(policy: Policy, j: int = 0) -> "Session":
+    """Sample j, played by an agent written elsewhere: `async with serve(policy, j) as session:` opens an
+    OpenAI-compatible `session.base_url`; see Session.
     """
-    last = turns[-1]
-    token_ids = last.prompt_ids + last.token_ids
-    loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
-    logprobs = np.zeros(len(token_ids), dtype=np.float32)
-    for number, turn in enumerate(turns):
-        begin, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
-        if token_ids[:end] != turn.prompt_ids + turn.token_ids:
-            raise ValueError(
-                f"turn {number} is not continued by the prompt of the last: append token ids, not text"
-            )
-        loss_mask[begin:end] = 1
-        logprobs[begin:end] = turn.logprobs
-    return Sample(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        text=last.text,
-    )
+    from rollout.openai_proxy import Session  # here, because aiohttp is slow to import
+
+    return Session(policy.for_sample(j))
+
+
+BUILT_IN: dict[str, Environment] = {"single_turn": single_turn, "calculator": calculator}
 
 
 def resolve_environment(name: str) -> Environment:
-    """`single_turn`, or `module:function` with an async function. Raises EnvironmentSettingError."""
-    if name == "single_turn":
-        return single_turn
+    """One of BUILT_IN, or `module:function` with an async function. Raises EnvironmentSettingError."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     if ":" not in name:
-        raise EnvironmentSettingError(f"environment {name!r}: there is single_turn, or give module:function")
+        raise EnvironmentSettingError(
+            f"environment {name!r}: there is {', '.join(BUILT_IN)}, or give module:function"
+        )
     try:
         return load_function(name)
     except PluginError as error:

@@ -1,4 +1,4 @@
-"""Rewards: a completion's score. Four built-in ones, or a function of the user's."""
+"""Rewards: a completion's score. Built-in ones, those of a library, or a function of the user's."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,10 @@ from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
+from rollout.gym_tasks import gym_reward
+from rollout.math_reward import math_reward
 from rollout.plugins import PluginError, load_function
+from rollout.process_reward import ProcessReward
 from rollout.tasks import Task
 from rollout.trajectory import Sample
 
@@ -87,14 +90,21 @@ def length(task: Task, completion: str) -> float:
 
 
 BUILT_IN: dict[str, RewardFunction] = {"exact": exact, "numeric": numeric, "regex": regex, "length": length}
+IN_PROCESSES: dict[str, ProcessReward] = {"math": math_reward, "reasoning_gym": gym_reward}
+"""By libraries that are extras, in processes that start with the first completion and end with the node."""
 
 
 def resolve_reward(name: str) -> Reward:
-    """One of BUILT_IN, or `module:function`. Raises RewardSettingError."""
+    """One of BUILT_IN or IN_PROCESSES, or `module:function`. Raises RewardSettingError."""
     if name in BUILT_IN:
         return Reward(name, BUILT_IN[name], inline=True)
+    if name in IN_PROCESSES:
+        if reason := IN_PROCESSES[name].missing:
+            raise RewardSettingError(f"reward {name!r}: {reason}")
+        return Reward(name, IN_PROCESSES[name], inline=False)
     if ":" not in name:
-        raise RewardSettingError(f"reward {name!r}: there is {', '.join(BUILT_IN)}, or give module:function")
+        there = ", ".join([*BUILT_IN, *IN_PROCESSES])
+        raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
     try:
         function = load_function(name)
     except PluginError as error:

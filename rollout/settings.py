@@ -4,6 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+GENERATED = ("builtin:", "reasoning_gym:")
+"""How sources of tasks begin that are no file, and have tasks for training and for evaluation."""
+
 
 class Settings(BaseModel):
     """A frozen concern of the settings tree; an unknown name is an error."""
@@ -58,9 +61,9 @@ class RolloutSettings(Settings):
     seed: int = 0
     """Seed of the run: tasks, samples and the built-in model follow from it."""
     reward: str = "exact"
-    """exact, numeric, regex, length, or module:function."""
+    """exact, numeric, regex, length, math, reasoning_gym, or module:function."""
     environment: str = "single_turn"
-    """single_turn, or module:function."""
+    """single_turn, calculator, or module:function."""
 
 
 class EvalSettings(Settings):

@@ -118,6 +118,12 @@ class Batch:
         self._drawn = self._drawn + np.uint64(1)
         return tokens.tolist(), logprobs.tolist()
 
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of `token_ids[1:]`, at temperature 1; whatever rows there are is left alone."""
+        ids = torch.tensor(token_ids)
+        logprobs = log_softmax(self.model(input_ids=ids[None], use_cache=False).logits[0, :-1].double(), -1)
+        return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+
     def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor]:
         """Cache and mask of the rows' prompts but for the last token, which the rows' first step processes;
         each prompt is computed once, however many rows it has.

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -21,6 +21,7 @@ from rollout.torch_batch import Batch, Generation, Row
 from rollout.weights import WeightsError, check_model_dir
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EngineStopped(RuntimeError):
@@ -87,6 +88,10 @@ class TorchEngine(threading.Thread):
             self._drained.clear()
 
         return self._call(resume)
+
+    def prompt_logprobs(self, token_ids: list[int]) -> "Future[list[float]]":
+        """Logprobs, at temperature 1, of `token_ids[1:]`."""
+        return self._call(lambda: self._batch.prompt_logprobs(token_ids))
 
     def reload(self, model_dir: str | os.PathLike[str]) -> "Future[None]":
         """Replace the weights. The new model is built beside the old one and takes its place only when it is
@@ -197,16 +202,14 @@ class TorchEngine(threading.Thread):
                 )
         self._batch = Batch(model)
 
-    def _call(self, function: Callable[[], None]) -> "Future[None]":
-        future: Future[None] = Future()
+    def _call(self, function: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
 
         def call() -> None:
             try:
-                function()
+                _settle(future, function())
             except (WeightsError, EngineBusy) as error:
                 _fail(future, error)
-            else:
-                _settle(future, None)
 
         self._post(call, future)
         return future

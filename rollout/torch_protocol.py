@@ -4,6 +4,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
@@ -26,7 +27,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
 }
 """What would change the answer and is not implemented: the values (beside null) that ask for nothing."""
@@ -54,6 +54,7 @@ class CompletionBody(Body):
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StrictStr | list[StrictStr] | None = None
     logprobs: StrictInt | None = None
+    prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     add_special_tokens: StrictBool = True
 
@@ -120,8 +121,9 @@ def check_completion(body: CompletionBody) -> None:
             raise BadRequest(f"{name}: {value!r} is not supported by the embedded engine")
     if not body.prompt:
         raise BadRequest("prompt: must not be empty")
-    if body.logprobs not in (None, 0):
-        raise BadRequest("logprobs: only 0 (the sampled token's) is supported by the embedded engine")
+    for name, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if value not in (None, 0):
+            raise BadRequest(f"{name}: only 0 (the token's own) is supported by the embedded engine")
     if "" in body.stop_strings:
         raise BadRequest("stop: a stop string must not be empty")
 
@@ -166,6 +168,27 @@ def completion_body(
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
+
+
+def logprobs_body(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+    """`logprobs` of a choice; `texts`: each token's own."""
+    return {
+        "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        "token_logprobs": logprobs,
+        "tokens": texts,
+        "top_logprobs": [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)],
+    }
+
+
+def prompt_logprobs_body(
+    token_ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[float]
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` of a choice; `logprobs`: of all its prompt's tokens but the first."""
+    entries = zip(token_ids[1:], texts[1:], logprobs, strict=True)
+    return [
+        None,
+        *({str(token): {"logprob": logprob, "decoded_token": text}} for token, text, logprob in entries),
+    ]
 
 
 def model_list(name: str, max_model_len: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,12 +98,17 @@ class Server:
         ]
         # A client that goes away cancels this handler, and so the futures: the engine drops the rows.
         finished = await asyncio.gather(*(asyncio.wrap_future(self._engine.submit(g)) for g in generations))
-        rows = [row for group in finished for row in group]
+        asked = body.prompt_logprobs is not None
+        scored = [await self._prompt_logprobs(prompt_ids) if asked else None for prompt_ids in prompts]
         answer = protocol.completion_body(
             self._model_dir,
-            [self._choice(row, body) for row in rows],
+            [
+                self._choice(row, body, of_prompt)
+                for rows, of_prompt in zip(finished, scored, strict=True)
+                for row in rows
+            ],
             prompt_tokens=sum(map(len, prompts)),
-            completion_tokens=sum(len(row.token_ids) for row in rows),
+            completion_tokens=sum(len(row.token_ids) for rows in finished for row in rows),
         )
         return web.json_response(answer)
 
@@ -199,16 +204,23 @@ class Server:
             raise protocol.BadRequest(f"messages: the chat template refuses them: {error}") from error
         return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
-    def _choice(self, row: Row, body: protocol.CompletionBody) -> dict[str, Any]:
+    async def _prompt_logprobs(self, prompt_ids: list[int]) -> list[Any]:
+        logprobs = await asyncio.wrap_future(self._engine.prompt_logprobs(prompt_ids))
+        return protocol.prompt_logprobs_body(prompt_ids, self._texts(prompt_ids), logprobs)
+
+    def _choice(
+        self, row: Row, body: protocol.CompletionBody, prompt_logprobs: list[Any] | None
+    ) -> dict[str, Any]:
         prompt_ids = row.generation.prompt_ids
         with_ids = bool(body.return_token_ids)
+        logprobs = protocol.logprobs_body(self._texts(row.token_ids), row.logprobs)
         return {
             "text": self._completion_text(row),
-            "logprobs": None if body.logprobs is None else self._logprobs(row),
+            "logprobs": None if body.logprobs is None else logprobs,
             "finish_reason": row.finish_reason,
             "stop_reason": row.stop_string,
             "token_ids": row.token_ids if with_ids else None,
-            "prompt_logprobs": None,
+            "prompt_logprobs": prompt_logprobs,
             "prompt_token_ids": prompt_ids if with_ids else None,
         }
 
@@ -218,20 +230,11 @@ class Server:
         text = self._tokenizer.decode(context + row.token_ids, skip_special_tokens=True)[len(before) :]
         return text if row.stop_string is None else text.partition(row.stop_string)[0]
 
-    def _logprobs(self, row: Row) -> dict[str, Any]:
-        tokens, offsets, end = [], [], 0
-        for token_id in row.token_ids:
+    def _texts(self, token_ids: Sequence[int]) -> list[str]:
+        for token_id in token_ids:
             if token_id not in self._token_text:
                 self._token_text[token_id] = self._tokenizer.decode([token_id])
-            tokens.append(self._token_text[token_id])
-            offsets.append(end)
-            end += len(tokens[-1])
-        return {
-            "text_offset": offsets,
-            "token_logprobs": row.logprobs,
-            "tokens": tokens,
-            "top_logprobs": [{text: logprob} for text, logprob in zip(tokens, row.logprobs, strict=True)],
-        }
+        return [self._token_text[token_id] for token_id in token_ids]
 
 
 @web.middleware

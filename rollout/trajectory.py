@@ -59,6 +59,8 @@ class Group:
     """For people."""
     samples: list[Sample]
     given_up: str | None = None
+    failed: list[str] = field(default_factory=list)
+    """Why samples are missing from it: a reason for each whose reward raised."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class _GroupRecord(BaseModel):
     task_id: str
     prompt: str
     given_up: str | None
+    failed: list[str] = []
     samples: list[_SampleRecord]
 
 
@@ -120,7 +123,7 @@ def encode_part(
     lengths = [_length(sample) for sample in samples]
     records = [
         {
-            **{name: getattr(group, name) for name in ("slot", "task_id", "prompt", "given_up")},
+            **{name: getattr(group, name) for name in ("slot", "task_id", "prompt", "given_up", "failed")},
             "samples": [
                 {name: getattr(sample, name) for name in _SampleRecord.model_fields}
                 for sample in group.samples
@@ -194,8 +197,7 @@ def part_for_people(groups: Sequence[Group], *, rank: int, model_version: str) -
         ]
         line: dict[str, Any] = {"slot": group.slot, "task_id": group.task_id, "prompt": group.prompt}
         line |= {"samples": samples, "rank": rank, "model_version": model_version}
-        if group.given_up is not None:
-            line["given_up"] = group.given_up
+        line |= {name: value for name in ("given_up", "failed") if (value := getattr(group, name))}
         lines.append(json.dumps(line, ensure_ascii=True) + "\n")
     return "".join(lines)
 
@@ -219,7 +221,7 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
                 **sample.model_dump(),
             )
         )
-    return Group(record.slot, record.task_id, record.prompt, samples, record.given_up)
+    return Group(record.slot, record.task_id, record.prompt, samples, record.given_up, record.failed)
 
 
 def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> bytes:

@@ -1,6 +1,7 @@
 """A Hugging Face directory and, inside it, `trainer_state/`: what it takes to go on training.
 
 model.safetensors (or shards), config.json, tokenizer files ...   loads as it is in transformers and vLLM
+probe.json                          a few tokens, and the logprobs that an engine must find with these weights
 trainer_state/state.json            format, digest of the weights beside it, optimizer step
 trainer_state/optimizer.safetensors AdamW's moments `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, and
                                     `master.<parameter>` in float32 where the model was saved in less
@@ -10,6 +11,7 @@ result.json                         TrainResult; written last, so its presence s
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
+from rollout.engine_admin import PROBE
 from rollout.weights import check_model_dir, file_checksums, policy_digest
 from trainer.model import Learner, load_model
+from trainer.probe import write_probe
 from trainer.request import FileInfo, TrainRequest, TrainResult
 
 FORMAT = 1
@@ -69,15 +73,19 @@ def write(
     steps: int,
     metrics: dict[str, float],
     dtype: torch.dtype | None = None,
+    probe: Sequence[int] = (),
 ) -> TrainResult:
     """Write the whole checkpoint into the empty `staging_dir`, durably, and its result file last.
 
-    The weights are saved as `dtype`, by default bfloat16 from a GPU and float32 from a CPU.
+    The weights are saved as `dtype`, by default bfloat16 from a GPU and float32 from a CPU. `probe`: token
+    ids whose logprobs are written with new weights.
     """
     base_dir = Path(request.base_dir)
     dtype = dtype or (torch.bfloat16 if learner.device.type == "cuda" else torch.float32)
     if steps:
         _write_model(learner, staging_dir, base_dir, dtype)
+        if probe:
+            write_probe(learner, probe, dtype, staging_dir)
     else:
         _copy_model(base_dir, staging_dir)
     files = file_checksums(staging_dir)
@@ -120,7 +128,7 @@ def _write_model(learner: Learner, staging_dir: Path, base_dir: Path, dtype: tor
     config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the master weights' type
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for path in _companions(base_dir):
-        if path.name != "config.json":
+        if path.name not in {"config.json", PROBE}:
             shutil.copyfile(path, staging_dir / path.name)
 
 
@@ -143,7 +151,7 @@ def _copy_model(base_dir: Path, staging_dir: Path) -> None:
 
 
 def _companions(base_dir: Path) -> list[Path]:
-    """The files of a model directory that are neither weights nor ours: configuration, tokenizer."""
+    """The files of a model directory that go with its weights: configuration, tokenizer, probe."""
     return [
         path
         for path in sorted(base_dir.iterdir())

@@ -17,6 +17,7 @@ from trainer import checkpoint, launch
 from trainer.batch import Batch, DamagedBatch
 from trainer.model import Learner, learning_rate
 from trainer.peers import waiting_for_peers
+from trainer.probe import probe_tokens
 from trainer.request import TrainRequest
 from trainer.step import Replica, summary, train
 
@@ -108,7 +109,10 @@ class TrainerRank:
         if lead:
             lr = learning_rate(learner.optimizer_step, request.settings)
             metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
-            result = checkpoint.write(learner, Path(request.staging_dir), request, len(stats), metrics)
+            staging_dir = Path(request.staging_dir)
+            result = checkpoint.write(
+                learner, staging_dir, request, len(stats), metrics, probe=probe_tokens(batch)
+            )
             policy = torch.tensor(list(result.policy.encode().ljust(DIGEST_BYTES)), dtype=torch.uint8)
         policy = policy.to(self.device)
         with waiting_for_peers("waiting for the checkpoint of rank 0"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from rollout.engine_admin import EngineAdmin
 from rollout.weights import file_checksums, policy_digest
 from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster
+
+collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]  # `make test-vllm` runs it
 
 
 @pytest.fixture(scope="session")

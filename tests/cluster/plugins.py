@@ -32,3 +32,30 @@ async def slow(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list
     """Single-turn, and at least SLOW_S seconds a group."""
     await asyncio.sleep(float(os.environ.get("SLOW_S", "0.3")))
     return await single_turn(task, policy, sampling)
+
+
+def first_number(task: dict[str, Any]) -> int:
+    """Of an arithmetic task: 12 of 12+34."""
+    return int(task["id"].partition("+")[0])
+
+
+async def stuck(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:
+    """Single-turn, but a quarter of the tasks never come to an end."""
+    if first_number(task) % 4 == 0:
+        await asyncio.sleep(3600)
+    return await single_turn(task, policy, sampling)
+
+
+async def flat(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:
+    """Single-turn, with rewards of its own: the same for all samples where the first number is even."""
+    samples = await single_turn(task, policy, sampling)
+    for j, sample in enumerate(samples):
+        sample.reward = float(j if first_number(task) % 2 else 1)
+    return samples
+
+
+def picky(_task: dict[str, Any], completion: str) -> float:
+    """A reward that cannot deal with a third of the completions."""
+    if sum(map(ord, completion)) % 3 == 0:
+        raise ValueError("not that one")
+    return 1.0

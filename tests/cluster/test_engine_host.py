@@ -1,19 +1,27 @@
-"""The host of a real embedded engine: what a row that ends, or a server that dies, leaves of it."""
+"""The host of a real embedded engine: what a row that ends, or a server that dies, leaves; its policy."""
 
+import asyncio
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from coordinator.children import Children
 from coordinator.engine_host import EngineHost
 from coordinator.outcome import EpochChanged
 from coordinator.outputs import Policy
 from coordinator.run_dir import RunDir
+from rollout.engine import EngineError
+from rollout.engine_admin import PROBE, EngineAdmin
 from rollout.settings import EngineSettings
 from rollout.weights import file_checksums, policy_digest
 
-SETTINGS = EngineSettings(start_timeout_s=120.0)
+SETTINGS = EngineSettings(kind="torch", start_timeout_s=120.0)
+TOKENS = [5, 6, 7, 8, 9, 10]
 
 
 @pytest.fixture
@@ -27,6 +35,20 @@ def host(tmp_path: Path) -> Iterator[EngineHost]:
 @pytest.fixture
 def policy(random_model: Path) -> Policy:
     return Policy(0, random_model, policy_digest(file_checksums(random_model)))
+
+
+def changed(policy: Policy, directory: Path) -> Policy:
+    """A checkpoint of iteration 1: the weights of `policy`, some of them changed."""
+    shutil.copytree(policy.directory, directory)
+    file = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * np.float32(1.5)
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+    return Policy(1, directory, policy_digest(file_checksums(directory)))
+
+
+def write_probe(directory: Path, logprobs: list[float]) -> None:
+    (directory / PROBE).write_text(json.dumps({"token_ids": TOKENS, "logprobs": logprobs}))
 
 
 def engines_started(tmp_path: Path) -> int:
@@ -47,7 +69,7 @@ def test_engine_that_starts_when_the_epoch_changes_is_waited_for_in_the_next(
         host.ensure(policy, SETTINGS, change)
     host.ensure(policy, SETTINGS, fine)
     assert engines_started(tmp_path) == 1
-    host.sleep()
+    host.sleep(SETTINGS)
 
 
 def test_engine_that_died_between_two_rollouts_is_started_again(
@@ -57,6 +79,122 @@ def test_engine_that_died_between_two_rollouts_is_started_again(
     child = host._child
     assert child is not None
     child.kill()
-    host.sleep()
+    host.sleep(SETTINGS)
     host.ensure(policy, SETTINGS, fine)
+    assert engines_started(tmp_path) == 2
+
+
+def test_engine_that_started_with_another_policy_than_is_asked_for_now_loads_it(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    def change() -> None:
+        raise EpochChanged
+
+    newer = changed(policy, tmp_path / "newer")
+    with pytest.raises(EpochChanged):
+        host.ensure(policy, SETTINGS, change)
+    host.ensure(newer, SETTINGS, fine)
+    assert EngineAdmin(host.url).policy() == newer.digest
+    loaded = EngineAdmin(host.url).prompt_logprobs(TOKENS)
+    host.ensure(policy, SETTINGS, fine)
+    assert EngineAdmin(host.url).prompt_logprobs(TOKENS) != loaded
+    assert engines_started(tmp_path) == 1
+
+
+def test_engine_without_a_gpu_stays_awake_unless_it_is_to_be_started_anew(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    host.ensure(policy, SETTINGS, fine)
+    host.sleep(SETTINGS)
+    assert not EngineAdmin(host.url).is_sleeping()
+    host.sleep(SETTINGS.model_copy(update={"sleep": "restart"}))
+    assert not EngineAdmin(host.url).healthy()
+    newer = changed(policy, tmp_path / "newer")
+    host.ensure(newer, SETTINGS, fine)
+    assert EngineAdmin(host.url).policy() == newer.digest
+    assert engines_started(tmp_path) == 2
+
+
+def test_engine_that_computes_what_the_trainer_does_is_taken(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    newer = changed(policy, tmp_path / "newer")
+    host.ensure(newer, SETTINGS, fine)
+    computed = EngineAdmin(host.url).prompt_logprobs(TOKENS)
+    write_probe(newer.directory, [logprob + 0.05 for logprob in computed])
+    host.ensure(newer, SETTINGS, fine)
+    host.sleep(SETTINGS.model_copy(update={"sleep": "restart"}))
+    host.ensure(newer, SETTINGS, fine)
+    assert engines_started(tmp_path) == 2
+
+
+def test_engine_that_computes_something_else_is_loaded_again_then_started_again_then_an_error(
+    host: EngineHost, policy: Policy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = changed(policy, tmp_path / "newer")
+    host.ensure(policy, SETTINGS, fine)
+    computed = EngineAdmin(host.url).prompt_logprobs(TOKENS)
+    write_probe(newer.directory, computed)
+    with pytest.raises(
+        EngineError, match=r"differ by [\d.]+ on average, .*probe_tolerance is 0\.1"
+    ) as raised:
+        host.ensure(newer, SETTINGS, fine)
+    assert str(newer.directory) in str(raised.value)
+    assert f"the trainer's {computed[0]:.3f}" in str(raised.value)
+    assert [name for name in ("loading it once more", "starting it once more") if name in caplog.text]
+    assert caplog.text.count("loading it once more") == 2 and caplog.text.count("starting it once more") == 1
+    assert engines_started(tmp_path) == 2
+
+
+def test_the_users_server_that_computes_something_else_is_left_running(
+    host: EngineHost, policy: Policy, engine_url: str, tmp_path: Path
+) -> None:
+    users = SETTINGS.model_copy(update={"url": engine_url})
+    newer = changed(policy, tmp_path / "newer")
+    write_probe(newer.directory, EngineAdmin(engine_url).prompt_logprobs(TOKENS))
+    with pytest.raises(EngineError, match="differ by"):
+        host.ensure(newer, users, fine)
+    host.sleep(users.model_copy(update={"sleep": "restart"}))
+    assert EngineAdmin(engine_url).healthy() and engines_started(tmp_path) == 0
+    host.ensure(policy, users, fine)
+
+
+def test_engine_that_failed_to_load_a_policy_is_started_anew(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    host.ensure(policy, SETTINGS, fine)
+    broken = changed(policy, tmp_path / "broken")
+    (broken.directory / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match="exited before it answered"):
+        host.ensure(broken, SETTINGS, fine)
+    host.ensure(policy, SETTINGS, fine)
+    assert EngineAdmin(host.url).policy() == policy.digest
+    assert engines_started(tmp_path) == 3
+
+
+def test_engine_that_dies_while_it_generates_comes_back_with_the_same_policy(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    newer = changed(policy, tmp_path / "newer")
+    host.ensure(newer, SETTINGS, fine)
+    url, child = host.url, host._child
+    assert child is not None
+
+    async def kill_and_wait() -> None:
+        minding = asyncio.create_task(host.mind(SETTINGS, fine))
+        child.kill_now()
+        admin = EngineAdmin(url)
+        for _ in range(600):
+            await asyncio.sleep(0.2)
+            if minding.done() or (
+                host._child is not child
+                and await asyncio.to_thread(admin.healthy)
+                and admin.policy() == newer.digest
+            ):
+                break
+        minding.cancel()
+        assert isinstance((await asyncio.gather(minding, return_exceptions=True))[0], asyncio.CancelledError)
+
+    asyncio.run(kill_and_wait())
+    assert (host.url, EngineAdmin(url).policy()) == (url, newer.digest)
     assert engines_started(tmp_path) == 2

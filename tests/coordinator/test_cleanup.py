@@ -21,6 +21,7 @@ from coordinator.phases import Phase
 from coordinator.run_dir import FORMAT, Beat, Flag, Record, RunDir
 from coordinator.settings import SettingsError
 from coordinator.status import read_status
+from rollout.quota import Quota
 from rollout.trajectory import Group
 from tests.coordinator.made_up import (
     POLICY,
@@ -74,7 +75,7 @@ def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:
     for rank in (0, 1):
         write_parts(run_dir, iteration, rank, 2, [group(2 * rank), group(2 * rank + 1)])
     directory = run_dir.trajectories("train", iteration)
-    document = parts.manifest(directory, iteration, range(4), policy)
+    document = parts.manifest(directory, iteration, Quota(4, 4), policy)
     parts.publish_manifest(run_dir.manifest("train", iteration), document)
     write_json(run_dir.batch(iteration) / "batch.json", {})
     (run_dir.batch(iteration) / "batch.safetensors").write_bytes(b"batch")
@@ -301,7 +302,7 @@ def resumable(run_dir: RunDir) -> None:
     document = outputs.read_manifest(run_dir, "train", N)
     if document is not None:
         assert parts.read_groups(run_dir.trajectories("train", N), document)
-    if parts.finished_slots(run_dir.trajectories("train", N), outputs.policy_of(run_dir, 1).digest):
+    if parts.finished_groups(run_dir.trajectories("train", N), outputs.policy_of(run_dir, 1).digest):
         assert outputs.read_json(run_dir.iteration_json(N))
 
 

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rollout_helpers import RunningServer, make_model, serving
+from rollout_helpers import RunningServer, serving
+
+from tests.models import make_model
 
 
 @pytest.fixture(scope="session")

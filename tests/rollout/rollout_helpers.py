@@ -1,4 +1,4 @@
-"""A tiny random model on disk, and embedded engines that serve it in processes of their own."""
+"""Embedded engines in processes of their own."""
 
 import contextlib
 import json
@@ -13,48 +13,7 @@ from pathlib import Path
 
 import pytest
 
-CHARACTERS = "0123456789+-*/=()[] .,abcdefghijklmnopqrstuvwxyz\n"
-EOS = 1
-CONTEXT = 256
 START_TIMEOUT_S = 120
-
-
-def make_model(path: Path, *, seed: int, hidden: int = 64) -> Path:
-    """A random Qwen3 of 2 layers with a token for each character, with distributions far from uniform."""
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}a {% endif %}"
-    )
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @dataclass

@@ -14,7 +14,9 @@ from rollout_helpers import RunningServer, serving
 from rollout.collect import Slot, Stopped, collect
 from rollout.engine import Completion, EngineClient, EngineError, RequestRefused, Sampling
 from rollout.environment import single_turn
-from rollout.rewards import Reward, resolve_reward
+from rollout.quota import Quota
+from rollout.rewards import Reward, RewardError, resolve_reward
+from rollout.settings import RolloutSettings
 from rollout.tasks import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, Sample
 
@@ -53,7 +55,9 @@ def slots(count: int) -> list[Slot]:
     ]
 
 
-def run(client: EngineClient, work: list[Slot], **changes: Any) -> tuple[list[Group], BaseException | None]:
+def run(
+    client: EngineClient, work: list[Slot], settings: dict[str, Any] | None = None, **changes: Any
+) -> tuple[list[Group], BaseException | None]:
     """The groups handed over, and what the collection raised; the loop must be left without a task."""
     groups: list[Group] = []
     arguments: dict[str, Any] = {
@@ -61,8 +65,7 @@ def run(client: EngineClient, work: list[Slot], **changes: Any) -> tuple[list[Gr
         "environment": single_turn,
         "reward": EXACT,
         "sampling": Sampling(n=4),
-        "concurrency": 16,
-        "group_timeout_s": 30.0,
+        "settings": RolloutSettings(**{"concurrency": 16, "group_timeout_s": 30.0, **(settings or {})}),
         "on_group": groups.append,
         "stop": threading.Event(),
         **changes,
@@ -100,7 +103,7 @@ def test_samples_in_flight_are_bounded_and_a_large_group_runs_alone(
     n: int, concurrency: int, most: int
 ) -> None:
     client = FakeClient()
-    run(client, slots(30), sampling=Sampling(n=n), concurrency=concurrency)
+    run(client, slots(30), {"concurrency": concurrency}, sampling=Sampling(n=n))
     assert client.most_in_flight == most
 
 
@@ -112,7 +115,7 @@ def test_group_is_handed_over_as_soon_as_it_is_finished() -> None:
             order.append(f"asked {prompt}")
             return await super().generate(prompt, sampling)
 
-    run(Client(), slots(2), concurrency=4, on_group=lambda group: order.append(f"got p{group.slot}"))
+    run(Client(), slots(2), {"concurrency": 4}, on_group=lambda group: order.append(f"got p{group.slot}"))
     assert order == ["asked p0", "got p0", "asked p1", "got p1"]
 
 
@@ -121,7 +124,7 @@ def test_group_that_takes_too_long_becomes_a_tombstone() -> None:
         await asyncio.sleep(60 if task["id"] == "t1" else 0)
         return await single_turn(task, policy, sampling)
 
-    groups, failure = run(FakeClient(), slots(3), environment=slow, group_timeout_s=0.2)
+    groups, failure = run(FakeClient(), slots(3), {"group_timeout_s": 0.2}, environment=slow)
     assert failure is None
     reasons = {group.slot: group.given_up for group in groups}
     assert reasons == {0: None, 1: "TimeoutError: took longer than group_timeout_s = 0.2", 2: None}
@@ -143,6 +146,136 @@ def test_group_whose_reward_raises_becomes_a_tombstone_and_the_first_traceback_i
     assert "reward 'my:judge', task 't1': KeyError: 'answer'" in given_up[1]
     assert [bool(r.exc_info) for r in caplog.records if "is given up" in r.getMessage()] == [True, False]
     assert any(r.levelno == logging.WARNING and "2 of 4 groups" in r.getMessage() for r in caplog.records)
+
+
+def fails_in_sample(j: int) -> Reward:
+    """A reward that raises for sample j of task t1, and for all of task t2."""
+    seen: dict[str, int] = {}
+
+    def judge(task: Task, completion: str) -> float:
+        seen[task["id"]] = seen.get(task["id"], -1) + 1
+        if task["id"] == "t2" or (task["id"] == "t1" and seen["t1"] == j):
+            raise KeyError("answer")
+        return float(seen[task["id"]])
+
+    return Reward("my:judge", judge, inline=True)
+
+
+def test_sample_whose_reward_raises_is_left_out_of_its_group_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    groups, failure = run(FakeClient(), slots(3), reward=fails_in_sample(2))
+    by_slot = {group.slot: group for group in groups}
+    assert failure is None
+    assert [sample.reward for sample in by_slot[1].samples] == [0.0, 1.0, 3.0]
+    assert by_slot[1].given_up is None
+    assert by_slot[1].failed == ["reward 'my:judge', task 't1': KeyError: 'answer'"]
+    assert by_slot[2].samples == [] and "KeyError" in str(by_slot[2].given_up)
+    assert by_slot[0].failed == []
+    errors = [record for record in caplog.records if record.exc_info]
+    assert len(errors) == 1 and "KeyError" in str(errors[0].exc_info)
+    assert "1 of 3 groups were given up, 1 samples were lost to their reward" in caplog.text
+
+
+def test_reward_that_raises_ends_the_collection_where_the_setting_says_so() -> None:
+    _, failure = run(FakeClient(), slots(2), {"on_reward_error": "run"}, reward=fails_in_sample(0))
+    assert isinstance(failure, RewardError) and "task 't1'" in str(failure)
+
+
+def test_reward_that_an_environment_has_set_stays() -> None:
+    async def half(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        samples = await single_turn(task, policy, sampling)
+        samples[0].reward = 0.25
+        return samples
+
+    groups, _ = run(FakeClient(), slots(1), environment=half)
+    assert [sample.reward for sample in groups[0].samples] == [0.25, 1.0, 1.0, 1.0]
+
+
+def collected(
+    work: list[Slot], settings: dict[str, Any], **changes: Any
+) -> tuple[dict[int, Group], int, list[str]]:
+    """The groups by slot, how many are short, and the tasks that were begun, in order."""
+    groups: list[Group] = []
+    begun: list[str] = []
+
+    async def timed(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        begun.append(task["id"])
+        await asyncio.sleep(task.get("takes_s", 0))
+        samples = await single_turn(task, policy, sampling)
+        samples[0].reward = task.get("first_reward", 0.5)  # the others get 1
+        return samples
+
+    async def main() -> int:
+        return await collect(
+            work,
+            client=FakeClient(),
+            environment=timed,
+            reward=EXACT,
+            sampling=Sampling(n=2),
+            settings=RolloutSettings(**settings),
+            on_group=groups.append,
+            stop=threading.Event(),
+            **changes,
+        )
+
+    short = asyncio.run(main())
+    assert len({group.slot for group in groups}) == len(groups)
+    return {group.slot: group for group in groups}, short, begun
+
+
+def with_fields(work: list[Slot], numbers: set[int], **fields: Any) -> list[Slot]:
+    """The slots, with further fields in the tasks of some."""
+    for slot in work:
+        slot.task.update(fields if slot.number in numbers else {})
+    return work
+
+
+def test_after_the_threshold_the_rest_have_the_grace_period_and_are_given_up_then() -> None:
+    work = with_fields(slots(10), {3, 7}, takes_s=60)
+    work = with_fields(work, {5}, takes_s=0.1)
+    settings = {"concurrency": 20, "completion_threshold": 0.7, "grace_period_s": 1.0}
+    started_s = time.monotonic()
+    groups, short, _ = collected(work, settings)
+    assert time.monotonic() - started_s < 30
+    assert {slot for slot, group in groups.items() if group.given_up} == {3, 7}
+    assert groups[3].samples == [] and "not finished 1 s after 8 of 10" in str(groups[3].given_up)
+    assert short == 0 and set(groups) == set(range(10))
+
+
+def test_slots_that_were_not_begun_when_the_grace_period_ends_are_short_not_given_up() -> None:
+    work = with_fields(slots(4), {2}, takes_s=60)
+    settings = {"concurrency": 2, "completion_threshold": 0.5, "grace_period_s": 0.1}
+    groups, short, begun = collected(work, settings)
+    assert begun == ["t0", "t1", "t2"]
+    assert {slot: bool(group.given_up) for slot, group in groups.items()} == {0: False, 1: False, 2: True}
+    assert short == 1
+
+
+def test_over_sampling_keeps_the_first_groups_and_drops_the_rest_without_a_trace() -> None:
+    quota = Quota(6, 9)
+    work = with_fields(slots(9), {0, 4}, takes_s=60)
+    groups, short, begun = collected(
+        work, {"concurrency": 40, "over_sample": 1.5}, needed=6, counts=quota.counts
+    )
+    assert len(begun) == 9
+    assert len(groups) == 6 and not {0, 4} & set(groups) and short == 0
+
+
+def test_group_without_variance_is_replaced_and_no_more_are_begun_than_are_needed() -> None:
+    quota = Quota(4, 12, replace_flat=True)
+    work = with_fields(slots(12), {1, 3, 4}, first_reward=1.0)  # as the others of its group
+    groups, short, begun = collected(work, {"concurrency": 8}, needed=4, counts=quota.counts)
+    assert begun == [f"t{number}" for number in range(7)]
+    assert set(groups) == set(range(7)) and short == 0
+    assert sum(map(quota.counts, groups.values())) == 4
+
+
+def test_spare_slots_that_are_used_up_leave_groups_short() -> None:
+    quota = Quota(4, 6, replace_flat=True)
+    work = with_fields(slots(6), {0, 1, 2, 3}, first_reward=1.0)
+    groups, short, _ = collected(work, {"concurrency": 8}, needed=4, counts=quota.counts)
+    assert len(groups) == 6 and short == 2
 
 
 @pytest.mark.parametrize("result", [None, [], [1]])
@@ -177,7 +310,7 @@ def test_request_that_the_engine_refuses_costs_its_group_only() -> None:
 
 def test_engine_failure_ends_the_collection_and_keeps_what_was_finished() -> None:
     client = FakeClient(fail=lambda prompt: EngineError("gone") if prompt == "p5" else None)
-    groups, failure = run(client, slots(100), concurrency=4)
+    groups, failure = run(client, slots(100), {"concurrency": 4})
     assert isinstance(failure, EngineError) and str(failure) == "gone"
     assert [group.slot for group in groups] == [0, 1, 2, 3, 4]
     assert client.in_flight == 0
@@ -223,7 +356,7 @@ def test_error_of_the_receiver_ends_the_collection() -> None:
     assert isinstance(failure, OSError) and client.in_flight == 0
 
 
-def collect_from(url: str, work: list[Slot], **changes: Any) -> dict[int, Group]:
+def collect_from(url: str, work: list[Slot], concurrency: int, **changes: Any) -> dict[int, Group]:
     groups: list[Group] = []
 
     async def main() -> None:
@@ -233,7 +366,7 @@ def collect_from(url: str, work: list[Slot], **changes: Any) -> dict[int, Group]
                 client=client,
                 environment=single_turn,
                 reward=EXACT,
-                group_timeout_s=60,
+                settings=RolloutSettings(concurrency=concurrency, group_timeout_s=60),
                 on_group=groups.append,
                 stop=threading.Event(),
                 **changes,

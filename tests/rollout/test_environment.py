@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout.calculator import calculator
 from rollout.engine import Completion, EngineClient, Sampling
 from rollout.environment import EnvironmentSettingError, Policy, resolve_environment, sample_of, single_turn
 
@@ -97,11 +98,16 @@ def test_environment_is_found_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "my_environment.py").write_text("async def play(task, policy, sampling): return []\n")
     monkeypatch.chdir(tmp_path)
     assert resolve_environment("single_turn") is single_turn
+    assert resolve_environment("calculator") is calculator
     assert resolve_environment("my_environment:play").__name__ == "play"
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("multi_turn", "there is single_turn"), ("nowhere:f", "cannot be imported")]
+    ("name", "reason"),
+    [
+        ("multi_turn", "there is single_turn, calculator, or give module:function"),
+        ("nowhere:f", "cannot be imported"),
+    ],
 )
 def test_name_that_is_no_environment_is_an_error(name: str, reason: str) -> None:
     with pytest.raises(EnvironmentSettingError, match=reason):

@@ -1,6 +1,7 @@
 """Rewards: what the built-in ones count, and what a user's function may and may not do."""
 
 import asyncio
+import importlib.util
 import threading
 import time
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_function_that_fails_is_named_with_the_task(user_code: str, function: st
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("exakt", "there is exact, numeric, regex, length, or give module:function"),
+        ("exakt", "there is exact, numeric, regex, length, math, reasoning_gym, or give module:function"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),
         ("{user}:constant", "a int, no function"),
@@ -160,6 +161,15 @@ def test_name_that_is_no_reward_is_an_error(user_code: str, name: str, reason: s
     with pytest.raises(RewardSettingError) as raised:
         resolve_reward(name.replace("{user}", user_code))
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("math", "math"), ("reasoning_gym", "gym")])
+def test_reward_of_a_library_that_is_not_there_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, name: str, extra: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RewardSettingError, match=rf"is not installed; pip install 'flagpost\[{extra}\]'"):
+        resolve_reward(name)
 
 
 def test_module_that_fails_when_imported_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,14 @@ LIGHT = [
     "collect",
     "settings",
     "torch_protocol",
+    "servers",
+    "quota",
+    "sampling",
+    "evaluation",
+    "gym_tasks",
+    "math_reward",
+    "process_pool",
+    "process_reward",
 ]
 
 

@@ -132,6 +132,12 @@ def test_order_differs_between_passes_and_seeds() -> None:
     assert task_order(100, 0, 0, 100) != task_order(100, 0, 100, 100) != task_order(100, 1, 100, 100)
 
 
+def test_streams_have_orders_of_their_own() -> None:
+    orders = [task_order(50, 0, 0, 50, stream=stream) for stream in ("", "easy", "hard")]
+    assert orders[0] == task_order(50, 0, 0, 50)
+    assert orders[0] != orders[1] != orders[2] and all(sorted(order) == [*range(50)] for order in orders)
+
+
 def test_order_and_seeds_are_the_same_on_every_machine() -> None:
     assert task_order(10, 0, 0, 10) == ORDER
     assert group_seed(0, "train", 1, 0) == SEED

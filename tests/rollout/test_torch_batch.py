@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rollout_helpers import EOS
 from transformers import AutoModelForCausalLM
 
 from rollout.counter_rng import uniforms
 from rollout.torch_batch import Batch, Generation, Row, draw
 from rollout.torch_engine import TorchEngine, load_model
+from tests.models import EOS
 
 WAIT_S = 60
 

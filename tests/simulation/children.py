@@ -124,7 +124,7 @@ class Children:
             child.begin(trainer.run)
         else:
             said = {key: argv[number + 1] for number, key in enumerate(argv) if str(key).startswith("--")}
-            engine = Engine(self._machines.scheduler, lambda: child.lives, said["--weight-version"])
+            engine = Engine(self._machines.scheduler, lambda: child.lives, said["--model"])
             self._machines.engines[f"http://127.0.0.1:{said['--port']}"] = engine
         return child
 

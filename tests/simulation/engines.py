@@ -15,9 +15,12 @@ from tests.simulation.scheduler import Scheduler
 class Engine:
     """A server: what it serves, and whether it sleeps."""
 
-    def __init__(self, scheduler: Scheduler, lives: Callable[[], bool], policy: str) -> None:
+    def __init__(self, scheduler: Scheduler, lives: Callable[[], bool], model: str) -> None:
         self.scheduler = scheduler
-        self.policy = policy
+        self.weights = policy_digest(file_checksums(model))
+        """The digest of what it generates with; empty while that is dropped."""
+        self.version: str | None = "default"
+        """What it says that it generates with."""
         self.sleeps = False
         self._lives = lives
         self._healthy_s = scheduler.now_s + scheduler.random.uniform(0.5, 3.0)
@@ -35,15 +38,18 @@ class Engine:
 class EngineAdmin:
     """As rollout.engine.EngineAdmin."""
 
-    def __init__(self, engines: Mapping[str, Engine], url: str, **_limits: float) -> None:
+    def __init__(self, engines: Mapping[str, Engine], url: str, **_settings: Any) -> None:
         self._engine = engines[url]
         self._scheduler = self._engine.scheduler
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
+        return self.health(timeout_s) is True
+
+    def health(self, timeout_s: float = 5.0) -> bool | None:
         try:
             self._engine.call(0.01)
         except EngineError:
-            return False
+            return None
         return True
 
     def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
@@ -53,19 +59,31 @@ class EngineAdmin:
                 raise EngineError("the engine exited before it answered")
             self._scheduler.wait(0.2)
 
-    def policy(self) -> str:
+    def policy(self) -> str | None:
         self._engine.call(0.001)
-        return self._engine.policy
+        return self._engine.version
+
+    def name_policy(self, digest: str) -> None:
+        self._engine.call(0.001)
+        if digest != self._engine.weights:
+            self._scheduler.violate(f"{digest} is said to be in an engine that holds {self._engine.weights}")
+        self._engine.version = digest
 
     def reload(self, path: Path, digest: str, *, like: Path | None = None) -> None:
         self._engine.call(0.2)
         if (found := policy_digest(file_checksums(path))) != digest:
             self._scheduler.violate(f"{path} holds policy {found}, not {digest}")
-        self._engine.policy, self._engine.sleeps = digest, False
+        self._engine.weights, self._engine.version, self._engine.sleeps = found, digest, False
+
+    def prompt_logprobs(self, token_ids: Sequence[int], _replica: int = 0) -> list[float]:
+        self._engine.call(0.01)
+        return logprobs_of(token_ids, self._engine.weights)
 
     def sleep(self, level: int) -> None:
         self._engine.call(0.1)
         self._engine.sleeps = True
+        if level == 2:
+            self._engine.weights, self._engine.version = "", None
 
     def wake(self, *_tags: str) -> None:
         self._engine.call(0.1)
@@ -101,7 +119,9 @@ class EngineClient:
             if engine.answers():
                 if engine.sleeps:
                     scheduler.violate(f"{scheduler.process.name} asks its engine while that sleeps")
-                return [completion(prompt, sampling.seed, j, engine.policy) for j in range(sampling.n)]
+                if not engine.weights:
+                    scheduler.violate(f"{scheduler.process.name} asks its engine, which has no weights")
+                return [completion(prompt, sampling.seed, j, engine.weights) for j in range(sampling.n)]
         raise EngineError("connection refused")
 
 
@@ -111,6 +131,12 @@ def completion(prompt: str | Sequence[int], seed: int | None, j: int, policy: st
     tokens = [draw.randrange(1, 50) for _ in range(3)]
     text = json.dumps({"seed": seed, "j": j, "policy": policy, "tokens": tokens})
     return Completion([1, 2], tokens, [-1.0] * len(tokens), text, "stop")
+
+
+def logprobs_of(token_ids: Sequence[int], policy: str) -> list[float]:
+    """Of `token_ids[1:]`, as an engine and a trainer with these weights compute them."""
+    draw = random.Random(f"{token_ids} {policy}")
+    return [-draw.uniform(0.1, 9.0) for _ in token_ids[1:]]
 
 
 async def reward(_task: Mapping[str, Any], text: str) -> float:

@@ -5,8 +5,9 @@
 - A flag of an epoch is raised by the process that the epoch's record lists, and by nobody else; a node goes
   on at flags of its own epoch alone; once all have entered an epoch, an older one passes no row of all nodes
   but the one that it is in.
-- Every slot is in exactly one entry of a manifest; groups that were durable when the nodes entered an epoch
-  are in no share of its plan, and in the manifest, unless an earlier part has their slots.
+- A manifest has as many groups as are needed, each in exactly one entry (all slots, where none is spare);
+  groups that were durable when the nodes entered an epoch are in no share of its plan, and in the manifest,
+  unless an earlier part has their slots or they are spare.
 - metrics.jsonl has every iteration once, in order; checkpoints follow from the trajectories as they do in a
   run that nobody disturbs.
 """
@@ -34,6 +35,7 @@ from coordinator.run_dir import (
     parse_part_name,
     parse_protocol_name,
 )
+from rollout.quota import Quota
 from rollout.trajectory import decode_part
 from tests.simulation.scheduler import Process
 from tests.simulation.world import NodeProcess, World
@@ -193,8 +195,16 @@ class Invariants:
         manifest = json.loads(path.read_bytes())
         taken = {slot: entry for entry in manifest["parts"] for slot in entry["slots"]}
         count = sum(len(entry["slots"]) for entry in manifest["parts"])
-        if count != len(taken) or set(taken) != set(range(manifest["slots"])):
-            self._violate(process, f"{path} does not have every slot once: {manifest['parts']}")
+        quota = _quota(path, manifest)
+        groups = [
+            group
+            for entry in manifest["parts"]
+            for group in decode_part((path.parent / entry["file"]).read_bytes())[1]
+            if group.slot in entry["slots"]
+        ]
+        counted = sum(map(quota.counts, groups))
+        if count != len(taken) or counted != quota.needed or not set(taken) <= set(range(quota.slots)):
+            self._violate(process, f"{path} does not have the groups it needs once: {manifest['parts']}")
         for entry in manifest["parts"]:
             name, file = parse_part_name(entry["file"]), path.parent / entry["file"]
             assert name is not None
@@ -206,9 +216,18 @@ class Invariants:
         entered_s = self._entered_s[process.node.record.epoch]
         for (where, name), (published_s, policy, slots) in self._parts.items():
             if where == str(path.parent) and published_s < entered_s and policy == manifest["policy"]:
-                late = [slot for slot in slots if (parse_part_name(taken[slot]["file"]) or name) > name]
+                late = [slot for slot in slots if self._comes_later(taken.get(slot), name, quota)]
                 if late:
                     self._violate(process, f"{path} loses the groups {late} of {name.name}")
+
+    @staticmethod
+    def _comes_later(entry: dict[str, Any] | None, name: PartName, quota: Quota) -> bool:
+        """Whether a manifest takes a slot that part `name` holds from a later one, or not at all although it
+        is no spare one.
+        """
+        if entry is None:
+            return quota.slots == quota.needed
+        return (parse_part_name(entry["file"]) or name) > name
 
     # ---- the end
 
@@ -243,3 +262,10 @@ class Invariants:
 
 def _entry(path: Path) -> Any:
     return parse_protocol_name(path.name) if path.parent.name == "protocol" else None
+
+
+def _quota(manifest_path: Path, manifest: dict[str, Any]) -> Quota:
+    """What an iteration needs; of an evaluation, which has no iteration.json, every slot."""
+    opened = manifest_path.with_name("iteration.json")
+    tasks = {"tasks": [None] * manifest["slots"]}
+    return outputs.quota(json.loads(opened.read_bytes()) if opened.exists() else tasks)

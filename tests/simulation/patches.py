@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from coordinator import (
 from coordinator import start as start_module
 from coordinator.inputs import Inputs, load_inputs
 from coordinator.settings import RunSettings
+from rollout.servers import Server, start_server
 from tests.simulation.children import Children, Machines
 from tests.simulation.engines import EngineAdmin, EngineClient
 from tests.simulation.loop import Asyncio
@@ -99,6 +101,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     host = SimpleNamespace(gethostname=lambda: machines.scheduler.process.host)
     patch.setattr(node, "Children", partial(Children, machines))
     patch.setattr(engine_host, "EngineAdmin", partial(EngineAdmin, machines.engines))
+    patch.setattr(engine_host, "start_server", _start_server_on_gpu)
     patch.setattr(rollouts, "EngineClient", partial(EngineClient, machines.engines))
     patch.setattr(launch, "argv", lambda job: [job])
     for module in (engine_host, trainer_host):
@@ -115,6 +118,11 @@ def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
     """What is slow to make or to load."""
     patch.setattr(base_model, "_from_cache", lambda _node: model)
     patch.setattr(start_module, "load_inputs", _load_inputs_once)
+
+
+def _start_server_on_gpu(*args: Any) -> Server:
+    """So that it has to sleep while the trainer works."""
+    return replace(start_server(*args), on_gpu=True)
 
 
 _loaded: dict[str, Inputs] = {}

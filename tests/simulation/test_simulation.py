@@ -98,6 +98,14 @@ def test_nodes_that_go_on_without_the_lost_come_through_all_faults(seed: int, ha
     assert run(NODES, seed, happens, cluster__on_node_failure="shrink") == undisturbed()
 
 
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=sequences)
+def test_groups_that_are_replaced_come_through_all_faults(seed: int, happens: list[Fault]) -> None:
+    spare = {"rollout__dynamic_sampling": True, "rollout__over_sample": 1.5, "rollout__dynamic_limit": 6.0}
+    assert run(NODES, seed, happens, **spare), "what it comes to depends on which groups are the first"
+
+
 KNOWN: dict[str, tuple[int, list[Fault]]] = {
     "an old master wakes in the metrics row": (122, [Fault("replace", 0, 1, 13, 10, 142.65)]),
     "three masters start at once": (
@@ -121,6 +129,7 @@ KNOWN: dict[str, tuple[int, list[Fault]]] = {
         [Fault("twin", 2, 1, 5, 4, 79.55), Fault("leave", 0, 0, 9, 7, 110.46)],
     ),
     "an old master wakes while it verifies a checkpoint": (2141, [Fault("replace", 0, 2, 11, 7, 26.22)]),
+    "an old master names the checkpoint that the new one looks at": (626, [Fault("twin", 0, 2, 11, 2, 0.0)]),
     "an old worker wakes after the newer one has left": (
         5024,
         [
@@ -149,7 +158,7 @@ def test_what_was_found_once_does_no_harm(name: str) -> None:
 
 
 def everything_is_unfinished(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parts, "finished_slots", lambda _directory, _policy: set())
+    patch.setattr(parts, "finished_groups", lambda _directory, _policy: {})
 
 
 def groups_count_twice(patch: pytest.MonkeyPatch) -> None:

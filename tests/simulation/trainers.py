@@ -1,12 +1,15 @@
 """Trainers without torch: each is a process of its own, and all of a job have to take part."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollout.engine_admin import PROBE
 from rollout.weights import file_checksums, policy_digest
 from tests.simulation.disk import Disk
+from tests.simulation.engines import logprobs_of
 from tests.simulation.scheduler import Scheduler
 from trainer import launch
 from trainer.batch import Batch
@@ -14,6 +17,7 @@ from trainer.request import FileInfo, TrainRequest, TrainResult
 
 PEER_DIED_S = 6.0
 """How long it takes until the agents of a job notice that a peer of theirs has died."""
+PROBE_TOKENS = [5, 6, 7, 8]
 
 
 @dataclass(eq=False)
@@ -95,9 +99,13 @@ class Trainer:
             path = staging / name
             facts[name] = FileInfo(**file_checksums(path.parent)[path.name])
             self._wait(self._scheduler.random.uniform(0.0, 1.0))
+        policy = policy_digest(file_checksums(staging))
+        probe = {"token_ids": PROBE_TOKENS, "logprobs": logprobs_of(PROBE_TOKENS, policy)}
+        self._publish(staging / PROBE, json.dumps(probe).encode())
+        facts[PROBE] = FileInfo(**file_checksums(staging)[PROBE])
         result = TrainResult(
             iteration=request.iteration,
-            policy=policy_digest({name: facts[name] for name in files if "/" not in name}),  # pyright: ignore
+            policy=policy,
             base_policy=request.base_policy,
             batch_sha256=request.batch_sha256,
             files=facts,

@@ -1,0 +1,48 @@
+"""What an evaluation says of a policy: mean reward and pass@k."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.trajectory import Group
+
+
+def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> float:
+    """The chance that at least one of k samples of a task solves it, the mean over tasks, each with n samples
+    of which c solved it.
+
+    The unbiased estimator 1 - C(n - c, k) / C(n, k), as a product (Chen et al. 2021, arXiv 2107.03374).
+    ValueError if there is no task, or one has fewer than k samples.
+    """
+    if k < 1 or not successes or any(not 0 <= c <= n or n < k for n, c in successes):
+        raise ValueError(
+            f"pass_at_k: every task needs n >= k samples, 0 <= c <= n of which solve it; k is {k}"
+        )
+    none_solves = [float(np.prod(1.0 - k / np.arange(max(n - c, k - 1) + 1, n + 1))) for n, c in successes]
+    return 1.0 - sum(none_solves) / len(none_solves)
+
+
+def evaluate(groups: Sequence[Group], success: float) -> dict[str, Any]:
+    """`reward`: the mean over all samples that have one; `pass_at`: {"1": ..., "8": ...}, pass@k for k = 1
+    and the largest number of samples of a group; a sample with a reward of `success` or more has solved its
+    task.
+
+    Who is given up is left out, not counted as failed, and so is a lost sample. A group that lost samples
+    cannot tell pass@k for that k: it counts for pass@1 alone, and in `short`, the number of those groups.
+    """
+    rewards = [
+        [sample.reward for sample in group.samples if sample.reward is not None]
+        for group in groups
+        if group.given_up is None
+    ]
+    solved = [(len(group), sum(reward >= success for reward in group)) for group in rewards if group]
+    if not solved:
+        return {"reward": None, "pass_at": {}, "short": 0}
+    most = max(n for n, _ in solved)
+    whole = [(n, c) for n, c in solved if n == most]
+    return {
+        "reward": float(np.mean(np.concatenate([group for group in rewards if group]))),
+        "pass_at": {str(k): pass_at_k(whole if k > 1 else solved, k) for k in sorted({1, most})},
+        "short": len(solved) - len(whole),
+    }

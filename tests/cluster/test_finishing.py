@@ -1,0 +1,94 @@
+"""How a rollout of several nodes ends early, asks for more than it needs, and what the next one takes up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.tasks import load_tasks
+from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.plugins import first_number
+
+TASKS = load_tasks("builtin:arithmetic", seed=0, split="train").tasks
+
+
+def roll_out(cluster: Cluster, engine_url: str, *settings: str) -> None:
+    """Two iterations of rollouts on two nodes."""
+    phase = ("--rl-phase", "rollout", "--iterations", "2", "--eval-interval", "0")
+    codes = cluster.run(2, *FAST, *phase, "--engine-url", engine_url, *settings)
+    assert codes == [0, 0], cluster.everything_said()
+
+
+def opened(cluster: Cluster, iteration: int) -> dict[str, Any]:
+    return json.loads(cluster.run_dir.iteration_json(iteration).read_text())
+
+
+def unused(cluster: Cluster, iteration: int) -> list[int]:
+    """Tasks of the slots that the manifest does not name."""
+    used = {slot for part in cluster.manifest(iteration)["parts"] for slot in part["slots"]}
+    return [task for slot, task in enumerate(opened(cluster, iteration)["tasks"]) if slot not in used]
+
+
+def test_groups_that_never_end_are_cancelled_after_the_grace_period_and_reported(
+    cluster: Cluster, engine_url: str
+) -> None:
+    finishing = ("rollout.completion_threshold=0.5", "rollout.grace_period_s=2")
+    roll_out(cluster, engine_url, "--environment", "tests.cluster.plugins:stuck", *finishing)
+    tasks, manifest = opened(cluster, 1)["tasks"], cluster.manifest(1)
+    never = {slot for slot, task in enumerate(tasks) if first_number(TASKS[task]) % 4 == 0}
+    assert never, "the seed gives no such task: choose another"
+    given_up = {entry["slot"]: entry["reason"] for entry in manifest["given_up"]}
+    assert set(given_up) == never and all(reason.startswith("cancelled") for reason in given_up.values())
+    assert manifest["groups"] == manifest["slots"] - len(never)
+    assert "are cancelled: not finished 2 s after" in cluster.everything_said()
+    assert cluster.metrics()[0]["given_up"] == len(never)
+
+
+def test_over_sampling_trains_on_the_first_groups_and_begins_the_next_iteration_with_the_others(
+    cluster: Cluster, engine_url: str
+) -> None:
+    roll_out(cluster, engine_url, "--environment", "tests.cluster.plugins:stuck", "rollout.over_sample=2")
+    manifest, tasks = cluster.manifest(1), opened(cluster, 1)["tasks"]
+    assert len(tasks) == 16
+    assert (manifest["slots"], manifest["groups"], manifest["given_up"]) == (8, 8, [])
+    left = unused(cluster, 1)
+    assert len(left) == 8 and opened(cluster, 2)["tasks"][:8] == left
+    assert not set(opened(cluster, 2)["tasks"][8:]) & set(tasks), "drawn without replacement"
+
+
+def test_groups_without_variance_are_replaced_by_further_tasks(cluster: Cluster, engine_url: str) -> None:
+    roll_out(
+        cluster, engine_url, "--environment", "tests.cluster.plugins:flat", "rollout.dynamic_sampling=true"
+    )
+    found = cluster.groups(1)
+    odd = [slot for slot in found if first_number(TASKS[opened(cluster, 1)["tasks"][slot]]) % 2]
+    assert len(odd) == 8
+    assert {len({sample.reward for sample in found[slot].samples}) for slot in odd} == {4}
+    assert len(found) > 8, "those that were replaced are kept beside them"
+    assert opened(cluster, 2)["tasks"][: len(unused(cluster, 1))] == unused(cluster, 1)
+
+
+def test_sample_whose_reward_raises_costs_no_other(cluster: Cluster, engine_url: str) -> None:
+    roll_out(cluster, engine_url, "rollout.reward=tests.cluster.plugins:picky")
+    failed = cluster.manifest(1)["failed_samples"]
+    whole = sum(len(group.samples) for group in cluster.groups(1).values())
+    lost = 4 * len(cluster.manifest(1)["given_up"])
+    assert failed > 0 and whole + failed + lost == 8 * 4
+    assert cluster.metrics()[0]["failed_samples"] == failed
+    assert "ValueError: not that one" in cluster.everything_said()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("rollout.dynamic_sampling=true", "rollout.samples_per_task=1"), "rollout.samples_per_task=1"),
+        (("rollout.over_sample=0.5",), "rollout.over_sample=0.5: input should be greater than or equal to 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_one_line(
+    cluster: Cluster, settings: tuple[str, ...], says: str
+) -> None:
+    assert cluster.run(1, "--rl-phase", "rollout", *settings) == [2]
+    assert says in cluster.output(0) and len(cluster.output(0).splitlines()) == 1
+    assert not Path(cluster.root).exists()

@@ -1,0 +1,123 @@
+"""What every engine generates: the tokens and logprobs that transformers has for the same weights."""
+
+import asyncio
+
+import pytest
+
+from rollout.engine import Completion, EngineClient, RequestRefused, Sampling
+from rollout.environment import Policy
+from tests.engines.engines import Engine, Reference
+from tests.models import CONTEXT, EOS
+
+TOLERANCE = 1e-4
+"""Of a logprob in float32."""
+PROMPT = "12+34="
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.7])
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    engine: Engine, reference: Reference, temperature: float
+) -> None:
+    sampling = Sampling(n=32, max_tokens=60, temperature=temperature, seed=3)
+    completions = engine.ask(PROMPT, sampling)
+    assert max(reference.error(completion, temperature) for completion in completions) < TOLERANCE
+
+
+def test_greedy_takes_the_tokens_of_transformers_with_logprobs_of_temperature_1(
+    engine: Engine, reference: Reference
+) -> None:
+    for prompt in (PROMPT, "abc", "(1+2)*3="):
+        (completion,) = engine.ask(prompt, Sampling(max_tokens=60, temperature=0.0))
+        assert completion.token_ids == reference.greedy(completion.prompt_ids, 60)
+        assert reference.error(completion) < TOLERANCE
+
+
+def test_logprobs_of_a_prompt_are_those_of_transformers(engine: Engine, reference: Reference) -> None:
+    token_ids = reference.tokenizer.encode("12+34=46, (7*8)-9 is not 48")
+    found = engine.admin.prompt_logprobs(token_ids)
+    wanted = reference.logprobs(token_ids)
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < TOLERANCE
+
+
+def test_256_requests_at_once_draw_what_each_draws_alone(engine: Engine) -> None:
+    requests = [(f"{i}+{7 * i}=", Sampling(max_tokens=40, seed=i)) for i in range(256)]
+    together = [ids_of(completions) for completions in engine.ask_at_once(requests)]
+    again = [ids_of(completions) for completions in engine.ask_at_once(requests)]
+    alone = [ids_of(engine.ask(*request)) for request in requests[:24]]
+    assert len({str(drawn) for drawn in together}) > 200
+    # float32 rounds differently in other company, which may flip a token where two are nearly as likely.
+    assert sum(a != b for a, b in zip(together, again, strict=True)) <= 4
+    assert sum(a != b for a, b in zip(together, alone, strict=False)) <= 2
+
+
+def test_completion_j_of_a_seed_is_what_sample_j_draws_by_itself(engine: Engine) -> None:
+    sampling = Sampling(n=8, max_tokens=30)
+
+    async def main() -> tuple[list[Completion], list[list[Completion]]]:
+        async with EngineClient(engine.url) as client:
+            policy = Policy(client, sampling, seed=2**62 - 4)
+            group = await policy.generate(PROMPT, n=8)
+            return group, [await policy.for_sample(j).generate(PROMPT) for j in range(8)]
+
+    group, single = asyncio.run(main())
+    assert ids_of(group) == [completion.token_ids for (completion,) in single]
+    assert len({str(completion.token_ids) for completion in group}) == 8
+
+
+def test_without_a_seed_answers_differ(engine: Engine) -> None:
+    request = (PROMPT, Sampling(max_tokens=30))
+    assert len({str(ids_of(completions)) for completions in engine.ask_at_once([request] * 4)}) == 4
+
+
+def test_token_ids_are_continued_as_the_text_is(engine: Engine) -> None:
+    sampling = Sampling(n=3, max_tokens=5, seed=9)
+    completions = engine.ask(PROMPT, sampling)
+    assert len(completions[0].prompt_ids) == len(PROMPT)
+    assert ids_of(engine.ask(completions[0].prompt_ids, sampling)) == ids_of(completions)
+
+
+def test_completion_that_stops_by_itself_holds_the_end_of_sequence_token_and_its_text_does_not(
+    engine: Engine, reference: Reference
+) -> None:
+    completions = engine.ask(PROMPT, Sampling(n=200, max_tokens=10, temperature=2.0, seed=1))
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    cut = [completion for completion in completions if completion.finish_reason == "length"]
+    assert stopped and cut and len(stopped) + len(cut) == 200
+    for completion in stopped:
+        assert completion.token_ids[-1] == EOS and EOS not in completion.token_ids[:-1]
+    for completion in cut:
+        assert EOS not in completion.token_ids and len(completion.token_ids) == 10
+    for completion in completions:
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert completion.text == reference.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+def test_stop_string_ends_the_completion_at_the_token_that_completes_it(engine: Engine) -> None:
+    plain = engine.ask(PROMPT, Sampling(n=32, max_tokens=20, seed=100))
+    j = next(j for j, completion in enumerate(plain) if len(completion.text) == 20)
+    stop = plain[j].text[8:10]
+    end = plain[j].text.index(stop)
+    sampling = Sampling(max_tokens=20, stop=("\n\n\n\n", stop), seed=100 + j)
+    (stopped,) = engine.ask(PROMPT, sampling)
+    assert (stopped.finish_reason, stopped.text) == ("stop", plain[j].text[:end])
+    assert stopped.token_ids == plain[j].token_ids[: end + 2]
+    assert len(stopped.logprobs) == end + 2
+
+
+def test_prompt_longer_than_the_context_is_refused_and_the_engine_serves_on(engine: Engine) -> None:
+    with pytest.raises(RequestRefused, match="400: "):
+        engine.ask("1" * (CONTEXT + 1), Sampling(max_tokens=1))
+    assert engine.ask("1" * (CONTEXT - 1), Sampling(max_tokens=1))
+
+
+def test_messages_and_observations_are_tokenised_as_transformers_does(
+    engine: Engine, reference: Reference
+) -> None:
+    messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "4"}]
+    wanted = reference.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert engine.tokenize(messages) == wanted
+    assert engine.tokenize(" no, 3\n") == reference.tokenizer.encode(" no, 3\n", add_special_tokens=False)
+
+
+def ids_of(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]

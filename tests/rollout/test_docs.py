@@ -1,0 +1,111 @@
+"""docs/tasks.md: every block and command in it works as it stands."""
+
+import asyncio
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_helpers import RunningServer
+
+from rollout.collect import Slot, collect
+from rollout.engine import EngineClient, Sampling
+from rollout.environment import resolve_environment
+from rollout.rewards import resolve_reward
+from rollout.settings import RolloutSettings
+from rollout.tasks import load_tasks
+from rollout.trajectory import Group, Sample
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+MODULES = {block.partition("\n")[0].removeprefix("# "): block for kind, block in BLOCKS if kind == "python"}
+TASKS = [block for kind, block in BLOCKS if kind == "json"]
+COMMANDS = re.findall(r"(?:^    |`)(run [^`\n]*)", PAGE, re.MULTILINE)
+ASKED = {"id": "1", "messages": [{"role": "user", "content": "27+58="}], "answer": "85"}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory that holds what the page shows, as the current one."""
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tasks.jsonl").write_text(TASKS[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield tmp_path
+    for name in MODULES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_no_block_of_the_page_goes_untested() -> None:
+    assert {kind for kind, _ in BLOCKS} == {"json", "python"} and len(TASKS) == 1
+    assert set(MODULES) == {"my_rewards.py", "my_environment.py", "my_agent.py"}
+    assert len(COMMANDS) == 4
+
+
+def test_tasks_load(here: Path) -> None:
+    tasks = load_tasks("tasks.jsonl", seed=0, split="train").tasks
+    assert [task["id"] for task in tasks] == ["a1", "a2", "3"]
+    assert tasks[2]["source"] == "primes"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_understood(command: str, here: Path) -> None:
+    argv = [sys.executable, "-m", "coordinator.cli", *shlex.split(command)[1:], "--dry-run"]
+    done = subprocess.run(argv, cwd=here, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rewards_score(here: Path) -> None:
+    task = {"id": "a1", "answer": 85}
+    score, judge = resolve_reward("my_rewards:score"), resolve_reward("my_rewards:judge")
+    assert asyncio.run(score(task, "it is 85")) == 1.0
+    assert asyncio.run(score(task, "?" * 101)) == -0.1
+    assert asyncio.run(judge(task, "86")) == {"reward": 0.0, "characters": 2.0}
+
+
+def group_of(name: str, url: str) -> Group:
+    """The group that an environment of the page makes on a real engine."""
+    groups: list[Group] = []
+
+    async def main() -> None:
+        async with EngineClient(url) as client:
+            await collect(
+                [Slot(0, ASKED, seed=7)],
+                client=client,
+                environment=resolve_environment(name),
+                reward=resolve_reward("my_rewards:score"),
+                sampling=Sampling(n=3, max_tokens=60, stop=("1", "2", "3")),
+                settings=RolloutSettings(),
+                on_group=groups.append,
+                stop=threading.Event(),
+            )
+
+    asyncio.run(main())
+    assert groups[0].given_up is None
+    return groups[0]
+
+
+def turns(sample: Sample) -> int:
+    """How often something was generated."""
+    mask: Any = sample.loss_mask
+    return int((mask[1:] > mask[:-1]).sum())
+
+
+def test_environment_plays_several_turns(here: Path, server: RunningServer) -> None:
+    samples = group_of("my_environment:tries", server.url).samples
+    assert len(samples) == 3
+    assert all(sample.reward == 0.0 and sample.metrics["tries"] == turns(sample) for sample in samples)
+    assert any(turns(sample) == 3 for sample in samples)
+
+
+def test_agent_is_one_conversation_a_sample(here: Path, server: RunningServer) -> None:
+    samples = group_of("my_agent:agents", server.url).samples
+    assert len(samples) == 3
+    assert all(sample.reward is not None for sample in samples)
+    assert any(turns(sample) == 3 for sample in samples)

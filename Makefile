@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
 
-.PHONY: install demo test check clean
+.PHONY: install demo test test-vllm check clean
 
 install: $(VENV)/.installed
 
@@ -18,10 +20,19 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_PYTHON) -m pytest tests/engines tests/cluster/test_vllm.py
+
+$(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PYTHON) -m pip install --quiet --no-deps --requirement requirements-vllm.txt
+	$(VLLM_PYTHON) -m pip install --quiet --no-warn-conflicts --constraint requirements-vllm.txt --editable '.[dev]'
+	touch $@
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .ruff_cache

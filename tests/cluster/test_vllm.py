@@ -1,0 +1,76 @@
+"""Whole runs whose engines are real vLLM servers, on the CPU. `make test-vllm` runs them."""
+
+import json
+
+import pytest
+
+from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.faults import children, durable_parts, lost_groups, repeated_groups, unsound_manifests
+from tests.engines.engines import ONE_THREAD, VLLM_ARGS, Reference
+
+SETTINGS = (
+    *FAST,
+    "--engine",
+    "vllm",
+    *(f"engine.args.{name}={json.dumps(value)}" for name, value in VLLM_ARGS.items()),
+    "eval.max_tasks=2",
+    "trainer.threads_per_process=1",
+)
+# vLLM renames its processes, which would overwrite the environment by which a cluster knows its own.
+ENVIRONMENT = ["env", "SPT_NOENV=1", *(f"{name}={value}" for name, value in ONE_THREAD.items())]
+PROCESSES = {"the API server": "-m vllm.entrypoints.", "the engine core": "VLLM::EngineCore"}
+"""What is in the command lines of a server's processes."""
+LONGEST_S = 600.0
+pytestmark = pytest.mark.timeout(2 * LONGEST_S)
+
+
+def engine_logs(cluster: Cluster, rank: int) -> int:
+    """How many servers a node has started."""
+    return len(list(cluster.run_dir.logs(rank).glob("engine.*.log")))
+
+
+def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Cluster) -> None:
+    cluster.start(0, "--num-nodes", "2", "--iterations", "2", *SETTINGS, prefix=ENVIRONMENT)
+    cluster.start(1, prefix=ENVIRONMENT)
+    assert cluster.wait(LONGEST_S) == [0, 0], cluster.everything_said()
+    lines = cluster.metrics()
+    assert [line["iteration"] for line in lines] == [1, 2]
+    assert all(line["loss"] is not None and line["kl_engine"] < 1e-8 for line in lines)
+    for iteration in (1, 2):
+        groups = cluster.groups(iteration)
+        assert sorted(groups) == list(range(8)) and not cluster.manifest(iteration)["given_up"]
+        assert {len(group.samples) for group in groups.values()} == {4}
+    assert {entry["rank"] for entry in cluster.manifest(2)["parts"]} == {0, 1}
+
+    trained = json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
+    assert cluster.manifest(2)["policy"] == trained != cluster.manifest(1)["policy"]
+    assert [engine_logs(cluster, rank) for rank in (0, 1)] == [1, 1], "new weights without a restart"
+    after, before = Reference(cluster.run_dir.checkpoint(1)), Reference(cluster.run_dir.base_model)
+    assert worst_logprob(cluster, 2, after) < 1e-4 < worst_logprob(cluster, 2, before)
+
+
+def worst_logprob(cluster: Cluster, iteration: int, reference: Reference) -> float:
+    """How far the engines' logprobs of an iteration's samples lie from transformers'."""
+    worst = 0.0
+    for group in cluster.groups(iteration).values():
+        for sample in group.samples:
+            wanted = reference.logprobs(sample.token_ids.tolist())
+            pairs = zip(wanted, sample.logprobs[1:].tolist(), sample.loss_mask[1:].tolist(), strict=True)
+            worst = max(worst, *(abs(a - b) for a, b, trained in pairs if trained))
+    return worst
+
+
+def test_server_of_which_a_process_is_killed_is_started_again_and_nothing_is_lost(cluster: Cluster) -> None:
+    slow = ["rollout.environment=tests.cluster.plugins:slow", "rollout.concurrency=4"]
+    cluster.start(0, "--iterations", "2", *SETTINGS, *slow, prefix=[*ENVIRONMENT, "SLOW_S=1.5"])
+    for iteration, victim in enumerate(PROCESSES, 1):
+        directory = cluster.run_dir.trajectories("train", iteration)
+        cluster.until(lambda d=directory: list(d.glob("*.safetensors")), "the first part", LONGEST_S)
+        kept = durable_parts(cluster.run_dir)
+        (process,) = children(cluster.nodes[0].pid, PROCESSES[victim])
+        process.kill()
+        cluster.until(lambda n=iteration: len(cluster.metrics()) == n, f"iteration {iteration}", LONGEST_S)
+        assert engine_logs(cluster, 0) == iteration + 1
+        assert lost_groups(cluster.run_dir, kept) == []
+    assert cluster.wait(60.0) == [0], cluster.everything_said()
+    assert repeated_groups(cluster.run_dir) == unsound_manifests(cluster.run_dir) == []

@@ -17,7 +17,7 @@ from coordinator.outputs import Policy
 from coordinator.run_dir import RunDir
 from rollout.engine import EngineError
 from rollout.engine_admin import PROBE, EngineAdmin
-from rollout.servers import Server, start_server
+from rollout.servers import Server, server_command
 from rollout.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class EngineHost:
             return
         self._port = port or free_port(LOOPBACK)
         self._starts += 1
-        self._server = start_server(settings, policy.directory.absolute(), self._port, count_gpus())
+        self._server = server_command(settings, policy.directory.absolute(), self._port, count_gpus())
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
         self._child = self._children.start("engine", self._server.argv, env=self._server.env, log=path)
         self._unnamed = policy

@@ -17,7 +17,7 @@ from coordinator.engine_host import EngineHost
 from coordinator.epochs import MASTER, EpochRecord
 from coordinator.fence import is_away
 from coordinator.history import Past
-from coordinator.inputs import base_model_dir
+from coordinator.inputs import base_model_dir, count_gpus
 from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
 from coordinator.outputs import Policy
 from coordinator.phases import By, Phase, rows_of
@@ -51,6 +51,7 @@ class Node(Standing):
         self.phase_s: dict[str, float] = {}
         self.work_s: dict[str, float] = {}
         self.children = Children()
+        self.gpus = count_gpus()
         self.engine = EngineHost(self.children, self.run_dir, self.rank)
         self.trainer = TrainerHost(self.children, self.run_dir, self.rank)
         self.lock: BaseFileLock | None = None

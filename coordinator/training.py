@@ -117,7 +117,8 @@ def train(node: Node) -> None:
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
     node.trainer.train(request, processes, node.check_training, node.progress)
-    if not settings.trainer.keep_alive:
+    # A job that is kept keeps its memory of the GPU too, and the engine needs that next.
+    if not settings.trainer.keep_alive or (node.gpus and node.engine.is_there()):
         node.trainer.leave_epoch()
 
 

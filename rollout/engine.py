@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 _EXCERPT = 500
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
-_FAILING_S = 10.0
-"""For how long an engine may answer with errors: one that dies does so before its process is gone."""
+_FAILING_S = 60.0
+"""For how long an engine may answer with errors: one that dies does so before its process is gone (vLLM's
+front end for 8 s after its engine core, longer on a busy machine)."""
 
 
 class EngineError(RuntimeError):

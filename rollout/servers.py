@@ -84,7 +84,9 @@ def check_server(settings: EngineSettings, gpus: int) -> None:
         )
 
 
-def start_server(settings: EngineSettings, model_dir: str | os.PathLike[str], port: int, gpus: int) -> Server:
+def server_command(
+    settings: EngineSettings, model_dir: str | os.PathLike[str], port: int, gpus: int
+) -> Server:
     """A server of `model_dir` on 127.0.0.1:`port`, of a node with so many GPUs."""
     if server_kind(settings, gpus) == "torch":
         argv = [sys.executable, "-m", "rollout.torch_server", "--model", os.fspath(model_dir)]
@@ -107,8 +109,13 @@ def start_server(settings: EngineSettings, model_dir: str | os.PathLike[str], po
     return Server(
         [sys.executable, "-m", *_program(os.fspath(model_dir)), *_arguments(args)],
         # The first opens the calls that load weights, sleep and wake. A key from the user's environment
-        # would lock us out.
-        {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": ""},
+        # would lock us out. On a CPU each server would bind its threads to the same first core.
+        {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_API_KEY": "",
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        },
         on_gpu=gpus > 0,
         replicas=args["data-parallel-size"],
         after_reload=() if gpus else ("repack_kept_weights",),

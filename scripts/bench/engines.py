@@ -14,7 +14,7 @@ from coordinator.children import Child, Children
 from coordinator.network import LOOPBACK, free_port
 from rollout.engine import EngineError
 from rollout.engine_admin import EngineAdmin
-from rollout.servers import start_server
+from rollout.servers import server_command
 from rollout.settings import EngineSettings
 
 START_TIMEOUT_S = 600.0
@@ -97,7 +97,7 @@ class Vllm:
 def start_vllm(children: Children, model: Path) -> Vllm:
     """A server of the model on a free port, started as a node does it; it does not answer yet."""
     port = free_port(LOOPBACK)
-    server = start_server(EngineSettings(kind="vllm", args=ARGS), model, port, gpus=0)
+    server = server_command(EngineSettings(kind="vllm", args=ARGS), model, port, gpus=0)
     child = children.start("vllm", server.argv, env=server.env)
     url = f"http://{LOOPBACK}:{port}"
     return Vllm(child, url, EngineAdmin(url, after_reload=server.after_reload))

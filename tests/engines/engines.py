@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coordinator.network import LOOPBACK, free_port
 from rollout.engine import Completion, EngineClient, Sampling
 from rollout.engine_admin import EngineAdmin
-from rollout.servers import ServerKind, start_server
+from rollout.servers import ServerKind, server_command
 from rollout.settings import EngineSettings
 from tests.models import CONTEXT
 
@@ -85,7 +85,7 @@ def serving(kind: ServerKind, model: Path, log: Path) -> Iterator[Engine]:
     """A server of `model` in float32; what it says is in the file `log`."""
     port = free_port(LOOPBACK)
     settings = EngineSettings(kind=kind, dtype="float32", args=VLLM_ARGS)
-    server = start_server(settings, model, port, 0)
+    server = server_command(settings, model, port, 0)
     env = {**os.environ, **server.env, **ONE_THREAD}
     with open(log, "wb") as file:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout import servers
-from rollout.servers import ServerSettingError, check_server, server_kind, start_server
+from rollout.servers import ServerSettingError, check_server, server_command, server_kind
 from rollout.settings import EngineSettings
 
 Installed = Callable[..., None]
@@ -34,7 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 
 def vllm(gpus: int = 0, **settings: Any) -> servers.Server:
-    return start_server(EngineSettings(kind="vllm", **settings), "/models/m", 8123, gpus)
+    return server_command(EngineSettings(kind="vllm", **settings), "/models/m", 8123, gpus)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_settings_that_no_server_can_have_are_refused(
 def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:
     settings = EngineSettings(kind="torch", tensor_parallel_size=3, args={"port": 1})
     check_server(settings, 8)
-    server = start_server(settings, "/models/m", 8123, 8)
+    server = server_command(settings, "/models/m", 8123, 8)
     assert server.argv[:3] == [sys.executable, "-m", "rollout.torch_server"]
     assert not {"--host", "--tensor-parallel-size"} & {*server.argv}
     assert (server.on_gpu, server.replicas, server.after_reload, server.env) == (False, 1, (), {})

@@ -35,7 +35,7 @@ from coordinator import (
 from coordinator import start as start_module
 from coordinator.inputs import Inputs, load_inputs
 from coordinator.settings import RunSettings
-from rollout.servers import Server, start_server
+from rollout.servers import Server, server_command
 from tests.simulation.children import Children, Machines
 from tests.simulation.engines import EngineAdmin, EngineClient
 from tests.simulation.loop import Asyncio
@@ -101,7 +101,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     host = SimpleNamespace(gethostname=lambda: machines.scheduler.process.host)
     patch.setattr(node, "Children", partial(Children, machines))
     patch.setattr(engine_host, "EngineAdmin", partial(EngineAdmin, machines.engines))
-    patch.setattr(engine_host, "start_server", _start_server_on_gpu)
+    patch.setattr(engine_host, "server_command", _start_server_on_gpu)
     patch.setattr(rollouts, "EngineClient", partial(EngineClient, machines.engines))
     patch.setattr(launch, "argv", lambda job: [job])
     for module in (engine_host, trainer_host):
@@ -122,7 +122,7 @@ def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
 
 def _start_server_on_gpu(*args: Any) -> Server:
     """So that it has to sleep while the trainer works."""
-    return replace(start_server(*args), on_gpu=True)
+    return replace(server_command(*args), on_gpu=True)
 
 
 _loaded: dict[str, Inputs] = {}

@@ -71,8 +71,7 @@ def _new_iteration(node: Node, policy: Policy) -> dict[str, Any]:
     return {
         "iteration": iteration,
         "policy": policy.digest,
-        "tasks": drawn.tasks,
-        "drawn": drawn.state,
+        **drawn,
         "groups": quota.needed,
         "replace_flat": quota.replace_flat,
         "samples_per_task": settings.rollout.samples_per_task,
@@ -129,6 +128,11 @@ def collect_train(node: Node) -> Payload:
         settings=settings,
     )
     return rollouts.collect_share(node, share)
+
+
+def sum_short(node: Node, payloads: dict[int, Payload]) -> Payload:
+    """How many of the needed groups are not made."""
+    return rollouts.sum_short(node.documents[Phase.TRAIN_PLAN], payloads)
 
 
 def name_parts(node: Node) -> Payload:
@@ -200,7 +204,7 @@ def aggregate_eval(node: Node, payloads: dict[int, Payload]) -> None:
     """Publish the evaluation's manifest, once all have generated."""
     slots = node.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
-        short = rollouts.sum_short(node, payloads)["short"]
+        short = rollouts.sum_short(node.documents[Phase.EVAL_DECISION], payloads)["short"]
         rollouts.aggregate(node, "eval", Quota(slots, slots), short, {})
 
 

@@ -152,6 +152,22 @@ class EngineHost:
                 log.error("%s: it is ended, and started again when it is needed", error)
                 self._child.stop(STOP_S)
 
+    def check_serves(self) -> None:
+        """EngineError if a server that the user runs has got other weights since `ensure`: another run may
+        use it too, or it was started anew. One that cannot be asked just now has not said so.
+        """
+        if self._child is not None or self._admin is None or self._served is None:
+            return
+        try:
+            serves = self._admin.policy()
+        except EngineError:
+            return
+        if serves != self._served.digest:
+            raise EngineError(
+                f"the engine at {self.url} serves {serves} now, not {self._served.digest} as at the start of "
+                "this rollout; what it has made since is left out. Does another run use it?"
+            )
+
     def restart_patience_s(self, settings: EngineSettings) -> float:
         """For how long a request that breaks is tried again: a server of ours may be starting anew."""
         return settings.start_timeout_s if self._child is not None else USERS_PATIENCE_S

@@ -4,7 +4,7 @@ from typing import Any
 
 from coordinator import outputs
 from coordinator.run_dir import RunDir
-from rollout.sampling import Drawn, draw
+from rollout.sampling import draw
 from rollout.settings import RolloutSettings
 from rollout.tasks import TaskSet
 
@@ -17,28 +17,35 @@ Past = dict[int, dict[int, float]]
 
 def draw_tasks(
     run_dir: RunDir, iteration: int, settings: RolloutSettings, tasks: TaskSet, count: int, past: Past
-) -> Drawn:
-    """The tasks of the slots of a new `iteration`; a function of what lies in the run directory."""
+) -> dict[str, Any]:
+    """Of a new `iteration`, a function of what lies in the run directory: `tasks` of its slots; `drawn`, how
+    many every stream of tasks has given; `waiting`, tasks that were drawn and for which there is no slot yet.
+    """
     before = outputs.read_json(run_dir.iteration_json(iteration - 1)) or {}
     first = before.get("next_task", (iteration - 1) * settings.tasks_per_iteration)  # as format 1 began
-    return draw(
+    deferred = _deferred(run_dir, iteration - 1, before)
+    drawn = draw(
         tasks,
         settings,
         count,
         state=before.get("drawn", {"": first}),
-        deferred=_deferred(run_dir, iteration - 1, before),
+        deferred=deferred,
         success=_success(run_dir, iteration, past) if settings.task_sampling == "curriculum" else {},
         iteration=iteration,
     )
+    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": deferred[count:]}
 
 
 def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[int]:
-    """Tasks of slots that were not used: spare ones, and those for which time was too short."""
+    """Tasks of slots that were not used (spare ones, and those for which time was too short), and those that
+    have waited since.
+    """
+    waiting: list[int] = opened.get("waiting", [])
     manifest = outputs.read_manifest(run_dir, "train", iteration)
     if manifest is None:
-        return []
+        return waiting
     used = {slot for part in manifest["parts"] for slot in part["slots"]}
-    return [task for slot, task in enumerate(opened.get("tasks", [])) if slot not in used]
+    return [task for slot, task in enumerate(opened.get("tasks", [])) if slot not in used] + waiting
 
 
 def _success(run_dir: RunDir, before: int, past: Past) -> dict[int, float]:

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from coordinator import actions, metrics, outputs, rollouts, training
+from coordinator import actions, metrics, outputs, training
 from coordinator.node import Node
 from coordinator.phases import By, Phase
 
@@ -19,7 +19,7 @@ def run_iteration(node: Node, iteration: int) -> None:
     # fmt: off
     step(Phase.ITERATION_START,   actions.open_iteration,      by=By.MASTER)
     step(Phase.TRAIN_PLAN,        actions.plan_train,          by=By.MASTER)
-    step(Phase.TRAIN_ROLLOUT,     actions.collect_train,       then=rollouts.sum_short)
+    step(Phase.TRAIN_ROLLOUT,     actions.collect_train,       then=actions.sum_short)
     step(Phase.TRAIN_FILES_READY, actions.name_parts,          then=actions.merge_names)
     step(Phase.TRAIN_AGGREGATE,   actions.write_manifest,      by=By.MASTER)
     step(Phase.EVAL_DECISION,     actions.decide_eval,         by=By.MASTER)

@@ -1,7 +1,9 @@
 """A node from its start to its exit code."""
 
+import contextlib
 import logging
 import re
+import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +45,7 @@ EXPECTED = (
 
 def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_iterations) -> int:
     """Run a node to its end; the exit code. Its children end with it, and the others are told why."""
+    _allow_many_files()
     node = Node(start)
     prefix.follow(node)
     try:
@@ -54,7 +57,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         return Exit.DONE
     except Ended as end:
         return _end(node, end)
-    except Exception as error:  # whatever it is, the others must not wait for us
+    except BaseException as error:  # whatever it is, the others must not wait for us
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
         return _end(node, Ended(Exit.FAILED, f"{node.failure(error)}. {node.repair()}", "failed"))
@@ -171,6 +174,13 @@ def _finish(node: Node) -> None:
     elif not claim(node.run_dir, new_record(node, current.epoch + 1, "finished", current.members)):
         raise node.superseded()
     log.info("the run is finished: %s", node.run_dir.root)
+
+
+def _allow_many_files() -> None:
+    """Hundreds of samples at once have several connections each; many systems allow 1024 unless asked."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS takes no infinity
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _end(node: Node, end: Ended) -> int:

@@ -48,6 +48,7 @@ def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, A
         "eval_pass_at": evaluation.get("pass_at"),
         "samples": train.get("samples"),
         "given_up": len(train["given_up"]) if train else None,
+        "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
         "tokens_per_s": round(train["tokens"] / rollout_s, 1) if train and rollout_s else None,
         **{name: trained.get(name) for name in ("loss", "grad_norm", "lr", "kl_engine", "entropy")},

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ class PartWriter:
         epoch: int,
         policy: str,
         interval_s: float,
+        verify: Callable[[], None] = lambda: None,
     ) -> None:
+        """`verify` raises if what waits must not be written as made by `policy`."""
         self.done = 0
+        self._verify = verify
         self._directory = run_dir.trajectories(kind, iteration)
         self._place = {"kind": kind, "iteration": iteration, "rank": rank, "epoch": epoch, "policy": policy}
         self._name = PartName(epoch, rank, 0)
@@ -51,6 +54,7 @@ class PartWriter:
         self._written_s = time.monotonic()
         if not self._waiting:
             return
+        self._verify()
         groups = list(self._waiting)
         self._name = self._name._replace(part=self._name.part + 1)
         path = self._directory / self._name.name
@@ -178,6 +182,7 @@ def manifest(
         "policy": policy,
         "parts": entries,
         "given_up": sorted(given_up, key=lambda entry: entry["slot"]),
+        "short": missing,
         "failed_samples": sum(len(group.failed) for group in groups),
         "rewards": {str(group.slot): mean for group in groups if (mean := _mean_reward(group)) is not None},
         **_figures([sample for group in groups for sample in group.samples]),

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 def plan(node: Node, kind: Kind, quota: Quota) -> Payload:
     """Split what no part holds yet by weight. By rank (as JSON writes it): `shares`, its slots in the order
-    in which it takes them, spare ones last; `needed`, how many groups of them it is to make.
+    in which it takes them, spare ones last; `needed`, how many groups of them it is to make. `short`: how
+    many are needed beyond the slots that are left.
     """
     directory = node.run_dir.trajectories(kind, node.iteration)
     finished = parts.finished_groups(directory, node.header["policy"]) if quota.slots else {}
@@ -38,6 +39,7 @@ def plan(node: Node, kind: Kind, quota: Quota) -> Payload:
     return {
         "shares": {str(rank): share + spare[rank] for rank, share in shares.items()},
         "needed": {str(rank): len(share) for rank, share in shares.items()},
+        "short": max(0, missing - len(left)),
     }
 
 
@@ -73,7 +75,8 @@ def collect_share(node: Node, share: Share) -> Payload:
         )
     node.engine.ensure(policy, node.settings.engine, node.check)
     place = (share.kind, node.iteration, node.rank, node.record.epoch, policy.digest)
-    writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s)
+    verify = node.engine.check_serves
+    writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
     try:
         return {"short": asyncio.run(_collect(node, share, writer))}
     except Stopped:
@@ -139,9 +142,9 @@ async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
         await asyncio.gather(collecting, *minding, return_exceptions=True)
 
 
-def sum_short(_node: Node, payloads: dict[int, Payload]) -> Payload:
-    """How many of the needed groups all nodes together could not make."""
-    short = sum(said["short"] for said in payloads.values())
+def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
+    """How many of the needed groups are not made: for want of slots, and by all nodes together."""
+    short = plan["short"] + sum(said["short"] for said in payloads.values())
     if short:
         log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
     return {"short": short}

@@ -43,6 +43,9 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
     run_dir = RunDir(root)
     check_log_path(root)
     inputs = load_inputs(settings, given)
+    if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
+        samples = settings.eval.samples_per_task
+        log.warning("eval.temperature=0: all %d samples of a task are the same, so pass@k is pass@1", samples)
     if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
         log.warning(
             "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p

@@ -18,6 +18,8 @@ from rollout.trajectory import Group, Sample
 log = logging.getLogger(__name__)
 
 _STOP_POLL_S = 0.1  # a threading.Event cannot wake an event loop
+_CANCEL_S = 5.0
+"""How long an environment may take to end."""
 
 ALL_FAILED_MIN = 4
 """So many groups given up, and no other, are not bad luck: the reward or the environment does not work."""
@@ -95,10 +97,23 @@ async def collect(
             for task in done:
                 task.result()
     finally:
-        for task in workers:
-            task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await _end(workers)
     return collection.conclude()
+
+
+async def _end(workers: set[asyncio.Task[None]]) -> None:
+    """Cancel what is in flight, and wait for it."""
+    for task in workers:
+        task.cancel()
+    while workers and (left := (await asyncio.wait(workers, timeout=_CANCEL_S))[1]):
+        log.error(
+            "%d groups go on although they are cancelled: the environment must let asyncio.CancelledError "
+            "pass; waiting for them (kill -9 ends the node)",
+            len(left),
+        )
+    for task in workers:
+        if not task.cancelled():
+            task.exception()  # else the loop reports it as never retrieved; the first has been raised
 
 
 class _Collection:
@@ -190,7 +205,7 @@ class _GroupMaker:
     settings: RolloutSettings
 
     def __post_init__(self) -> None:
-        self._explained: set[type[Exception]] = set()
+        self._explained: set[type[BaseException]] = set()
 
     async def make(self, slot: Slot) -> Group:
         """The slot's group, or its tombstone; EngineError if the engine fails."""
@@ -198,7 +213,11 @@ class _GroupMaker:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 return await self._generate(slot)
-        except Exception as error:  # environment and reward may be the user's: they may raise anything
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            # Environment and reward may be the user's: they may raise anything, also what they cancelled
+            # themselves.
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             reason = _first_cause(error)
             if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
                 raise reason from None
@@ -221,14 +240,14 @@ class _GroupMaker:
         failures = [error for error in scored if error is not None]
         whole = [sample for sample in samples if sample.reward is not None]
         for error in failures:
-            if not isinstance(error, RewardError) or not whole or self.settings.on_reward_error == "run":
+            if not isinstance(error, RewardError) or self.settings.on_reward_error == "run":
                 raise error
             self._log(f"slot {slot.number} loses a sample", error)
-        return Group(
-            slot.number, slot.task["id"], slot.prompt, whole, failed=[str(error) for error in failures]
-        )
+        failed = [str(error) for error in failures]
+        given_up = None if whole else f"no sample has a reward: {failed[0]}"
+        return Group(slot.number, slot.task["id"], slot.prompt, whole, given_up, failed)
 
-    def _log(self, what: str, reason: Exception) -> None:
+    def _log(self, what: str, reason: BaseException) -> None:
         """The first of a kind as an error with its traceback, further ones as warnings."""
         first = type(reason) not in self._explained
         self._explained.add(type(reason))
@@ -241,7 +260,13 @@ class _GroupMaker:
         )
 
 
-def _first_cause(error: Exception) -> Exception:
+def _is_cancelled() -> bool:
+    """Whether the present task was asked to end, by whom ever."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _first_cause(error: BaseException) -> BaseException:
     """Out of the groups that asyncio.TaskGroup makes of exceptions; an engine's failure goes before the
     others.
     """

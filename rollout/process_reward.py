@@ -52,4 +52,4 @@ def missing(library: str, extra: str) -> str | None:
     """How to install `library`, if it is not there. Does not import it."""
     if importlib.util.find_spec(library) is not None:
         return None
-    return f"{library} is not installed; pip install 'flagpost[{extra}]'"
+    return f"{library} is not installed; it is the extra {extra!r}: pip install -e '.[{extra}]'"

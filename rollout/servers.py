@@ -74,8 +74,8 @@ def check_server(settings: EngineSettings, gpus: int) -> None:
             raise ServerSettingError(f"engine.args.{key}={value}: must be a number, 1 or more")
     if not _is_importable():
         raise ServerSettingError(
-            f"--engine vllm: vLLM is not installed for {sys.executable}; install flagpost[vllm], or give "
-            "--engine torch"
+            f"--engine vllm: vLLM is not installed for {sys.executable}; install the extra 'vllm' "
+            "(pip install -e '.[vllm]'), or give --engine torch"
         )
     if gpus % settings.tensor_parallel_size:
         raise ServerSettingError(

@@ -1,8 +1,9 @@
 """Settings of generation. Importing this never imports torch, vLLM or transformers."""
 
+import urllib.parse
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 GENERATED = ("builtin:", "reasoning_gym:")
 """How sources of tasks begin that are no file, and have tasks for training and for evaluation."""
@@ -89,7 +90,7 @@ class EngineSettings(Settings):
     kind: Literal["auto", "vllm", "torch"] = "auto"
     """auto takes vLLM where it is installed and finds a GPU, else the embedded engine."""
     url: str | None = None
-    """Base URL of a server that the user runs; it is never started or stopped by us."""
+    """Base URL of a server that the user runs, without /v1; it is never started or stopped by us."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Of the embedded engine. float64: a sample does not depend on what else is in its batch."""
     max_batch: Annotated[int, Field(ge=1)] = 256
@@ -112,3 +113,20 @@ class EngineSettings(Settings):
     """How often a server that dies is started again within one rollout of a node."""
     args: dict[str, Any] = {}
     """Further arguments of `vllm serve`."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        """Refuse what no server can be asked at."""
+        if url is None:
+            return None
+        try:
+            parts = urllib.parse.urlsplit(url)
+            fits = parts.scheme == "http" and parts.hostname and (parts.port or 80)
+        except ValueError:  # of the port
+            fits = False
+        if not fits or parts.path.rstrip("/").endswith("/v1"):
+            raise ValueError(
+                f"--engine-url {url}: must look like http://127.0.0.1:8000 (http, a port, no /v1 at its end)"
+            )
+        return url

@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from engines import ARGS, START_TIMEOUT_S, Elsewhere, make_model, need_vllm, parameters_m, start_vllm
+from engines import ARGS, ENV, START_TIMEOUT_S, Elsewhere, make_model, need_vllm, parameters_m, start_vllm
 
 from coordinator.children import Children
 from coordinator.network import LOOPBACK
@@ -111,7 +111,7 @@ class Offline:
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
             argv = [sys.executable, __file__, "--model", str(model), "--offline", str(port)]
-            env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+            env = {**ENV, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
             self._child = children.start("offline", argv, env=env)
             listener.settimeout(1.0)
             while True:

@@ -27,8 +27,12 @@ ARGS: dict[str, Any] = {
     "max_num_batched_tokens": 2048,
     # On a CPU vLLM 0.32 dies ("CPU Generator does not use offset") when it splits a prompt with a seed.
     "enable_chunked_prefill": False,
+    "distributed_executor_backend": "uni",
 }
 """Of vLLM, with a server and without."""
+ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The model runs in the process that schedules: elsewhere, the two would each spin on a core for the other's
+answer, and a machine of 2 cores would have none left for the server and its client."""
 WORDS = 8192
 """Vocabulary of the small model."""
 
@@ -98,7 +102,7 @@ def start_vllm(children: Children, model: Path) -> Vllm:
     """A server of the model on a free port, started as a node does it; it does not answer yet."""
     port = free_port(LOOPBACK)
     server = server_command(EngineSettings(kind="vllm", args=ARGS), model, port, gpus=0)
-    child = children.start("vllm", server.argv, env=server.env)
+    child = children.start("vllm", server.argv, env={**server.env, **ENV})
     url = f"http://{LOOPBACK}:{port}"
     return Vllm(child, url, EngineAdmin(url, after_reload=server.after_reload))
 

@@ -59,3 +59,8 @@ def picky(_task: dict[str, Any], completion: str) -> float:
     if sum(map(ord, completion)) % 3 == 0:
         raise ValueError("not that one")
     return 1.0
+
+
+def constant(_task: dict[str, Any], _completion: str) -> float:
+    """A reward that no group varies in."""
+    return 0.5

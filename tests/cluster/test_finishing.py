@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from rollout.engine_admin import EngineAdmin
 from rollout.tasks import load_tasks
 from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.conftest import serving
 from tests.cluster.plugins import first_number
 
 TASKS = load_tasks("builtin:arithmetic", seed=0, split="train").tasks
@@ -73,10 +75,47 @@ def test_sample_whose_reward_raises_costs_no_other(cluster: Cluster, engine_url:
     roll_out(cluster, engine_url, "rollout.reward=tests.cluster.plugins:picky")
     failed = cluster.manifest(1)["failed_samples"]
     whole = sum(len(group.samples) for group in cluster.groups(1).values())
-    lost = 4 * len(cluster.manifest(1)["given_up"])
-    assert failed > 0 and whole + failed + lost == 8 * 4
+    assert failed > 0 and whole + failed == 8 * 4
     assert cluster.metrics()[0]["failed_samples"] == failed
     assert "ValueError: not that one" in cluster.everything_said()
+
+
+def test_run_that_has_used_up_its_spare_tasks_resumes_and_says_what_is_short(
+    cluster: Cluster, engine_url: str
+) -> None:
+    phase = ("--rl-phase", "rollout", "--iterations", "1", "--eval-interval", "0")
+    reward = ("rollout.reward=tests.cluster.plugins:constant", "--environment", "tests.cluster.plugins:slow")
+    spare = ("rollout.dynamic_sampling=true", "rollout.dynamic_limit=2", "rollout.concurrency=4")
+    arguments = (*FAST, *phase, *reward, *spare, "--engine-url", engine_url)
+    cluster.start(0, *arguments)
+    parts = cluster.run_dir.trajectories("train", 1)
+
+    def durable() -> int:
+        return sum(len(path.read_text().splitlines()) for path in parts.glob("*.jsonl"))
+
+    cluster.until(lambda: durable() > 10, "more groups are durable than can be replaced")
+    cluster.kill(0)
+    cluster.nodes[0].wait()
+    cluster.start(0, *arguments)
+    assert cluster.wait() == [0], cluster.everything_said()
+    manifest = cluster.manifest(1)
+    assert (manifest["slots"], manifest["groups"], manifest["short"]) == (8, 16, 8)
+    assert cluster.metrics()[0]["short"] == 8
+
+
+def test_server_that_another_run_has_given_other_weights_ends_the_rollout(
+    cluster: Cluster, random_model: Path, tmp_path: Path
+) -> None:
+    with serving(random_model, tmp_path / "engine.log") as url:
+        phase = ("--rl-phase", "rollout", "--iterations", "1", "--eval-interval", "0")
+        slow = ("--environment", "tests.cluster.plugins:slow", "rollout.concurrency=4")
+        cluster.start(0, *FAST, *phase, *slow, "rollout.tasks_per_iteration=40", "--engine-url", url)
+        parts = cluster.run_dir.trajectories("train", 1)
+        cluster.until(lambda: list(parts.glob("*.safetensors")), "a part")
+        EngineAdmin(url).reload(random_model, "another run's")
+        assert cluster.wait() == [1]
+        assert "serves another run's now" in cluster.output(0)
+        assert not cluster.run_dir.manifest("train", 1).exists()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_every_slot_is_needed_where_there_are_no_spare_ones(node: Any) -> None:
     assert rollouts.plan(node, "train", Quota(8, 8)) == {
         "shares": {"0": [0, 3, 4], "1": [5, 6], "2": [7]},
         "needed": {"0": 3, "1": 2, "2": 1},
+        "short": 0,
     }
 
 
@@ -43,6 +44,7 @@ def test_spare_slots_come_after_the_needed_ones_of_each_node(node: Any) -> None:
     assert rollouts.plan(node, "train", Quota(4, 8)) == {
         "shares": {"0": [0, 1, 4, 5], "1": [2, 6], "2": [3, 7]},
         "needed": {"0": 2, "1": 1, "2": 1},
+        "short": 0,
     }
 
 
@@ -51,6 +53,14 @@ def test_after_a_restart_what_does_not_count_is_replaced_by_spare_slots(node: An
     plan = rollouts.plan(node, "train", Quota(4, 8, replace_flat=True))
     assert sum(plan["needed"].values()) == 2
     assert sorted(slot for share in plan["shares"].values() for slot in share) == [2, 5, 6, 7]
+
+
+def test_what_no_slot_is_left_for_is_short(node: Any) -> None:
+    finish(node, *(group(slot, rewards=(1.0, 1.0)) for slot in range(6)))
+    plan = rollouts.plan(node, "train", Quota(4, 8, replace_flat=True))
+    assert (sum(plan["needed"].values()), plan["short"]) == (2, 2)
+    said = {rank: {"short": 0} for rank in range(3)}
+    assert rollouts.sum_short(plan, {**said, 1: {"short": 1}}) == {"short": 3}
 
 
 def test_nothing_is_planned_once_enough_is_finished(node: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rollout_helpers import RunningServer, serving
 
+from rollout import collect as collect_module
 from rollout.collect import Slot, Stopped, collect
 from rollout.engine import Completion, EngineClient, EngineError, RequestRefused, Sampling
 from rollout.environment import single_turn
@@ -144,7 +145,8 @@ def test_group_whose_reward_raises_becomes_a_tombstone_and_the_first_traceback_i
     given_up = {group.slot: group.given_up for group in groups if group.given_up}
     assert set(given_up) == {1, 2}
     assert "reward 'my:judge', task 't1': KeyError: 'answer'" in given_up[1]
-    assert [bool(r.exc_info) for r in caplog.records if "is given up" in r.getMessage()] == [True, False]
+    shown = [bool(record.exc_info) for record in caplog.records if "loses a sample" in record.getMessage()]
+    assert shown == [True, *[False] * 7]
     assert any(r.levelno == logging.WARNING and "2 of 4 groups" in r.getMessage() for r in caplog.records)
 
 
@@ -174,7 +176,8 @@ def test_sample_whose_reward_raises_is_left_out_of_its_group_and_counted(
     assert by_slot[0].failed == []
     errors = [record for record in caplog.records if record.exc_info]
     assert len(errors) == 1 and "KeyError" in str(errors[0].exc_info)
-    assert "1 of 3 groups were given up, 1 samples were lost to their reward" in caplog.text
+    assert len(by_slot[2].failed) == 4
+    assert "1 of 3 groups were given up, 5 samples were lost to their reward" in caplog.text
 
 
 def test_reward_that_raises_ends_the_collection_where_the_setting_says_so() -> None:
@@ -306,6 +309,37 @@ def test_request_that_the_engine_refuses_costs_its_group_only() -> None:
         1: "RequestRefused: too long",
         2: None,
     }
+
+
+@pytest.mark.parametrize("failure", [asyncio.CancelledError, SystemExit])
+def test_environment_that_cancels_itself_or_exits_costs_its_group_only(
+    failure: type[BaseException],
+) -> None:
+    async def leaks(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        if task["id"] == "t1":
+            raise failure
+        return await single_turn(task, policy, sampling)
+
+    groups, error = run(FakeClient(), slots(3), environment=leaks)
+    assert error is None
+    assert {group.slot for group in groups if group.given_up} == {1}
+
+
+def test_environment_that_swallows_its_cancellation_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(collect_module, "_CANCEL_S", 0.05)
+
+    async def stubborn(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        for _ in range(2):
+            try:
+                await asyncio.sleep(0.5 if task["id"] == "t0" else 0)
+            except asyncio.CancelledError:
+                continue
+        return await single_turn(task, policy, sampling)
+
+    run(FakeClient(), slots(2), {"over_sample": 2.0}, environment=stubborn, needed=1)
+    assert "1 groups go on although they are cancelled" in caplog.text
 
 
 def test_engine_failure_ends_the_collection_and_keeps_what_was_finished() -> None:

@@ -168,7 +168,7 @@ def test_reward_of_a_library_that_is_not_there_is_an_error_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, name: str, extra: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RewardSettingError, match=rf"is not installed; pip install 'flagpost\[{extra}\]'"):
+    with pytest.raises(RewardSettingError, match=rf"not installed; .* pip install -e '\.\[{extra}\]'"):
         resolve_reward(name)
 
 

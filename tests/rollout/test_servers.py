@@ -59,7 +59,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_finds_a_gpu(
 def test_vllm_that_is_not_installed_is_refused(installed: Installed) -> None:
     installed(None)
     with pytest.raises(
-        ServerSettingError, match=r"--engine vllm: vLLM is not installed for .*flagpost\[vllm\]"
+        ServerSettingError, match=r"--engine vllm: vLLM is not installed for .*pip install -e '\.\[vllm\]'"
     ):
         check_server(EngineSettings(kind="vllm"), 0)
     check_server(EngineSettings(), 8)

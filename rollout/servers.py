@@ -17,6 +17,8 @@ LOOPBACK = "127.0.0.1"
 ON_CPU: dict[str, Any] = {
     "kv-cache-memory-bytes": 2 * 2**30,
     "worker-extension-cls": "rollout.vllm_worker.CpuWorkerExtension",
+    # With it 0.32 dies ("CPU Generator does not use offset") when it splits a prompt that has a seed.
+    "enable-chunked-prefill": False,
 }
 """What vLLM needs where there is no GPU. Its own cache of keys and values would take nine tenths of the
 machine's memory, and leave nothing to the trainer or a second node; VLLM_CPU_KVCACHE_SPACE overrides ours."""
@@ -106,6 +108,11 @@ def server_command(
         **(_on_gpus(settings) if gpus else ON_CPU),
         **{_dashed(key): value for key, value in settings.args.items()},
     }
+    one_process = {}
+    if not gpus and args["data-parallel-size"] == settings.tensor_parallel_size == 1:
+        # Else the processes that schedule and compute would each spin on a core for the other's answer.
+        args = {"distributed-executor-backend": "uni", **args}
+        one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return Server(
         [sys.executable, "-m", *_program(os.fspath(model_dir)), *_arguments(args)],
         # The first opens the calls that load weights, sleep and wake. A key from the user's environment
@@ -115,6 +122,7 @@ def server_command(
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_API_KEY": "",
             "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            **one_process,
         },
         on_gpu=gpus > 0,
         replicas=args["data-parallel-size"],

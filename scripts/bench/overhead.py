@@ -4,9 +4,11 @@
 
 Prints one JSON line; needs no vLLM. Each row is a process of its own, tied to one core, with the engine on
 another one (where the system lets a process choose): groups of `n` samples of `tokens` tokens, 256 samples in
-flight, single-turn, a reward that costs nothing. `server_samples_per_s` is what the same core draws from the
-engine without looking at the answers. `memory_mb`: resident memory after so many samples; groups are dropped
-as they finish, or written as parts to a temporary directory (`parts`).
+flight, single-turn, a reward that costs nothing. `samples_per_cpu_s`, per second that the collector had its
+core, is the figure to read where other programs run (`cores_busy_elsewhere`). `server_samples_per_s` is what
+the same core draws from the engine without looking at the answers. `memory_mb`: resident memory after so many
+samples; groups are dropped as they finish, or written as parts to a temporary directory (`parts`): then what
+waits for the next part is in it, so that the plateau grows with the rate.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from engines import Elsewhere
 
 from coordinator.parts import PartWriter
 from coordinator.run_dir import RunDir
@@ -139,10 +142,11 @@ def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
             if done in look_at:
                 memory_mb[done * n] = round(psutil.Process().memory_info().rss / 1e6, 1)
 
-        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        watch, started_s, started_cpu_s = Elsewhere(), time.perf_counter(), time.process_time()
         asyncio.run(collect_all(port, samples, n, tokens, on_group))
         writer.flush()
         seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+        elsewhere = watch.cores()
         if done != requests:
             raise SystemExit(f"{done} groups were handed over, {requests} were asked for")
     return {
@@ -154,6 +158,7 @@ def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
         "samples_per_cpu_s": round(samples / cpu_s),
         "server_samples_per_s": round(max(requests // 10, connections) * n / ceiling_s),
         "memory_mb": memory_mb,
+        "cores_busy_elsewhere": elsewhere,
     }
 
 
@@ -177,13 +182,12 @@ def main() -> None:
     if options.row is not None:
         print(json.dumps(measure(options.samples, *ROWS[options.row])))
         return
-    load = os.getloadavg()[0]
     rows = []
     for row in range(len(ROWS)):
         argv = [sys.executable, __file__, "--samples", str(options.samples), "--row", str(row)]
         made = subprocess.run(argv, stdout=subprocess.PIPE, check=True, timeout=FIRST_ROW_TIMEOUT_S)
         rows.append(json.loads(made.stdout))
-    print(json.dumps({"cores": os.cpu_count(), "load_before": round(load, 2), "rows": rows}))
+    print(json.dumps({"cores": os.cpu_count(), "rows": rows}))
 
 
 if __name__ == "__main__":

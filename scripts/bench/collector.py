@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from engines import ARGS, ENV, START_TIMEOUT_S, Elsewhere, make_model, need_vllm, parameters_m, start_vllm
+from vllm_server import ARGS, ENV, START_TIMEOUT_S, Elsewhere, make_model, need_vllm, parameters_m, start_vllm
 
 from coordinator.children import Children
 from coordinator.network import LOOPBACK

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from engines import Elsewhere
+from vllm_server import Elsewhere
 
 from coordinator.parts import PartWriter
 from coordinator.run_dir import RunDir

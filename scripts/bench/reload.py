@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines import Elsewhere, Vllm, make_model, need_vllm, parameters_m, start_vllm
+from vllm_server import Elsewhere, Vllm, make_model, need_vllm, parameters_m, start_vllm
 
 from coordinator.children import Children
 from rollout.engine import EngineClient, Sampling

@@ -114,6 +114,8 @@ def train(node: Node) -> None:
         seed=group_seed(settings.rollout.seed, "train", iteration, 1),
         settings=RunSettings.published(node.record.settings).trainer,  # the same on every node
         temperature=settings.rollout.temperature,
+        max_tokens=settings.rollout.max_tokens,
+        reference_dir=str(node.policy(0).directory.absolute()) if settings.trainer.kl != "off" else None,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
     node.trainer.train(request, processes, node.check_training, node.progress)

@@ -50,6 +50,10 @@ class TrainRequest(_Document):
     settings: TrainerSettings
     temperature: Annotated[float, Field(gt=0)]
     """The sampling temperature of the batch; logits are divided by it."""
+    max_tokens: Annotated[int, Field(ge=1)]
+    """Longest completion that was sampled."""
+    reference_dir: str | None = None
+    """Hugging Face directory of the model that the policy is held close to, with `settings.kl`."""
 
 
 class FileInfo(TypedDict):

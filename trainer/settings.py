@@ -1,17 +1,66 @@
 """Settings of training. Importing this never imports torch."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollout.settings import Settings
+from trainer.algorithms import PRESETS
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters in place of all weights (arXiv 2106.09685)."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapters; 0: all weights are trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    targets: str = "all-linear"
+    """Modules that get an adapter: all-linear, or names separated by commas, e.g. q_proj,v_proj."""
 
 
 class TrainerSettings(Settings):
-    """One training phase: the batch, the loss, the optimizer, the processes."""
+    """One training phase: the batch, the loss, the optimizer, the model's layout, the processes."""
 
-    algorithm: Literal["default"] = "default"
-    """A preset of the loss; `default`: A = r - mean, clipped, token mean, KL off, truncated correction."""
+    algorithm: str = "default"
+    """A preset of trainer.algorithms: what it says of the settings down to `replay_power` holds unless they
+    are given themselves."""
+    advantage: Literal["centred", "standardised", "leave_one_out", "whitened", "one"] = "centred"
+    """What a sample's reward becomes: r - mean of its group; the same over the group's standard deviation;
+    r - mean of the others; r - mean of its group, whitened over the batch; 1 for every sample."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Of pi_theta / pi_old: each token's own, or one for a sequence, the geometric mean of its tokens'."""
+    clip: Literal["ppo", "dual", "cispo", "none"] = "ppo"
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476)."""
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens of an optimizer step; mean over sequences of the mean over their tokens; the sum
+    over sequences and tokens, divided by sequences x rollout.max_tokens."""
+    engine_correction: Literal["off", "truncated", "masked"] = "truncated"
+    """Weight of a token for the engine's own numerics, w = pi_old / mu_engine: none; min(w, cap); w, but 0
+    above the cap or below its inverse."""
+    engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
+    kl: Literal["off", "k1", "k2", "k3"] = "off"
+    """Estimate of KL(policy || base model) that is added to the loss (joschu.net/blog/kl-approx)."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
+    keep_flat_groups: bool = False
+    """Keep groups whose samples all have the same advantage 0: they teach nothing but count in the mean."""
+    overlong: Literal["keep", "penalise", "drop"] = "keep"
+    """Samples that come close to rollout.max_tokens: as they are; their reward falls by up to 1 over the last
+    `overlong_buffer` tokens (DAPO); or those that were cut are not trained on."""
+    overlong_buffer: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Fraction of rollout.max_tokens."""
+    reward_threshold: float | None = None
+    """Train only on samples with this reward or more; null: on all."""
+    replay_window: Annotated[int, Field(ge=1)] = 1
+    """Iterations whose groups a batch is drawn from, this one included; 1: on-policy."""
+    replay_power: Annotated[float, Field(ge=0)] = 1.0
+    """Groups of the window's p-th iteration, 0 the oldest, are drawn with the weight (p + 1)^replay_power."""
+
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     """Peak of AdamW's learning rate; constant after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10
@@ -23,13 +72,27 @@ class TrainerSettings(Settings):
     """Not applied to norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient norm after the reduction."""
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476)."""
-    engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Truncated importance sampling of pi_old / mu_engine: the weight's upper bound."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 8192
     """Sequences are packed into microbatches of at most this many tokens (a longer sequence is one alone)."""
+
+    layout: Literal["auto", "replicated", "sharded"] = "auto"
+    """Every rank holds the whole model and its optimizer's state, or a shard of them (FSDP2); auto: sharded
+    from `shard_from_parameters` on, where there are several ranks."""
+    shard_from_parameters: Annotated[float, Field(ge=0)] = 2e8
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs of a node that share each layer."""
+    activation_checkpointing: bool = True
+    """Layers are computed again in the backward pass instead of kept, where the model is sharded."""
+    cpu_offload: bool = False
+    """A sharded model and its optimizer's state lie in host memory, and come to the GPU layer by layer."""
+    lora: LoraSettings = LoraSettings()
+    save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the weights that are served; auto: bfloat16 from a GPU, float32 from a CPU. The optimizer's own are
+    float32."""
+    save_interval: Annotated[int, Field(ge=1)] = 1
+    """The optimizer's state is saved with every checkpoint (1), or with every so-many-th, in the background:
+    then a restart repeats up to so many iterations' steps, from their batches."""
+
     processes_per_node: Annotated[int, Field(ge=0)] = 0
     """Training processes of a node; 0: one per GPU, one on a machine without."""
     threads_per_process: Annotated[int, Field(ge=0)] = 0
@@ -45,3 +108,13 @@ class TrainerSettings(Settings):
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
     """Training has failed if its progress stands still for so long, and a node that is in any other row but a
     rollout for so long is lost (the longest one reads a checkpoint to verify it); null: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        name = given.get("algorithm", "default")
+        if name not in PRESETS:
+            raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}")
+        return {**PRESETS[name](), **given}

@@ -97,6 +97,7 @@ def make_request(tmp_path: Path, base_dir: Path, settings: TrainerSettings) -> C
             seed=0,
             settings=settings,
             temperature=1.0,
+            max_tokens=32,
         )
 
     return make

@@ -13,13 +13,15 @@ COMMANDS = (
     "run local --num-nodes N [options]: all nodes on this machine. "
     "run status --log-path DIR [--json] [--watch]: who is where. "
     "run doctor --log-path DIR [--peers N]: is this directory, this node, this network fit? "
-    "run cleanup --iteration N --log-path DIR: remove what an interrupted iteration left."
+    "run cleanup --iteration N --log-path DIR: remove what an interrupted iteration left. "
+    "run export --iteration N -o DIR: a checkpoint for the Hugging Face Hub."
 )
 
 node_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 status_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 doctor_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 cleanup_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 LogPath = Annotated[
     Path,
@@ -191,16 +193,36 @@ def cleanup(
     """Remove what an interrupted iteration left; never a published checkpoint."""
     from coordinator.cleanup import cleanup as clean
     from coordinator.outcome import Ended
-    from coordinator.settings import SettingsError
 
-    if not (iteration.isdecimal() and int(iteration)):
-        raise SettingsError(f"--iteration {iteration}: give the number of an iteration, e.g. --iteration 5")
+    number = _iteration(iteration)
     try:
-        clean(log_path.absolute(), int(iteration), dry_run, keep_partial)
+        clean(log_path.absolute(), number, dry_run, keep_partial)
     except Ended as end:
         print(f"run: {end.text}", file=sys.stderr)
         return end.code
     return 0
+
+
+@export_app.command()
+def export(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory for the model.")],
+    iteration: Annotated[str | None, _option("--iteration", metavar="N", help="Default: the newest.")] = None,
+    log_path: LogPath = Path("runs/default"),
+) -> int:
+    """Copy a checkpoint's model, verified and with a model card, for the Hub or for a server."""
+    from coordinator.export import export as copy
+
+    files = copy(log_path.absolute(), _iteration(iteration) if iteration else None, out.absolute())
+    print(f"{out}: {', '.join(files)}")
+    return 0
+
+
+def _iteration(given: str) -> int:
+    from coordinator.settings import SettingsError
+
+    if not (given.isdecimal() and int(given)):
+        raise SettingsError(f"--iteration {given}: give the number of an iteration, e.g. --iteration 5")
+    return int(given)
 
 
 @doctor_app.command()
@@ -228,13 +250,10 @@ def main() -> int:
     """Entry point of `run`: the exit code. Every bad input is one line."""
     os.umask(0o007)
     arguments = sys.argv[1:]
-    app = node_app
-    if arguments[:1] == ["status"]:
-        app, arguments = status_app, arguments[1:]
-    elif arguments[:1] == ["doctor"]:
-        app, arguments = doctor_app, arguments[1:]
-    elif arguments[:1] == ["cleanup"]:
-        app, arguments = cleanup_app, arguments[1:]
+    others = {"status": status_app, "doctor": doctor_app, "cleanup": cleanup_app, "export": export_app}
+    app = others.get(arguments[0], node_app) if arguments else node_app
+    if app is not node_app:
+        arguments = arguments[1:]
     elif arguments[:1] == ["local"]:
         arguments = ["--local", *arguments[1:]]
     from coordinator.settings import SettingsError

@@ -7,7 +7,7 @@ from typing import Any
 from coordinator import outputs, shared_fs
 from coordinator.node import Node, Payload
 from coordinator.phases import Phase
-from coordinator.run_dir import REMOVED, parse_staging_name
+from coordinator.retention import remove_old_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,9 @@ def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
         node.watch.look()
         node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
         shared_fs.append_line(node.run_dir.metrics, json.dumps(line))
+        node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
         log.info("%s", summary(line, node.settings.iterations))
-    _remove_old_checkpoints(node)
+    remove_old_checkpoints(node)
 
 
 def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, Any]:
@@ -71,17 +72,3 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
     text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
     text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
     return " | ".join([*text, f"{line['seconds']:.1f} s", f"nodes busy {100 * line['busy_fraction']:.0f} %"])
-
-
-def _remove_old_checkpoints(node: Node) -> None:
-    """Keep the newest ones. A directory loses its name first, so that none is ever seen half removed.
-
-    What cannot be removed just now (a file that another client holds open) is tried again next time.
-    """
-    run_dir = node.run_dir
-    for iteration in outputs.checkpoints(run_dir)[: -node.settings.checkpoints.keep_last]:
-        shared_fs.rename(run_dir.checkpoint(iteration), run_dir.removed(iteration, node.record.epoch))
-    for name in outputs.names(run_dir.checkpoints):
-        staged = parse_staging_name(name)
-        if name.startswith(REMOVED) or (staged and staged[0] <= node.iteration):
-            shared_fs.remove_tree(run_dir.checkpoints / name)

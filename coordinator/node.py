@@ -23,6 +23,7 @@ from coordinator.outputs import Policy
 from coordinator.phases import By, Phase, rows_of
 from coordinator.retry import CACHED_S
 from coordinator.run_dir import Flag
+from coordinator.sinks import About, Sinks
 from coordinator.standing import Payload, Position, Standing
 from coordinator.start import Start
 from coordinator.trainer_host import TrainerHost
@@ -54,6 +55,7 @@ class Node(Standing):
         self.gpus = count_gpus()
         self.engine = EngineHost(self.children, self.run_dir, self.rank)
         self.trainer = TrainerHost(self.children, self.run_dir, self.rank)
+        self.sinks = Sinks(About(start.run_id, start.run_dir.root, start.settings))
         self.lock: BaseFileLock | None = None
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
@@ -95,6 +97,7 @@ class Node(Standing):
     def close(self) -> None:
         """End the children, then stop beating, with a last beat that says so."""
         self.children.close()
+        self.sinks.close()
         self.position.state = ENDED
         self.watch.close()
         if self.lock is not None:

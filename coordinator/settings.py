@@ -90,10 +90,30 @@ class ClusterSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    """What is kept."""
+    """Which checkpoints are kept."""
 
     keep_last: Annotated[int, Field(ge=2)] = 3
-    """Checkpoints kept; at least 2, or there is nothing to fall back to."""
+    """The newest ones are kept; at least 2, or there is nothing to fall back to."""
+    keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Those of every so-many-th iteration are kept too; null: none."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """So many with the best evaluation are kept too (without evaluations: the best sampled reward)."""
+
+
+SinkName = Literal["tensorboard", "wandb", "trackio"]
+
+
+def _names(given: Any) -> Any:
+    return [name for name in given.split(",") if name] if isinstance(given, str) else given
+
+
+class MetricsSettings(Settings):
+    """Where the metrics go beside metrics.jsonl."""
+
+    sinks: Annotated[tuple[SinkName, ...], BeforeValidator(_names)] = ()
+    """tensorboard, wandb, trackio; several separated by commas."""
+    project: str = "flagpost"
+    """The run's project at W&B or trackio; its name is that of the log path."""
 
 
 class TinySettings(Settings):
@@ -126,6 +146,7 @@ class RunSettings(Settings):
     engine: EngineSettings = EngineSettings()
     trainer: TrainerSettings = TrainerSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
+    metrics: MetricsSettings = MetricsSettings()
     tiny: TinySettings = TinySettings()
 
     @model_validator(mode="after")

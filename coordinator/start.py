@@ -18,6 +18,7 @@ from coordinator.outcome import Ended, Exit
 from coordinator.retry import retry
 from coordinator.run_dir import FORMAT, RunDir
 from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
+from coordinator.sinks import check_sinks
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
     run_dir = RunDir(root)
     check_log_path(root)
     inputs = load_inputs(settings, given)
+    check_sinks(settings.metrics)
     if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
         samples = settings.eval.samples_per_task
         log.warning("eval.temperature=0: all %d samples of a task are the same, so pass@k is pass@1", samples)

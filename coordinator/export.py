@@ -1,0 +1,74 @@
+"""`run export`: a checkpoint as a directory for the Hugging Face Hub, or for anything that loads such."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from coordinator import outputs, shared_fs
+from coordinator.outputs import Incomplete
+from coordinator.run_dir import RunDir
+from coordinator.settings import SettingsError
+from coordinator.start import read_run_json
+from rollout.engine_admin import PROBE
+
+
+def export(root: Path, iteration: int | None, target: Path) -> list[str]:
+    """Copy the model of `iteration` (None: the newest) into `target`, with a model card; its files' names.
+
+    Every copy is verified. `target` appears whole or not at all; SettingsError: not at all.
+    """
+    run_dir = RunDir(root)
+    if run_dir.run_json.name not in outputs.names(root):
+        raise SettingsError(f"--log-path {root}: no run is here")
+    run = read_run_json(run_dir)
+    there = outputs.checkpoints(run_dir)
+    iteration = iteration or max(there, default=0)
+    if iteration not in there:
+        found = f"there are {', '.join(map(str, there))}" if there else "there is none yet"
+        raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {found}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"-o {target}: is there already, and not empty; give a new directory")
+    source = run_dir.checkpoint(iteration)
+    try:
+        wanted = outputs.read_result(source).files
+    except Incomplete as error:
+        raise SettingsError(f"--iteration {iteration}: {error}; export another one") from None
+    files = sorted(name for name in wanted if "/" not in name and name != PROBE)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
+        inside = Path(made) / target.name
+        inside.mkdir()
+        for name in files:
+            shutil.copy(source / name, inside / name)
+        found = shared_fs.checksums(inside)
+        if damaged := [name for name in files if found[name] != wanted[name]]:
+            raise SettingsError(
+                f"--iteration {iteration}: {source / damaged[0]} is damaged; nothing was exported, "
+                "export another one"
+            )
+        (inside / "README.md").write_text(_card(run_dir, run, iteration))
+        os.replace(inside, target)
+    return [*files, "README.md"]
+
+
+def _card(run_dir: RunDir, run: dict[str, Any], iteration: int) -> str:
+    """README.md of the model, with the metadata that the Hub reads."""
+    model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
+    is_local = model.startswith(("/", ".", "builtin:"))
+    head = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [reinforcement-learning]"]
+    head += [f"base_model: {model}"] if not is_local else []
+    lines = {line["iteration"]: line for line in outputs.metrics_lines(run_dir)}
+    following = lines.get(iteration + 1, {})  # the next iteration is the first to use this policy
+    facts = {
+        "Started from": Path(model).name if is_local else model,
+        "Tasks": Path(tasks).name,
+        "Iterations of training": iteration,
+        "Evaluation reward": following.get("eval_reward"),
+        "Mean reward of its samples": following.get("reward"),
+        "Run": run["run_id"],
+    }
+    known = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
+    title = [f"# {run_dir.root.name}, iteration {iteration}", "", "Post-trained with Flagpost.", ""]
+    return "\n".join(["---", *head, "---", "", *title, *known, ""])

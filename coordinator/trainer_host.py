@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from coordinator import shared_fs
 from coordinator.children import Child, Children
 from coordinator.network import free_port, interface_towards
 from coordinator.outcome import TrainerFailed
@@ -101,6 +103,7 @@ class TrainerHost:
                 )
             check()  # first: this node may have ended the job itself
             if failure is not None:
+                self._keep_traces(self._child.spool, request)
                 raise TrainerFailed(failure)
             pause_s = min(max(0.05 * (time.monotonic() - started_s), POLL_MIN_S), POLL_MAX_S)
             time.sleep(pause_s)
@@ -116,6 +119,13 @@ class TrainerHost:
         if (code := self._child.poll()) is not None:
             return False, f"torchrun ended with exit status {code}: {self._tail()}"
         return False, None
+
+    def _keep_traces(self, spool: Path, request: TrainRequest) -> None:
+        """Copy what NCCL's flight recorder has left of a collective that hung to this node's logs."""
+        for trace in sorted(spool.glob(f"{launch.TRACE}*")):
+            name = f"{trace.name}.e{request.epoch:04d}.i{request.iteration:06d}"
+            shared_fs.publish(self._run_dir.logs(self._rank) / name, trace.read_bytes(), durable=False)
+            log.error("what NCCL was doing is in %s", self._run_dir.logs(self._rank) / name)
 
     def kill_now(self) -> None:
         """Kill the job's processes here and wait for nothing; for any thread."""

@@ -29,6 +29,8 @@ LAUNCHER = ': > "$0/$$" && exec "$@"'
 the directory nobody would end the program, and it does not start."""
 BACKEND = "flagpost"
 """torchrun's name for `trainer.rendezvous`."""
+TRACE = "nccl_trace_rank_"
+"""How the files begin in which NCCL's flight recorder says what each rank was doing; they lie in the spool."""
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.05
 WATCH_INTERVAL_S = 0.5
@@ -107,7 +109,7 @@ def environment(launch: Launch) -> dict[str, str]:
         # A collective that hangs on GPUs leaves a trace, beside the requests rather than in /tmp.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_TEMP_FILE": str(launch.spool / "nccl_trace_rank_"),
+        "TORCH_FR_DUMP_TEMP_FILE": str(launch.spool / TRACE),
         "LOGLEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -219,7 +219,7 @@ def _remove_all(run_dir: RunDir, planned: Plan, board: Board, number: int, dry_r
 
 def _remove(run_dir: RunDir, leftover: Leftover) -> None:
     path = leftover.path
-    if leftover.what is not What.STAGING:
+    if leftover.what not in {What.STAGING, What.STATE}:
         shared_fs.remove(path)
         return
     if staged := parse_staging_name(path.name):

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,9 +17,10 @@ from coordinator.network import LOOPBACK, free_port
 from coordinator.outputs import Policy
 from coordinator.run_dir import RunDir
 from rollout.engine import EngineError
-from rollout.engine_admin import PROBE, EngineAdmin
+from rollout.engine_admin import PROBE, EngineAdmin, adapter_name
 from rollout.servers import Server, server_command
 from rollout.settings import EngineSettings
+from rollout.weights import ADAPTER_CONFIG
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,16 @@ STOP_S = 10.0
 """How long a server may take to end by itself: killed, vLLM leaves its shared memory behind."""
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """Of a run that trains adapters: the model that they are added to, which the engine keeps, and their
+    rank.
+    """
+
+    base: Policy
+    rank: int
+
+
 class EngineHost:
     """Keeps one server at the policy that is asked for; or uses the user's own (engine.url)."""
 
@@ -43,6 +55,9 @@ class EngineHost:
         self._admin: EngineAdmin | None = None
         self.url = ""
         """Base URL of the server, once there is one."""
+        self.model: str | None = None
+        """The name that requests must give for the policy of `ensure`: an adapter's; None: the model's."""
+        self._adapters: Adapters | None = None
         self._served: Policy | None = None
         self._unnamed: Policy | None = None
         """What a server of ours was started with, until it has been told the name of that."""
@@ -50,11 +65,19 @@ class EngineHost:
         self._port = 0
         self._starts = 0
 
-    def ensure(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
+    def ensure(
+        self,
+        policy: Policy,
+        settings: EngineSettings,
+        check: Callable[[], None],
+        adapters: Adapters | None = None,
+    ) -> None:
         """Have a server that answers with `policy`; EngineError if that cannot be had. `check` may raise.
 
-        One of ours that fails is started once more: its files, or its port, may be there then.
+        `adapters`: if policies of the run may be adapters, and then in every call. One of ours that fails is
+        started once more: its files, or its port, may be there then.
         """
+        self._adapters = adapters
         try:
             self._have(policy, settings, check)
         except EngineError as error:
@@ -63,7 +86,13 @@ class EngineHost:
             log.error("%s\nstarting it once more", error)
             self._child.stop(STOP_S)
             self._have(policy, settings, check)
-        self._served = policy
+        self._served, self.model = policy, self._adapter(policy)
+
+    def _adapter(self, policy: Policy) -> str | None:
+        """The name under which `policy` is served if it is an adapter."""
+        if self._adapters is None or not policy.iteration:
+            return None
+        return adapter_name(policy.digest) if ADAPTER_CONFIG in outputs.names(policy.directory) else None
 
     def _have(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
         if self._admin is None or (self._child is not None and self._child.poll() is not None):
@@ -103,7 +132,15 @@ class EngineHost:
 
     def _reload(self, policy: Policy) -> None:
         assert self._admin is not None
-        self._admin.reload(policy.directory.absolute(), policy.digest, like=self._like(policy))
+        path, like = policy.directory.absolute(), self._like(policy)
+        if self._adapters is None or self._adapter(policy) is None:
+            self._admin.reload(path, policy.digest, like=like)
+            return
+        base, serves = self._adapters.base, self._admin.policy()
+        # A server of the user's may hold any model; what we have loaded before is an adapter of this one.
+        if serves != base.digest and (self._served is None or serves != self._served.digest):
+            self._admin.reload(base.directory.absolute(), base.digest)
+        self._admin.load_adapter(path, policy.digest, like=like)
 
     def _like(self, policy: Policy) -> Path | None:
         """A model directory with the same tensors: an engine may answer 200 to weights that lack one.
@@ -114,7 +151,8 @@ class EngineHost:
         before = self._served
         if before is None or not before.iteration or not policy.iteration or not before.directory.is_dir():
             return None
-        return before.directory
+        same_kind = (self._adapter(before) is None) == (self._adapter(policy) is None)
+        return before.directory if same_kind else None
 
     def _probe(self, policy: Policy, settings: EngineSettings) -> str | None:
         """What is wrong if the engine's logprobs are not the ones that the trainer wrote with a checkpoint.
@@ -127,7 +165,7 @@ class EngineHost:
             return None
         wanted: list[float] = probe["logprobs"]
         for replica in range(self._server.replicas if self._server else 1):
-            found = self._admin.prompt_logprobs(probe["token_ids"], replica)
+            found = self._admin.prompt_logprobs(probe["token_ids"], replica, model=self._adapter(policy))
             mean = sum(abs(a - b) for a, b in zip(wanted, found, strict=True)) / len(wanted)
             if not mean <= settings.probe_tolerance:  # nor is nan
                 return (
@@ -214,10 +252,13 @@ class EngineHost:
             return
         self._port = port or free_port(LOOPBACK)
         self._starts += 1
-        self._server = server_command(settings, policy.directory.absolute(), self._port, count_gpus())
+        adapters = self._adapters
+        model = adapters.base if adapters is not None and self._adapter(policy) is not None else policy
+        rank = adapters.rank if adapters is not None else 0
+        self._server = server_command(settings, model.directory.absolute(), self._port, count_gpus(), rank)
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
         self._child = self._children.start("engine", self._server.argv, env=self._server.env, log=path)
-        self._unnamed = policy
+        self._unnamed = model
         self.url = f"http://{LOOPBACK}:{self._port}"
         self._admin = EngineAdmin(self.url, after_reload=self._server.after_reload)
 

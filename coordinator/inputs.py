@@ -11,12 +11,13 @@ from typing import Any
 from coordinator import config
 from coordinator.run_dir import RunDir
 from coordinator.settings import TINY, RunSettings, SettingsError
+from rollout.demonstration import check_demonstrations
 from rollout.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.rewards import Reward, RewardSettingError, resolve_reward
 from rollout.sampling import check_sampling
 from rollout.servers import ServerSettingError, check_server
 from rollout.tasks import TaskError, TaskSet, is_file, load_tasks
-from rollout.weights import WeightsError, check_model_dir, file_checksums, policy_digest
+from rollout.weights import WeightsError, check_model_dir, file_checksums, is_adapter, policy_digest
 
 NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
 """Settings that say something of one machine: a worker's own hold for it, and contradict nothing."""
@@ -55,6 +56,8 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
     try:
         tasks = load_tasks(find_data(settings.tasks, settings), seed=seed, split="train")
         check_sampling(tasks, settings.rollout)
+        if settings.rollout.environment == "demonstration":
+            check_demonstrations(tasks)
         source = settings.evaluation_tasks
         eval_tasks = load_tasks(find_data(source, settings), seed=seed, split="eval") if source else None
         if settings.rollout_split == "eval-only" and eval_tasks is None:
@@ -63,6 +66,11 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
             check_model_dir(model)
+            if is_adapter(model):
+                raise SettingsError(
+                    f"--model {settings.model}: is an adapter; merge it into its base model first "
+                    "(peft's merge_and_unload), or give the base model"
+                )
             model_digest = policy_digest(file_checksums(model))
         return Inputs(
             local={key: value for key, value in given.items() if key in NODE_LOCAL},

@@ -16,6 +16,7 @@ from coordinator.run_dir import (
     parse_part_name,
     parse_protocol_name,
     parse_staging_name,
+    parse_state_name,
 )
 
 
@@ -27,6 +28,7 @@ class What(StrEnum):
     BEAT = "heartbeat before the newest"
     TEMPORARY = "never published"
     STAGING = "unpublished checkpoint"
+    STATE = "trainer state"
     BATCH = "batch"
     MANIFEST = "manifest"
     PART = "part"
@@ -60,6 +62,7 @@ def look(run_dir: RunDir, iteration: int) -> dict[Path, list[str]]:
     directories = (
         run_dir.protocol,
         run_dir.checkpoints,
+        run_dir.trainer_states,
         run_dir.batch(iteration),
         run_dir.trajectories("eval", iteration),
         run_dir.trajectories("train", iteration),
@@ -90,6 +93,9 @@ def plan(
                 what = _in_protocol(path.name, iteration, claimed, board)
             elif directory == run_dir.checkpoints:
                 what = _in_checkpoints(path.name, iteration)
+            elif directory == run_dir.trainer_states:
+                saved = parse_state_name(path.name)
+                what = What.STATE if saved and saved[0] == iteration else None
             elif (what := _in_own_directory(path.name)) is None:
                 unknown.append(path)
             found += [Leftover(path, what)] if what else []

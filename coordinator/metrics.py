@@ -8,6 +8,7 @@ from coordinator import outputs, shared_fs
 from coordinator.node import Node, Payload
 from coordinator.phases import Phase
 from coordinator.retention import remove_old_checkpoints
+from coordinator.states import remove_old_states
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
         node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
         log.info("%s", summary(line, node.settings.iterations))
     remove_old_checkpoints(node)
+    remove_old_states(node.run_dir)
 
 
 def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, Any]:

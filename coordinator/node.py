@@ -13,11 +13,11 @@ from filelock import BaseFileLock
 from coordinator import network, outputs, shared_fs
 from coordinator.board import Board
 from coordinator.children import Children
-from coordinator.engine_host import EngineHost
+from coordinator.engine_host import Adapters, EngineHost
 from coordinator.epochs import MASTER, EpochRecord
 from coordinator.fence import is_away
 from coordinator.history import Past
-from coordinator.inputs import base_model_dir, count_gpus
+from coordinator.inputs import base_model_dir
 from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
 from coordinator.outputs import Policy
 from coordinator.phases import By, Phase, rows_of
@@ -52,7 +52,6 @@ class Node(Standing):
         self.phase_s: dict[str, float] = {}
         self.work_s: dict[str, float] = {}
         self.children = Children()
-        self.gpus = count_gpus()
         self.engine = EngineHost(self.children, self.run_dir, self.rank)
         self.trainer = TrainerHost(self.children, self.run_dir, self.rank)
         self.sinks = Sinks(About(start.run_id, start.run_dir.root, start.settings))
@@ -176,6 +175,12 @@ class Node(Standing):
         directory = base_model_dir(self.settings, self.run_dir)
         self._base_digest = self._base_digest or policy_digest(shared_fs.checksums(directory))
         return Policy(0, directory, self._base_digest)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """What checkpoints are adapters of, where they are."""
+        rank = self.settings.trainer.lora.rank
+        return Adapters(self.policy(0), rank) if rank else None
 
     def next_iteration(self, open_next: Callable[["Node"], int | None]) -> int | None:
         """The iteration to run next, None when the run is finished. The master decides; a worker reads it."""

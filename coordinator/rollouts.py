@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from coordinator import outputs, parts, shared_fs
@@ -12,7 +13,9 @@ from coordinator.outputs import Incomplete
 from coordinator.run_dir import Kind
 from coordinator.split import split_slots
 from rollout.collect import Slot, Stopped, collect
+from rollout.demonstration import demonstration, end_of_sequence
 from rollout.engine import EngineClient, Sampling
+from rollout.environment import Environment, single_turn
 from rollout.evaluation import evaluate
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
@@ -73,7 +76,7 @@ def collect_share(node: Node, share: Share) -> Payload:
             f"{policy.directory} holds policy {policy.digest} here, but {node.header['policy']} on the "
             "master; give all nodes the same model"
         )
-    node.engine.ensure(policy, node.settings.engine, node.check)
+    node.engine.ensure(policy, node.settings.engine, node.check, node.adapters)
     place = (share.kind, node.iteration, node.rank, node.record.epoch, policy.digest)
     verify = node.engine.check_serves
     writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
@@ -110,14 +113,17 @@ async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
         engine = node.settings.engine
         patience_s = node.engine.restart_patience_s(engine)
         async with EngineClient(
-            node.engine.url, request_timeout_s=engine.request_timeout_s, retry_s=patience_s
+            node.engine.url,
+            model=node.engine.model,
+            request_timeout_s=engine.request_timeout_s,
+            retry_s=patience_s,
         ) as client:
             return await collect(
                 slots,
                 needed=share.needed,
                 counts=share.quota.counts,
                 client=client,
-                environment=node.inputs.environment,
+                environment=_environment(node, share),
                 reward=node.inputs.reward,
                 sampling=share.sampling,
                 settings=share.settings,
@@ -140,6 +146,18 @@ async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
         for task in (collecting, *minding):
             task.cancel()
         await asyncio.gather(collecting, *minding, return_exceptions=True)
+
+
+def _environment(node: Node, share: Share) -> Environment:
+    """What makes the share's groups. Demonstrations end as the model's sequences do, and are nothing to
+    evaluate a policy by: there it answers for itself.
+    """
+    environment = node.inputs.environment
+    if environment is not demonstration:
+        return environment
+    if share.kind == "eval":
+        return single_turn
+    return partial(demonstration, end_ids=end_of_sequence(node.policy(0).directory))
 
 
 def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:

@@ -106,6 +106,11 @@ def parse_staging_name(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def parse_state_name(name: str) -> tuple[int, int] | None:
+    """(iteration, epoch) of a directory in trainer_states/; None for any other name."""
+    return parse_staging_name(f".{name}")
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The directory of a run:
@@ -125,6 +130,7 @@ class RunDir:
       batches/iteration_000005/   batch.safetensors, batch.json
       checkpoints/iteration_000005/          Hugging Face files, trainer_state/, result.json
       checkpoints/LATEST          for people; the protocol lists
+      trainer_states/iteration_000004.e0002/ those saved in the background (trainer.save_interval)
       metrics.jsonl   logs/rank_0001/*.log
     """
 
@@ -172,6 +178,13 @@ class RunDir:
     def staging(self, iteration: int, epoch: int) -> Path:
         return self.checkpoints / f".iteration_{iteration:06d}.e{epoch:04d}"
 
+    @property
+    def trainer_states(self) -> Path:
+        return self.root / "trainer_states"
+
+    def trainer_state(self, iteration: int, epoch: int) -> Path:
+        return self.trainer_states / f"iteration_{iteration:06d}.e{epoch:04d}"
+
     def removed(self, iteration: int, epoch: int) -> Path:
         return self.checkpoints / f"{REMOVED}iteration_{iteration:06d}.e{epoch:04d}"
 
@@ -181,5 +194,12 @@ class RunDir:
     @property
     def fixed_directories(self) -> tuple[Path, ...]:
         """What the master makes before it announces itself."""
-        names = ("train_trajectories", "eval_trajectories", "batches", "checkpoints", "logs", "protocol")
-        return tuple(self.root / name for name in names)
+        names = (
+            "train_trajectories",
+            "eval_trajectories",
+            "batches",
+            "checkpoints",
+            "trainer_states",
+            "logs",
+        )
+        return tuple(self.root / name for name in (*names, "protocol"))

@@ -149,6 +149,15 @@ class RunSettings(Settings):
     metrics: MetricsSettings = MetricsSettings()
     tiny: TinySettings = TinySettings()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sft_demonstrates(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Supervised fine-tuning trains on one demonstration a task, unless the rollout says otherwise."""
+        trainer, rollout = (given.get(name, {}) for name in ("trainer", "rollout"))
+        if isinstance(trainer, Mapping) and trainer.get("algorithm") == "sft":  # pyright: ignore
+            return {**given, "rollout": {"environment": "demonstration", "samples_per_task": 1, **rollout}}
+        return given
+
     @model_validator(mode="after")
     def _split_fits(self) -> "RunSettings":
         if self.rollout_split and self.rl_phase == "update":
@@ -162,7 +171,8 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _groups_have_advantages(self) -> "RunSettings":
-        if self.rl_phase == "both" and self.rollout.samples_per_task < 2:
+        alone = self.rollout.samples_per_task < 2 and self.trainer.advantage != "one"
+        if self.rl_phase == "both" and alone:
             raise ValueError(
                 f"rollout.samples_per_task={self.rollout.samples_per_task}: a group of one has no "
                 "advantage, so nothing would be learnt; give at least 2, or --rl-phase rollout"

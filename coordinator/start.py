@@ -19,6 +19,7 @@ from coordinator.retry import retry
 from coordinator.run_dir import FORMAT, RunDir
 from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
 from coordinator.sinks import check_sinks
+from trainer.settings import LoraSettings
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +143,18 @@ def _fixed(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
         "rollout.seed": {"name": seed, "digest": seed},
         "model": {"name": model, "digest": inputs.model_digest or tiny},
         "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest},
+        "trainer.lora": _adapters(settings.trainer.lora),
     }
+
+
+def _adapters(lora: LoraSettings) -> dict[str, str]:
+    name = f"rank={lora.rank} alpha={lora.alpha:g} targets={lora.targets}" if lora.rank else "rank=0"
+    return {"name": name, "digest": name}
 
 
 def _refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     for key, now in fixed.items():
-        then = run["fixed"][key]
+        then = run["fixed"].get(key) or _adapters(LoraSettings())  # of a run older than adapters
         if then["digest"] != now["digest"]:
             content = " (same name, other content)" if then["name"] == now["name"] else ""
             raise SettingsError(

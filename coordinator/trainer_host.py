@@ -1,7 +1,6 @@
 """This node's part of the training job: launched once, asked every iteration, ended with the epoch."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ from coordinator.outcome import TrainerFailed
 from coordinator.run_dir import RunDir
 from coordinator.stopwatch import Stopwatch
 from trainer import launch
+from trainer.doorbell import Doorbell
 from trainer.request import TrainRequest
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
-POLL_MIN_S, POLL_MAX_S = 0.002, 0.05
+LOOK_S = 0.1
+"""How often a node looks at its trainers' progress, and at what ends the row, while nobody rings."""
 
 
 class TrainerHost:
@@ -29,17 +30,19 @@ class TrainerHost:
         self._run_dir = run_dir
         self._rank = rank
         self._child: Child | None = None
+        self._bell: Doorbell | None = None
         self._meeting: dict[str, Any] = {}
         self._launches = 0
         self._number = 0
 
     def meeting(self, job: str, address: str) -> dict[str, Any]:
         """Where the job meets (the master's call): the one that runs, else `job` at a free port."""
-        if self._is_alive():
+        if self.is_alive():
             return self._meeting
         return {"job": job, "address": address, "port": free_port(address)}
 
-    def _is_alive(self) -> bool:
+    def is_alive(self) -> bool:
+        """Whether this node has a job, as far as it has noticed."""
         return self._child is not None and self._child.poll() is None
 
     def ensure(
@@ -47,7 +50,7 @@ class TrainerHost:
     ) -> None:
         """Have this node's part of the job that `config` (row 9's document) names."""
         if self._meeting and self._meeting["job"] == config["job"]:
-            if not self._is_alive():
+            if not self.is_alive():
                 raise TrainerFailed(f"the training job ended between iterations: {self._tail()}")
             return
         self.leave_epoch()
@@ -65,6 +68,7 @@ class TrainerHost:
             collective_timeout_s=settings.collective_timeout_s,
             ranks=tuple(sorted(map(int, config["node_ranks"]))),
         )
+        self._bell = Doorbell(spool / launch.NODE_BELL)
         self._launches += 1
         self._number = 0
         path = self._run_dir.logs(self._rank) / f"trainer.{config['job']}.{self._launches}.log"
@@ -84,10 +88,11 @@ class TrainerHost:
 
         While it lasts `check` is called, which may raise, and `progress` with the parts done and expected.
         """
-        assert self._child is not None
+        assert self._child is not None and self._bell is not None
+        bell = self._bell
         self._number += 1
         launch.submit(self._child.spool, self._number, request)
-        started_s, reached = time.monotonic(), (0, 0)
+        reached = (0, 0)
         still, limit_s = Stopwatch(1.0), request.settings.stall_timeout_s
         while True:
             done, failure = self._outcome(processes)
@@ -105,8 +110,7 @@ class TrainerHost:
             if failure is not None:
                 self._keep_traces(self._child.spool, request)
                 raise TrainerFailed(failure)
-            pause_s = min(max(0.05 * (time.monotonic() - started_s), POLL_MIN_S), POLL_MAX_S)
-            time.sleep(pause_s)
+            bell.wait(LOOK_S)
 
     def _outcome(self, processes: int) -> tuple[bool, str | None]:
         """Whether this node's trainers have done what they were asked, and why they never will."""
@@ -136,6 +140,9 @@ class TrainerHost:
         """End the job: no trainer outlives the epoch that it was launched in."""
         if self._child is not None:
             self._child.kill()
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
         self._child, self._meeting = None, {}
 
     def _tail(self) -> str:

@@ -29,6 +29,10 @@ class RequestRefused(EngineError):
     """The engine is well, but this request is not (400, 413, 422): its prompt is too long, say."""
 
 
+class AdapterMissing(EngineError):
+    """The engine has no such adapter (404): one that was started anew gets it in a moment."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How completions are sampled. `seed`: completion j of `n` is drawn with seed + j; None: any."""
@@ -59,8 +63,17 @@ class EngineClient:
     (a server may be restarting): with a seed the answer is the same, so a repeat does no harm.
     """
 
-    def __init__(self, base_url: str, *, request_timeout_s: float = 1800.0, retry_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        request_timeout_s: float = 1800.0,
+        retry_s: float = 10.0,
+    ) -> None:
+        """`model`: the adapter that is asked (rollout.engine_admin.adapter_name); None: the model itself."""
         self._base_url = base_url.rstrip("/")
+        self._model = model
         self._request_timeout_s = request_timeout_s
         self._retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
@@ -84,7 +97,10 @@ class EngineClient:
 
         Raises RequestRefused or another EngineError.
         """
-        answer = await self._post("/v1/completions", completion_request(prompt, sampling))
+        request = completion_request(prompt, sampling)
+        answer = await self._post(
+            "/v1/completions", request | ({"model": self._model} if self._model else {})
+        )
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [_completion(choice) for choice in choices]
@@ -107,6 +123,17 @@ class EngineClient:
             body: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
         else:
             body = {"messages": list(text), "add_generation_prompt": True}
+        return await self._tokenize(body)
+
+    async def tokenize_whole(self, text: str | Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a sequence that nothing is to follow: chat messages without the generation prompt, or
+        plain text with the special tokens of a sequence, as `generate` reads a text.
+        """
+        if isinstance(text, str):
+            return await self._tokenize({"prompt": text, "add_special_tokens": True})
+        return await self._tokenize({"messages": list(text), "add_generation_prompt": False})
+
+    async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         answer = await self._post("/tokenize", body)
         if "tokens" not in answer:
             raise EngineError(f"{self._base_url}/tokenize returned no tokens: {str(answer)[:_EXCERPT]}")
@@ -131,7 +158,8 @@ class EngineClient:
                 was_well = not answers and now_s - started_s > LONGEST_RETRY_S  # it had taken the request
                 if failing_since_s is None or was_well:
                     pause_s, failing_since_s = FIRST_RETRY_S, now_s
-                patience_s = min(self._retry_s, _FAILING_S) if answers else self._retry_s
+                fails = answers and not isinstance(error, AdapterMissing)
+                patience_s = min(self._retry_s, _FAILING_S) if fails else self._retry_s
                 if now_s + pause_s > failing_since_s + patience_s:
                     raise EngineError(
                         f"POST {url}: {type(error).__name__}: {error}; tried again for {patience_s:g} s. "
@@ -145,6 +173,8 @@ class EngineClient:
             raise RuntimeError("EngineClient is used outside of `async with`")
         async with self._session.post(url, json=body) as response:
             text = (await response.read()).decode(errors="replace")  # .text() looks for a charset: 0.02 ms
+        if response.status == 404 and "model" in body:
+            raise AdapterMissing(f"POST {url}: 404: {text[:_EXCERPT]}")
         return parse_answer(f"POST {url}", response.status, text)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.engine import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, parse_answer
-from rollout.weights import WeightsError, check_model_dir, tensor_names
+from rollout.weights import WeightsError, check_model_dir, is_adapter, tensor_names
 
 LOADING = "loading"
 """The weight version of an engine whose weights are being replaced; no policy has it as its digest."""
@@ -20,6 +20,13 @@ DROPPED = "dropped"
 """The weight version of an engine that sleeps without its weights."""
 PROBE = "probe.json"
 """Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, what `prompt_logprobs` must be."""
+
+_ADAPTER = "policy-"
+
+
+def adapter_name(digest: str) -> str:
+    """The model that a request names to be answered by the adapter of this policy, and by no other."""
+    return f"{_ADAPTER}{digest}"
 
 
 class EngineDead(EngineError):
@@ -106,9 +113,9 @@ class EngineAdmin:
         paused and has no policy, so that it cannot serve them. Reload a good checkpoint, or restart it. A
         sleeping engine is woken.
         """
-        check_model_dir(path)
-        if like is not None:
-            _check_same_tensors(path, like)
+        if is_adapter(path):
+            raise WeightsError(f"{os.fspath(path)}: is an adapter, not a whole model; load its model first")
+        _check(path, like)
         asleep = self.is_sleeping()
         # vLLM calls a paused engine asleep too, and waking it would resume it: not one with half of the
         # weights, which an earlier reload has left paused.
@@ -134,6 +141,37 @@ class EngineAdmin:
         self._set_version(digest)
         self._admin("/resume")
 
+    def load_adapter(
+        self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Serve an adapter to the engine's model, under `adapter_name(digest)`, in the place of any adapter
+        before it; from then on `policy()` is `digest`. The files are verified first, as by `reload`.
+
+        WeightsError, or EngineError where the engine refuses it, leaves what was served before. A sleeping
+        engine is woken; one whose weights are not whole has to `reload` its model first.
+        """
+        if not is_adapter(path):
+            raise WeightsError(f"{os.fspath(path)}: is a whole model, not an adapter")
+        _check(path, like)
+        if self._version() in (LOADING, DROPPED):
+            raise EngineError(f"{self._base_url} has no weights to add an adapter to: reload its model first")
+        if self.is_sleeping():
+            self.wake()
+        name = adapter_name(digest)
+        self._admin("/pause?mode=wait")
+        try:
+            body = {"lora_name": name, "lora_path": os.fspath(path), "load_inplace": True}
+            self._adapters("/v1/load_lora_adapter", body)
+            # vLLM's prefix cache knows adapters by name and path, which are the same if it is loaded again.
+            if not self._admin("/reset_prefix_cache").get("success", True):
+                raise EngineError("the prefix cache was not reset: requests are still running")
+            for model in self._get("/v1/models", "data"):
+                if model["id"].startswith(_ADAPTER) and model["id"] != name:
+                    self._adapters("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+            self._set_version(digest)
+        finally:
+            self._admin("/resume")
+
     def sleep(self, level: int) -> None:
         """Free the accelerator's memory: 1 keeps the weights in host memory, 2 drops them. Running requests
         end first.
@@ -150,12 +188,17 @@ class EngineAdmin:
         """Whether it sleeps, in whole or in part; to vLLM a paused engine does too."""
         return bool(self._get("/is_sleeping", "is_sleeping"))
 
-    def prompt_logprobs(self, token_ids: Sequence[int], replica: int = 0) -> list[float]:
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], replica: int = 0, *, model: str | None = None
+    ) -> list[float]:
         """Natural logprobs, at temperature 1, of `token_ids[1:]`, each after all before it.
 
-        `replica`: which of the copies of the model behind a data-parallel server is asked.
+        `replica`: which of the copies of the model behind a data-parallel server is asked; `model`: the name
+        of an adapter.
         """
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        if model is not None:
+            body["model"] = model
         path = "/v1/completions"
         answer = self._call(
             "POST",
@@ -189,7 +232,26 @@ class EngineAdmin:
     def _admin(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return self._call("POST", path, body, timeout_s=self._drain_timeout_s)
 
-    def _call(
+    def _adapters(self, path: str, body: dict[str, Any]) -> None:
+        """A call that vLLM has only if it was started for it, and answers with plain text."""
+        status, text = self._send("POST", path, body, timeout_s=self._drain_timeout_s)
+        if status >= 400:
+            raise EngineError(
+                f"POST {self._base_url}{path} {body['lora_name']}: {status}: {text[:500]}; for adapters a "
+                "vLLM server must see the run's directory, and run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+                "and with --enable-lora --max-lora-rank=(trainer.lora.rank or more)"
+            )
+
+    def _call(self, method: str, path: str, *request: Any, **settings: Any) -> dict[str, Any]:
+        """As `_send`; the answer's JSON, or EngineError."""
+        status, text = self._send(method, path, *request, **settings)
+        if status == 404:
+            raise EngineError(
+                f"{method} {self._base_url}{path}: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"
+            )
+        return parse_answer(f"{method} {self._base_url}{path}", status, text)
+
+    def _send(
         self,
         method: str,
         path: str,
@@ -197,7 +259,8 @@ class EngineAdmin:
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> tuple[int, str]:
+        """The status of the answer and its text; EngineDead for 503."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -212,11 +275,13 @@ class EngineAdmin:
             connection.close()
         if response.status == 503:
             raise EngineDead(f"{method} {self._base_url}{path}: 503: {text[:500]}")
-        if response.status == 404:
-            raise EngineError(
-                f"{method} {self._base_url}{path}: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"
-            )
-        return parse_answer(f"{method} {self._base_url}{path}", response.status, text)
+        return response.status, text
+
+
+def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) -> None:
+    check_model_dir(path)
+    if like is not None:
+        _check_same_tensors(path, like)
 
 
 def _check_same_tensors(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from rollout.calculator import calculator
+from rollout.demonstration import demonstration
 from rollout.engine import Completion, RequestRefused, Sampling
 from rollout.plugins import PluginError, load_function
 from rollout.policy import Episode, Policy, sample_of
@@ -55,7 +56,11 @@ def serve(policy: Policy, j: int = 0) -> "Session":
     return Session(policy.for_sample(j))
 
 
-BUILT_IN: dict[str, Environment] = {"single_turn": single_turn, "calculator": calculator}
+BUILT_IN: dict[str, Environment] = {
+    "single_turn": single_turn,
+    "calculator": calculator,
+    "demonstration": demonstration,
+}
 
 
 def resolve_environment(name: str) -> Environment:

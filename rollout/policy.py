@@ -77,6 +77,10 @@ class Policy:
         """
         return await self._client.tokenize(text)
 
+    async def tokenize_whole(self, text: str | Messages) -> list[int]:
+        """Token ids of a text with its special tokens, or of messages that no generation is to follow."""
+        return await self._client.tokenize_whole(text)
+
     async def continuation(self, new: Prompt, after: Completion) -> list[int]:
         """Token ids of what is new after a completion; see Episode.generate."""
         if _is_chat(new):

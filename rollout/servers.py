@@ -22,6 +22,8 @@ ON_CPU: dict[str, Any] = {
 }
 """What vLLM needs where there is no GPU. Its own cache of keys and values would take nine tenths of the
 machine's memory, and leave nothing to the trainer or a second node; VLLM_CPU_KVCACHE_SPACE overrides ours."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as --max-lora-rank."""
 REFUSED = {
     "model": "the engine serves the run's policy; give --model",
     "host": "the server has no authentication, it listens on 127.0.0.1",
@@ -87,9 +89,16 @@ def check_server(settings: EngineSettings, gpus: int) -> None:
 
 
 def server_command(
-    settings: EngineSettings, model_dir: str | os.PathLike[str], port: int, gpus: int
+    settings: EngineSettings,
+    model_dir: str | os.PathLike[str],
+    port: int,
+    gpus: int,
+    lora_rank: int = 0,
 ) -> Server:
-    """A server of `model_dir` on 127.0.0.1:`port`, of a node with so many GPUs."""
+    """A server of `model_dir` on 127.0.0.1:`port`, of a node with so many GPUs.
+
+    `lora_rank`: of the adapters that it will be given, 0 for none.
+    """
     if server_kind(settings, gpus) == "torch":
         argv = [sys.executable, "-m", "rollout.torch_server", "--model", os.fspath(model_dir)]
         argv += ["--port", str(port), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
@@ -106,6 +115,7 @@ def server_command(
         "tensor-parallel-size": settings.tensor_parallel_size,
         "data-parallel-size": max(1, gpus // settings.tensor_parallel_size),
         **(_on_gpus(settings) if gpus else ON_CPU),
+        **(_for_adapters(lora_rank) if lora_rank else {}),
         **{_dashed(key): value for key, value in settings.args.items()},
     }
     one_process = {}
@@ -123,6 +133,7 @@ def server_command(
             "VLLM_API_KEY": "",
             "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
             **one_process,
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {}),
         },
         on_gpu=gpus > 0,
         replicas=args["data-parallel-size"],
@@ -132,6 +143,11 @@ def server_command(
 
 def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
     return {"gpu-memory-utilization": 0.85, "enable-sleep-mode": settings.sleep != "restart"}
+
+
+def _for_adapters(lora_rank: int) -> dict[str, Any]:
+    fits = (rank for rank in LORA_RANKS if rank >= lora_rank)
+    return {"enable-lora": True, "max-lora-rank": next(fits, lora_rank)}
 
 
 def _program(model_dir: str) -> list[str]:

@@ -64,7 +64,7 @@ class RolloutSettings(Settings):
     reward: str = "exact"
     """exact, numeric, regex, length, math, reasoning_gym, or module:function."""
     environment: str = "single_turn"
-    """single_turn, calculator, or module:function."""
+    """single_turn, calculator, demonstration (of trainer.algorithm=sft), or module:function."""
 
 
 class EvalSettings(Settings):

@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from rollout.torch_adapter import MergedAdapter
 from rollout.torch_batch import Batch, Generation, Row
-from rollout.weights import WeightsError, check_model_dir
+from rollout.weights import WeightsError, check_model_dir, is_adapter
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class TorchEngine(threading.Thread):
         # Its own, for stop strings: a tokenizer is not made to be used by two threads.
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self._batch = Batch(model)
+        self._adapter = MergedAdapter(model)
         self._waiting: deque[Row] = deque()
         self._paused = False
         self._drained: list[Future[None]] = []
@@ -98,6 +100,17 @@ class TorchEngine(threading.Thread):
         whole: WeightsError, or EngineBusy while requests run, leave everything as it was.
         """
         return self._call(lambda: self._reload(model_dir))
+
+    def load_adapter(self, adapter_dir: str | os.PathLike[str]) -> "Future[None]":
+        """Merge an adapter into the model's own weights, in the place of the one before, with the same care
+        as `reload`.
+        """
+
+        def load() -> None:
+            self._check_drained()
+            self._adapter.load(adapter_dir)
+
+        return self._call(load)
 
     def run(self) -> None:
         try:
@@ -186,9 +199,12 @@ class TorchEngine(threading.Thread):
                 _settle(drained, None)
             self._drained.clear()
 
-    def _reload(self, model_dir: str | os.PathLike[str]) -> None:
+    def _check_drained(self) -> None:
         if self._batch.rows or any(row.generation.started for row in self._waiting):
             raise EngineBusy("requests are running: POST /pause?mode=wait first")
+
+    def _reload(self, model_dir: str | os.PathLike[str]) -> None:
+        self._check_drained()
         model = load_model(model_dir, self._dtype)
         old, new = (
             {name: tuple(tensor.shape) for name, tensor in m.state_dict().items()}
@@ -200,7 +216,7 @@ class TorchEngine(threading.Thread):
                     f"{model_dir}: tensor {name!r} has shape {new.get(name)}, in the model served it has "
                     f"{old.get(name)}: another architecture is no new version of it"
                 )
-        self._batch = Batch(model)
+        self._batch, self._adapter = Batch(model), MergedAdapter(model)
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
@@ -234,6 +250,8 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrai
     shapes, or the architecture is one that this engine's cache does not fit.
     """
     check_model_dir(model_dir)
+    if is_adapter(model_dir):
+        raise WeightsError(f"{model_dir}: is an adapter, not a whole model; give the model that it adds to")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_dir,

@@ -94,6 +94,13 @@ class RpcBody(Body):
     kwargs: dict[str, Any] = {}
 
 
+class AdapterBody(Body):
+    """POST /v1/load_lora_adapter; the adapter takes the place of the one before, under whatever name."""
+
+    lora_name: StrictStr = Field(min_length=1)
+    lora_path: StrictStr = Field(min_length=1)
+
+
 class VersionBody(Body):
     """POST /update_weight_version."""
 
@@ -191,6 +198,10 @@ def prompt_logprobs_body(
     ]
 
 
-def model_list(name: str, max_model_len: int) -> dict[str, Any]:
-    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "flagpost", "root": name}
-    return {"object": "list", "data": [{**card, "parent": None, "max_model_len": max_model_len}]}
+def model_list(name: str, adapter: str | None, max_model_len: int) -> dict[str, Any]:
+    """The model, and the adapter that is merged into it."""
+    card = {"object": "model", "created": int(time.time()), "owned_by": "flagpost", "root": name}
+    cards = [{"id": name, **card, "parent": None, "max_model_len": max_model_len}]
+    if adapter is not None:
+        cards.append({**cards[0], "id": adapter, "parent": name})
+    return {"object": "list", "data": cards}

@@ -14,24 +14,22 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
 from aiohttp import web
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rollout import torch_protocol as protocol
 from rollout.torch_batch import Generation, Row
 from rollout.torch_engine import EngineBusy, EngineStopped, TorchEngine
+from rollout.torch_text import Texts
 from rollout.weights import WeightsError
 
 log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 256 * 2**20
-_CONTEXT_TOKENS = 6
-"""Prompt tokens decoded with a completion: some tokenizers write a token otherwise where a text begins."""
 _MEMORY = frozenset({"weights", "kv_cache"})
 """What sleeps and wakes. Here both stay where they are: on a CPU there is nothing to free."""
 
@@ -44,8 +42,9 @@ class Server:
         self._model_dir = model_dir
         self._weight_version = weight_version
         self._asleep: set[str] = set()
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        self._token_text: dict[int, str] = {}
+        self._adapter: str | None = None
+        """The name of the adapter that is merged into the weights."""
+        self._texts = Texts(model_dir)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_openai])
@@ -61,6 +60,7 @@ class Server:
         post("/wake_up", self.wake_up)
         get("/is_sleeping", self.is_sleeping)
         post("/collective_rpc", self.collective_rpc)
+        post("/v1/load_lora_adapter", self.load_lora_adapter)
         post("/reset_prefix_cache", self.reset_prefix_cache)
         post("/update_weight_version", self.update_weight_version)
         get("/weight_info", self.weight_info)
@@ -70,14 +70,15 @@ class Server:
         return web.Response(status=200 if self._engine.healthy else 503)
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response(protocol.model_list(self._model_dir, self._engine.max_model_len))
+        limit = self._engine.max_model_len
+        return web.json_response(protocol.model_list(self._model_dir, self._adapter, limit))
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.CompletionBody)
+        if self._adapter is not None and body.model != self._adapter:
+            raise web.HTTPNotFound(text=f"Only `{self._adapter}` is served: it is merged into the weights.")
         protocol.check_completion(body)
-        prompts = body.prompts(
-            lambda text: self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-        )
+        prompts = body.prompts(lambda text: self._texts.encode(text, body.add_special_tokens))
         seed = protocol.new_seed() if body.seed is None else body.seed
         generations = [
             Generation(
@@ -114,14 +115,7 @@ class Server:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.TokenizeBody)
-        if (body.prompt is None) == (body.messages is None):
-            raise protocol.BadRequest("give either prompt or messages")
-        if body.prompt is not None:
-            tokens = self._tokenizer.encode(
-                body.prompt, add_special_tokens=body.add_special_tokens is not False
-            )
-        else:
-            tokens = self._apply_chat_template(body)
+        tokens = self._texts.tokenize(body)
         limit = self._engine.max_model_len
         return web.json_response(
             {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
@@ -131,7 +125,7 @@ class Server:
         body = await self._body(request, protocol.DetokenizeBody)
         if any(not 0 <= token < self._engine.vocab_size for token in body.tokens):
             raise protocol.BadRequest(f"tokens: must lie in [0, {self._engine.vocab_size})")
-        return web.json_response({"prompt": self._tokenizer.decode(body.tokens)})
+        return web.json_response({"prompt": self._texts.decode(body.tokens)})
 
     async def pause(self, request: web.Request) -> web.Response:
         await self._pause(request)
@@ -169,7 +163,14 @@ class Server:
                 "only reload_weights with kwargs.weights_path, a directory, is supported"
             )
         await asyncio.wrap_future(self._engine.reload(path))
+        self._adapter = None
         return web.json_response({"results": [None]})
+
+    async def load_lora_adapter(self, request: web.Request) -> web.Response:
+        body = await self._body(request, protocol.AdapterBody)
+        await asyncio.wrap_future(self._engine.load_adapter(body.lora_path))
+        self._adapter = body.lora_name
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True})  # nothing is kept from one request to the next
@@ -183,7 +184,7 @@ class Server:
 
     async def _body(self, request: web.Request, kind: type[protocol.AnyBody]) -> protocol.AnyBody:
         body = protocol.parse_body(kind, await request.read())
-        if body.model not in (None, "", self._model_dir):
+        if body.model not in (None, "", self._model_dir, self._adapter):
             raise web.HTTPNotFound(text=f"The model `{body.model}` does not exist.")
         return body
 
@@ -193,29 +194,18 @@ class Server:
             raise protocol.BadRequest(f"mode: only abort and wait are supported, got {mode!r}")
         await asyncio.wrap_future(self._engine.pause(mode))
 
-    def _apply_chat_template(self, body: protocol.TokenizeBody) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise protocol.BadRequest(f"messages: the tokenizer of {self._model_dir} has no chat template")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                body.messages, tokenize=False, add_generation_prompt=body.add_generation_prompt
-            )
-        except Exception as error:  # the template is the model's own code: jinja's errors, and any other
-            raise protocol.BadRequest(f"messages: the chat template refuses them: {error}") from error
-        return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
-
     async def _prompt_logprobs(self, prompt_ids: list[int]) -> list[Any]:
         logprobs = await asyncio.wrap_future(self._engine.prompt_logprobs(prompt_ids))
-        return protocol.prompt_logprobs_body(prompt_ids, self._texts(prompt_ids), logprobs)
+        return protocol.prompt_logprobs_body(prompt_ids, self._texts.of_each(prompt_ids), logprobs)
 
     def _choice(
         self, row: Row, body: protocol.CompletionBody, prompt_logprobs: list[Any] | None
     ) -> dict[str, Any]:
         prompt_ids = row.generation.prompt_ids
         with_ids = bool(body.return_token_ids)
-        logprobs = protocol.logprobs_body(self._texts(row.token_ids), row.logprobs)
+        logprobs = protocol.logprobs_body(self._texts.of_each(row.token_ids), row.logprobs)
         return {
-            "text": self._completion_text(row),
+            "text": self._texts.completion(row),
             "logprobs": None if body.logprobs is None else logprobs,
             "finish_reason": row.finish_reason,
             "stop_reason": row.stop_string,
@@ -223,18 +213,6 @@ class Server:
             "prompt_logprobs": prompt_logprobs,
             "prompt_token_ids": prompt_ids if with_ids else None,
         }
-
-    def _completion_text(self, row: Row) -> str:
-        context = row.generation.prompt_ids[-_CONTEXT_TOKENS:]
-        before = self._tokenizer.decode(context, skip_special_tokens=True)
-        text = self._tokenizer.decode(context + row.token_ids, skip_special_tokens=True)[len(before) :]
-        return text if row.stop_string is None else text.partition(row.stop_string)[0]
-
-    def _texts(self, token_ids: Sequence[int]) -> list[str]:
-        for token_id in token_ids:
-            if token_id not in self._token_text:
-                self._token_text[token_id] = self._tokenizer.decode([token_id])
-        return [self._token_text[token_id] for token_id in token_ids]
 
 
 @web.middleware

@@ -1,5 +1,7 @@
-"""Facts about a Hugging Face model directory, read without torch: is it whole, what is in it, which policy is
-it.
+"""Facts about a directory of weights, read without torch: is it whole, what is in it, which policy is it.
+
+It is a Hugging Face model directory, or an adapter's: low-rank additions to a model that lies elsewhere, as
+peft writes them. That one has an adapter_config.json and no config.json.
 """
 
 import hashlib
@@ -21,6 +23,8 @@ _ITEM_BITS = {
     "F4": 4,
 }
 _HEADER_LIMIT_BYTES = 100_000_000  # the limit of the safetensors library
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightsError(ValueError):
@@ -32,9 +36,16 @@ class FileFacts(TypedDict):
     sha256: str
 
 
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether the directory holds an adapter and not a whole model. It is listed, for negative caches."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return ADAPTER_CONFIG in names and "config.json" not in names
+
+
 def check_model_dir(path: str | os.PathLike[str]) -> None:
-    """Raise WeightsError unless config.json parses, every *.safetensors file is whole (its header parses, its
-    tensors fill the file exactly) and the index file, if there is one, tells the truth. Reads headers only.
+    """Raise WeightsError unless the directory of a model or of an adapter is whole: its configuration parses,
+    every *.safetensors file is whole (its header parses, its tensors fill the file exactly) and the index
+    file, if there is one, tells the truth. Reads headers only.
     """
     tensor_names(path)
 
@@ -44,7 +55,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
     root = Path(path)
     if not root.is_dir():
         raise WeightsError(f"{root}: is no directory; give a Hugging Face model directory")
-    _read_json(root / "config.json")
+    _read_json(root / (ADAPTER_CONFIG if is_adapter(root) else "config.json"))
     files = sorted(root.glob("*.safetensors"))
     if not files:
         raise WeightsError(f"{root}: holds no *.safetensors file, so there are no weights to load")

@@ -1,21 +1,63 @@
-"""Group-relative advantages. Torch-free."""
+"""Advantages: what a sample's reward becomes, beside those of its group. Torch-free."""
+
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Values = NDArray[np.float64]
 
-def group_advantages(rewards: ArrayLike) -> NDArray[np.float32] | None:
-    """Advantages of one group's samples, A = r - mean(r); not divided by the std (Dr.GRPO, arXiv 2503.20783).
+_EPSILON = 1e-6
+"""Added to a standard deviation: rewards that differ by rounding alone are no lesson."""
+
+
+def _centred(rewards: Values) -> Values:
+    """r - mean (Dr. GRPO, arXiv 2503.20783)."""
+    return rewards - rewards.mean()
+
+
+def _standardised(rewards: Values) -> Values:
+    """(r - mean) / std (GRPO, arXiv 2402.03300), with the sample's deviation (n - 1), as TRL and verl do."""
+    spread = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
+    return (rewards - rewards.mean()) / (spread + _EPSILON)
+
+
+def _leave_one_out(rewards: Values) -> Values:
+    """r - mean of the others (RLOO, arXiv 2402.14740), which is (r - mean) n / (n - 1)."""
+    return (rewards - rewards.mean()) * len(rewards) / max(1, len(rewards) - 1)
+
+
+_KINDS: dict[str, Callable[[Values], Values]] = {
+    "centred": _centred,
+    "standardised": _standardised,
+    "leave_one_out": _leave_one_out,
+    "whitened": _centred,  # its second half needs the whole batch: whiten
+    "one": np.ones_like,
+}
+
+
+def group_advantages(rewards: ArrayLike, kind: str = "centred", *, keep_flat: bool = False) -> Values | None:
+    """(n,) advantages of one group's samples; `kind` is a value of the setting `trainer.advantage`.
 
     `rewards` (n,) holds the samples that exist: a cancelled or failed one is left out by the caller, it is
-    not a zero. Returns (n,) float32, or None when the group teaches nothing: fewer than two samples, or no
-    variance.
+    not a zero. None when the group teaches nothing: fewer than two samples, or no variance; with `keep_flat`
+    zeros instead. `one` is 1 for every sample of any group. ValueError for a reward that is not finite.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"rewards of a group are one-dimensional, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"a reward is not a finite number: {values.tolist()}; check the reward function")
-    if len(values) < 2 or np.ptp(values) == 0:
-        return None
-    return (values - values.mean()).astype(np.float32)
+    if kind != "one" and (len(values) < 2 or np.ptp(values) == 0):
+        return np.zeros_like(values) if keep_flat else None
+    return _KINDS[kind](values)
+
+
+def whiten(advantages: ArrayLike) -> Values:
+    """(S,) advantages of all trained samples of a batch, with mean 0 and deviation 1 (REINFORCE++, arXiv
+    2501.03262; S is the divisor, as in OpenRLHF). All zero where they do not differ.
+    """
+    values = np.asarray(advantages, dtype=np.float64)
+    if len(values) == 0:
+        return values
+    return (values - values.mean()) / (values.std() + _EPSILON)

@@ -1,6 +1,9 @@
-"""The named algorithms: each is a choice of the settings of the loss. Torch-free.
+"""The named algorithms: each is a choice of the settings of the batch and its loss. Torch-free.
 
-A preset is a function that returns settings of `trainer` by name; settings that are given themselves win.
+A preset is a function that returns settings of `trainer` by name, and its name in PRESETS is what
+`trainer.algorithm` takes. Settings that are given themselves win over a preset's, a preset's over the
+defaults of TrainerSettings. What is common to all but rft and sft is the truncated correction for the engine
+(arXiv 2402.03300 and its successors assume one that samples with the trainer's own numerics).
 """
 
 from collections.abc import Callable
@@ -8,10 +11,132 @@ from typing import Any
 
 
 def default() -> dict[str, Any]:
-    """What we would start with: A = r - mean (Dr.GRPO), clip 0.2 / 0.28 and token mean (DAPO), no KL, flat
+    """What we would start with: A = r - mean (Dr. GRPO), clip 0.2 / 0.28 and token mean (DAPO), no KL, flat
     groups left out, truncated correction for the engine.
     """
     return {}
 
 
-PRESETS: dict[str, Callable[[], dict[str, Any]]] = {"default": default}
+def grpo() -> dict[str, Any]:
+    """Group relative policy optimization: Shao et al. 2024, arXiv 2402.03300.
+
+    A = (r - mean) / std, mean over sequences of the mean over tokens, 0.04 k3 to the base model. Flat groups
+    stay: the KL term holds them.
+    """
+    return {
+        "advantage": "standardised",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "sequence",
+        "kl": "k3",
+        "kl_coefficient": 0.04,
+        "keep_flat_groups": True,
+    }
+
+
+def dr_grpo() -> dict[str, Any]:
+    """GRPO done right: Liu et al. 2025, arXiv 2503.20783.
+
+    A = r - mean, and a sum over tokens divided by a constant: neither the deviation of a group nor the length
+    of an answer weighs in.
+    """
+    return {"advantage": "centred", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant"}
+
+
+def dapo() -> dict[str, Any]:
+    """Decoupled clip and dynamic sampling: Yu et al. 2025, arXiv 2503.14476.
+
+    GRPO without KL, clipped higher above than below, token mean, flat groups left out, and the soft penalty
+    of overlong answers (4,096 of 20,480 tokens). Its replacement of flat groups by further ones is
+    `rollout.dynamic_sampling`.
+    """
+    return {
+        "advantage": "standardised",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "token",
+        "overlong": "penalise",
+        "overlong_buffer": 0.2,
+    }
+
+
+def gspo() -> dict[str, Any]:
+    """Group sequence policy optimization: Zheng et al. 2025, arXiv 2507.18071.
+
+    One ratio for a sequence, clipped within 3e-4 below and 4e-4 above (section 5.1).
+    """
+    return {
+        "advantage": "standardised",
+        "ratio": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence",
+    }
+
+
+def cispo() -> dict[str, Any]:
+    """Clipped importance-sampling weights: MiniMax-M1 2025, arXiv 2506.13585.
+
+    The ratio is a weight without gradient, so no token loses its gradient. It has no lower bound; the upper
+    one is tuned in the paper and not said, and 5 is what TRL recommends.
+    """
+    return {
+        "advantage": "standardised",
+        "clip": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "aggregation": "token",
+    }
+
+
+def rloo() -> dict[str, Any]:
+    """REINFORCE leave-one-out: Ahmadian et al. 2024, arXiv 2402.14740.
+
+    A = r - mean of the others; an answer is one action, so its tokens are summed; nothing is clipped, the
+    ratio is there for batches of several optimizer steps. Its KL in the reward is `trainer.kl=k1`.
+    """
+    return {"advantage": "leave_one_out", "clip": "none", "aggregation": "constant"}
+
+
+def reinforce_pp() -> dict[str, Any]:
+    """REINFORCE++ with baseline: Hu et al. 2025, arXiv 2501.03262.
+
+    A = r - mean of the group, whitened over the batch. Its KL loss is `trainer.kl=k2`.
+    """
+    return {"advantage": "whitened", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"}
+
+
+def rft() -> dict[str, Any]:
+    """Rejection sampling fine-tuning: Yuan et al. 2023, arXiv 2308.01825.
+
+    The negative log-likelihood of the policy's own samples with a reward of 1 or more.
+    """
+    return {
+        "advantage": "one",
+        "clip": "likelihood",
+        "aggregation": "token",
+        "engine_correction": "off",
+        "reward_threshold": 1.0,
+    }
+
+
+def sft() -> dict[str, Any]:
+    """Supervised fine-tuning on the tasks' answers: Ouyang et al. 2022, arXiv 2203.02155, step 1.
+
+    The negative log-likelihood of demonstrations, which take the place of samples (rollout.demonstration).
+    """
+    return {"advantage": "one", "clip": "likelihood", "aggregation": "token", "engine_correction": "off"}
+
+
+PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": default,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "rloo": rloo,
+    "reinforce++": reinforce_pp,
+    "rft": rft,
+    "sft": sft,
+}

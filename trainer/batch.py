@@ -1,28 +1,26 @@
 """The training batch of one iteration: finished groups in, flat arrays out. Torch-free.
 
-A batch depends on the groups and a seed alone, never on the nodes that made the groups or on the order in
-which they are given, so every membership of the run makes the same bytes.
+A batch depends on the groups, the settings and a seed alone, never on the nodes that made the groups or on
+the order in which they are given, so every membership of the run makes the same bytes.
 """
 
-import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from rollout.trajectory import Group, Sample
-from trainer.advantages import group_advantages
+from rollout.trajectory import Group
+from trainer.selection import Lesson, batch_advantages, draw, lessons, shuffled
+from trainer.settings import TrainerSettings
 
-FORMAT = 1
+FORMAT = 2
 
-_T = TypeVar("_T")
+_DEFAULTS = TrainerSettings()
 
 _DTYPES = {
     "token_ids": np.int32,
@@ -41,12 +39,18 @@ class DamagedBatch(ValueError):
 
 @dataclass(frozen=True)
 class Counts:
-    """What the batch was made from; `groups` and `samples` count the dropped ones too."""
+    """What the batch was made from. What is counted is of the batch's own iteration, dropped groups and
+    samples included, except where it says otherwise.
+    """
 
     groups: int
     groups_used: int
+    """In the batch, of any iteration."""
     samples: int
     samples_used: int
+    """In the batch, of any iteration."""
+    samples_replayed: int
+    """Of `samples_used`, those of older iterations."""
     reward: float
     """Mean over all samples that exist, 0 without any."""
     truncated: float
@@ -62,19 +66,19 @@ class Batch:
     loss_mask: NDArray[np.uint8]
     """(T,), 1: a trained token."""
     logprobs: NDArray[np.float32]
-    """(T,), the engine's, natural log, of the sampled tokens; 0 elsewhere."""
+    """(T,), of the engine that sampled, natural log; 0 elsewhere."""
     offsets: NDArray[np.int64]
     """(S + 1,)"""
     advantages: NDArray[np.float32]
     """(S,)"""
     rewards: NDArray[np.float32]
-    """(S,)"""
+    """(S,), as they were given: without a penalty for length."""
     slots: NDArray[np.int32]
-    """(S,), the slot that the sequence's group belongs to."""
+    """(S,), the slot that the sequence's group has in its iteration."""
     counts: Counts
     manifest_sha256: str
     policy: str
-    """Digest of the policy that generated the samples."""
+    """Digest of the policy that generated the iteration's samples; replayed ones are of older policies."""
     temperature: float
     """At which they were sampled; the trainer divides its logits by it."""
     seed: int
@@ -142,40 +146,32 @@ class Batch:
             raise DamagedBatch("the first token of a sequence is marked as trained, but no logit scores it")
 
 
-class _Scored(NamedTuple):
-    slot: int
-    sample: Sample
-    reward: float
-
-
 def build_batch(
-    groups: Iterable[Group], *, manifest_sha256: str, policy: str, temperature: float, seed: int
+    groups: Sequence[Group],
+    *,
+    manifest_sha256: str,
+    policy: str,
+    temperature: float,
+    seed: int,
+    settings: TrainerSettings = _DEFAULTS,
+    max_tokens: int | None = None,
+    older: Sequence[Sequence[Group]] = (),
 ) -> Batch:
-    """Select, score and shuffle the sequences of an iteration.
+    """Select, score and shuffle the sequences of an iteration's `groups`.
 
-    Tombstones, samples without a reward and groups without an advantage are dropped. The sequences are
-    shuffled by `seed`, so that each optimizer step mixes many groups. Raises ValueError for two groups of
-    one slot.
+    `settings` says which are dropped and what their advantages are (trainer.selection); tombstones and
+    samples without a reward are always dropped. `max_tokens` is that of a completion, which a penalty for
+    length needs. `older` are the groups of the replay window's other iterations, oldest first: with any, the
+    batch is drawn from all of them, as many lessons as the iteration itself has. The sequences are shuffled
+    by `seed`, so that each optimizer step mixes many groups.
+
+    Raises ValueError for two groups of one slot, or for a penalty without `max_tokens`.
     """
-    ordered = sorted(groups, key=lambda group: group.slot)
-    for one, other in pairwise(ordered):
-        if one.slot == other.slot:
-            raise ValueError(
-                f"slot {one.slot} has two groups ({one.task_id}, {other.task_id}); a slot is one group"
-            )
-    existing: list[_Scored] = []
-    chosen: list[tuple[_Scored, float]] = []
-    groups_used = 0
-    for group in ordered:
-        if group.given_up is not None:
-            continue
-        scored = [_Scored(group.slot, s, s.reward) for s in group.samples if s.reward is not None]
-        existing += scored
-        advantages = group_advantages([one.reward for one in scored])
-        if advantages is not None:
-            groups_used += 1
-            chosen += zip(scored, advantages.tolist(), strict=True)
-    chosen = _shuffled(chosen, seed)
+    window = [lessons(of_iteration, settings, max_tokens) for of_iteration in [*older, groups]]
+    if older:
+        window = draw(window, len(window[-1]), settings.replay_power, seed)
+    trained = [one for of_iteration in window for lesson in of_iteration for one in lesson]
+    chosen = shuffled(list(zip(trained, batch_advantages(trained, settings), strict=True)), seed)
     samples = [one.sample for one, _ in chosen]
     batch = Batch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
@@ -185,14 +181,7 @@ def build_batch(
         advantages=np.array([advantage for _, advantage in chosen], np.float32),
         rewards=np.array([one.reward for one, _ in chosen], np.float32),
         slots=np.array([one.slot for one, _ in chosen], np.int32),
-        counts=Counts(
-            groups=len(ordered),
-            groups_used=groups_used,
-            samples=len(existing),
-            samples_used=len(chosen),
-            reward=_mean([one.reward for one in existing]),
-            truncated=_mean([one.sample.finish_reason == "length" for one in existing]),
-        ),
+        counts=_counts(groups, window),
         manifest_sha256=manifest_sha256,
         policy=policy,
         temperature=temperature,
@@ -202,6 +191,21 @@ def build_batch(
     return batch
 
 
+def _counts(groups: Sequence[Group], used: Sequence[Sequence[Lesson]]) -> Counts:
+    """What a batch was made from; `used` are its lessons, those of the iteration itself last."""
+    existing = [(s, s.reward) for group in groups for s in group.samples if s.reward is not None]
+    samples = [sum(map(len, of_iteration)) for of_iteration in used]
+    return Counts(
+        groups=len(groups),
+        groups_used=sum(map(len, used)),
+        samples=len(existing),
+        samples_used=sum(samples),
+        samples_replayed=sum(samples[:-1]),
+        reward=_mean([reward for _, reward in existing]),
+        truncated=_mean([sample.finish_reason == "length" for sample, _ in existing]),
+    )
+
+
 def _flat(arrays: list[NDArray], dtype: type) -> NDArray:
     """The arrays one after another; an empty one when there are none."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
@@ -209,12 +213,3 @@ def _flat(arrays: list[NDArray], dtype: type) -> NDArray:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else 0.0
-
-
-def _shuffled(items: list[_T], seed: int) -> list[_T]:
-    """A permutation that depends on the seed and the number of items alone.
-
-    By hashes: the stream of numpy's generators may change between its versions (NEP 19).
-    """
-    keys = [hashlib.sha256(f"batch/{seed}/{k}".encode()).digest() for k in range(len(items))]
-    return [items[k] for k in sorted(range(len(items)), key=keys.__getitem__)]

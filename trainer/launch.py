@@ -10,6 +10,7 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
     progress_000007             `DONE TOTAL` of local rank 0, rewritten as it goes on
     done_000007.<local rank>    this rank has done it
     failed_000007.<local rank>  this rank could not; its content is the traceback, and the rank has exited
+    bell.<local rank>, bell.node    FIFOs, rung when there is a request, or when a rank has done or failed
 
 Every file appears whole (temporary name, rename). A trainer exits when the spool vanishes or torchrun dies.
 """
@@ -24,15 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from trainer.doorbell import ring
+
 LAUNCHER = ': > "$0/$$" && exec "$@"'
 """For /bin/sh, with a `pgid/` as $0: name the shell's process group there, then become the program. Without
 the directory nobody would end the program, and it does not start."""
+NODE_BELL = "bell.node"
 BACKEND = "flagpost"
 """torchrun's name for `trainer.rendezvous`."""
 TRACE = "nccl_trace_rank_"
-"""How the files begin in which NCCL's flight recorder says what each rank was doing; they lie in the spool."""
-POLL_MIN_S = 0.001
-POLL_MAX_S = 0.05
+"""How the files of NCCL's flight recorder begin: what each rank was doing. They lie in the spool."""
+POLL_S = 0.25
+"""How long a trainer that nobody rings waits before it looks again."""
 WATCH_INTERVAL_S = 0.5
 
 
@@ -120,12 +124,19 @@ def environment(launch: Launch) -> dict[str, str]:
 
 def submit(spool: Path, number: int, request: Request) -> None:
     """Ask the job for training phase `number`, higher than any before."""
-    _publish(_request_path(spool, number), request.to_json())
+    _ask(spool, number, request.to_json())
 
 
 def dismiss(spool: Path, number: int) -> None:
     """Ask the job to end after what it does now; it exits with 0."""
-    _publish(_request_path(spool, number), json.dumps({"exit": True}).encode())
+    _ask(spool, number, json.dumps({"exit": True}).encode())
+
+
+def _ask(spool: Path, number: int, data: bytes) -> None:
+    _publish(_request_path(spool, number), data)
+    for name in os.listdir(spool):
+        if name.startswith("bell.") and name != NODE_BELL:
+            ring(spool / name)
 
 
 def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
@@ -194,12 +205,19 @@ def watch(spool: Path) -> None:
     threading.Thread(target=wait_for_the_end, name="watch", daemon=True).start()
 
 
-def next_request(spool: Path, after: int) -> tuple[int, bytes | None]:
+def bell(spool: Path, local_rank: int) -> Path:
+    """What is rung for this rank's `wait` in next_request."""
+    return spool / f"bell.{local_rank}"
+
+
+def next_request(
+    spool: Path, after: int, wait: Callable[[float], None] | None = None
+) -> tuple[int, bytes | None]:
     """Wait for the first request above number `after`: its number and JSON, None for the wish to exit.
 
-    The wait has no deadline of its own: `watch` ends it with the node.
+    `wait` takes seconds, and may return sooner; by default it sleeps. All of it has no deadline: `watch`
+    ends it with the node.
     """
-    started = time.monotonic()
     while True:
         numbers = [_request_number(name) for name in os.listdir(spool)]
         waiting = [number for number in numbers if number is not None and number > after]
@@ -207,7 +225,7 @@ def next_request(spool: Path, after: int) -> tuple[int, bytes | None]:
             number = min(waiting)
             data = _request_path(spool, number).read_bytes()
             return number, None if json.loads(data).get("exit") is True else data
-        time.sleep(min(POLL_MAX_S, max(POLL_MIN_S, 0.05 * (time.monotonic() - started))))
+        (wait or time.sleep)(POLL_S)
 
 
 def report_progress(spool: Path, number: int, done: int, total: int) -> None:
@@ -218,11 +236,13 @@ def report_progress(spool: Path, number: int, done: int, total: int) -> None:
 def report_done(spool: Path, number: int, local_rank: int) -> None:
     """Say that this rank has done request `number`."""
     _publish(spool / f"done_{number:06d}.{local_rank}", b"")
+    ring(spool / NODE_BELL)
 
 
 def report_failure(spool: Path, number: int, local_rank: int, text: str) -> None:
     """Say that this rank failed at request `number` (0: before the first one)."""
     _publish(spool / f"failed_{number:06d}.{local_rank}", text.encode())
+    ring(spool / NODE_BELL)
 
 
 def _request_path(spool: Path, number: int) -> Path:

@@ -1,4 +1,8 @@
-"""The policy loss: advantage x clipped token ratio x token mean x correction for the engine."""
+"""The policy loss, composed: advantage x ratio x clip x aggregation x correction for the engine, and KL.
+
+Each piece is a function of its own, chosen by the setting of its name; a new value of a setting is one more
+branch in one of them.
+"""
 
 from typing import NamedTuple
 
@@ -7,50 +11,160 @@ from torch import Tensor
 
 from trainer.settings import TrainerSettings
 
+STATS = ("kl_engine", "clip_fraction", "kl_reference")
+"""The statistics of policy_loss, each a mean over tokens.
 
-class LossStats(NamedTuple):
-    """Sums divided by the normaliser: added up over microbatches and ranks, token means."""
+`kl_engine`: KL(engine || policy before the update), the k3 estimate; `clip_fraction`: of the tokens whose
+gradient the clip has cut off or (cispo) weakened; `kl_reference`: KL(policy || reference), the k3 estimate, 0
+without a reference.
+"""
 
-    kl_engine: Tensor
-    """KL(engine || trainer before the update), the k3 estimate (joschu.net/blog/kl-approx)."""
-    clip_fraction: Tensor
-    """Fraction of tokens whose gradient the clip has cut off."""
+_STATISTIC_MAX = 20.0
+"""Of a log ratio in a statistic: one absurd token must not make it infinite."""
+
+
+class Totals(NamedTuple):
+    """What an optimizer step is normalised by: over all its microbatches and ranks."""
+
+    tokens: int
+    """Trained tokens."""
+    sequences: int
+    max_tokens: int
+    """Longest completion that could be sampled (rollout.max_tokens)."""
 
 
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     engine_logprobs: Tensor,
+    reference_logprobs: Tensor | None,
     advantages: Tensor,
-    mask: Tensor,
-    normaliser: float,
+    sequences: Tensor,
+    totals: Totals,
     settings: TrainerSettings,
-) -> tuple[Tensor, LossStats]:
-    """PPO-clip with the asymmetric bounds of DAPO (arXiv 2503.14476), as a token mean.
+) -> tuple[Tensor, Tensor]:
+    """The loss of one microbatch, a scalar to minimise, and its (len(STATS),) statistics, detached.
 
-    All tensors are (tokens,): `logprobs` of the policy being trained, `old_logprobs` of the same policy
-    before the batch's first update, `engine_logprobs` of the engine that sampled, natural logarithms at the
-    sampling temperature; `advantages` of each token's sequence; `mask` 1 where the token is trained.
-    `normaliser` is the number of trained tokens of the whole optimizer step, over all microbatches and
-    ranks.
+    All tensors are (N,) over the microbatch's trained tokens, N = 0 included (the loss is then 0, and its
+    gradient empty): `logprobs` of the policy being trained, `old_logprobs` of the same policy before the
+    batch's first update (no gradient flows through them, so `logprobs` itself will do for the first),
+    `engine_logprobs` of the engine that sampled, `reference_logprobs` of the reference model, natural
+    logarithms at the sampling temperature; an engine's logprob of exactly 0 says that no engine has sampled
+    the token (a demonstration), or that it could not do otherwise: nothing is corrected there. `advantages`
+    of each token's sequence; `sequences` (int64) numbers the microbatch's sequences from 0, all trained
+    tokens of each being in it.
 
-    Each term is weighted with sg(min(pi_old / mu_engine, engine_correction_cap)): truncated importance
-    sampling, since the engine's numerics are not the trainer's. Returns the loss, a scalar to minimise, and
-    its statistics.
+    Both results are sums divided by the normaliser of the whole optimizer step: added up over microbatches
+    and ranks they are the step's. ValueError if `settings.kl` asks for a reference that is not given.
     """
-    mask = mask.to(logprobs.dtype)
     old_logprobs = old_logprobs.detach()
-    ratio = torch.exp(logprobs - old_logprobs)
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    log_mismatch = old_logprobs - engine_logprobs
-    correction = torch.exp(log_mismatch).clamp(max=settings.engine_correction_cap)
-    loss = -(correction * surrogate * mask).sum() / normaliser
+    ratio = _ratio(logprobs, old_logprobs, sequences, settings)
+    objective, cut_off = _objective(ratio, logprobs, advantages, settings)
+    log_mismatch = torch.where(engine_logprobs == 0, 0.0, old_logprobs - engine_logprobs)
+    terms = -_correction(log_mismatch, settings) * objective
+    if settings.kl != "off":
+        if reference_logprobs is None:
+            raise ValueError(f"trainer.kl={settings.kl} needs the logprobs of a reference model")
+        terms = terms + settings.kl_coefficient * _kl(logprobs - reference_logprobs, settings.kl)
+    loss = (terms / _divisor(sequences, totals, settings)).sum()
     with torch.no_grad():
-        k3 = torch.expm1(log_mismatch) - log_mismatch
-        cut_off = clipped * advantages < ratio * advantages
-        stats = LossStats(
-            kl_engine=(k3 * mask).sum() / normaliser,
-            clip_fraction=(cut_off * mask).sum() / normaliser,
-        )
-    return loss, stats
+        stats = [_k3(-log_mismatch), cut_off.to(terms.dtype), torch.zeros_like(terms)]
+        if reference_logprobs is not None:
+            stats[2] = _k3(logprobs - reference_logprobs)
+        return loss, torch.stack([stat.sum() for stat in stats]) / totals.tokens
+
+
+def _ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, settings: TrainerSettings) -> Tensor:
+    """(N,) pi_theta / pi_old of each token, or of its sequence.
+
+    The sequence's is the geometric mean of its tokens' (GSPO, arXiv 2507.18071), in the form of GSPO-token:
+    the value is the sequence's, the gradient goes through the token alone. Where the tokens of a sequence
+    have one advantage, the gradient of their mean is the same.
+    """
+    log_ratio = logprobs - old_logprobs
+    if settings.ratio == "sequence":
+        lengths = _lengths(sequences)
+        sums = log_ratio.new_zeros(len(lengths)).index_add(0, sequences, log_ratio.detach())
+        log_ratio = (sums / lengths)[sequences] + logprobs - logprobs.detach()
+    return torch.exp(log_ratio)
+
+
+def _objective(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, settings: TrainerSettings
+) -> tuple[Tensor, Tensor]:
+    """(N,) what is to be maximised, and (N,) bool, where the clip has cut off or weakened its gradient.
+
+    none: rho A. ppo: min(rho A, clip(rho) A). dual: that, but at least c A where A < 0 (arXiv 1912.09729).
+    cispo: sg(clip(rho)) A log pi, which keeps a gradient at every token (arXiv 2506.13585). likelihood:
+    A log pi; with A = 1 the loss is the negative log-likelihood, whatever the ratio.
+    """
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    match settings.clip:
+        case "likelihood":
+            return advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
+        case "none":
+            return ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
+        case "cispo":
+            return clipped.detach() * advantages * logprobs, clipped != ratio
+        case "ppo":
+            return torch.minimum(ratio * advantages, clipped * advantages), (
+                clipped * advantages < ratio * advantages
+            )
+        case "dual":
+            bounded = torch.minimum(ratio * advantages, clipped * advantages)
+            floor = torch.where(advantages < 0, settings.dual_clip * advantages, -torch.inf)
+            return torch.maximum(bounded, floor), (clipped * advantages < ratio * advantages) | (
+                bounded < floor
+            )
+
+
+def _correction(log_mismatch: Tensor, settings: TrainerSettings) -> Tensor:
+    """(N,) weight of each token for having been sampled by mu, the engine, not by pi_old; no gradient.
+
+    With w = pi_old / mu: truncated importance sampling min(w, cap), or masked, w and 0 outside of
+    [1 / cap, cap].
+    """
+    cap = settings.engine_correction_cap
+    weight = torch.exp(log_mismatch)
+    match settings.engine_correction:
+        case "off":
+            return torch.ones_like(weight)
+        case "truncated":
+            return weight.clamp(max=cap)
+        case "masked":
+            return torch.where((weight <= cap) & (weight >= 1 / cap), weight, 0.0)
+
+
+def _kl(log_ratio: Tensor, estimator: str) -> Tensor:
+    """(N,) an estimate of KL(policy || reference) as a loss, from log pi_theta - log pi_reference
+    (joschu.net/blog/kl-approx).
+
+    k2 and k3 are differentiated as they stand. k1 is not: the expectation of its gradient is 0, whatever the
+    reference. Its value is k1, its gradient that of k2, which is the gradient of k1 subtracted from the
+    token's reward, the way RLOO and REINFORCE use it (arXiv 2510.01555; verl calls it `k1+`).
+    """
+    if estimator == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    k2 = log_ratio.square() / 2
+    return k2 if estimator == "k2" else k2 + (log_ratio - k2).detach()
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """(N,) k3 for a statistic, of log p - log q where p has sampled: an estimate of KL(p || q)."""
+    return _kl(log_ratio.clamp(min=-_STATISTIC_MAX), "k3")
+
+
+def _divisor(sequences: Tensor, totals: Totals, settings: TrainerSettings) -> Tensor | int:
+    """What each token's term is divided by, (N,) or a number, so that the sum over a step is its loss."""
+    match settings.aggregation:
+        case "token":
+            return totals.tokens
+        case "sequence":
+            return _lengths(sequences)[sequences] * totals.sequences
+        case "constant":
+            return totals.sequences * totals.max_tokens
+
+
+def _lengths(sequences: Tensor) -> Tensor:
+    """(K,) int64, trained tokens of each sequence."""
+    return torch.bincount(sequences)

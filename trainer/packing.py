@@ -34,6 +34,8 @@ class Microbatch:
     """(N,)"""
     advantages: NDArray[np.float32]
     """(N,)"""
+    sequences: NDArray[np.int64]
+    """(N,) which of the microbatch's sequences the token belongs to, numbered from 0."""
 
 
 def split_steps(sequences: int, global_batch_size: int) -> list[range]:
@@ -112,6 +114,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[int]]) -> Microbatch:
     scored_at = [np.zeros(0, np.int64)]
     trained = [np.zeros(0, np.int64)]
     advantages = [np.zeros(0, np.float32)]
+    sequences = [np.zeros(0, np.int64)]
     for r, row in enumerate(rows):
         column = 0
         for k in row:
@@ -122,6 +125,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[int]]) -> Microbatch:
             scored_at.append(r * width + column + at - 1)
             trained.append(begin + at)
             advantages.append(np.full(len(at), batch.advantages[k]))
+            sequences.append(np.full(len(at), len(sequences) - 1))
             column += end - begin
     tokens = np.concatenate(trained)
     return Microbatch(
@@ -131,4 +135,5 @@ def fill(batch: Batch, rows: Sequence[Sequence[int]]) -> Microbatch:
         targets=batch.token_ids[tokens].astype(np.int64),
         engine_logprobs=batch.logprobs[tokens],
         advantages=np.concatenate(advantages),
+        sequences=np.concatenate(sequences),
     )

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rollout.engine_admin import PROBE
 from trainer.batch import Batch
-from trainer.model import Learner, token_logprobs
+from trainer.model import Learner
+from trainer.packing import Microbatch
 
 MAX_TOKENS = 64
 
@@ -24,31 +26,46 @@ def probe_tokens(batch: Batch) -> list[int]:
     return batch.token_ids[:length].tolist() if length > 1 else []
 
 
-def write_probe(learner: Learner, token_ids: Sequence[int], dtype: torch.dtype, directory: Path) -> None:
-    """Write the logprobs of `token_ids[1:]` under the weights as they are saved, in `dtype`."""
-    ids = torch.tensor(token_ids, device=learner.device)
-    at = torch.arange(len(token_ids), device=learner.device)
+def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtype) -> list[float]:
+    """The logprobs of `token_ids[1:]` under the weights as they are saved, in `dtype`. Collective."""
+    ids = np.array(token_ids, dtype=np.int64)
+    unused = np.zeros(len(ids) - 1, dtype=np.float32)
+    microbatch = Microbatch(
+        token_ids=ids[None],
+        position_ids=np.arange(len(ids))[None],
+        scored_at=np.arange(len(ids) - 1),
+        targets=ids[1:],
+        sequences=np.zeros(len(ids) - 1, dtype=np.int64),
+        engine_logprobs=unused,
+        advantages=unused,
+    )
     with torch.no_grad(), _rounded(learner, dtype):
-        logprobs, _ = token_logprobs(learner.model, ids[None], at[None], at[:-1], ids[1:], temperature=1.0)
-    about = {"token_ids": list(token_ids), "logprobs": logprobs.tolist()}
-    (directory / PROBE).write_text(json.dumps(about) + "\n")
+        logprobs, _ = learner.logprobs(microbatch, temperature=1.0)
+    return logprobs.tolist()
+
+
+def write_probe(token_ids: Sequence[int], logprobs: Sequence[float], directory: Path) -> Path:
+    """Write the probe file of a checkpoint."""
+    path = directory / PROBE
+    path.write_text(json.dumps({"token_ids": list(token_ids), "logprobs": list(logprobs)}) + "\n")
+    return path
 
 
 @contextmanager
 def _rounded(learner: Learner, dtype: torch.dtype) -> Iterator[None]:
-    """The weights as `dtype` holds them. The exact ones wait where the gradients are: they cost no memory,
-    and every step zeroes them first.
+    """The weights as `dtype` holds them; the exact ones wait in host memory.
+
+    A sharded model on GPUs computes with bfloat16 weights in any case.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or (learner.layout.sharded and learner.device.type == "cuda"):
         yield
         return
-    kept = learner.gradients.split([parameter.numel() for parameter in learner.parameters.values()])
-    pairs = [(p, flat.view_as(p)) for p, flat in zip(learner.parameters.values(), kept, strict=True)]
-    for parameter, exact in pairs:
-        exact.copy_(parameter)
-        parameter.copy_(exact.to(dtype))
+    parameters = learner.parameters.values()
+    exact = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.to(dtype))
     try:
         yield
     finally:
-        for parameter, exact in pairs:
-            parameter.copy_(exact)
+        for parameter, kept in zip(parameters, exact, strict=True):
+            parameter.copy_(kept)

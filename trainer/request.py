@@ -30,6 +30,25 @@ class _Document(BaseModel):
             raise DamagedDocument(f"not a {cls.__name__}: {error}") from error
 
 
+class TrainedBatch(_Document):
+    """A batch that an earlier iteration was trained on."""
+
+    iteration: int
+    batch_file: str
+    batch_sha256: str
+
+
+class Resume(_Document):
+    """Where the optimizer's state comes from when it does not lie in the base's own `trainer_state/`."""
+
+    state_dir: str | None = None
+    """A complete trainer state, of the base's policy or of an earlier one; null: the base's own, or none."""
+    state_policy: str | None = None
+    """Digest of the weights that it belongs to."""
+    repeat: tuple[TrainedBatch, ...] = ()
+    """What that policy was trained on since, up to the base, in order."""
+
+
 class TrainRequest(_Document):
     """One training phase. The same for every rank of the job, apart from where paths are mounted."""
 
@@ -42,8 +61,18 @@ class TrainRequest(_Document):
     """Hugging Face directory to start from; its `trainer_state/`, where there is one, is continued."""
     base_policy: str
     """Digest of the weights in `base_dir`."""
+    model_dir: str
+    """Hugging Face directory of the model that the run started from, which adapters belong to, and which
+    `settings.kl` holds the policy close to."""
+    resume: Resume = Resume()
+    """For a job that has to load the base."""
     staging_dir: str
-    """Exists and is empty; global rank 0 writes the new checkpoint here, `result.json` last."""
+    """Exists and is empty; all ranks write the new checkpoint here, global rank 0 its `result.json` last."""
+    state_dir: str | None = None
+    """With settings.save_interval above 1, in iterations that it divides: exists and is empty, and gets the
+    trainer state in the background, its `state.json` last."""
+    offload: bool = False
+    """Whether the GPU is to be left to an engine afterwards."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
     """One per global training rank; a rank's share of the tokens follows its weight."""
     seed: int
@@ -52,8 +81,6 @@ class TrainRequest(_Document):
     """The sampling temperature of the batch; logits are divided by it."""
     max_tokens: Annotated[int, Field(ge=1)]
     """Longest completion that was sampled."""
-    reference_dir: str | None = None
-    """Hugging Face directory of the model that the policy is held close to, with `settings.kl`."""
 
 
 class FileInfo(TypedDict):
@@ -61,6 +88,18 @@ class FileInfo(TypedDict):
 
     bytes: int
     sha256: str
+
+
+class SavedState(_Document):
+    """The `state.json` of a complete trainer state."""
+
+    format: int
+    iteration: int
+    policy: str
+    """Digest of the weights that the state belongs to."""
+    optimizer_step: int
+    files: dict[str, FileInfo]
+    """Every other file of the directory."""
 
 
 class TrainResult(_Document):

@@ -15,13 +15,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from trainer import checkpoint, launch
 from trainer.batch import Batch, DamagedBatch
+from trainer.doorbell import Doorbell
 from trainer.model import Learner, learning_rate
 from trainer.peers import waiting_for_peers
 from trainer.probe import probe_tokens
-from trainer.request import TrainRequest
-from trainer.step import Replica, summary, train
+from trainer.request import TrainedBatch, TrainRequest
+from trainer.state import StateSaver
+from trainer.step import StepStats, summary, train
 
-DIGEST_BYTES = 64  # a policy digest is shorter
+OF_A_NODE = {"batch_file", "base_dir", "model_dir", "staging_dir", "state_dir", "resume"}
+"""Fields of a request that may differ between nodes: paths."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +46,24 @@ def serve(spool: Path, collective_timeout_s: float) -> None:
         device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
-        timeout = timedelta(seconds=collective_timeout_s)
         with waiting_for_peers("meeting them"):
             dist.init_process_group(
-                "nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None
+                # What ranks tell each other goes by gloo: it costs no GPU.
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=collective_timeout_s),
+                device_id=device if on_gpu else None,
             )
-        rank = TrainerRank(device)
+        rank = TrainerRank(device, collective_timeout_s)
+        bell = Doorbell(launch.bell(spool, local_rank))
         while True:
-            number, data = launch.next_request(spool, number)
+            number, data = launch.next_request(spool, number, bell.wait)
             if data is None:
                 break
             say = partial(launch.report_progress, spool, number)
             progress = launch.Progress(say) if local_rank == 0 else launch.Progress()
             rank.run(TrainRequest.from_json(data), progress)
             launch.report_done(spool, number, local_rank)
+        rank.saver.finish()
         dist.destroy_process_group()
     except Exception:
         launch.report_failure(spool, number, local_rank, traceback.format_exc())
@@ -68,11 +75,12 @@ def serve(spool: Path, collective_timeout_s: float) -> None:
 class TrainerRank:
     """A rank's model and optimizer, kept between requests."""
 
-    def __init__(self, device: torch.device) -> None:
-        """The process group must be up."""
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        """The process group must be up. Saving a state in the background may take `timeout_s`."""
         self.device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self.saver = StateSaver(timeout_s)
         self.learner: Learner | None = None
         self.policy = ""
         """Digest of the checkpoint that `learner` was last loaded from or written to."""
@@ -80,6 +88,7 @@ class TrainerRank:
     def run(self, request: TrainRequest, progress: launch.Progress) -> None:
         """One training phase: from the batch file to a complete staging directory."""
         started = time.perf_counter()
+        settings = request.settings
         progress.expect(2)  # the policy and the checkpoint
         if len(request.rank_weights) != self.world_size:
             raise RequestRefused(
@@ -91,55 +100,76 @@ class TrainerRank:
             raise RequestRefused(
                 f"temperature {request.temperature} was asked for, the batch has {batch.temperature}"
             )
-        learner = self._learner(request)
+        learner = self._learner(request, progress)
         progress.advance()
         torch.manual_seed(request.seed)
-        replica = Replica(self.rank, request.rank_weights)
-        lead = self.rank == 0
-        stats = train(
+        stats = self._train(learner, batch, request, progress)
+        lr = learning_rate(learner.optimizer_step, settings)
+        metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
+        result = checkpoint.write(
+            learner,
+            Path(request.staging_dir),
+            request,
+            len(stats),
+            metrics,
+            self.saver,
+            probe=probe_tokens(batch),
+        )
+        self.policy = result.policy
+        if not settings.keep_alive:
+            self.saver.finish()
+        if request.offload:
+            learner.to_host()
+        progress.advance()
+
+    def _train(
+        self, learner: Learner, batch: Batch, request: TrainRequest, progress: launch.Progress
+    ) -> list[StepStats]:
+        if request.settings.kl != "off":
+            learner.load_reference(Path(request.model_dir), request.settings)
+        return train(
             learner,
             batch,
             request.settings,
-            request.temperature,
-            replica,
-            report=(lambda line: print(line, flush=True)) if lead else (lambda line: None),
+            temperature=batch.temperature,
+            max_tokens=request.max_tokens,
+            rank_weights=request.rank_weights,
+            report=(lambda line: print(line, flush=True)) if self.rank == 0 else (lambda line: None),
             progress=progress,
         )
-        policy = torch.zeros(DIGEST_BYTES, dtype=torch.uint8)
-        if lead:
-            lr = learning_rate(learner.optimizer_step, request.settings)
-            metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
-            staging_dir = Path(request.staging_dir)
-            result = checkpoint.write(
-                learner, staging_dir, request, len(stats), metrics, probe=probe_tokens(batch)
-            )
-            policy = torch.tensor(list(result.policy.encode().ljust(DIGEST_BYTES)), dtype=torch.uint8)
-        policy = policy.to(self.device)
-        with waiting_for_peers("waiting for the checkpoint of rank 0"):
-            dist.broadcast(policy, src=0)
-        self.policy = bytes(policy.tolist()).decode().rstrip()
-        progress.advance()
 
     def _agree(self, request: TrainRequest) -> None:
         """Raise RequestRefused on all ranks unless all were asked for the same phase; mounts may differ."""
-        asked = request.model_dump_json(exclude={"batch_file", "base_dir", "staging_dir"})
+        asked = request.model_dump_json(exclude=OF_A_NODE)
         number = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
-        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        bounds = torch.tensor([number, -number], dtype=torch.int64)
         with waiting_for_peers("agreeing on the request"):
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
         if bounds[0] != -bounds[1]:
             raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
 
-    def _learner(self, request: TrainRequest) -> Learner:
+    def _learner(self, request: TrainRequest, progress: launch.Progress) -> Learner:
         """The policy to start from: the one at hand if it is the base, else loaded."""
+
+        def repeat(learner: Learner, done: TrainedBatch) -> None:
+            batch = read_batch(Path(done.batch_file), done.batch_sha256)
+            self._train(learner, batch, request, progress)
+
+        self.saver.finish()
         if self.learner is None or self.policy != request.base_policy:
             self.learner = None  # frees its memory before the next one is loaded
-            self.learner = checkpoint.load(Path(request.base_dir), request.base_policy, self.device)
+            self.learner = checkpoint.load(
+                Path(request.base_dir),
+                request.base_policy,
+                self.device,
+                request.settings,
+                request.resume,
+                repeat,
+                model_dir=Path(request.model_dir),
+            )
             self.policy = request.base_policy
-        # Machines of different kinds round differently: replicas would drift apart over the iterations.
-        with waiting_for_peers("taking over the weights of rank 0"):
-            for parameter in self.learner.parameters.values():
-                dist.broadcast(parameter.data, src=0)
+        self.learner.to_device()
+        self.learner.take_over_lead()
         return self.learner
 
 

@@ -31,7 +31,9 @@ class TrainerSettings(Settings):
     r - mean of the others; r - mean of its group, whitened over the batch; 1 for every sample."""
     ratio: Literal["token", "sequence"] = "token"
     """Of pi_theta / pi_old: each token's own, or one for a sequence, the geometric mean of its tokens'."""
-    clip: Literal["ppo", "dual", "cispo", "none"] = "ppo"
+    clip: Literal["ppo", "dual", "cispo", "none", "likelihood"] = "ppo"
+    """What is done with the ratio: PPO's clip; that with a floor (`dual_clip`); CISPO's; nothing; or no ratio
+    at all, A log pi (likelihood)."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476)."""

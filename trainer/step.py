@@ -6,35 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.batch import Batch
 from trainer.launch import Progress
-from trainer.loss import policy_loss
+from trainer.loss import STATS, Totals, policy_loss
 from trainer.model import Learner
 from trainer.packing import Microbatch, plan_step, split_steps
-from trainer.peers import waiting_for_peers
 from trainer.settings import TrainerSettings
 
 
 class TrainingDiverged(RuntimeError):
     """A loss or gradient is not a finite number; the weights have not taken the step."""
-
-
-@dataclass(frozen=True)
-class Replica:
-    """This process among the ranks that train the same model; alone by default."""
-
-    rank: int = 0
-    rank_weights: Sequence[float] = (1.0,)
-    """One per global rank; a rank's share of the tokens follows its weight."""
-
-    def sum(self, tensor: Tensor) -> None:
-        """Add up `tensor` over all ranks, in place."""
-        if len(self.rank_weights) > 1:
-            with waiting_for_peers("adding up the gradients"):
-                dist.all_reduce(tensor)
 
 
 @dataclass(frozen=True)
@@ -44,6 +27,7 @@ class StepStats:
     loss: float
     kl_engine: float
     clip_fraction: float
+    kl_reference: float
     entropy: float
     grad_norm: float
     """Before clipping."""
@@ -58,25 +42,31 @@ def train(
     learner: Learner,
     batch: Batch,
     settings: TrainerSettings,
+    *,
     temperature: float,
-    replica: Replica = Replica(),
+    max_tokens: int,
+    rank_weights: Sequence[float] = (1.0,),
     report: Callable[[str], None] = print,
     progress: Progress | None = None,
 ) -> list[StepStats]:
     """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
 
-    `progress` advances with each microbatch that has passed through the model.
+    `temperature` is that of the sampling, `max_tokens` the longest completion that could be sampled.
+    `rank_weights`: one per global rank; a rank's share of the tokens follows its weight. `progress` advances
+    with each microbatch that has passed through the model.
 
-    All ranks call this with the same arguments but for `replica.rank`, and do the same number of steps; the
-    result does not depend on the number of ranks or their weights. An empty batch takes no step. Raises
-    TrainingDiverged.
+    All ranks call this with the same arguments, and do the same number of steps; the result does not depend
+    on the number of ranks or their weights. An empty batch takes no step. With settings.kl a reference must
+    have been loaded (Learner.load_reference). Raises TrainingDiverged.
     """
     steps = split_steps(len(batch), settings.global_batch_size)
     if not steps:
         report("no step: the batch is empty, no group of this iteration has an advantage; the weights stay")
         return []
+    layout = learner.layout
+    weights = layout.data_weights(rank_weights)
     plans = [
-        plan_step(batch, step, replica.rank_weights, replica.rank, settings.max_tokens_per_microbatch)
+        plan_step(batch, step, weights, layout.data_rank, settings.max_tokens_per_microbatch)
         for step in steps
     ]
     progress = progress or Progress()
@@ -93,10 +83,8 @@ def train(
     stats = []
     for k, (step, plan, old) in enumerate(zip(steps, plans, old_logprobs, strict=True)):
         begin, end = int(batch.offsets[step.start]), int(batch.offsets[step.stop])
-        trained_tokens = int(batch.loss_mask[begin:end].sum())
-        done = _optimizer_step(
-            learner, plan, old, trained_tokens, end - begin, settings, temperature, replica, progress
-        )
+        totals = Totals(int(batch.loss_mask[begin:end].sum()), len(step), max_tokens)
+        done = _optimizer_step(learner, plan, old, totals, end - begin, settings, temperature, progress)
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
     return stats
@@ -106,33 +94,35 @@ def _optimizer_step(
     learner: Learner,
     plan: Sequence[Microbatch],
     old_logprobs: Sequence[Tensor | None],
-    trained_tokens: int,
+    totals: Totals,
     tokens: int,
     settings: TrainerSettings,
     temperature: float,
-    replica: Replica,
     progress: Progress,
 ) -> StepStats:
     """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let AdamW step."""
     started = time.perf_counter()
-    learner.summed.zero_()
+    learner.zero_sums()
     for microbatch, old in zip(plan, old_logprobs, strict=True):
-        if len(microbatch.targets):
-            _accumulate(learner, microbatch, old, trained_tokens, settings, temperature)
+        _accumulate(learner, microbatch, old, totals, settings, temperature)
         progress.advance()
-    replica.sum(learner.summed)
-    loss_value, kl_engine, clip_fraction, entropy_mean = learner.sums.tolist()
-    norm = torch.linalg.vector_norm(learner.gradients).item()
-    if not (math.isfinite(loss_value) and math.isfinite(norm)):
+    (loss, *statistics, entropy), norm = learner.add_up()
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TrainingDiverged(
-            f"optimizer step {learner.optimizer_step + 1}: loss {loss_value}, gradient norm {norm}; "
+            f"optimizer step {learner.optimizer_step + 1}: loss {loss}, gradient norm {norm}; "
             "lower trainer.learning_rate, or look for broken logprobs in the batch"
         )
-    learner.gradients.mul_(min(1.0, settings.clip_norm / (norm + 1e-6)))
+    learner.scale_gradients(min(1.0, settings.clip_norm / (norm + 1e-6)))
     lr = learner.apply(settings)
-    seconds = time.perf_counter() - started
     return StepStats(
-        loss_value, kl_engine, clip_fraction, entropy_mean, norm, lr, tokens, trained_tokens, seconds
+        loss=loss,
+        **dict(zip(STATS, statistics, strict=True)),
+        entropy=entropy,
+        grad_norm=norm,
+        lr=lr,
+        tokens=tokens,
+        trained_tokens=totals.tokens,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -140,23 +130,27 @@ def _accumulate(
     learner: Learner,
     microbatch: Microbatch,
     old_logprobs: Tensor | None,
-    trained_tokens: int,
+    totals: Totals,
     settings: TrainerSettings,
     temperature: float,
 ) -> None:
-    """Add a microbatch's gradients and statistics to those of its step, which trains `trained_tokens`."""
+    """Add a microbatch's gradients and statistics to those of its step."""
+    if not len(microbatch.targets) and not learner.layout.sharded:
+        return
+    reference = learner.reference_logprobs(microbatch, temperature) if settings.kl != "off" else None
     logprobs, entropy = learner.logprobs(microbatch, temperature)
     loss, loss_stats = policy_loss(
         logprobs,
         logprobs if old_logprobs is None else old_logprobs,
         torch.from_numpy(microbatch.engine_logprobs).to(learner.device),
+        reference,
         torch.from_numpy(microbatch.advantages).to(learner.device),
-        torch.ones_like(logprobs),
-        trained_tokens,
+        torch.from_numpy(microbatch.sequences).to(learner.device),
+        totals,
         settings,
     )
     loss.backward()
-    learner.sums.add_(torch.stack([loss.detach(), *loss_stats, entropy.sum() / trained_tokens]))
+    learner.sums.add_(torch.cat([loss.detach()[None], loss_stats, entropy.sum()[None] / totals.tokens]))
 
 
 def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: float) -> dict[str, float]:
@@ -174,9 +168,8 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
         "loss": mean("loss"),
         "grad_norm": sum(step.grad_norm for step in stats) / max(1, len(stats)),
         "lr": stats[-1].lr if stats else lr,
-        "kl_engine": mean("kl_engine"),
         "entropy": mean("entropy"),
-        "clip_fraction": mean("clip_fraction"),
+        **{name: mean(name) for name in STATS},
         "tokens": float(tokens),
         "sequences": float(sequences),
         "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,

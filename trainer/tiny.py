@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.tasks import load_tasks
-from trainer.checkpoint import fsync_path
+from trainer.shares import fsync_path
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -86,7 +86,7 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05
+        optimizer, LEARNING_RATE, total_steps=steps, pct_start=max(0.05, min(1.0, 2 / steps))
     )
     started = time.monotonic()
     for step in range(1, steps + 1):

@@ -11,14 +11,15 @@ import pytest
 import safetensors.numpy
 
 from coordinator.children import Children
-from coordinator.engine_host import EngineHost
+from coordinator.engine_host import Adapters, EngineHost
 from coordinator.outcome import EpochChanged
 from coordinator.outputs import Policy
 from coordinator.run_dir import RunDir
 from rollout.engine import EngineError
 from rollout.engine_admin import PROBE, EngineAdmin
 from rollout.settings import EngineSettings
-from rollout.weights import file_checksums, policy_digest
+from rollout.weights import WeightsError, file_checksums, policy_digest
+from tests.adapters import make_adapter
 
 SETTINGS = EngineSettings(kind="torch", start_timeout_s=120.0)
 TOKENS = [5, 6, 7, 8, 9, 10]
@@ -172,29 +173,84 @@ def test_engine_that_failed_to_load_a_policy_is_started_anew(
     assert engines_started(tmp_path) == 3
 
 
+def test_engine_of_a_run_that_trains_adapters_keeps_its_model_and_comes_back_with_the_adapter(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    adapters = Adapters(policy, rank=4)
+
+    def adapter(number: int) -> Policy:
+        directory = make_adapter(tmp_path / f"adapter{number}", policy.directory, seed=number)
+        return Policy(number, directory, policy_digest(file_checksums(directory)))
+
+    def computed() -> list[float]:
+        return EngineAdmin(host.url).prompt_logprobs(TOKENS, model=host.model)
+
+    first, second = adapter(1), adapter(2)
+    host.ensure(first, SETTINGS, fine, adapters)
+    assert host.model == f"policy-{first.digest}" and EngineAdmin(host.url).policy() == first.digest
+    of_first = computed()
+    host.ensure(policy, SETTINGS, fine, adapters)
+    assert host.model is None
+    of_model = computed()
+    host.ensure(second, SETTINGS, fine, adapters)
+    of_second = computed()
+    assert of_model != of_first != of_second != of_model
+    damaged = Policy(3, tmp_path / "damaged", "damaged")
+    shutil.copytree(second.directory, damaged.directory)
+    safetensors.numpy.save_file({"a": np.zeros(1)}, damaged.directory / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match=f"in {second.directory} it has"):
+        host.ensure(damaged, SETTINGS, fine, adapters)
+    assert computed() == of_second
+    assert engines_started(tmp_path) == 1
+
+    write_probe(second.directory, of_second)
+    asyncio.run(kill_and_wait(host, second.digest))
+    assert computed() == of_second and engines_started(tmp_path) == 2
+    # A checkpoint of an iteration that had nothing to learn from is the whole model.
+    same = Policy(3, Path(shutil.copytree(policy.directory, tmp_path / "same")), policy.digest)
+    host.ensure(same, SETTINGS, fine, adapters)
+    assert host.model is None and computed() == of_model
+    host.ensure(second, SETTINGS, fine, adapters)
+    assert computed() == of_second and engines_started(tmp_path) == 2
+
+
+def test_the_users_server_of_another_model_gets_the_model_before_the_adapter(
+    host: EngineHost, policy: Policy, engine_url: str, tmp_path: Path
+) -> None:
+    users = SETTINGS.model_copy(update={"url": engine_url})
+    directory = make_adapter(tmp_path / "adapter", policy.directory, seed=1)
+    adapter = Policy(1, directory, policy_digest(file_checksums(directory)))
+    host.ensure(adapter, users, fine, Adapters(policy, rank=4))
+    wanted = EngineAdmin(engine_url).prompt_logprobs(TOKENS, model=host.model)
+    EngineAdmin(engine_url).reload(changed(policy, tmp_path / "newer").directory, "of another run")
+    host.ensure(adapter, users, fine, Adapters(policy, rank=4))
+    assert EngineAdmin(engine_url).prompt_logprobs(TOKENS, model=host.model) == wanted
+    host.ensure(policy, users, fine, Adapters(policy, rank=4))
+
+
+async def kill_and_wait(host: EngineHost, digest: str) -> None:
+    """Kill the engine while it is minded, until another one has the policy."""
+    child, url = host._child, host.url
+    assert child is not None
+    minding = asyncio.create_task(host.mind(SETTINGS, fine))
+    child.kill_now()
+    admin = EngineAdmin(url)
+    for _ in range(600):
+        await asyncio.sleep(0.2)
+        if minding.done() or (
+            host._child is not child and await asyncio.to_thread(admin.healthy) and admin.policy() == digest
+        ):
+            break
+    minding.cancel()
+    assert isinstance((await asyncio.gather(minding, return_exceptions=True))[0], asyncio.CancelledError)
+
+
 def test_engine_that_dies_while_it_generates_comes_back_with_the_same_policy(
     host: EngineHost, policy: Policy, tmp_path: Path
 ) -> None:
     newer = changed(policy, tmp_path / "newer")
     host.ensure(newer, SETTINGS, fine)
-    url, child = host.url, host._child
-    assert child is not None
-
-    async def kill_and_wait() -> None:
-        minding = asyncio.create_task(host.mind(SETTINGS, fine))
-        child.kill_now()
-        admin = EngineAdmin(url)
-        for _ in range(600):
-            await asyncio.sleep(0.2)
-            if minding.done() or (
-                host._child is not child
-                and await asyncio.to_thread(admin.healthy)
-                and admin.policy() == newer.digest
-            ):
-                break
-        minding.cancel()
-        assert isinstance((await asyncio.gather(minding, return_exceptions=True))[0], asyncio.CancelledError)
-
-    asyncio.run(kill_and_wait())
+    url = host.url
+    asyncio.run(kill_and_wait(host, newer.digest))
     assert (host.url, EngineAdmin(url).policy()) == (url, newer.digest)
     assert engines_started(tmp_path) == 2

@@ -57,6 +57,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     iteration_of(made, N, write_checkpoint(made.checkpoint(1)).policy)
     made.latest.write_text("iteration_000001\n")
     write_checkpoint(made.staging(N, 3), N)
+    for epoch in (2, 3):
+        write_json(made.trainer_state(epoch - 1, epoch) / "state.json", {})
     for trash in (f".{made.latest.name}.0011aabb.tmp", f"{made.staging(N, 2).name}.damaged/x", ".nfs00"):
         (made.checkpoints / trash).parent.mkdir(exist_ok=True)
         (made.checkpoints / trash).write_text("x")
@@ -126,6 +128,7 @@ def test_plan_names_all_that_the_iteration_left_what_was_made_last_first(run_dir
         ("checkpoints/.LATEST.0011aabb.tmp", What.TEMPORARY),
         ("checkpoints/.iteration_000002.e0002.damaged", What.STAGING),
         ("checkpoints/.iteration_000002.e0003", What.STAGING),
+        ("trainer_states/iteration_000002.e0003", What.STATE),
         ("batches/iteration_000002/batch.json", What.BATCH),
         ("batches/iteration_000002/batch.safetensors", What.BATCH),
         ("eval_trajectories/iteration_000002/manifest.json", What.MANIFEST),

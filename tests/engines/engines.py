@@ -81,11 +81,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def serving(kind: ServerKind, model: Path, log: Path) -> Iterator[Engine]:
-    """A server of `model` in float32; what it says is in the file `log`."""
+def serving(kind: ServerKind, model: Path, log: Path, lora_rank: int = 0) -> Iterator[Engine]:
+    """A server of `model` in float32, for adapters of `lora_rank`; what it says is in the file `log`."""
     port = free_port(LOOPBACK)
     settings = EngineSettings(kind=kind, dtype="float32", args=VLLM_ARGS)
-    server = server_command(settings, model, port, 0)
+    server = server_command(settings, model, port, 0, lora_rank)
     env = {**os.environ, **server.env, **ONE_THREAD}
     with open(log, "wb") as file:
         process = subprocess.Popen(

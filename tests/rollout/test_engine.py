@@ -116,6 +116,18 @@ def test_error_of_a_server_that_recovers_is_tried_again() -> None:
     assert completion.token_ids == [4, 1]
 
 
+def test_adapter_that_a_restarted_engine_does_not_have_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_FAILING_S", 0.0)
+    good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
+    absent = [http_answer("404 Not Found", "no such model")] * 2
+    with pytest.raises(EngineError, match="404: no such model"):
+        generate_from(*absent, good)
+    (completion,) = generate_from(*absent, good, model="policy-1")
+    assert completion.token_ids == [4, 1]
+
+
 def test_broken_connection_is_tried_again() -> None:
     good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
     (completion,) = generate_from(hang_up, hang_up, good)

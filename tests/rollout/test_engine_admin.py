@@ -13,6 +13,8 @@ from test_engine import ask
 
 from rollout.engine import EngineError, Sampling
 from rollout.engine_admin import EngineAdmin
+from rollout.weights import WeightsError
+from tests.adapters import make_adapter
 
 
 def test_logprobs_of_a_prompt_are_those_of_the_samples_that_became_it(server: RunningServer) -> None:
@@ -37,7 +39,8 @@ def test_engine_that_dropped_its_weights_has_no_policy_until_it_is_given_one(mod
 class Recorder(BaseHTTPRequestHandler):
     """A server that writes down what it is asked for; to vLLM a paused engine is asleep."""
 
-    version, fails = "before", ""
+    version, fails, missing, sleeps = "before", "", "", True
+    models: ClassVar[list[str]] = ["/models/m"]
     asked: ClassVar[list[str]] = []
 
     def answer(self) -> None:
@@ -48,8 +51,11 @@ class Recorder(BaseHTTPRequestHandler):
             type(self).asked.append(" ".join([path, *(value for value in said if isinstance(value, str))]))
         if path == "update_weight_version":
             type(self).version = json.loads(body)["new_version"]
-        text = json.dumps({"is_sleeping": True, "weight_version": self.version, "success": True}).encode()
-        self.send_response(500 if self.fails and self.fails in self.asked[-1:] else 200)
+        models = [{"id": name} for name in self.models]
+        facts = {"is_sleeping": self.sleeps, "weight_version": self.version, "success": True, "data": models}
+        text = b"Success" if path.endswith("lora_adapter") else json.dumps(facts).encode()
+        fails = 500 if self.fails and self.fails in self.asked[-1:] else 200
+        self.send_response(404 if path == self.missing else fails)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
@@ -102,6 +108,53 @@ def test_engine_with_half_of_the_weights_is_not_woken_before_it_has_them_all(
     EngineAdmin(url).reload(model_dir, "good")
     assert handler.asked.index("collective_rpc reload_weights") < handler.asked.index("wake_up?tags=kv_cache")
     assert "wake_up?tags=weights" not in handler.asked
+
+
+@pytest.fixture(scope="module")
+def adapter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("adapters") / "adapter", model_dir, seed=0)
+
+
+def test_adapter_takes_the_place_of_our_others_while_nothing_runs(
+    recorder: tuple[str, type[Recorder]], adapter_dir: Path
+) -> None:
+    url, handler = recorder
+    handler.models = ["/models/m", "users", "policy-old", "policy-new"]
+    EngineAdmin(url).load_adapter(adapter_dir, "new")
+    assert handler.asked == [
+        "wake_up",
+        "pause?mode=wait",
+        f"v1/load_lora_adapter policy-new {adapter_dir}",
+        "reset_prefix_cache",
+        "v1/unload_lora_adapter policy-old",
+        "update_weight_version new",
+        "resume",
+    ]
+
+
+def test_engine_that_refuses_an_adapter_goes_on_with_what_it_served(
+    recorder: tuple[str, type[Recorder]], adapter_dir: Path, model_dir: Path
+) -> None:
+    url, handler = recorder
+    handler.missing, handler.sleeps = "v1/load_lora_adapter", False
+    with pytest.raises(EngineError, match=r"policy-new: 404: .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        EngineAdmin(url).load_adapter(adapter_dir, "new")
+    assert handler.version == "before" and handler.asked[-1] == "resume"
+    handler.asked.clear()
+    with pytest.raises(WeightsError, match="is a whole model, not an adapter"):
+        EngineAdmin(url).load_adapter(model_dir, "new")
+    assert handler.asked == []
+
+
+@pytest.mark.parametrize("version", ["loading", "dropped"])
+def test_engine_without_whole_weights_takes_no_adapter_and_is_not_woken(
+    recorder: tuple[str, type[Recorder]], adapter_dir: Path, version: str
+) -> None:
+    url, handler = recorder
+    handler.version = version
+    with pytest.raises(EngineError, match="reload its model first"):
+        EngineAdmin(url).load_adapter(adapter_dir, "new")
+    assert handler.asked == []
 
 
 def test_answer_without_the_logprobs_of_the_prompt_is_an_error(

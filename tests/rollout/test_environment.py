@@ -105,7 +105,7 @@ def test_environment_is_found_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("multi_turn", "there is single_turn, calculator, or give module:function"),
+        ("multi_turn", "there is single_turn, calculator, demonstration, or give module:function"),
         ("nowhere:f", "cannot be imported"),
     ],
 )

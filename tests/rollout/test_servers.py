@@ -171,3 +171,15 @@ def test_arguments_of_the_user_are_passed_on_and_come_before_ours(
     assert len(names) == len({*names})
     if given == {"generation-config": None}:
         assert "--generation-config" not in names
+
+
+@pytest.mark.parametrize(("rank", "most"), [(1, 1), (4, 8), (16, 16), (100, 128)])
+def test_vllm_is_started_for_adapters_of_the_rank_that_is_trained(
+    installed: Installed, rank: int, most: int
+) -> None:
+    installed("vllm")
+    server = server_command(EngineSettings(kind="vllm"), "/models/m", 8123, 0, rank)
+    assert {"--enable-lora", f"--max-lora-rank={most}"} <= {*server.argv}
+    assert server.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    plain = vllm()
+    assert "--enable-lora" not in plain.argv and "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.env

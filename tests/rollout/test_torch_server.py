@@ -18,6 +18,7 @@ import safetensors.numpy
 from rollout_helpers import RunningServer, serving
 
 from rollout import torch_server
+from tests.adapters import make_adapter
 from tests.models import CONTEXT
 
 
@@ -30,6 +31,8 @@ def call(server: RunningServer, method: str, path: str, body: Any = None) -> tup
         text = response.read()
     finally:
         connection.close()
+    if response.headers.get_content_type() == "text/plain":
+        return response.status, text.decode()
     return response.status, json.loads(text) if text else None
 
 
@@ -267,6 +270,30 @@ def test_damaged_checkpoint_is_refused_and_the_model_serves_on_unchanged(
         status, answer = reload(own, path)
         assert status == 400 and reason in answer["error"]["message"], (path, answer)
         assert token_ids(own, prompt="1+2=", n=4) == before
+
+
+def test_adapter_is_asked_by_its_name_and_nothing_else_is_served_beside_it(
+    own: RunningServer, model_dir: Path, tmp_path: Path
+) -> None:
+    def load(name: str, path: Path) -> tuple[int, Any]:
+        return call(own, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+
+    before = token_ids(own, prompt="1+2=", n=4)
+    adapter = make_adapter(tmp_path / "adapter", model_dir, seed=0)
+    assert load("one", model_dir)[0] == 400 and token_ids(own, prompt="1+2=", n=4) == before
+    assert load("one", adapter) == (200, "Success: LoRA adapter 'one' added successfully.")
+    changed = token_ids(own, prompt="1+2=", n=4, model="one")
+    assert changed != before
+    assert [card["id"] for card in call(own, "GET", "/v1/models")[1]["data"]] == [str(model_dir), "one"]
+    for body in ({}, {"model": str(model_dir)}, {"model": "two"}):
+        status, answer = call(own, "POST", "/v1/completions", {"prompt": "1", **body})
+        assert status == 404 and answer["error"]["message"], body
+    assert call(own, "POST", "/tokenize", {"prompt": "1", "model": str(model_dir)})[0] == 200
+    assert load("two", adapter)[0] == 200
+    assert token_ids(own, prompt="1+2=", n=4, model="two") == changed
+    assert reload(own, model_dir)[0] == 200
+    assert token_ids(own, prompt="1+2=", n=4) == before
+    assert len(call(own, "GET", "/v1/models")[1]["data"]) == 1
 
 
 def test_pause_finishes_what_has_started_and_holds_the_rest(

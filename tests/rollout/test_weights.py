@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollout.weights import WeightsError, check_model_dir, file_checksums, policy_digest, tensor_names
+from rollout.weights import (
+    WeightsError,
+    check_model_dir,
+    file_checksums,
+    is_adapter,
+    policy_digest,
+    tensor_names,
+)
 
 
 @pytest.fixture
@@ -139,3 +146,16 @@ def test_digest_names_the_weights_and_nothing_else(directory: Path, tmp_path: Pa
     assert policy_digest(file_checksums(directory)) != digest
     with pytest.raises(WeightsError, match="a policy is its weights"):
         policy_digest({})
+
+
+def test_adapter_is_a_directory_with_an_adapters_configuration_and_no_models(
+    directory: Path, tmp_path: Path
+) -> None:
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert not is_adapter(directory) and not is_adapter(tmp_path / "nowhere")
+    (directory / "config.json").unlink()
+    assert is_adapter(directory)
+    assert set(tensor_names(directory)) == {"a", "b", "empty"}
+    (directory / "adapter_config.json").write_text("{")
+    with pytest.raises(WeightsError, match=r"adapter_config\.json: is not JSON"):
+        check_model_dir(directory)

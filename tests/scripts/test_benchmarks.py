@@ -1,6 +1,8 @@
 """The benchmarks run and measure what they say; how fast anything is, a person reads."""
 
+import ast
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -53,3 +55,82 @@ def test_collector_and_bare_client_generate_the_same_samples(monkeypatch: pytest
 def test_benchmark_that_needs_vllm_says_so(name: str) -> None:
     ended = run(name)
     assert ended.returncode == 2 and "vLLM is not installed" in ended.stderr
+
+
+@pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
+@pytest.mark.parametrize("name", ["iteration.py", "train_step.py"])
+def test_benchmark_that_needs_trl_says_so(name: str) -> None:
+    ended = run(name)
+    assert ended.returncode == 2 and "TRL is not installed" in ended.stderr
+
+
+def test_every_traced_function_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    spans: dict[str, tuple[str, ...]] = import_module("tracing").SPANS
+    for module, names in spans.items():
+        if module == "os":
+            continue
+        tree = ast.parse((BENCH.parents[1] / f"{module.replace('.', '/')}.py").read_text())
+        functions = {name for node in tree.body for name in _functions(node)}
+        assert set(names) <= functions, module
+
+
+def _functions(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        return [f"{node.name}.{name}" for inner in node.body for name in _functions(inner)]
+    return [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
+
+
+def test_traced_process_writes_the_spans_of_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    tracing = import_module("tracing")
+    program = "import pathlib, sys, coordinator.shared_fs as fs; fs.publish(pathlib.Path(sys.argv[1]), b'1')"
+    argv = [sys.executable, "-c", program, str(tmp_path / "file")]
+    subprocess.run(argv, env={**os.environ, **tracing.environment(tmp_path)}, check=True, timeout=60)
+    spans = {span.name: span for span in tracing.read_spans(tmp_path)}
+    published, synced = spans["coordinator.shared_fs.publish"], spans["os.fsync"]
+    assert published.begin_s <= synced.begin_s <= synced.end_s <= published.end_s
+    assert published.rank is None and published.process.startswith("other.")
+
+
+def test_breakdown_is_the_median_over_iterations_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    tracing, breakdown = import_module("tracing"), import_module("breakdown")
+    training_s = {1: 9.0, 2: 0.1, 3: 0.2, 4: 0.3, 5: 9.0}  # the first does not count, the last is not whole
+    spans = []
+    for iteration, seconds in training_s.items():
+
+        def add(process: str, name: str, begin_s: float, end_s: float, cpu_s: float, about: str = "") -> None:
+            begin_s, end_s, cpu_s = (value + 10 * iteration for value in (begin_s, end_s, cpu_s))  # noqa: B023
+            rank = int(process[-1])
+            spans.append(tracing.Span(process, rank, name, begin_s, end_s, cpu_s, cpu_s, about))
+
+        about = f"{iteration} training"
+        add("node.0", tracing.STEP, 0.0, seconds + 0.05, 0.0, about)
+        add("node.0", "coordinator.trainer_host.TrainerHost.train", 0.0, seconds + 0.03, 0.0)
+        for rank in (0, 1):
+            add(f"trainer.{rank}", "trainer.serve.TrainerRank.run", 0.01 * (1 + rank), seconds + 0.01, 0.0)
+            add(f"trainer.{rank}", "trainer.step.train", 0.02, seconds * (1 + rank) / 2, 0.0)
+    explained = breakdown.explain(spans, skip=1)
+    assert explained["iterations"] == 3 and explained["ms"] == 10_000
+    assert explained["cpu_ms"] == {"node": 10_000, "trainer": 20_000, "all": 30_000}
+    summary = explained["summary_ms"]
+    assert summary["optimizer_steps"] == pytest.approx(180)
+    assert summary["request_to_last_trainer"] == pytest.approx(20)
+    assert summary["last_trainer_to_last_node"] == pytest.approx(20)
+    assert summary["phases_9_to_12_besides_training"] == pytest.approx(250 - 180)
+
+
+def test_both_sides_of_train_step_get_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    train_step = import_module("train_step")
+    for kind in ("uniform", "log-uniform"):
+        lengths = train_step.draw_lengths(kind, 64)
+        assert (lengths.min(), lengths.max(), len(lengths)) == (16, 1024, 64)
+        (ids, advantages), (again, same) = (train_step.draw_sequences(lengths, 8192) for _ in range(2))
+        assert [len(one) for one in ids] == lengths.tolist() and (advantages == same).all()
+        assert all((one == other).all() for one, other in zip(ids, again, strict=True))
+    assert train_step.parameters("10m") == pytest.approx(10e6, rel=0.02)
+    assert train_step.parameters("0.6b") == pytest.approx(0.6e9, rel=0.02)

@@ -75,7 +75,9 @@ class EngineAdmin:
             self._scheduler.violate(f"{path} holds policy {found}, not {digest}")
         self._engine.weights, self._engine.version, self._engine.sleeps = found, digest, False
 
-    def prompt_logprobs(self, token_ids: Sequence[int], _replica: int = 0) -> list[float]:
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], _replica: int = 0, *, model: str | None = None
+    ) -> list[float]:
         self._engine.call(0.01)
         return logprobs_of(token_ids, self._engine.weights)
 
@@ -98,7 +100,13 @@ class EngineClient:
     """As rollout.engine.EngineClient: what it answers follows from prompt, seed and policy alone."""
 
     def __init__(
-        self, engines: Mapping[str, Engine], url: str, *, request_timeout_s: float, retry_s: float = 10.0
+        self,
+        engines: Mapping[str, Engine],
+        url: str,
+        *,
+        model: str | None = None,
+        request_timeout_s: float,
+        retry_s: float = 10.0,
     ) -> None:
         self._engines = engines
         self._url = url

@@ -107,6 +107,8 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     for module in (engine_host, trainer_host):
         patch.setattr(module, "free_port", lambda _ip: next(ports))
     patch.setattr(trainer_host, "interface_towards", lambda _ip: "lo")
+    bell = SimpleNamespace(wait=machines.scheduler.wait, close=lambda: None)
+    patch.setattr(trainer_host, "Doorbell", lambda _path: bell)
     patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
     patch.setattr(standing, "socket", host)
     patch.setattr(node, "signal", SimpleNamespace(**{**vars(signal), "signal": lambda *_: None}))

@@ -182,7 +182,7 @@ def staging_has_no_epoch(patch: pytest.MonkeyPatch) -> None:
 
 BROKEN: dict[Callable[[pytest.MonkeyPatch], None], list[Fault]] = {
     everything_is_unfinished: [Fault("kill", 1, 1, 3, 5, 3.0)],
-    groups_count_twice: [Fault("replace", 0, 1, 2, 6, 8.0)],
+    groups_count_twice: [Fault("replace", 0, 1, 2, 7, 4.0)],
     nobody_waits_for_enter: [Fault("twin", 1, 1, 10, 6, 1.0)],
     staging_has_no_epoch: [Fault("trainer", 0, 1, 10, 10, 1.0)],
 }

@@ -91,6 +91,7 @@ def make_request(tmp_path: Path, base_dir: Path, settings: TrainerSettings) -> C
             batch_file=str(batch_file),
             batch_sha256=hashlib.sha256(data).hexdigest(),
             base_dir=str(base),
+            model_dir=str(base_dir),
             base_policy=policy_digest(file_checksums(base)),
             staging_dir=str(staging_dir),
             rank_weights=tuple(rank_weights),

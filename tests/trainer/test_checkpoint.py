@@ -3,33 +3,42 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from rollout.weights import WeightsError, check_model_dir, file_checksums, policy_digest, tensor_names
-from trainer import checkpoint
+from trainer import checkpoint, served
 from trainer.batch import Batch, build_batch
 from trainer.checkpoint import CheckpointError
-from trainer.model import Learner
-from trainer.request import TrainRequest, TrainResult
+from trainer.model import Learner, build_learner
+from trainer.request import SavedState, TrainRequest, TrainResult
+from trainer.settings import LoraSettings, TrainerSettings
+from trainer.state import StateSaver
 from trainer.step import train
 
 CPU = torch.device("cpu")
 
 
-def run_phase(
-    learner: Learner, batch: Batch, request: TrainRequest, dtype: torch.dtype = torch.float32
-) -> TrainResult:
+def run_phase(learner: Learner, batch: Batch, request: TrainRequest) -> TrainResult:
     """Train as a single rank does, and write."""
-    stats = train(learner, batch, request.settings, 1.0, report=lambda line: None)
-    return checkpoint.write(learner, Path(request.staging_dir), request, len(stats), {"loss": 0.0}, dtype)
+    stats = train(learner, batch, request.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+    saver = StateSaver(timeout_s=60)
+    result = checkpoint.write(learner, Path(request.staging_dir), request, len(stats), {"loss": 0.0}, saver)
+    saver.finish()
+    return result
+
+
+def with_settings(request: TrainRequest, **changes: Any) -> TrainRequest:
+    return request.model_copy(update={"settings": request.settings.model_copy(update=changes)})
 
 
 def load_base(request: TrainRequest) -> Learner:
-    return checkpoint.load(Path(request.base_dir), request.base_policy, CPU)
+    return checkpoint.load(Path(request.base_dir), request.base_policy, CPU, request.settings)
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -93,7 +102,11 @@ def test_result_is_written_after_everything_else_is_durable(
     monkeypatch.setattr(os, "fsync", fsync)
     result = run_phase(load_base(request), batch, request)
     *before, last_file, last = [os.path.relpath(path, staging_dir) for path in synced]
-    assert {*result.files, "trainer_state"} == set(before)
+    state_document = "trainer_state/state.json"
+    assert {*result.files, "trainer_state"} - {state_document} == {*before} - {
+        "trainer_state/.state.json.tmp"
+    }
+    assert before[-2:] == ["trainer_state/.state.json.tmp", "trainer_state"]
     assert (last_file, last) == (".result.json.tmp", ".")
 
 
@@ -117,7 +130,7 @@ def test_resumed_training_goes_on_exactly_as_an_uninterrupted_one(
     resumed = load_base(second)
     assert resumed.optimizer_step == 3
     for learner in (uninterrupted, resumed):
-        train(learner, batch, second.settings, 1.0, report=lambda line: None)
+        train(learner, batch, second.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
     for name, parameter in weights(uninterrupted).items():
         torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=1e-6)
     assert resumed.optimizer_step == uninterrupted.optimizer_step == 6
@@ -137,15 +150,15 @@ def test_without_trainer_state_the_optimizer_starts_afresh(
 def test_lower_precision_checkpoint_keeps_the_master_weights(
     batch: Batch, make_request: Callable[..., TrainRequest]
 ) -> None:
-    request = make_request(batch)
+    request = with_settings(make_request(batch), save_dtype="bfloat16")
     learner = load_base(request)
-    result = run_phase(learner, batch, request, torch.bfloat16)
+    result = run_phase(learner, batch, request)
     staging_dir = Path(request.staging_dir)
     assert {dtype for dtype, _ in tensor_names(staging_dir).values()} == {"BF16"}
     assert "lm_head.weight" not in tensor_names(staging_dir)
     assert json.loads((staging_dir / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(staging_dir, dtype="auto").dtype == torch.bfloat16
-    resumed = checkpoint.load(staging_dir, result.policy, CPU)
+    resumed = checkpoint.load(staging_dir, result.policy, CPU, request.settings)
     for name, parameter in weights(learner).items():
         assert parameter.dtype == torch.float32
         torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=0)
@@ -156,9 +169,9 @@ def test_empty_batch_leaves_the_weights_byte_for_byte_and_the_digest(
     batch: Batch, make_request: Callable[..., TrainRequest]
 ) -> None:
     empty = build_batch([], manifest_sha256="m", policy="p", temperature=1.0, seed=0)
-    base = make_request(batch)
+    base = with_settings(make_request(batch), save_dtype="bfloat16")
     learner = load_base(base)
-    run_phase(learner, batch, base, torch.bfloat16)
+    run_phase(learner, batch, base)
     request = make_request(empty, base=Path(base.staging_dir))
     result = run_phase(learner, empty, request)
     assert result.policy == request.base_policy
@@ -166,7 +179,7 @@ def test_empty_batch_leaves_the_weights_byte_for_byte_and_the_digest(
     before, after = file_checksums(base.staging_dir), file_checksums(request.staging_dir)
     assert before.keys() == after.keys()
     assert {name for name in before if before[name] != after[name]} == {"result.json"}
-    resumed = checkpoint.load(Path(request.staging_dir), result.policy, CPU)
+    resumed = checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
     assert resumed.optimizer_step == 3
     for name, parameter in weights(learner).items():
         torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=0)
@@ -174,7 +187,7 @@ def test_empty_batch_leaves_the_weights_byte_for_byte_and_the_digest(
 
 def test_weights_with_another_digest_are_refused(base_dir: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds policy \w+, the request wants 0123"):
-        checkpoint.load(base_dir, "0123", CPU)
+        checkpoint.load(base_dir, "0123", CPU, TrainerSettings())
 
 
 def test_trainer_state_of_other_weights_is_refused(
@@ -183,23 +196,121 @@ def test_trainer_state_of_other_weights_is_refused(
     mixed = shutil.copytree(base_dir, tmp_path / "mixed")
     shutil.copytree(Path(trained[1].staging_dir) / "trainer_state", mixed / "trainer_state")
     with pytest.raises(
-        CheckpointError, match=r"belongs to policy .* restore the pair, or remove trainer_state"
+        CheckpointError, match=r"belongs to policy .* restore the pair, or remove .*/mixed/trainer_state"
     ):
-        checkpoint.load(mixed, trained[1].base_policy, CPU)
+        checkpoint.load(mixed, trained[1].base_policy, CPU, TrainerSettings())
 
 
 def test_trainer_state_of_another_model_is_refused(
     trained: tuple[Learner, TrainRequest, TrainResult],
 ) -> None:
     _, request, result = trained
-    path = Path(request.staging_dir) / "trainer_state" / "optimizer.safetensors"
+    directory = Path(request.staging_dir) / "trainer_state"
+    path = directory / "state-00001-of-00001.safetensors"
     with safe_open(path, framework="pt") as saved:
-        tensors = {name: saved.get_tensor(name) for name in list(saved.keys())[1:]}
-    checkpoint.save_file(tensors, path)
-    with pytest.raises(CheckpointError, match="is not the optimizer state of this model"):
-        checkpoint.load(Path(request.staging_dir), result.policy, CPU)
+        names, metadata = sorted(saved.keys()), saved.metadata()
+        save_file({name: saved.get_tensor(name) for name in names[1:]}, path, metadata)
+    document = SavedState.from_json((directory / "state.json").read_bytes())
+    files = document.model_copy(update={"files": {path.name: file_checksums(directory)[path.name]}})
+    (directory / "state.json").write_bytes(files.to_json())
+    with pytest.raises(
+        CheckpointError, match=rf"is not the trainer state of this model, e.g. \['{names[0]}'"
+    ):
+        checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
+
+
+def test_damaged_trainer_state_is_refused(trained: tuple[Learner, TrainRequest, TrainResult]) -> None:
+    _, request, result = trained
+    path = Path(request.staging_dir) / "trainer_state" / "state-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"00001.safetensors .* differs .* fresh optimizer"):
+        checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
+
+
+def test_trainer_state_of_an_older_format_is_refused(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    document = {"format": 1, "policy": result.policy, "optimizer_step": 3}
+    (Path(request.staging_dir) / "trainer_state" / "state.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"format 1, this version reads 2; remove .*trainer_state"):
+        checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
 
 
 def test_directory_that_is_no_whole_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError):
-        checkpoint.load(tmp_path, "0123", CPU)
+        checkpoint.load(tmp_path, "0123", CPU, TrainerSettings())
+
+
+def test_state_that_could_not_be_saved_in_the_background_is_an_error(
+    trained: tuple[Learner, TrainRequest, TrainResult], tmp_path: Path
+) -> None:
+    learner, _, result = trained
+    saver = StateSaver(timeout_s=60)
+    document = SavedState(format=2, iteration=1, policy=result.policy, optimizer_step=3, files={})
+    saver.start(learner, tmp_path / "missing", document)
+    with pytest.raises(CheckpointError, match=r"missing could not be written: .*No such file"):
+        saver.finish()
+    saver.finish()  # it was said once
+
+
+def test_iteration_whose_state_is_due_needs_a_directory_for_it(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    request = with_settings(make_request(batch), save_interval=1 + make_request(batch).iteration)
+    request = request.model_copy(update={"iteration": request.settings.save_interval})
+    with pytest.raises(CheckpointError, match="has no state_dir"):
+        run_phase(load_base(request), batch, request)
+    assert not any(Path(request.staging_dir).iterdir())
+
+
+def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        moe_intermediate_size=8,
+        intermediate_size=16,
+        num_experts=4,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "base")
+    learner = build_learner(tmp_path / "base", CPU, TrainerSettings())
+    (tmp_path / "shares").mkdir()
+    monkeypatch.setattr(served, "WHOLE_BYTES", 0)
+    for rank in range(3):
+        monkeypatch.setattr(served, "rank_and_world", lambda rank=rank: (rank, 3))
+        served.write_weights(learner, tmp_path / "shares", torch.float32)
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "shares")
+    found = tensor_names(tmp_path / "shares")
+    assert found == tensor_names(tmp_path / "base")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in found
+    sizes = [path.stat().st_size for path in (tmp_path / "shares").glob("*.safetensors")]
+    assert len(sizes) == 3 and max(sizes) < 0.5 * sum(sizes)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "shares").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_adapters_are_written_as_peft_does_and_go_on_with_their_state(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    first = with_settings(make_request(batch), lora=LoraSettings(rank=2))
+    learner = load_base(first)
+    result = run_phase(learner, batch, first)
+    names = {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "trainer_state/state.json"}
+    assert names <= result.files.keys() and "config.json" not in result.files
+    second = make_request(batch, base=Path(first.staging_dir)).model_copy(update={"settings": first.settings})
+    resumed = load_base(second)
+    assert resumed.optimizer_step == 3
+    for name, parameter in weights(learner).items():
+        assert torch.equal(resumed.parameters[name], parameter)
+    assert (
+        run_phase(resumed, batch, second).files["adapter_config.json"] == result.files["adapter_config.json"]
+    )

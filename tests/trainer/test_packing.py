@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import model as model_module
 from trainer.batch import Batch
-from trainer.model import Learner, load_model, token_logprobs
+from trainer.model import Learner, build_learner
 from trainer.packing import Microbatch, fill, pack_rows, plan_step, split_ranks, split_steps
+from trainer.settings import TrainerSettings
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 relaxed = settings(deadline=None)  # the machine may be busy
@@ -75,6 +75,13 @@ def test_rank_without_sequences_gets_empty_microbatches(batch: Batch) -> None:
     assert [[len(m.token_ids) for m in plan] for plan in plans] == [[1], [1], [0]]
 
 
+def test_tokens_know_their_sequence(batch: Batch) -> None:
+    microbatch = fill(batch, [[7, 2], [5]])
+    lengths = [int(batch.loss_mask[batch.offsets[k] : batch.offsets[k + 1]].sum()) for k in (7, 2, 5)]
+    assert np.bincount(microbatch.sequences).tolist() == lengths
+    np.testing.assert_array_equal(microbatch.advantages, batch.advantages[[7, 2, 5]][microbatch.sequences])
+
+
 def test_trained_token_is_scored_by_the_position_before_it(batch: Batch) -> None:
     microbatch = fill(batch, [[0, 1], [2]])
     rows = microbatch.token_ids.ravel()
@@ -84,7 +91,7 @@ def test_trained_token_is_scored_by_the_position_before_it(batch: Batch) -> None
 
 @pytest.fixture(scope="module")
 def learner(base_dir: Path) -> Learner:
-    return Learner(load_model(base_dir, torch.device("cpu")))
+    return build_learner(base_dir, torch.device("cpu"), TrainerSettings())
 
 
 def by_token(microbatch: Microbatch, values: torch.Tensor) -> dict[tuple[int, float], float]:
@@ -131,28 +138,13 @@ def test_logprobs_are_of_the_next_token_at_the_sampling_temperature(learner: Lea
     assert entropy.tolist() == pytest.approx((-log_p.exp() * log_p).sum(-1)[2:-1].tolist(), abs=5e-6)
 
 
-def test_chunked_softmax_gives_the_same_logprobs_and_gradients(
-    learner: Learner, batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    microbatch = fill(batch, [[0, 1], [2, 3]])
-    results = []
-    for elements in (1 << 26, 500):
-        monkeypatch.setattr(model_module, "CHUNK_ELEMENTS", elements)
-        learner.summed.zero_()
-        logprobs, entropy = learner.logprobs(microbatch, 0.8)
-        logprobs.square().sum().backward()
-        results.append((logprobs.detach(), entropy, learner.gradients.clone()))
-    torch.testing.assert_close(results[0], results[1])
-    assert results[0][2].abs().max() > 0
-
-
 @torch.no_grad()
 def test_attention_mask_would_mix_neighbours(learner: Learner, batch: Batch) -> None:
     """The trap that passing no mask avoids; if this fails, transformers has changed how it packs."""
     packed = fill(batch, [[0, 1, 2]])
     token_ids, position_ids = torch.from_numpy(packed.token_ids), torch.from_numpy(packed.position_ids)
     scored_at, targets = torch.from_numpy(packed.scored_at), torch.from_numpy(packed.targets)
-    right, _ = token_logprobs(learner.model, token_ids, position_ids, scored_at, targets, 1.0)
+    right, _ = learner.logprobs(packed, 1.0)
     mask = torch.ones_like(token_ids)
     logits = learner.model(input_ids=token_ids, position_ids=position_ids, attention_mask=mask).logits[0]
     mixed = torch.log_softmax(logits[scored_at], -1).gather(-1, targets[:, None])[:, 0]

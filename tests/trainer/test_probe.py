@@ -16,19 +16,24 @@ from trainer.batch import Batch, build_batch
 from trainer.model import Learner
 from trainer.probe import MAX_TOKENS, probe_tokens
 from trainer.request import TrainRequest, TrainResult
+from trainer.state import StateSaver
 from trainer.step import train
 
 CPU = torch.device("cpu")
 
 
 def run_phase(
-    request: TrainRequest, batch: Batch, dtype: torch.dtype = torch.float32
+    request: TrainRequest, batch: Batch, save_dtype: str = "float32"
 ) -> tuple[Learner, TrainResult]:
-    learner = checkpoint.load(Path(request.base_dir), request.base_policy, CPU)
-    steps = len(train(learner, batch, request.settings, 1.0, report=lambda line: None))
+    settings = request.settings.model_copy(update={"save_dtype": save_dtype})
+    request = request.model_copy(update={"settings": settings})
+    learner = checkpoint.load(Path(request.base_dir), request.base_policy, CPU, settings)
+    steps = len(
+        train(learner, batch, request.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+    )
     staging_dir = Path(request.staging_dir)
     return learner, checkpoint.write(
-        learner, staging_dir, request, steps, {"loss": 0.0}, dtype, probe=probe_tokens(batch)
+        learner, staging_dir, request, steps, {"loss": 0.0}, StateSaver(60), probe=probe_tokens(batch)
     )
 
 
@@ -40,26 +45,26 @@ def logprobs_of(model_dir: Path, token_ids: list[int]) -> list[float]:
     return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("save_dtype", ["float32", "bfloat16"])
 def test_probe_holds_the_logprobs_of_the_weights_as_they_are_saved(
-    batch: Batch, make_request: Callable[..., TrainRequest], dtype: torch.dtype
+    batch: Batch, make_request: Callable[..., TrainRequest], save_dtype: str
 ) -> None:
     request = make_request(batch)
-    learner, result = run_phase(request, batch, dtype)
+    learner, result = run_phase(request, batch, save_dtype)
     staging_dir = Path(request.staging_dir)
     probe = json.loads((staging_dir / "probe.json").read_bytes())
     first = batch.token_ids[: batch.offsets[1]].tolist()
     assert probe["token_ids"] == first[:-1]
     assert probe["logprobs"] == pytest.approx(logprobs_of(staging_dir, probe["token_ids"]), abs=1e-5)
     assert "probe.json" in result.files
-    resumed = checkpoint.load(staging_dir, result.policy, CPU)
+    resumed = checkpoint.load(staging_dir, result.policy, CPU, request.settings)
     for name, parameter in learner.parameters.items():
         assert torch.equal(resumed.parameters[name], parameter)
 
 
 def test_rounding_for_the_probe_is_undone(batch: Batch, make_request: Callable[..., TrainRequest]) -> None:
     exact, _ = run_phase(make_request(batch), batch)
-    rounded, _ = run_phase(make_request(batch), batch, torch.bfloat16)
+    rounded, _ = run_phase(make_request(batch), batch, "bfloat16")
     for name, parameter in exact.parameters.items():
         assert torch.equal(rounded.parameters[name], parameter)
 
@@ -82,8 +87,8 @@ def test_probe_goes_with_its_weights_and_with_no_others(
     run_phase(same, empty)
     assert (Path(same.staging_dir) / "probe.json").read_bytes() == probe
     other = make_request(batch, base=Path(first.staging_dir))
-    learner = checkpoint.load(Path(other.base_dir), other.base_policy, CPU)
-    checkpoint.write(learner, Path(other.staging_dir), other, 1, {"loss": 0.0})
+    learner = checkpoint.load(Path(other.base_dir), other.base_policy, CPU, other.settings)
+    checkpoint.write(learner, Path(other.staging_dir), other, 1, {"loss": 0.0}, StateSaver(60))
     assert not (Path(other.staging_dir) / "probe.json").exists()
 
 

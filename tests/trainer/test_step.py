@@ -1,16 +1,18 @@
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from trainer.batch import Batch, build_batch
-from trainer.model import Learner, learning_rate, load_model
+from trainer.model import Learner, build_learner, learning_rate
 from trainer.packing import fill
 from trainer.settings import TrainerSettings
-from trainer.step import TrainingDiverged, summary, train
+from trainer.step import StepStats, TrainingDiverged, summary, train
 
+CPU = torch.device("cpu")
+SETTINGS = TrainerSettings()
 LINE = re.compile(
     r"step (\d)/3 \| loss -?\d+\.\d{4} \| reward 0\.62 \| norm \d+\.\d\d "
     r"\| lr \d\.\de[+-]\d\d \| \d+\.\d\d s \| [\d,]+ tok/s"
@@ -19,7 +21,7 @@ LINE = re.compile(
 
 @pytest.fixture
 def learner(base_dir: Path) -> Learner:
-    return Learner(load_model(base_dir, torch.device("cpu")))
+    return build_learner(base_dir, CPU, SETTINGS)
 
 
 def parameters(learner: Learner) -> torch.Tensor:
@@ -30,13 +32,19 @@ def quiet(_: str) -> None:
     pass
 
 
+def run(
+    learner: Learner, batch: Batch, settings: TrainerSettings, report: Callable[[str], None] = quiet
+) -> list[StepStats]:
+    return train(learner, batch, settings, temperature=1.0, max_tokens=24, report=report)
+
+
 def test_training_makes_rewarded_tokens_likelier_and_others_less_likely(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:
     microbatch = fill(batch, [[k] for k in range(len(batch))])
     better = torch.from_numpy(microbatch.advantages > 0)
     before = learner.logprobs(microbatch, 1.0)[0].detach()
-    train(learner, batch, settings, 1.0, report=quiet)
+    run(learner, batch, settings)
     gain = learner.logprobs(microbatch, 1.0)[0].detach() - before
     assert gain[better].mean() > 0 > gain[~better].mean()
 
@@ -46,9 +54,9 @@ def test_update_does_not_depend_on_the_microbatches(
 ) -> None:
     results = []
     for max_tokens in (16, 64, 8192):
-        learner = Learner(load_model(base_dir, torch.device("cpu")))
+        learner = build_learner(base_dir, CPU, SETTINGS)
         resized = settings.model_copy(update={"max_tokens_per_microbatch": max_tokens})
-        stats = train(learner, batch, resized, 1.0, report=quiet)
+        stats = run(learner, batch, resized)
         results.append((parameters(learner), [step.loss for step in stats], [s.grad_norm for s in stats]))
     for other in results[1:]:
         torch.testing.assert_close(other[0], results[0][0], rtol=0, atol=1e-5)
@@ -60,14 +68,14 @@ def test_later_steps_compare_with_the_policy_before_the_first_update(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:
     bold = settings.model_copy(update={"learning_rate": 1e-2, "warmup_steps": 0})
-    first, *later = train(learner, batch, bold, 1.0, report=quiet)
+    first, *later = run(learner, batch, bold)
     assert first.clip_fraction == 0
     assert all(step.clip_fraction > 0 for step in later)
 
 
 def test_each_step_prints_its_line(learner: Learner, batch: Batch, settings: TrainerSettings) -> None:
     lines: list[str] = []
-    train(learner, batch, settings, 1.0, report=lines.append)
+    run(learner, batch, settings, lines.append)
     assert [LINE.fullmatch(line)[1] for line in lines] == ["1", "2", "3"]  # type: ignore[index]
 
 
@@ -75,7 +83,7 @@ def test_empty_batch_takes_no_step_and_says_so(learner: Learner, settings: Train
     batch = build_batch([], manifest_sha256="m", policy="p", temperature=1.0, seed=0)
     before = parameters(learner)
     lines: list[str] = []
-    assert train(learner, batch, settings, 1.0, report=lines.append) == []
+    assert run(learner, batch, settings, lines.append) == []
     assert lines == [
         "no step: the batch is empty, no group of this iteration has an advantage; the weights stay"
     ]
@@ -89,9 +97,9 @@ def test_gradient_is_clipped_and_its_norm_reported_before_clipping(
 ) -> None:
     norms = []
     for clip_norm in (1e-3, 1e3):
-        learner = Learner(load_model(base_dir, torch.device("cpu")))
+        learner = build_learner(base_dir, CPU, SETTINGS)
         one_step = settings.model_copy(update={"clip_norm": clip_norm, "global_batch_size": 64})
-        (step,) = train(learner, batch, one_step, 1.0, report=quiet)
+        (step,) = run(learner, batch, one_step)
         norms.append((step.grad_norm, learner.gradients.norm().item()))
     assert norms[0][0] == pytest.approx(norms[1][0])
     assert norms[0][1] == pytest.approx(1e-3, rel=1e-3)
@@ -107,7 +115,7 @@ def test_broken_logprobs_stop_the_training_before_the_weights_change(
     object.__setattr__(broken, "logprobs", logprobs)
     before = parameters(learner)
     with pytest.raises(TrainingDiverged, match="optimizer step 1: loss nan"):
-        train(learner, broken, settings, 1.0, report=quiet)
+        run(learner, broken, settings)
     assert torch.equal(parameters(learner), before)
 
 
@@ -118,7 +126,7 @@ def test_learning_rate_rises_linearly_and_stays(steps: int, expected: float) -> 
 
 def test_warm_up_goes_on_over_phases(learner: Learner, batch: Batch, settings: TrainerSettings) -> None:
     slow = settings.model_copy(update={"warmup_steps": 6, "learning_rate": 6e-4})
-    rates = [s.lr for _ in range(3) for s in train(learner, batch, slow, 1.0, report=quiet)]
+    rates = [s.lr for _ in range(3) for s in run(learner, batch, slow)]
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 6e-4, 6e-4, 6e-4])
 
 
@@ -139,16 +147,16 @@ def test_norms_do_not_decay_and_matrices_do(
 def test_settings_may_change_between_phases(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:
-    train(learner, batch, settings, 1.0, report=quiet)
+    run(learner, batch, settings)
     changed = settings.model_copy(update={"learning_rate": 5e-4, "betas": (0.8, 0.9)})
-    assert train(learner, batch, changed, 1.0, report=quiet)[-1].lr == 5e-4
+    assert run(learner, batch, changed)[-1].lr == 5e-4
     assert {group["betas"] for group in learner.optimizer.param_groups} == {(0.8, 0.9)}
 
 
 def test_summary_weighs_steps_by_their_trained_tokens(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:
-    stats = train(learner, batch, settings, 1.0, report=quiet)
+    stats = run(learner, batch, settings)
     metrics = summary(stats, len(batch), 0.0, 2.0)
     trained = [step.trained_tokens for step in stats]
     assert sum(trained) == batch.loss_mask.sum()

@@ -17,8 +17,9 @@ from training_jobs import JOB_TIMEOUT_S, Node, free_port, group_members, result_
 
 from trainer import launch
 from trainer.batch import Batch
-from trainer.model import Learner, load_model
+from trainer.model import build_learner
 from trainer.request import DamagedDocument, TrainRequest
+from trainer.settings import TrainerSettings
 from trainer.step import train
 
 StartNode = Callable[..., Node]
@@ -39,9 +40,11 @@ def ask(nodes: list[Node], number: int, request: TrainRequest) -> None:
 def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
     start_node: StartNode, make_request: MakeRequest, batch: Batch, base_dir: Path
 ) -> None:
-    alone = Learner(load_model(base_dir, torch.device("cpu")))
+    alone = build_learner(base_dir, torch.device("cpu"), TrainerSettings())
     first = make_request(batch, rank_weights=(1, 1, 1))
-    stats = train(alone, batch, first.settings, 1.0, report=lambda line: None)
+    stats = train(
+        alone, batch, first.settings, temperature=1.0, max_tokens=first.max_tokens, report=lambda line: None
+    )
     assert len(stats) == 3
 
     # One job of one node, three ranks, kept alive over three requests.

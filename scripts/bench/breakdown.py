@@ -1,0 +1,145 @@
+"""Where the milliseconds of an iteration go, from the spans of a traced run (tracing.py)."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tracing import STEP, Span
+
+SHOWN_MS = 0.5
+"""Functions that take less of an iteration are left out."""
+
+
+def median_ms(seconds: Iterable[float]) -> float:
+    """The median, in ms."""
+    return round(1000 * statistics.median(seconds), 2)
+
+
+def explain(spans: list[Span], skip: int) -> dict[str, Any]:
+    """Of a traced run: CPU ms of the processes, ms of the functions, and of what lies between processes.
+
+    Medians over the iterations after `skip`, the last one left out; of a function the largest rank's sum.
+    """
+    windows = _windows(spans)
+    chosen = sorted(windows)[skip:-1]
+    begins = {iteration: windows[iteration][0] for iteration in windows}
+    inside: dict[int, list[Span]] = {
+        iteration: [span for span in spans if begins[iteration] <= span.begin_s < begins[iteration + 1]]
+        for iteration in chosen
+    }
+    return {
+        "iterations": len(chosen),
+        "ms": median_ms(begins[iteration + 1] - begins[iteration] for iteration in chosen),
+        "cpu_ms": _cpu(spans, [(begins[iteration], begins[iteration + 1]) for iteration in chosen]),
+        "summary_ms": _summary(inside),
+        "functions_ms": _functions(inside),
+    }
+
+
+def _windows(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
+    """By iteration, when the master's first row of it begins and its last one ends."""
+    found: dict[int, tuple[float, float]] = {}
+    for span in spans:
+        if span.name == STEP and span.rank == 0:
+            iteration = int(span.about.split()[0])
+            begin_s, end_s = found.get(iteration, (span.begin_s, span.end_s))
+            found[iteration] = (min(begin_s, span.begin_s), max(end_s, span.end_s))
+    return found
+
+
+def _cpu(spans: Iterable[Span], windows: list[tuple[float, float]]) -> dict[str, float]:
+    """CPU ms of an iteration: all nodes' processes, all engines', all trainers'."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for span in spans:
+        points.setdefault(span.process, []).extend(
+            [(span.begin_s, span.begin_cpu_s), (span.end_s, span.end_cpu_s)]
+        )
+    sums: dict[str, float] = {}
+    for process, seen in points.items():
+        kind = process.partition(".")[0]
+        if kind != "other":
+            used = [_at(seen, end_s) - _at(seen, begin_s) for begin_s, end_s in windows]
+            sums[kind] = round(sums.get(kind, 0.0) + median_ms(used), 1)
+    return {**sums, "all": round(sum(sums.values()), 1)}
+
+
+def _at(points: list[tuple[float, float]], when_s: float) -> float:
+    """CPU seconds of a process at the last time before `when_s` that was noted."""
+    return max((cpu_s for noted_s, cpu_s in points if noted_s <= when_s), default=0.0)
+
+
+def _functions(inside: Mapping[int, list[Span]]) -> dict[str, dict[str, list[float]]]:
+    """By kind of process and function: [ms of an iteration in the slowest process of the kind, calls]."""
+    sums: dict[tuple[str, str], dict[int, dict[str, list[float]]]] = {}
+    for iteration, spans in inside.items():
+        for span in spans:
+            kind = span.process.partition(".")[0]
+            of = sums.setdefault((kind, f"{span.name} {span.about.partition(' ')[2]}".strip()), {})
+            one = of.setdefault(iteration, {}).setdefault(span.process, [0.0, 0])
+            one[0] += span.end_s - span.begin_s
+            one[1] += 1
+    rows: dict[str, dict[str, list[float]]] = {}
+    for (kind, name), iterations in sums.items():
+        slowest = [max(iterations.get(iteration, {"": [0.0, 0]}).values()) for iteration in inside]
+        if (ms := median_ms(seconds for seconds, _calls in slowest)) >= SHOWN_MS:
+            rows.setdefault(kind, {})[name] = [ms, statistics.median(calls for _seconds, calls in slowest)]
+    return {kind: dict(sorted(found.items(), key=lambda row: -row[1][0])) for kind, found in rows.items()}
+
+
+def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
+    """The slowest rank's ms of each part of rollout and training; gaps are between processes."""
+
+    def longest(name: str) -> float:
+        return median_ms(_longest(spans, name) for spans in inside.values())
+
+    def gap(measure: Callable[[list[Span], list[Span]], float]) -> float:
+        asked, served = "coordinator.trainer_host.TrainerHost.train", "trainer.serve.TrainerRank.run"
+        return median_ms(measure(_named(spans, asked), _named(spans, served)) for spans in inside.values())
+
+    rows = {
+        phase: median_ms(
+            sum(s.end_s - s.begin_s for s in _named(spans, STEP, f" {phase}") if s.rank == 0)
+            for spans in inside.values()
+        )
+        for phase in ("train_config", "training", "checkpoint", "engine_restarted")
+    }
+    training = longest("trainer.step.train")
+    return {
+        "rollout_collect": longest("rollout.collect.collect"),
+        "rollout_engine_busy": longest("rollout.torch_engine.TorchEngine._step"),
+        "request_to_last_trainer": gap(lambda asked, run: max(s.begin_s for s in run) - asked[0].begin_s),
+        "last_trainer_to_last_node": gap(
+            lambda asked, run: max(s.end_s for s in asked) - max(s.end_s for s in run)
+        ),
+        "take_over_policy": longest("trainer.serve.TrainerRank._learner"),
+        "agree": longest("trainer.serve.TrainerRank._agree"),
+        "optimizer_steps": training,
+        "forward_backward": longest("trainer.step._accumulate"),
+        "add_up": longest("trainer.model.Learner.add_up"),
+        "optimizer": longest("trainer.model.Learner.apply"),
+        "checkpoint_write": longest("trainer.checkpoint.write"),
+        "checkpoint_fsync": median_ms(
+            max(_by_process([s for s in _named(spans, "os.fsync") if s.process.startswith("trainer")]))
+            for spans in inside.values()
+        ),
+        "verify": longest("coordinator.outputs.verify_checkpoint"),
+        "reload": longest("coordinator.engine_host.EngineHost._reload"),
+        "probe": longest("coordinator.engine_host.EngineHost._probe"),
+        "phases_9_to_12_besides_training": round(sum(rows.values()) - training, 2),
+    }
+
+
+def _named(spans: Iterable[Span], name: str, about: str = "") -> list[Span]:
+    return [span for span in spans if span.name == name and span.about.endswith(about)]
+
+
+def _longest(spans: Iterable[Span], name: str) -> float:
+    return max(_by_process(_named(spans, name)))
+
+
+def _by_process(spans: Iterable[Span]) -> list[float]:
+    """Seconds of each process; [0] without any."""
+    sums: dict[str, float] = {}
+    for span in spans:
+        sums[span.process] = sums.get(span.process, 0.0) + span.end_s - span.begin_s
+    return [*sums.values()] or [0.0]

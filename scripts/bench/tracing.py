@@ -1,0 +1,220 @@
+"""Where the time of a run goes: the seconds that named functions take, in every process of it.
+
+A process started with `environment(directory)` writes a line for each call of a function in `SPANS` into a
+file of its own in `directory`: name, start and end (time.monotonic, one clock for a machine), and the CPU
+seconds of the process at both. The functions are wrapped when their module is imported; the run's own code
+knows nothing of it.
+"""
+
+import atexit
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DIRECTORY = "FLAGPOST_BENCH_TRACE"
+FLUSH_S = 0.2
+STEP = "coordinator.node.Node.step"
+
+SPANS: dict[str, tuple[str, ...]] = {
+    "os": ("fsync",),
+    "coordinator.node": ("Node.step",),
+    "coordinator.shared_fs": (
+        *("publish", "create_once", "append_line", "checksums", "fsync_directory", "make_directory"),
+        *("remove_tree", "rename", "listing", "read"),
+    ),
+    "coordinator.actions": (
+        *("open_iteration", "plan_train", "collect_train", "name_parts", "write_manifest", "decide_eval"),
+    ),
+    "coordinator.training": (
+        *("stop_engine", "write_batch", "configure_training", "train", "publish_checkpoint"),
+        "restart_engine",
+    ),
+    "coordinator.metrics": ("end_iteration",),
+    "coordinator.outputs": ("verify_checkpoint", "policy_of", "metrics_lines"),
+    "coordinator.parts": ("PartWriter.flush", "manifest", "read_groups"),
+    "coordinator.engine_host": ("EngineHost.ensure", "EngineHost._reload", "EngineHost._probe"),
+    "coordinator.trainer_host": ("TrainerHost.train",),
+    "rollout.collect": ("collect",),
+    "rollout.engine_admin": ("EngineAdmin._call",),
+    "rollout.weights": ("check_model_dir",),
+    "rollout.torch_engine": ("TorchEngine._step", "TorchEngine._reload"),
+    "rollout.torch_batch": ("Batch.join", "Batch.step", "Batch.keep", "Batch.prompt_logprobs"),
+    "trainer.launch": ("next_request", "report_progress", "report_done"),
+    "trainer.serve": ("TrainerRank.run", "TrainerRank._agree", "TrainerRank._learner", "read_batch"),
+    "trainer.batch": ("build_batch",),
+    "trainer.packing": ("plan_step",),
+    "trainer.step": ("train", "_accumulate"),
+    "trainer.model": ("Learner.apply", "Learner.logprobs", "Learner.add_up", "Learner.take_over_lead"),
+    "trainer.checkpoint": ("load", "write", "_write_model"),
+    "trainer.state": ("pieces", "write_pieces", "StateSaver.finish"),
+    "trainer.shares": ("gather_json", "make_durable"),
+    "trainer.served": ("write_weights",),
+    "trainer.probe": ("probe_logprobs",),
+}
+"""Module -> functions, as `name` or `Class.name`; what another module has imported by name is that one's."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of a function."""
+
+    process: str
+    """What the process is: node, engine, trainer, or other; and its id."""
+    rank: int | None
+    """Of a node or trainer."""
+    name: str
+    begin_s: float
+    end_s: float
+    begin_cpu_s: float
+    end_cpu_s: float
+    about: str
+    """Of Node.step: `iteration phase`."""
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """What a process needs in its environment to write its spans into `directory`."""
+    paths = [str(Path(__file__).with_name("traced")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {DIRECTORY: str(directory), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def read_spans(directory: Path) -> list[Span]:
+    """All that the processes have written; a line that a kill has torn is left out."""
+    spans: list[Span] = []
+    for path in sorted(directory.glob("*.jsonl")):
+        kind, rank, pid, _suffix = path.name.split(".")
+        for line in path.read_text().splitlines():
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                continue
+            spans.append(Span(f"{kind}.{pid}", int(rank) if rank else None, *fields))
+    return spans
+
+
+# In the traced process.
+
+
+def begin() -> None:
+    """Wrap the functions as their modules are imported, if the environment asks for it."""
+    if directory := os.environ.get(DIRECTORY):
+        writer = _Writer(Path(directory))
+        sys.meta_path.insert(0, _Wrapping(writer))
+        for module in SPANS.keys() & sys.modules.keys():
+            _wrap_functions(sys.modules[module], SPANS[module], writer)
+
+
+class _Writer:
+    """Keeps spans for a moment, and appends them to this process's file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lines: list[str] = []
+        self._flushed_s = 0.0
+        self._descriptor: int | None = None
+        atexit.register(self.flush)
+
+    def add(self, name: str, begin: tuple[float, float], about: str) -> None:
+        now_s = time.monotonic()
+        span = [name, round(begin[0], 6), round(now_s, 6), round(begin[1], 6), round(time.process_time(), 6)]
+        self._lines.append(json.dumps([*span, about]))
+        if now_s - self._flushed_s > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        self._flushed_s = time.monotonic()
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        if self._descriptor is None:
+            kind, rank = _identity(sys.orig_argv)
+            path = self._directory / f"{kind}.{'' if rank is None else rank}.{os.getpid()}.jsonl"
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(self._descriptor, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _identity(argv: Sequence[str]) -> tuple[str, int | None]:
+    """What this process is, by its command line."""
+    if "coordinator.cli" in argv and ("--worker" in argv or "--master" in argv):
+        return "node", int(argv[argv.index("--worker") + 1]) if "--worker" in argv else 0
+    if "rollout.torch_server" in argv:
+        return "engine", None
+    if "trainer" in argv:
+        return "trainer", int(os.environ["RANK"])
+    return "other", None
+
+
+class _Wrapping(importlib.abc.MetaPathFinder):
+    """Lets the other finders find a module of SPANS, and wraps its functions once it is there."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in SPANS:
+            return None
+        spec = next(filter(None, (f.find_spec(fullname, path, target) for f in self._others())), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _wrap_functions(module, SPANS[fullname], self._writer)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+    def _others(self) -> Iterator[Any]:
+        return (finder for finder in sys.meta_path if finder is not self)
+
+
+def _wrap_functions(module: ModuleType, names: Sequence[str], writer: _Writer) -> None:
+    for name in names:
+        holder, _, attribute = name.rpartition(".")
+        owner = getattr(module, holder, None) if holder else module
+        function = vars(owner).get(attribute) if owner is not None else None
+        if function is None:
+            print(f"not traced: {module.__name__} has no {name}", file=sys.stderr)
+            continue
+        setattr(owner, attribute, _wrapped(f"{module.__name__}.{name}", function, writer))
+
+
+def _wrapped(name: str, function: Callable[..., Any], writer: _Writer) -> Callable[..., Any]:
+    is_step = name == STEP
+
+    def about(arguments: Sequence[Any]) -> str:
+        return f"{arguments[1]} {arguments[2].label}" if is_step else ""
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(*arguments: Any, **named: Any) -> Any:
+            began = time.monotonic(), time.process_time()
+            try:
+                return await function(*arguments, **named)
+            finally:
+                writer.add(name, began, about(arguments))
+
+        return call_async
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        began = time.monotonic(), time.process_time()
+        try:
+            return function(*arguments, **named)
+        finally:
+            writer.add(name, began, about(arguments))
+
+    return call

@@ -1,0 +1,316 @@
+"""Training tokens per second on one batch of sequences of very different lengths, against TRL on the same.
+
+    .venv-trl/bin/python scripts/bench/train_step.py [--lengths uniform log-uniform] [--rounds 3]
+    .venv-trl/bin/python scripts/bench/train_step.py --gpu [--shapes 0.6b 1.7b]
+
+Prints one JSON line. Both sides take the same optimizer steps (GRPO, one update per batch, AdamW, float32
+weights) on the same sequences of 16 to 1,024 tokens with the same advantages, each in processes of its own
+that take turns; `tokens_per_s` counts tokens without padding, and a ratio is the median over the rounds.
+`memory_peak_mb` is the high-water mark of such a process, `memory_before_mb` what it had before the first
+step. Ours packs sequences (trainer.packing). TRL 1.16 has no padding-free path for GRPO: it pads all to the
+longest one; of the sizes of its microbatches (`--trl-microbatch`, in sequences) the fastest counts.
+
+On a GPU: a Qwen3 of the shape, bfloat16 autocast over float32 weights on both sides, 16,384 tokens a
+microbatch; `mfu` is the fraction of --peak-tflops that 6 x parameters x tokens, and attention, amount to.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from trl_trainer import need_trl
+from vllm_server import Elsewhere
+
+_QWEN3 = {
+    "vocab_size": 151_936,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "10m": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
+    "1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+}
+"""Of Qwen3 with tied embeddings."""
+SHORTEST, LONGEST = 16, 1024
+PROMPT_TOKENS = 8
+"""Of every sequence: no padding of prompts is held against TRL."""
+TURN_TIMEOUT_S = 1800.0
+LEARNING_RATE = 1e-6
+
+
+def draw_lengths(kind: str, sequences: int) -> NDArray[np.int64]:
+    """(sequences,) tokens of each, the shortest and the longest among them."""
+    random = np.random.default_rng(0)
+    if kind == "uniform":
+        lengths = random.integers(SHORTEST, LONGEST + 1, sequences)
+    else:
+        lengths = np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST), sequences)).astype(np.int64)
+    lengths[:2] = SHORTEST, LONGEST
+    return lengths
+
+
+def draw_sequences(
+    lengths: NDArray[np.int64], vocab_size: int
+) -> tuple[list[NDArray[np.int32]], NDArray[np.float32]]:
+    """Token ids of each sequence, and an advantage of each, (sequences,)."""
+    random = np.random.default_rng(1)
+    token_ids = [random.integers(3, vocab_size, length, dtype=np.int32) for length in lengths]
+    return token_ids, random.choice(np.array([-0.5, 0.5], np.float32), len(lengths))
+
+
+def make_model(shape: str, directory: Path) -> Path:
+    """A model directory of the shape, with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from trainer import tiny
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=2 * LONGEST, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tiny.make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+# In a process of its own.
+
+
+def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, float]]:
+    """(wall, CPU) seconds of the steps but the first."""
+    import torch
+
+    from trainer.batch import Batch, Counts
+    from trainer.model import build_learner
+    from trainer.settings import TrainerSettings
+    from trainer.step import train
+
+    token_ids, advantages = draw_sequences(options.tokens, SHAPES[options.shape]["vocab_size"])
+    count = len(token_ids)
+    loss_mask = [np.arange(len(ids)) >= PROMPT_TOKENS for ids in token_ids]
+    trained = np.concatenate(loss_mask)
+    batch = Batch(
+        token_ids=np.concatenate(token_ids),
+        loss_mask=trained.astype(np.uint8),
+        logprobs=np.where(trained, -np.log(SHAPES[options.shape]["vocab_size"]), 0).astype(np.float32),
+        offsets=np.concatenate([[0], np.cumsum(options.tokens)]).astype(np.int64),
+        advantages=advantages,
+        rewards=np.zeros(count, np.float32),
+        slots=np.arange(count, dtype=np.int32),
+        counts=Counts(count, count, count, count, 0, 0.0, 0.0),
+        manifest_sha256="",
+        policy="",
+        temperature=1.0,
+        seed=0,
+    )
+    device = torch.device("cuda" if options.gpu else "cpu")
+    settings = TrainerSettings(
+        global_batch_size=count, learning_rate=LEARNING_RATE, max_tokens_per_microbatch=options.microbatch
+    )
+    learner = build_learner(options.model, device, settings)
+    note_memory(options)
+    seconds: list[tuple[float, float]] = []
+    for _step in range(1 + options.steps):
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        stats = train(
+            learner, batch, settings, temperature=1.0, max_tokens=LONGEST, report=lambda _line: None
+        )
+        if options.gpu:
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - began_s, time.process_time() - began_cpu_s))
+        assert len(stats) == 1
+    return seconds[1:]
+
+
+def trl(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, float]]:
+    """(wall, CPU) seconds of the steps but the first."""
+    import torch
+    import trl_trainer
+
+    token_ids, advantages = draw_sequences(options.tokens, SHAPES[options.shape]["vocab_size"])
+    count, width = len(token_ids), max(map(len, token_ids)) - PROMPT_TOKENS
+    completions, mask = torch.zeros(count, width, dtype=torch.long), torch.zeros(count, width)
+    for row, ids in enumerate(token_ids):
+        completions[row, : len(ids) - PROMPT_TOKENS] = torch.from_numpy(ids[PROMPT_TOKENS:])
+        mask[row, : len(ids) - PROMPT_TOKENS] = 1
+    device = torch.device("cuda" if options.gpu else "cpu")
+    batch = {
+        "prompt_ids": torch.tensor(np.stack([ids[:PROMPT_TOKENS] for ids in token_ids])).long(),
+        "prompt_mask": torch.ones(count, PROMPT_TOKENS, dtype=torch.long),
+        "completion_ids": completions,
+        "completion_mask": mask.long(),
+        "advantages": torch.from_numpy(advantages),
+        "num_items_in_batch": mask.sum(),
+    }
+    note_memory(options)
+    seconds, _metrics = trl_trainer.train(
+        options.model,
+        [{"prompt": "1+1="}] * (2 * count),
+        lambda completions, **_: [0.0] * len(completions),
+        output_dir,
+        {name: tensor.to(device) for name, tensor in batch.items()},
+        use_cpu=not options.gpu,
+        bf16=options.gpu,
+        per_device_train_batch_size=options.microbatch,
+        gradient_accumulation_steps=count // options.microbatch,
+        num_generations=8,
+        max_completion_length=LONGEST,
+        max_steps=1 + options.steps,
+        learning_rate=LEARNING_RATE,
+    )
+    return seconds
+
+
+def note_memory(options: argparse.Namespace) -> None:
+    """What is there before the first step: the libraries and, of ours, the model."""
+    options.memory_before_mb = round(psutil.Process().memory_info().rss / 1e6)
+
+
+def take_turn(options: argparse.Namespace) -> dict[str, Any]:
+    """One side, in this process."""
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="flagpost-bench-") as output_dir:
+        watch = Elsewhere()
+        seconds = {"ours": ours, "trl": trl}[options.side](options, Path(output_dir))
+        elsewhere = watch.cores()
+    peak = torch.cuda.max_memory_allocated() if options.gpu else _high_water()
+    return {
+        "seconds": statistics.median(wall for wall, _cpu in seconds),
+        "cpu_s": statistics.median(cpu for _wall, cpu in seconds),
+        "memory_peak_mb": round(peak / 1e6),
+        "memory_before_mb": options.memory_before_mb,
+        "cores_busy_elsewhere": elsewhere,
+    }
+
+
+def _high_water() -> int:
+    """Most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# The turns.
+
+
+def turn(options: argparse.Namespace, side: str, microbatch: int, steps: int, **more: Any) -> dict[str, Any]:
+    """`take_turn` in a process of its own; ends the benchmark with its last words if it fails."""
+    said = {"side": side, "microbatch": microbatch, "steps": steps, "gpu": options.gpu, **more}
+    argv = [sys.executable, __file__, "--turn", json.dumps(said)]
+    made = subprocess.run(argv, capture_output=True, text=True, timeout=TURN_TIMEOUT_S, check=False)
+    if made.returncode != 0:
+        raise SystemExit(f"{side}, microbatches of {microbatch}:\n{made.stderr[-3000:]}")
+    return json.loads(made.stdout.splitlines()[-1])
+
+
+def compare(options: argparse.Namespace, shape: str, kind: str, model: Path) -> dict[str, Any]:
+    """One row: the sides take turns; another one begins each round."""
+    lengths = draw_lengths(kind, options.sequences)
+    more = {"model": str(model), "shape": shape, "tokens": lengths.tolist()}
+    tried = {size: turn(options, "trl", size, 1, **more)["seconds"] for size in options.trl_microbatch}
+    sizes = {"ours": options.microbatch, "trl": min(tried, key=lambda size: tried[size])}
+    turns: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+    for number in range(options.rounds):
+        for side in ("ours", "trl") if number % 2 == 0 else ("trl", "ours"):
+            turns[side].append(turn(options, side, sizes[side], options.steps, **more))
+            print(f"{shape} {kind} {side}: {turns[side][-1]}", file=sys.stderr)
+    tokens = int(lengths.sum())
+    flops = _flops(shape, lengths)
+    row: dict[str, Any] = {"shape": shape, "lengths": kind, "sequences": len(lengths), "tokens": tokens}
+    for side, made in turns.items():
+        seconds = [one["seconds"] for one in made]
+        row[side] = {
+            "tokens_per_s": round(tokens / statistics.median(seconds)),
+            "tokens_per_s_range": [round(tokens / max(seconds)), round(tokens / min(seconds))],
+            "tokens_per_cpu_s": round(tokens / statistics.median(one["cpu_s"] for one in made)),
+            "microbatch": sizes[side],
+            "memory_peak_mb": max(one["memory_peak_mb"] for one in made),
+            "memory_before_mb": max(one["memory_before_mb"] for one in made),
+        }
+        if options.gpu:
+            row[side]["mfu"] = round(flops / statistics.median(seconds) / (1e12 * options.peak_tflops), 3)
+    ratios = [b["seconds"] / a["seconds"] for a, b in zip(turns["ours"], turns["trl"], strict=True)]
+    row["ours_of_trl"] = round(statistics.median(ratios), 3)
+    row["ours_of_trl_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+    row["trl_seconds_by_microbatch"] = {str(size): round(seconds, 3) for size, seconds in tried.items()}
+    row["cores_busy_elsewhere"] = statistics.median(
+        one["cores_busy_elsewhere"] for made in turns.values() for one in made
+    )
+    return row
+
+
+def parameters(shape: str) -> int:
+    """Of the matrices; the tied embedding counts once, as the head."""
+    of = SHAPES[shape]
+    heads = 2 * of["num_attention_heads"] + 2 * of["num_key_value_heads"]
+    layer = of["hidden_size"] * (heads * of["head_dim"] + 3 * of["intermediate_size"])
+    return of["num_hidden_layers"] * layer + of["vocab_size"] * of["hidden_size"]
+
+
+def _flops(shape: str, lengths: NDArray[np.int64]) -> float:
+    """Forward and backward: 6 a parameter and token; causal attention 6 x width x length a token."""
+    of = SHAPES[shape]
+    width = of["num_hidden_layers"] * of["num_attention_heads"] * of["head_dim"]
+    return 6.0 * parameters(shape) * float(lengths.sum()) + 6.0 * width * float((lengths**2).sum())
+
+
+def main() -> None:
+    """Parse, and print the line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], help="default: 10m; on a GPU 0.6b 1.7b")
+    parser.add_argument("--lengths", nargs="+", default=["uniform", "log-uniform"])
+    parser.add_argument("--sequences", type=int, help="a multiple of 8; default: 32, on a GPU 256")
+    parser.add_argument("--microbatch", type=int, help="of ours, in tokens; default: 8192, on a GPU 16384")
+    parser.add_argument("--trl-microbatch", type=int, nargs="+", help="default: 2 8 32, on a GPU 8 16 32")
+    parser.add_argument("--steps", type=int, default=3, help="of a turn, after one that does not count")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU; default: an H200's")
+    parser.add_argument("--turn", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    need_trl(parser)
+    if options.turn:
+        given = argparse.Namespace(**options.turn)
+        given.model, given.tokens = Path(given.model), np.array(given.tokens)
+        print(json.dumps(take_turn(given)))
+        return
+    options.shapes = options.shapes or (["0.6b", "1.7b"] if options.gpu else ["10m"])
+    options.sequences = options.sequences or (256 if options.gpu else 32)
+    options.microbatch = options.microbatch or (16_384 if options.gpu else 8192)
+    options.trl_microbatch = options.trl_microbatch or ([8, 16, 32] if options.gpu else [2, 8, 32])
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="flagpost-bench-") as directory:
+        for shape in options.shapes:
+            model = make_model(shape, Path(directory) / shape)
+            rows += [compare(options, shape, kind, model) for kind in options.lengths]
+    print(json.dumps({"cores": os.cpu_count(), "parameters": _counts(options.shapes), "rows": rows}))
+
+
+def _counts(shapes: list[str]) -> dict[str, float]:
+    return {shape: round(parameters(shape) / 1e6, 1) for shape in shapes}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Every preset against its paper's formulas, written out here in float64: advantages, loss, gradient."""
+
+from collections.abc import Callable
+from math import exp, sqrt
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.trajectory import Group, Sample
+from trainer.algorithms import PRESETS
+from trainer.loss import Totals, policy_loss
+from trainer.selection import Trained, batch_advantages, lessons
+from trainer.settings import TrainerSettings
+
+MAX_TOKENS = 5
+REWARDS = [[1.0, 0.0, 0.25], [0.0, 2.0], [1.0, 1.0]]
+"""Of three groups, the last of which is flat."""
+# One row a sample: log pi_theta, log pi_old, log mu, log pi_reference of its trained tokens. The ratios lie
+# inside and outside of every preset's clip, for both signs of the advantage.
+TOKENS: dict[tuple[int, int], list[list[float]]] = {
+    (0, 0): [[-1.0, -0.5, -2.0], [-1.05, -1.0, -1.0], [-1.0, -1.1, -0.9], [-1.2, -0.6, -1.5]],
+    (0, 1): [[-0.5, -2.0], [-1.0, -1.6], [-1.0, -1.5], [-0.7, -1.0]],
+    (0, 2): [
+        [-3.0, -0.3, -1.0, -2.0, -1.5],
+        [-2.9, -0.7, -2.7, -2.0, -1.4],
+        [-2.0, -0.9, -2.6, -3.5, -1.6],
+        [-2.5, -0.5, -1.2, -1.9, -1.6],
+    ],
+    (1, 0): [[-0.7], [-1.1], [-1.2], [-0.9]],
+    (1, 1): [[-1.3, -0.2, -0.9], [-0.8, -0.2001, -2.9], [-0.8, -0.4, -2.9], [-1.0, -0.3, -1.1]],
+    (2, 0): [[-0.4, -0.8], [-0.6, -0.8], [-0.5, -0.9], [-0.5, -0.6]],
+    (2, 1): [[-1.2], [-1.0], [-1.1], [-0.8]],
+}
+Row = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]
+"""Of a sequence: log pi_theta, log pi_old, log mu, log pi_reference, and its advantage."""
+
+
+# ---- the papers
+
+
+def std(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)) + 1e-6
+
+
+GROUP_0 = [7 / 12, -5 / 12, -2 / 12]  # minus the mean, 5/12
+OVERLONG_0 = [11 / 12, -1 / 12, -10 / 12]  # its third answer fills MAX_TOKENS: 1, 0, -0.75
+STANDARDISED = {
+    **{(0, j): a / std(REWARDS[0]) for j, a in enumerate(GROUP_0)},
+    (1, 0): -1 / std(REWARDS[1]),
+    (1, 1): 1 / std(REWARDS[1]),
+}
+CENTRED = {(0, 0): 7 / 12, (0, 1): -5 / 12, (0, 2): -2 / 12, (1, 0): -1.0, (1, 1): 1.0}
+SPREAD = sqrt((49 / 144 + 25 / 144 + 4 / 144 + 1 + 1) / 5) + 1e-6  # of the five
+ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
+    "default": CENTRED,
+    "grpo": {**STANDARDISED, (2, 0): 0.0, (2, 1): 0.0},
+    "dr_grpo": CENTRED,
+    "dapo": {**STANDARDISED, **{(0, j): a / std([1, 0, -0.75]) for j, a in enumerate(OVERLONG_0)}},
+    "gspo": STANDARDISED,
+    "cispo": STANDARDISED,
+    "rloo": {(0, 0): 0.875, (0, 1): -0.625, (0, 2): -0.25, (1, 0): -2.0, (1, 1): 2.0},
+    "reinforce++": {key: a / SPREAD for key, a in CENTRED.items()},
+    "rft": {(0, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0},
+    "sft": dict.fromkeys(TOKENS, 1.0),
+}
+
+
+def tis(old: float, engine: float) -> float:
+    return min(exp(old - engine), 2.0)
+
+
+def ppo(rho: float, a: float, low: float, high: float) -> float:
+    return min(rho * a, min(max(rho, 1 - low), 1 + high) * a)
+
+
+def clipped_terms(row: Row, low: float, high: float) -> list[float]:
+    new, old, engine, _, a = row
+    return [tis(o, e) * ppo(exp(n - o), a, low, high) for n, o, e in zip(new, old, engine, strict=True)]
+
+
+def grpo(rows: list[Row], at: list[Row]) -> float:
+    total = 0.0
+    for row in rows:
+        new, _, _, reference, _ = row
+        k3 = [exp(r - n) - (r - n) - 1 for n, r in zip(new, reference, strict=True)]
+        terms = clipped_terms(row, 0.2, 0.2)
+        total += sum(t - 0.04 * k for t, k in zip(terms, k3, strict=True)) / len(new)
+    return -total / len(rows)
+
+
+def dr_grpo(rows: list[Row], at: list[Row]) -> float:
+    return -sum(sum(clipped_terms(row, 0.2, 0.2)) for row in rows) / (len(rows) * MAX_TOKENS)
+
+
+def dapo(rows: list[Row], at: list[Row]) -> float:
+    return -sum(sum(clipped_terms(row, 0.2, 0.28)) for row in rows) / tokens(rows)
+
+
+def reinforce_pp(rows: list[Row], at: list[Row]) -> float:
+    return -sum(sum(clipped_terms(row, 0.2, 0.2)) for row in rows) / tokens(rows)
+
+
+def gspo(rows: list[Row], at: list[Row]) -> float:
+    """GSPO-token: the value of the ratio is the sequence's, sg(s) pi / sg(pi)."""
+    total = 0.0
+    for (new, old, engine, _, a), (now, *_) in zip(rows, at, strict=True):
+        s = exp(sum(n - o for n, o in zip(now, old, strict=True)) / len(now))
+        ratios = [s * exp(n - m) for n, m in zip(new, now, strict=True)]
+        terms = [tis(o, e) * ppo(r, a, 3e-4, 4e-4) for r, o, e in zip(ratios, old, engine, strict=True)]
+        total += sum(terms) / len(new)
+    return -total / len(rows)
+
+
+def cispo(rows: list[Row], at: list[Row]) -> float:
+    total = 0.0
+    for (new, old, engine, _, a), (now, *_) in zip(rows, at, strict=True):
+        weights = [min(exp(m - o), 5.0) for m, o in zip(now, old, strict=True)]
+        total += sum(tis(o, e) * w * a * n for n, o, e, w in zip(new, old, engine, weights, strict=True))
+    return -total / tokens(rows)
+
+
+def rloo(rows: list[Row], at: list[Row]) -> float:
+    total = 0.0
+    for new, old, engine, _, a in rows:
+        total += sum(tis(o, e) * exp(n - o) * a for n, o, e in zip(new, old, engine, strict=True))
+    return -total / (len(rows) * MAX_TOKENS)
+
+
+def likelihood(rows: list[Row], at: list[Row]) -> float:
+    return -sum(sum(new) for new, *_ in rows) / tokens(rows)
+
+
+def tokens(rows: list[Row]) -> int:
+    return sum(len(new) for new, *_ in rows)
+
+
+LOSSES: dict[str, Callable[[list[Row], list[Row]], float]] = {
+    "default": dapo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "rloo": rloo,
+    "reinforce++": reinforce_pp,
+    "rft": likelihood,
+    "sft": likelihood,
+}
+"""By preset, the loss of the first argument's policy, what stands behind a stop-gradient by the second's."""
+
+
+def gradient(loss: Callable[[list[Row], list[Row]], float], rows: list[Row]) -> list[float]:
+    """Of every token's log pi_theta, by central differences."""
+    slopes = []
+    for k, row in enumerate(rows):
+        for t in range(len(row[0])):
+            values = []
+            for step in (1e-6, -1e-6):
+                moved = row[0].copy()
+                moved[t] += step
+                values.append(loss([*rows[:k], (moved, *row[1:]), *rows[k + 1 :]], rows))
+            slopes.append((values[0] - values[1]) / 2e-6)
+    return slopes
+
+
+# ---- ours
+
+
+def groups() -> list[Group]:
+    return [
+        Group(slot, f"task-{slot}", "", [sample(slot, j, reward) for j, reward in enumerate(rewards)])
+        for slot, rewards in enumerate(REWARDS)
+    ]
+
+
+def sample(slot: int, j: int, reward: float) -> Sample:
+    """Two prompt tokens, then those of TOKENS."""
+    engine = TOKENS[slot, j][2]
+    return Sample(
+        token_ids=np.array([slot, j, *range(len(engine))], np.int32),
+        loss_mask=np.array([0, 0, *[1] * len(engine)], np.uint8),
+        logprobs=np.array([0, 0, *engine], np.float32),
+        finish_reason="stop",
+        text="",
+        reward=reward,
+    )
+
+
+def selected(settings: TrainerSettings) -> list[Trained]:
+    return [one for lesson in lessons(groups(), settings, MAX_TOKENS) for one in lesson]
+
+
+def key_of(one: Trained) -> tuple[int, int]:
+    return one.slot, int(one.sample.token_ids[1])
+
+
+def test_every_preset_is_tested() -> None:
+    assert set(LOSSES) == set(ADVANTAGES) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_selects_and_scores_as_its_paper_does(name: str) -> None:
+    settings = TrainerSettings(algorithm=name)
+    trained = selected(settings)
+    advantages = batch_advantages(trained, settings)
+    ours = {key_of(one): advantage for one, advantage in zip(trained, advantages, strict=True)}
+    assert ours == pytest.approx(ADVANTAGES[name], rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_loss_and_gradient_of_a_preset_are_its_papers(name: str) -> None:
+    rows: list[Row] = []
+    for key, advantage in ADVANTAGES[name].items():
+        new, old, engine, reference = (np.array(values) for values in TOKENS[key])
+        rows.append((new, old, engine, reference, advantage))
+    flat = [torch.from_numpy(np.concatenate([row[k] for row in rows])) for k in range(4)]
+    lengths = torch.tensor([len(row[0]) for row in rows])
+    settings = TrainerSettings(algorithm=name)
+    logprobs = flat[0].requires_grad_()
+    loss, _ = policy_loss(
+        logprobs,
+        flat[1],
+        flat[2],
+        flat[3] if settings.kl != "off" else None,
+        torch.tensor([row[4] for row in rows], dtype=torch.float64).repeat_interleave(lengths),
+        torch.arange(len(rows)).repeat_interleave(lengths),
+        Totals(tokens(rows), len(rows), MAX_TOKENS),
+        settings,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(LOSSES[name](rows, rows), rel=1e-9)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(gradient(LOSSES[name], rows), abs=1e-8)
+
+
+def test_settings_that_are_given_win_over_the_presets() -> None:
+    settings = TrainerSettings(algorithm="dapo", clip="cispo", overlong="keep")
+    assert (settings.clip, settings.overlong, settings.advantage) == ("cispo", "keep", "standardised")
+
+
+def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"algorithm=ppo: there is default, grpo, .*sft"):
+        TrainerSettings(algorithm="ppo")

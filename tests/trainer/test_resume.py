@@ -1,0 +1,49 @@
+import pytest
+
+from trainer.request import Resume, SavedState, TrainedBatch
+from trainer.resume import plan_resume, saves_in_background
+
+
+def state(iteration: int, policy: str) -> SavedState:
+    return SavedState(format=2, iteration=iteration, policy=policy, optimizer_step=3, files={})
+
+
+def batches(*iterations: int) -> dict[int, TrainedBatch | None]:
+    return {k: TrainedBatch(iteration=k, batch_file=f"batch_{k}", batch_sha256="0") for k in iterations}
+
+
+def plan(
+    states: dict[str, SavedState],
+    trained: dict[int, TrainedBatch | None],
+    known: dict[int, str] | None = None,
+) -> tuple[str | None, str | None, list[int]]:
+    """For the checkpoint of iteration 7, policy p7."""
+    resume = plan_resume(7, "p7", states, trained, known or {})
+    return resume.state_dir, resume.state_policy, [batch.iteration for batch in resume.repeat]
+
+
+def test_state_of_the_policy_itself_is_continued_and_nothing_repeated() -> None:
+    assert plan({"a": state(6, "p6"), "b": state(7, "p7")}, batches(6, 7)) == ("b", "p7", [])
+
+
+def test_newest_earlier_state_is_continued_and_what_was_trained_since_is_repeated() -> None:
+    states = {"a": state(3, "p3"), "b": state(5, "p5"), "c": state(8, "p8")}
+    # Iteration 6 was not trained: a run may have collected only.
+    assert plan(states, batches(3, 4, 5, 7, 8)) == ("b", "p5", [7])
+
+
+@pytest.mark.parametrize("known", [{}, {5: "p5"}])
+def test_state_of_another_policy_than_the_published_one_is_not_used(known: dict[int, str]) -> None:
+    states = {"a": state(3, "p3"), "b": state(5, "other"), "c": state(7, "other")}
+    expected = ("a", "p3", [4, 5, 6, 7]) if known else ("b", "other", [6, 7])
+    assert plan(states, batches(4, 5, 6, 7), known) == expected
+
+
+def test_without_every_batch_since_the_optimizer_starts_afresh() -> None:
+    assert plan_resume(7, "p7", {"a": state(5, "p5")}, {6: None, **batches(7)}, {}) == Resume()
+    assert plan_resume(7, "p7", {}, batches(6, 7), {}) == Resume()
+
+
+def test_state_is_saved_in_the_background_in_every_so_many_iterations() -> None:
+    assert [k for k in range(1, 10) if saves_in_background(k, 3)] == [3, 6, 9]
+    assert not any(saves_in_background(k, 1) for k in range(10))

@@ -1,0 +1,245 @@
+"""How the ranks share one model: every rank holds all of it, or a shard (FSDP2, and tensor parallelism)."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from trainer.settings import TrainerSettings
+
+GRADIENTS_ADD_UP = "replicated_with_grad_allreduce"
+"""Style of a norm over heads: every rank has the whole weight and sees only its own heads."""
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+}
+"""What a model's own `base_model_tp_plan` may ask for, beside GRADIENTS_ADD_UP."""
+
+
+class LayoutError(ValueError):
+    """The settings ask for a layout that these processes or this model cannot have."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How this process takes part in training; alone by default."""
+
+    rank: int = 0
+    world_size: int = 1
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that share each layer and get the same microbatches."""
+    sharded: bool = False
+    mesh: DeviceMesh | None = None
+    """Where sharded: dimensions "data" and, where tensor_parallel_size > 1, "tensor"."""
+
+    @property
+    def data_rank(self) -> int:
+        """Place among those that get different microbatches."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of different shares of the batch."""
+        return self.world_size // self.tensor_parallel_size
+
+    def data_weights(self, rank_weights: Sequence[float]) -> list[float]:
+        """(data_size,) from one weight per global rank: a tensor group has the sum of its ranks'."""
+        if len(rank_weights) != self.world_size:
+            raise LayoutError(f"{len(rank_weights)} rank weights for {self.world_size} ranks; give one each")
+        size = self.tensor_parallel_size
+        return [sum(rank_weights[k : k + size]) for k in range(0, self.world_size, size)]
+
+    @staticmethod
+    def of(parameters: int, settings: TrainerSettings, device: torch.device) -> "Layout":
+        """The layout of a model of so many parameters over the process group, if there is one.
+
+        All ranks call this alike. Raises LayoutError.
+        """
+        grouped = dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        large = world_size > 1 and parameters >= settings.shard_from_parameters
+        sharded = settings.layout == "sharded" or (settings.layout == "auto" and large)
+        size = settings.tensor_parallel_size
+        if size > 1 and settings.layout == "auto":
+            sharded = True
+        if size > 1 and not sharded:
+            raise LayoutError(
+                f"trainer.tensor_parallel_size={size} shards the model; trainer.layout=replicated does not"
+            )
+        if not sharded:
+            return Layout(rank, world_size)
+        if not grouped:
+            raise LayoutError("trainer.layout=sharded needs a process group; start training with torchrun")
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if on_node % size or world_size % size:
+            raise LayoutError(
+                f"trainer.tensor_parallel_size={size} does not divide the {on_node} training processes of "
+                f"this node (of {world_size} in all); choose a divisor, or trainer.processes_per_node"
+            )
+        if size == 1:
+            mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("data",))
+        else:
+            # "tensor" innermost: ranks of a node are neighbours.
+            mesh = init_device_mesh(
+                device.type, (world_size // size, size), mesh_dim_names=("data", "tensor")
+            )
+        return Layout(rank, world_size, size, True, mesh)
+
+
+def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings, on_gpu: bool) -> None:
+    """Spread `model`, which `root` wraps and calls, over the layout's mesh. Its parameters may be on meta.
+
+    Gradients are added up over the data ranks, not averaged: the loss is divided by the step's totals.
+    """
+    mesh = layout.mesh
+    assert mesh is not None
+    layers = decoder_layers(model)
+    if layout.tensor_parallel_size > 1:
+        parallelize_module(_base(model).base_model, mesh["tensor"], _tensor_plan(model, layout))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if on_gpu else torch.float32, reduce_dtype=torch.float32
+    )
+    offload = CPUOffloadPolicy() if settings.cpu_offload and on_gpu else OffloadPolicy()
+    for layer in layers:
+        if settings.activation_checkpointing:
+            # Inside FSDP's hooks, so that recomputing gathers nothing twice; no dropout, so no random state.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        fully_shard(layer, mesh=mesh["data"], mp_policy=policy, offload_policy=offload)
+    fully_shard(root, mesh=mesh["data"], mp_policy=policy, offload_policy=offload)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    # Experts may be idle on one rank and not on another.
+    root.set_reduce_scatter_unused_params(True)  # pyright: ignore[reportCallIssue], fully_shard made it one
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers that transformers wants kept whole, outermost ones only."""
+    names = set(_base(model)._no_split_modules or ())
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in layers)
+        if type(module).__name__ in names and not inside:
+            layers[name] = module
+    return list(layers.values())
+
+
+def fill(model: Any, source: Any | None, device: torch.device, params_device: torch.device) -> None:
+    """Give a sharded model on meta its values: those of rank 0's `source`, the same model unsharded.
+
+    One tensor at a time is whole on `device`. Buffers go to `device`, shards to `params_device`.
+    """
+    model.to_empty(device=params_device)
+
+    def received(name: str, like: Tensor) -> Tensor:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if source is not None:
+            whole.copy_(source_tensors[name])
+        dist.broadcast(whole, src=0)
+        return whole
+
+    source_tensors = {} if source is None else dict([*source.named_parameters(), *source.named_buffers()])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = received(name, parameter)
+            mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(mine.to_local())
+        for prefix, module in model.named_modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                whole_name = f"{prefix}.{name}" if prefix else name
+                module._buffers[name] = received(whole_name, buffer)
+
+
+def partial_parameters(model: Any, layout: Layout) -> list[Tensor]:
+    """Parameters whose gradients are yet to be added up over the tensor group."""
+    if layout.tensor_parallel_size == 1:
+        return []
+    base = _base(model)
+    plan = base.config.get_text_config().base_model_tp_plan
+    patterns = {pattern for pattern, style in plan.items() if style == GRADIENTS_ADD_UP}
+    return [
+        parameter
+        for name, parameter in base.base_model.named_parameters()
+        if parameter.requires_grad and _generic(name.rpartition(".")[0]) in patterns
+    ]
+
+
+def add_up_partial(parameters: Sequence[Tensor], layout: Layout) -> None:
+    """Add up the gradients of partial_parameters, in one call."""
+    if not parameters:
+        return
+    assert layout.mesh is not None
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=layout.mesh["tensor"].get_group())
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, total in zip(gradients, flat.split(sizes), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def squared_norm_share(tensor: Tensor, world_size: int) -> Tensor:
+    """This rank's share of the squared norm: over all ranks they add up to it, copies counted once."""
+    square = torch.linalg.vector_norm(local_part(tensor)).square()
+    if not isinstance(tensor, DTensor):
+        return square / world_size
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shards = prod(mesh.size(k) for k, placement in enumerate(placements) if not placement.is_replicate())
+    return square * (shards / world_size)
+
+
+def _base(model: Any) -> Any:
+    """The transformers model, which peft may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _generic(name: str) -> str:
+    """Layer numbers as `*`, the way plans are written."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _tensor_plan(model: Any, layout: Layout) -> dict[str, ParallelStyle]:
+    """The model's own plan for its decoder in torch's terms; raises LayoutError."""
+    base, size = _base(model), layout.tensor_parallel_size
+    config = base.config.get_text_config()
+    asked = f"trainer.tensor_parallel_size={size} and {type(base).__name__}"
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise LayoutError(f"{asked}: transformers has no tensor-parallel plan for it; use 1")
+    unknown = sorted({style for style in plan.values()} - {*STYLES, GRADIENTS_ADD_UP})
+    if unknown:
+        raise LayoutError(f"{asked}: its plan asks for {', '.join(unknown)}, which is not there; use 1")
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and number % size:
+            raise LayoutError(f"{asked}: it has {name}={number}; choose a size that divides it")
+    return {pattern: STYLES[style] for pattern, style in plan.items() if style in STYLES}

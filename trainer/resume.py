@@ -1,0 +1,38 @@
+"""Which iterations have a trainer state, and what a restart repeats without one. Torch-free."""
+
+from collections.abc import Mapping
+
+from trainer.request import Resume, SavedState, TrainedBatch
+
+
+def saves_in_background(iteration: int, save_interval: int) -> bool:
+    """Whether the request of this iteration needs a `state_dir`."""
+    return save_interval > 1 and iteration % save_interval == 0
+
+
+def plan_resume(
+    iteration: int,
+    policy: str,
+    states: Mapping[str, SavedState],
+    batches: Mapping[int, TrainedBatch | None],
+    published: Mapping[int, str],
+) -> Resume:
+    """How to go on from the checkpoint of `iteration`, whose weights have the digest `policy`.
+
+    `states`: the complete trainer states, by directory. `batches`: of every iteration that was trained, None
+    where its batch is gone. `published`: digests of the policies, by iteration, as far as they are known; a
+    state of another one is not used. The newest state that leads to `policy` is continued: there is nothing
+    to repeat after its own. Without one, Resume(): the base's own `trainer_state/`, or a fresh optimizer.
+    """
+    known = {**published, iteration: policy}
+    usable = [
+        (state.iteration, directory)
+        for directory, state in states.items()
+        if state.iteration <= iteration and known.get(state.iteration, state.policy) == state.policy
+    ]
+    for begin, directory in sorted(usable, reverse=True):
+        needed = [batches[trained] for trained in sorted(batches) if begin < trained <= iteration]
+        repeat = tuple(batch for batch in needed if batch is not None)
+        if len(repeat) == len(needed):
+            return Resume(state_dir=directory, state_policy=states[directory].policy, repeat=repeat)
+    return Resume()

@@ -1,0 +1,101 @@
+"""What the ranks of a job write together: who writes what, durably, and what all have written."""
+
+import hashlib
+import heapq
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.peers import waiting_for_peers
+from trainer.request import FileInfo
+
+_DURABLE_THREADS = 8
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Of this process in its job; a process without a job is alone."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Name -> the rank that writes it: the largest first, each to the rank that has least. All ranks find
+    the same without talking.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    owner = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, rank = heapq.heappop(loads)
+        owner[name] = rank
+        heapq.heappush(loads, (load + sizes[name], rank))
+    return owner
+
+
+def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, a JSON value, in the order of the ranks. A collective on CPU tensors."""
+    _, world = rank_and_world()
+    if world == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    with waiting_for_peers(doing):
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+        room = max(int(size) for size in sizes)
+        texts = [torch.zeros(room, dtype=torch.uint8) for _ in range(world)]
+        dist.all_gather(texts, torch.nn.functional.pad(data, (0, room - len(data))), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+    """A safetensors file of CPU tensors, with the mode of an ordinary file: safetensors' own is 0600."""
+    os.listdir(path.parent)  # another rank may have made it; a client of a shared filesystem looks anew
+    path.touch()
+    mode = path.stat().st_mode
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt", **metadata})
+    path.chmod(mode)
+    return path
+
+
+def make_durable(paths: Sequence[Path], root: Path) -> dict[str, FileInfo]:
+    """Flush the content of files to the disk; their facts, by their paths below `root`."""
+    with ThreadPoolExecutor(_DURABLE_THREADS) as pool:
+        facts = pool.map(_durable_facts, paths)
+        return {str(path.relative_to(root)): info for path, info in zip(paths, facts, strict=True)}
+
+
+def _durable_facts(path: Path) -> FileInfo:
+    fsync_path(path)
+    return file_facts(path)
+
+
+def file_facts(path: Path) -> FileInfo:
+    """Size and checksum of a file."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"bytes": stream.tell(), "sha256": digest}
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Write a file whole, then give it its name, durably."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    fsync_path(temporary)
+    temporary.replace(path)
+    fsync_path(path.parent)
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

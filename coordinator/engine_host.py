@@ -59,6 +59,8 @@ class EngineHost:
         """The name that requests must give for the policy of `ensure`: an adapter's; None: the model's."""
         self._adapters: Adapters | None = None
         self._served: Policy | None = None
+        self._proven: tuple[str, int] | None = None
+        """The policy whose probe a server of ours has passed, and which start of it that was."""
         self._unnamed: Policy | None = None
         """What a server of ours was started with, until it has been told the name of that."""
         self._server: Server | None = None
@@ -119,16 +121,19 @@ class EngineHost:
             self._reload(policy)
         elif self._admin.is_sleeping():
             self._admin.wake()
+        elif self._child is not None and self._proven == (policy.digest, self._starts):
+            return
+        self._proven = None
         if (serves := self._admin.policy()) != policy.digest:
             raise EngineError(
                 f"the engine at {self.url} serves policy {serves} after loading {policy.digest}"
             )
-        if (wrong := self._probe(policy, settings)) is None:
-            return
-        log.error("%s\nloading it once more", wrong)
-        self._reload(policy)
         if (wrong := self._probe(policy, settings)) is not None:
-            raise EngineError(wrong)
+            log.error("%s\nloading it once more", wrong)
+            self._reload(policy)
+            if (wrong := self._probe(policy, settings)) is not None:
+                raise EngineError(wrong)
+        self._proven = policy.digest, self._starts
 
     def _reload(self, policy: Policy) -> None:
         assert self._admin is not None

@@ -42,6 +42,11 @@ class MergedAdapter:
         self._own: dict[str, nn.Parameter] = {}
         """Weights of layers as they are without an adapter, by the layer's name."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the model's weights are other than its own."""
+        return bool(self._own)
+
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Put this adapter in the place of the one before. WeightsError leaves everything as it was."""
         check_model_dir(directory)

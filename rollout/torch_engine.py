@@ -15,11 +15,12 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from rollout.torch_adapter import MergedAdapter
 from rollout.torch_batch import Batch, Generation, Row
-from rollout.weights import WeightsError, check_model_dir, is_adapter
+from rollout.torch_weights import ModelWeights
+from rollout.weights import WeightsError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,7 +41,8 @@ class TorchEngine(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self._dtype = dtype
         self._max_batch = max_batch
-        model = load_model(model_dir, dtype)
+        self._weights = ModelWeights(model_dir, dtype)
+        model = self._weights.model
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.max_model_len = int(
             getattr(model.config.get_text_config(), "max_position_embeddings", 2**31 - 1)
@@ -96,8 +98,8 @@ class TorchEngine(threading.Thread):
         return self._call(lambda: self._batch.prompt_logprobs(token_ids))
 
     def reload(self, model_dir: str | os.PathLike[str]) -> "Future[None]":
-        """Replace the weights. The new model is built beside the old one and takes its place only when it is
-        whole: WeightsError, or EngineBusy while requests run, leave everything as it was.
+        """Replace the weights. The new ones are read beside the old ones and take their place only when they
+        are whole: WeightsError, or EngineBusy while requests run, leave everything as it was.
         """
         return self._call(lambda: self._reload(model_dir))
 
@@ -205,17 +207,9 @@ class TorchEngine(threading.Thread):
 
     def _reload(self, model_dir: str | os.PathLike[str]) -> None:
         self._check_drained()
-        model = load_model(model_dir, self._dtype)
-        old, new = (
-            {name: tuple(tensor.shape) for name, tensor in m.state_dict().items()}
-            for m in (self._batch.model, model)
-        )
-        for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                raise WeightsError(
-                    f"{model_dir}: tensor {name!r} has shape {new.get(name)}, in the model served it has "
-                    f"{old.get(name)}: another architecture is no new version of it"
-                )
+        if self._adapter.is_there or not self._weights.take(model_dir):
+            self._weights = ModelWeights(model_dir, self._dtype, like=self._batch.model)
+        model = self._weights.model
         self._batch, self._adapter = Batch(model), MergedAdapter(model)
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
@@ -243,40 +237,6 @@ class TorchEngine(threading.Thread):
             futures.append(self._inbox.get_nowait()[1])
         for future in futures:
             _fail(future, EngineStopped(f"the engine stopped: {type(failure).__name__}: {failure}"))
-
-
-def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
-    """The model, ready to generate. WeightsError if files are damaged, tensors are missing or have other
-    shapes, or the architecture is one that this engine's cache does not fit.
-    """
-    check_model_dir(model_dir)
-    if is_adapter(model_dir):
-        raise WeightsError(f"{model_dir}: is an adapter, not a whole model; give the model that it adds to")
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except Exception as error:  # a library's loader: ValueError, RuntimeError, OSError, SafetensorError, ...
-        raise WeightsError(f"{model_dir}: cannot be loaded: {type(error).__name__}: {error}") from error
-    model, info = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        if info[problem]:
-            raise WeightsError(
-                f"{model_dir}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))[:5]}"
-            )
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if layer_types != {"full_attention"} or (sliding and not hasattr(config, "layer_types")):
-        raise WeightsError(
-            f"{model_dir}: has layers of type {sorted(layer_types)}, sliding window {sliding}; the "
-            "embedded engine serves full attention only, use vLLM"
-        )
-    return model.eval()
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:

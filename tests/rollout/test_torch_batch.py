@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rollout.counter_rng import uniforms
 from rollout.torch_batch import Batch, Generation, Row, draw
-from rollout.torch_engine import TorchEngine, load_model
+from rollout.torch_engine import TorchEngine
+from rollout.torch_weights import load_model
 from tests.models import EOS
 
 WAIT_S = 60

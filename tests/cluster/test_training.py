@@ -1,0 +1,202 @@
+"""What is trained, and what a restart makes of it, in whole runs of real nodes."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from coordinator.network import LOOPBACK
+from rollout.weights import file_checksums, policy_digest
+from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.small_run import SETTINGS
+from tests.cluster.weights import farthest, worst_logprob
+from tests.coordinator.test_sinks import events
+from tests.engines.engines import Reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+ITERATIONS = 6
+SLOW = "rollout.environment=tests.cluster.plugins:slow"
+
+
+def two_nodes(cluster: Cluster, engine_urls: list[str], *more: str, slow_s: float = 0.0) -> None:
+    """Start a small run of ITERATIONS iterations; `more` is for the master."""
+    settings = ("--num-nodes", "2", "--iterations", str(ITERATIONS), *SETTINGS, "eval.interval=0", SLOW)
+    for rank, url in enumerate(engine_urls):
+        arguments = () if rank else (*settings, *more)
+        cluster.start(rank, *arguments, "--engine-url", url, prefix=["env", f"SLOW_S={slow_s}"])
+
+
+def result(cluster: Cluster, iteration: int) -> dict[str, Any]:
+    return json.loads((cluster.run_dir.checkpoint(iteration) / "result.json").read_text())
+
+
+def trainers_said(cluster: Cluster) -> str:
+    return "".join(path.read_text() for path in sorted(cluster.run_dir.logs(0).glob("trainer.*.log")))
+
+
+@pytest.fixture(scope="module")
+def calm(
+    cache: Path, engine_urls: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A run that nothing happens to: every rank holds the whole model, every checkpoint its trainer state."""
+    logs = tmp_path_factory.mktemp("calm")
+    cluster = Cluster(logs / "run", cache, logs)
+    try:
+        two_nodes(cluster, engine_urls, "trainer.layout=replicated")
+        assert cluster.wait() == [0, 0], cluster.everything_said()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def test_nodes_killed_between_trainer_states_repeat_their_steps_and_end_with_the_same_weights(
+    cluster: Cluster, engine_urls: list[str], calm: Cluster
+) -> None:
+    settings = ("trainer.save_interval=2", "checkpoints.keep_last=2", "metrics.sinks=tensorboard")
+    two_nodes(cluster, engine_urls, *settings, slow_s=2.0)
+    fourth = cluster.run_dir.trajectories("train", 4)
+    cluster.until(fourth.is_dir, "the beginning of iteration 4", 120)
+    for rank in (0, 1):
+        cluster.kill(rank)
+        cluster.nodes[rank].wait()
+    assert not cluster.run_dir.checkpoint(4).exists() and "trained again" not in trainers_said(cluster)
+    curve = events(cluster.root)["loss"]
+    assert [step for step, _ in curve] in ([1, 2], [1, 2, 3]), "the nodes were killed just after the third"
+
+    two_nodes(cluster, engine_urls, *settings)
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    said = trainers_said(cluster)
+    assert said.count("training again on iteration") == 1
+    assert "training again on iteration 3: its trainer state was not saved" in said
+    assert "iterations 3 to 3 were trained again" in said
+    assert farthest(cluster.run_dir.checkpoint(ITERATIONS), calm.run_dir.checkpoint(ITERATIONS)) < 1e-7
+    assert result(cluster, ITERATIONS)["optimizer_step"] == result(calm, ITERATIONS)["optimizer_step"]
+
+    lines = cluster.metrics()
+    assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
+    assert [line["lr"] for line in lines] == [line["lr"] for line in calm.metrics()]
+    assert dict(events(cluster.root)["loss"]) == {n: round(line["loss"], 6) for n, line in enumerate(lines, 1)}
+    kept = sorted(path.name[:16] for path in cluster.run_dir.trainer_states.iterdir())
+    assert kept == ["iteration_000004", "iteration_000006"]
+    kept = sorted(path.name for path in cluster.run_dir.checkpoints.glob("iteration_*"))
+    assert kept == ["iteration_000005", "iteration_000006"]
+
+
+def test_sharded_model_is_trained_to_the_same_weights_as_a_replicated_one(
+    cluster: Cluster, engine_urls: list[str], calm: Cluster
+) -> None:
+    two_nodes(cluster, engine_urls, "trainer.layout=sharded")
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    last = cluster.run_dir.checkpoint(ITERATIONS)
+    states = {path.name for path in (last / "trainer_state").glob("*.safetensors")}
+    assert states == {f"state-0000{rank}-of-00002.safetensors" for rank in (1, 2)}, "each rank wrote its share"
+    assert farthest(last, calm.run_dir.checkpoint(ITERATIONS)) < 1e-5
+    assert farthest(last, cluster.run_dir.base_model) > 1e-3, "and they have come far"
+
+
+def test_adapters_are_served_resumed_sharded_and_exported(cluster: Cluster, tmp_path: Path) -> None:
+    adapters = (*FAST, SLOW, "--eval-interval", "0", "trainer.warmup_steps=0", "trainer.learning_rate=0.01")
+    rank = "trainer.lora.rank=4"
+    cluster.start(0, *adapters, rank, "--iterations", "3")
+    cluster.until(cluster.metrics, "iteration 1", 120)
+    cluster.kill(0)
+    cluster.nodes[0].wait()
+    assert not cluster.run_dir.checkpoint(3).exists()
+    sharded = ("trainer.layout=sharded", "trainer.processes_per_node=2")
+    assert cluster.run(1, *adapters, rank, "--iterations", "3", *sharded) == [0], cluster.output(0)
+
+    lines, base = cluster.metrics(), cluster.run_dir.base_model
+    assert [line["iteration"] for line in lines] == [1, 2, 3]
+    assert all(line["kl_engine"] < 1e-8 for line in lines)
+    steps = [result(cluster, iteration)["steps"] for iteration in (1, 2, 3)]
+    assert min(steps) > 0 and result(cluster, 3)["optimizer_step"] == sum(steps)
+    assert "fresh optimizer" not in trainers_said(cluster)
+    assert cluster.manifest(1)["policy"] == policy_digest(file_checksums(base)), "the base is what it was"
+    before = Reference(base)
+    for iteration in (1, 2, 3):
+        checkpoint = cluster.run_dir.checkpoint(iteration)
+        assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
+        if iteration < 3:
+            assert cluster.manifest(iteration + 1)["policy"] == result(cluster, iteration)["policy"]
+            after = Reference(checkpoint)
+            assert worst_logprob(cluster, iteration + 1, after) < 1e-4
+            assert worst_logprob(cluster, iteration + 1, before) > 1e-2
+
+    exported = tmp_path / "exported"
+    cluster.command("export", "--iteration", "3", "-o", str(exported))
+    probe = json.loads((cluster.run_dir.checkpoint(3) / "probe.json").read_text())
+    assert Reference(exported).logprobs(probe["token_ids"]) == pytest.approx(probe["logprobs"], abs=1e-4)
+
+    said = len(cluster.output(0).splitlines())
+    assert cluster.run(1, *adapters, "trainer.lora.rank=8", "--iterations", "4") == [2]
+    [line] = cluster.output(0).splitlines()[said:]
+    assert "trainer.lora is rank=8" in line and "was started with rank=4" in line
+
+
+@contextmanager
+def recorded(engine_url: str) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+    """An address that hands on to an engine, and what has been posted there: paths and bodies."""
+    posted: list[tuple[str, dict[str, Any]]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._hand_on(b"")
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+            posted.append((self.path, json.loads(body or b"{}")))
+            self._hand_on(body)
+
+        def _hand_on(self, body: bytes) -> None:
+            engine = http.client.HTTPConnection(urlsplit(engine_url).netloc, timeout=60)
+            engine.request(self.command, self.path, body, {"Content-Type": "application/json"})
+            answer = engine.getresponse()
+            data = answer.read()
+            engine.close()
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers["Content-Type"])
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer((LOOPBACK, 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://{LOOPBACK}:{server.server_port}", posted
+        finally:
+            server.shutdown()
+
+
+def test_fine_tuning_learns_the_answers_of_a_task_file_and_generates_nothing_but_evaluations(
+    cluster: Cluster, tmp_path: Path, engine_url: str
+) -> None:
+    sums = [(12, 34), (56, 78), (90, 12), (37, 45), (61, 22), (84, 59), (29, 73), (48, 16)]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"prompt": f"{a}+{b}=", "answer": f"{a + b}"}) + "\n" for a, b in sums))
+    with recorded(engine_url) as (url, posted):
+        codes = cluster.run(
+            1, *FAST, "--tasks", str(tasks), "--eval-tasks", str(tasks), "--engine-url", url,
+            "trainer.algorithm=sft", "rollout.samples_per_task=1", "rollout.reward=exact",
+            "rollout.tasks_per_iteration=64", "trainer.global_batch_size=8", "trainer.learning_rate=0.005",
+            "--iterations", "6", "eval.interval=5", "eval.max_tasks=8",
+        )  # fmt: skip
+    assert codes == [0], cluster.everything_said()
+    lines = cluster.metrics()
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"], [line["loss"] for line in lines]
+    assert [line["iteration"] for line in lines if line["eval_reward"] is not None] == [1, 6]
+    assert lines[0]["eval_reward"] < 0.2 and lines[-1]["eval_reward"] > 0.8, "it knows them by heart now"
+    paths = [path for path, _ in posted]
+    generated = [body for path, body in posted if path.endswith("/completions") and "prompt_logprobs" not in body]
+    assert sorted(body["prompt"] for body in generated) == sorted([f"{a}+{b}=" for a, b in sums] * 2)
+    assert "/tokenize" in paths

@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
+TRL_VENV := .venv-trl
+TRL_PYTHON := $(TRL_VENV)/bin/python
 
-.PHONY: install demo test test-vllm check clean
+.PHONY: install demo test test-vllm bench-trl check clean
 
 install: $(VENV)/.installed
 
@@ -29,10 +31,19 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
 	$(VLLM_PYTHON) -m pip install --quiet --no-warn-conflicts --constraint requirements-vllm.txt --editable '.[dev]'
 	touch $@
 
+# What the benchmarks against TRL run in: scripts/bench/iteration.py and train_step.py.
+bench-trl: $(TRL_VENV)/.installed
+
+$(TRL_VENV)/.installed: pyproject.toml requirements-trl.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_PYTHON) -m pip install --quiet --no-deps --requirement requirements-trl.txt
+	$(TRL_PYTHON) -m pip install --quiet --constraint requirements-trl.txt --editable .
+	touch $@
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) build *.egg-info .pytest_cache .ruff_cache

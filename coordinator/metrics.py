@@ -12,6 +12,9 @@ from coordinator.states import remove_old_states
 
 log = logging.getLogger(__name__)
 
+TRAINED = ("loss", "grad_norm", "lr", "kl_engine", "kl_reference", "entropy", "clip_fraction")
+"""What training measures."""
+
 
 def report_timings(node: Node) -> Payload:
     """What this node did and waited for in the iteration, in seconds."""
@@ -54,8 +57,8 @@ def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, A
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
         "tokens_per_s": round(train["tokens"] / rollout_s, 1) if train and rollout_s else None,
-        **{name: trained.get(name) for name in ("loss", "grad_norm", "lr", "kl_engine", "entropy")},
-        "clip_fraction": trained.get("clip_fraction"),
+        "train_tokens_per_s": trained.get("tokens_per_s"),
+        **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),
         "seconds": round(sum(node.phase_s.values()), 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in node.phase_s.items()},

@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -24,6 +25,9 @@ from rollout.weights import WeightsError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+QUIET_S, GATHER_S = 0.002, 0.03
+"""Decoding begins once no request has come for so long, or has been waited for for so long."""
 
 
 class EngineStopped(RuntimeError):
@@ -119,6 +123,8 @@ class TorchEngine(threading.Thread):
             with torch.inference_mode():
                 while True:
                     self._work_off_inbox()
+                    if self._may_start_next() and not self._batch.rows:
+                        self._let_them_come()
                     self._admit()
                     if self._batch.rows:
                         self._step()
@@ -126,6 +132,14 @@ class TorchEngine(threading.Thread):
         except Exception as error:  # the thread's last resort: nobody may wait for it any longer
             log.critical("the engine stopped", exc_info=True)
             self._stop(error)
+
+    def _let_them_come(self) -> None:
+        """Before anything is decoded, take what is on its way: rows that join one by one cost a step each."""
+        give_up_at = time.monotonic() + GATHER_S
+        with contextlib.suppress(queue.Empty):
+            while time.monotonic() < give_up_at:
+                message, _ = self._inbox.get(timeout=QUIET_S)
+                message()
 
     def _work_off_inbox(self) -> None:
         """Do what was asked for; with nothing to decode, wait for something."""

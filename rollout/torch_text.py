@@ -19,6 +19,8 @@ class Texts:
         self._model_dir = model_dir
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self._token_text: dict[int, str] = {}
+        self._context: list[int] = []
+        self._before = ""
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Token ids of a text; `special_tokens`: with those that the tokenizer puts around a text."""
@@ -49,8 +51,10 @@ class Texts:
     def completion(self, row: Row) -> str:
         """What a finished row adds to its prompt, up to its stop string."""
         context = row.generation.prompt_ids[-_CONTEXT_TOKENS:]
-        before = self._tokenizer.decode(context, skip_special_tokens=True)
-        text = self._tokenizer.decode(context + row.token_ids, skip_special_tokens=True)[len(before) :]
+        if context != self._context:  # the samples of a group have the same
+            self._context = list(context)
+            self._before = self._tokenizer.decode(context, skip_special_tokens=True)
+        text = self._tokenizer.decode(context + row.token_ids, skip_special_tokens=True)[len(self._before) :]
         return text if row.stop_string is None else text.partition(row.stop_string)[0]
 
     def of_each(self, token_ids: Sequence[int]) -> list[str]:

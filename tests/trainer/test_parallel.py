@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.models import make_model
 from trainer.batch import Batch
-from trainer.model import Learner, build_learner
+from trainer.model import Learner, build_learner, fingerprint
 from trainer.parallel import Layout, LayoutError
 from trainer.settings import TrainerSettings
 from trainer.step import train
@@ -103,6 +103,17 @@ def test_update_is_the_same_in_every_layout(
 def test_layout_that_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         Layout.of(1000, TrainerSettings(**given), CPU)
+
+
+def test_fingerprint_tells_replicas_apart_that_differ_in_the_last_bit_of_a_weight() -> None:
+    weights = torch.randn(1000, 10, generator=torch.Generator().manual_seed(0))
+    drifted, swapped, up_and_down = weights.clone(), weights.clone(), weights.clone()
+    drifted[7, 3] = torch.nextafter(drifted[7, 3], torch.tensor(9.0))
+    swapped[[1, 2]] = weights[[2, 1]]
+    up_and_down.view(-1).view(torch.int32)[5] += 1
+    up_and_down.view(-1).view(torch.int32)[6] -= 1
+    prints = [int(fingerprint(each)) for each in (weights, drifted, swapped, up_and_down)]
+    assert len(set(prints)) == 4 and prints[0] == int(fingerprint(weights.clone()))
 
 
 def test_tensor_group_has_the_weight_of_its_ranks() -> None:

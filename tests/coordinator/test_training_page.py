@@ -1,0 +1,140 @@
+"""docs/training.md: its commands work as they stand, its figures follow from the settings and the model."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from coordinator import metrics
+from coordinator.cli import main
+from coordinator.config import build, flatten, parse_override
+from coordinator.node import Node
+from coordinator.sinks import SINKS
+from rollout.servers import server_command
+from rollout.settings import EngineSettings
+from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+COMMANDS = re.findall(r"^ {4,6}((?:run|hf) .+)$", PAGE, re.MULTILINE)
+STARTS = [command for command in COMMANDS if command.startswith("run ") and " export " not in command]
+CODE = re.findall(r"`([^`\n]+)`", PAGE)
+DEFAULTS = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table whose first column has this heading."""
+    table = PAGE[PAGE.index(f"| {heading} |") :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
+
+
+def full_name(name: str) -> str:
+    """The dotted name of a setting; the page leaves `trainer.` out."""
+    return name if name in DEFAULTS else f"trainer.{name}"
+
+
+def test_no_command_of_the_page_goes_untested() -> None:
+    assert len(STARTS) == 6 and len(COMMANDS) == 8
+
+
+@pytest.mark.parametrize("command", STARTS)
+def test_command_of_the_page_is_understood(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(command)
+    monkeypatch.setattr("sys.argv", [*words, "--dry-run"])
+    assert main() == 0
+    settings = dict(flatten(json.loads(capsys.readouterr().out)))
+    given = dict(parse_override(word) for word in words if "." in word and "=" in word)
+    assert given and all(settings[name] != DEFAULTS[name] for name in given)
+
+
+def test_exported_model_is_what_the_next_command_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_dir_at(tmp_path / "exp1")
+    fixed = {"model": {"name": "some/model"}, "tasks": {"name": "sums.jsonl"}}
+    write_json(run_dir.run_json, {"run_id": "c0ffee", "format": 1, "fixed": fixed})
+    write_checkpoint(run_dir.checkpoint(12), 12)
+    export, upload = (command for command in COMMANDS if command not in STARTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", shlex.split(export.replace("/shared", str(tmp_path))))
+    assert main() == 0
+    assert tree(tmp_path / upload.split()[-1]) == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_settings_of_the_page_are_there_and_have_these_defaults() -> None:
+    given = [code for code in CODE if re.fullmatch(r"[a-z_.]+=[\w,]+", code)]
+    assert {"layout=sharded", "save_interval=10", "engine.sleep=2"} <= set(given)
+    for name, value in map(parse_override, given):
+        build({"model": "any/model", full_name(name): value})
+    stated = re.findall(r"`([a-z_.]+)` \(([\d.e]+)\)", PAGE)
+    assert len(stated) >= 8
+    for name, value in stated:
+        assert float(value) == DEFAULTS[full_name(name)], name
+
+
+def test_arguments_for_a_server_of_adapters_are_those_that_ours_gets() -> None:
+    ours = server_command(EngineSettings(kind="vllm"), "model", port=1, gpus=1, lora_rank=16)
+    (serve,) = (code for code in CODE if code.startswith("vllm serve"))
+    assert {"--enable-lora", "--max-lora-rank=16"} <= set(ours.argv)
+    assert "--enable-lora --max-lora-rank 16" in serve
+    for name, value in ours.env.items():
+        assert "LORA" not in name or f"`{name}={value}`" in PAGE
+
+
+HIDDEN, INTERMEDIATE, LAYERS, KEYS, VOCABULARY = 3584, 18_944, 28, 512, 152_064
+LAYER = 2 * (HIDDEN + KEYS) * HIDDEN + HIDDEN + 2 * KEYS + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
+"""Parameters of a layer of Qwen2.5-7B: attention with biases, the gated MLP, two norms."""
+ENDS = 2 * VOCABULARY * HIDDEN
+ALL = LAYERS * LAYER + ENDS + HIDDEN
+ADAPTERS = LAYERS * 16 * (2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + INTERMEDIATE))
+
+
+def test_table_of_memory_is_computed_from_the_shape_of_the_model() -> None:
+    shared_by_two = LAYERS * (LAYER - 2 * HIDDEN - HIDDEN)  # not the norms, nor the bias behind a row split
+    gathered = 2 * (2 * LAYER + ENDS)
+    expected = {
+        ("replicated", "any"): (16 * ALL, 2 * (LAYERS * LAYER + ENDS / 2)),
+        ("sharded", "8"): (16 * ALL / 8, gathered),
+        ("sharded", "16"): (16 * ALL / 16, gathered),
+        ("sharded, `cpu_offload`", "8"): (0, gathered),
+        ("sharded, `tensor_parallel_size=2`", "8"): (
+            16 * (ALL - shared_by_two / 2) / 4,
+            2 * (LAYER + ENDS),
+        ),
+        ("sharded, `lora.rank=16`", "8"): ((16 * ADAPTERS + 2 * ALL) / 8, gathered),
+        ("replicated, `lora.rank=16`", "any"): (16 * ADAPTERS + 2 * ALL, 2 * ADAPTERS),
+    }
+    stated = {
+        (layout, gpus): (float(held.split()[0]), float(also)) for layout, gpus, held, also in rows("layout")
+    }
+    assert stated.keys() == expected.keys()
+    for key, sizes in expected.items():
+        assert stated[key] == tuple(round(size / 1e9, 1) for size in sizes), key
+
+
+def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
+    flat = PAGE.replace("\n", " ")
+    assert f"({ALL / 1e9:.2f}e9 parameters; a layer {LAYER / 1e8:.2f}e8" in flat.replace("  ", " ")
+    assert f"embeddings and head {ENDS / 1e9:.2f}e9" in flat
+    assert f"(8192: {2 * HIDDEN * 8192 * LAYERS / 1e9:.1f} GB for all layers)" in flat
+    assert f"6 bytes a parameter of embeddings and head ({6 * ENDS / 1e9:.1f} GB)" in flat
+    assert f"({12 * ALL / 1e9:.1f} GB where one node has them all" in flat
+    assert f"holds all of it in float32 ({4 * ALL / 1e9:.1f} GB)" in flat
+    assert f"has {14 * ALL / 1e9:.0f} GB, {12 * ALL / 1e9:.0f} of them the state" in flat
+
+
+def test_table_of_metrics_names_what_a_line_has(tmp_path: Path) -> None:
+    node = SimpleNamespace(run_dir=run_dir_at(tmp_path), iteration=1, phase_s={})
+    line: dict[str, Any] = metrics._metrics(cast(Node, node), "both", {0: {"work_s": 1.0, "wait_s": 0.0}})
+    named = [name for row in rows("name") for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(named) == sorted(line)
+
+
+def test_trackers_of_the_page_are_those_that_there_are() -> None:
+    (sentence,) = re.findall(r"numbers to trackers: (.+?), each an extra", PAGE.replace("\n", " "))
+    assert [name for name in re.findall(r"`(\w+)`", sentence) if name in SINKS] == list(SINKS)

@@ -62,10 +62,11 @@ def node(
     eval_tasks: Annotated[str | None, _option("--eval-tasks", metavar="FILE", help="JSON lines.")] = None,
     reward: Annotated[
         str | None,
-        _option("--reward", metavar="NAME", help="exact, numeric, regex, length, or module:function."),
+        _option("--reward", metavar="NAME", help="exact, numeric, math ..., or module:function."),
     ] = None,
     environment: Annotated[
-        str | None, _option("--environment", metavar="NAME", help="single_turn, or module:function.")
+        str | None,
+        _option("--environment", metavar="NAME", help="single_turn ..., or module:function."),
     ] = None,
     rl_phase: Annotated[
         str | None, _option("--rl-phase", metavar="PHASE", help="both, rollout or update.")

@@ -1,5 +1,6 @@
 """`run export`: a checkpoint as a directory for the Hugging Face Hub, or for anything that loads such."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from coordinator.run_dir import RunDir
 from coordinator.settings import SettingsError
 from coordinator.start import read_run_json
 from rollout.engine_admin import PROBE
+from rollout.weights import ADAPTER_CONFIG, is_adapter
 
 
 def export(root: Path, iteration: int | None, target: Path) -> list[str]:
@@ -48,16 +50,26 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
                 f"--iteration {iteration}: {source / damaged[0]} is damaged; nothing was exported, "
                 "export another one"
             )
+        _name_base(inside, run)
         (inside / "README.md").write_text(_card(run_dir, run, iteration))
         os.replace(inside, target)
     return [*files, "README.md"]
+
+
+def _name_base(directory: Path, run: dict[str, Any]) -> None:
+    """Let an adapter say which model it belongs to as the user said it, not where that lies on a node."""
+    path = directory / ADAPTER_CONFIG
+    if path.is_file():
+        config = json.loads(path.read_bytes()) | {"base_model_name_or_path": run["fixed"]["model"]["name"]}
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _card(run_dir: RunDir, run: dict[str, Any], iteration: int) -> str:
     """README.md of the model, with the metadata that the Hub reads."""
     model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
     is_local = model.startswith(("/", ".", "builtin:"))
-    head = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [reinforcement-learning]"]
+    library = "peft" if is_adapter(run_dir.checkpoint(iteration)) else "transformers"
+    head = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [reinforcement-learning]"]
     head += [f"base_model: {model}"] if not is_local else []
     lines = {line["iteration"]: line for line in outputs.metrics_lines(run_dir)}
     following = lines.get(iteration + 1, {})  # the next iteration is the first to use this policy

@@ -24,6 +24,7 @@ from coordinator.outcome import Ended, EpochChanged, Exit, Fenced, NodeLost, Row
 from coordinator.outputs import Incomplete
 from coordinator.shared_fs import SharedFsError
 from coordinator.start import Start, start_master, start_worker
+from coordinator.states import wait_for_newest
 from rollout.collect import AllGivenUp
 from rollout.engine import EngineError
 from rollout.rewards import RewardError
@@ -118,6 +119,7 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     log.info("epoch %d: %d nodes", record.epoch, len(record.members))
     iterate(node)
     if node.is_master:
+        wait_for_newest(node)
         _finish(node)
 
 

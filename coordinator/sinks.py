@@ -126,7 +126,7 @@ def check_sinks(settings: MetricsSettings) -> None:
     for name in settings.sinks:
         if importlib.util.find_spec(SINKS[name][1]) is None:
             raise SettingsError(
-                f"metrics.sinks={name}: {SINKS[name][1]} is not installed; pip install 'flagpost[{name}]'"
+                f"metrics.sinks={name}: {SINKS[name][1]} is not installed; pip install -e '.[{name}]'"
             )
 
 

@@ -4,9 +4,11 @@ which are kept.
 
 import json
 import logging
+import time
 from typing import Any
 
 from coordinator import outputs, shared_fs
+from coordinator.node import Node
 from coordinator.outputs import Policy
 from coordinator.run_dir import RunDir, parse_state_name
 from trainer.request import DamagedDocument, Resume, SavedState, TrainedBatch
@@ -14,6 +16,8 @@ from trainer.resume import plan_resume
 
 log = logging.getLogger(__name__)
 
+DOCUMENT = "state.json"
+"""Written last into a state."""
 KEEP = 2
 """Complete states that are kept: the checkpoint of the newest one may be lost."""
 
@@ -23,7 +27,7 @@ def complete_states(run_dir: RunDir) -> dict[str, SavedState]:
     found: dict[str, SavedState] = {}
     for name in outputs.names(run_dir.trainer_states):
         if parse_state_name(name) and (
-            document := outputs.read_json(run_dir.trainer_states / name / "state.json")
+            document := outputs.read_json(run_dir.trainer_states / name / DOCUMENT)
         ):
             try:
                 found[name] = SavedState.from_json(json.dumps(document).encode())
@@ -32,14 +36,15 @@ def complete_states(run_dir: RunDir) -> dict[str, SavedState]:
     return found
 
 
-def resume_from(run_dir: RunDir, base: Policy) -> Resume:
+def resume_from(run_dir: RunDir, base: Policy, save_interval: int) -> Resume:
     """Where a job that has to load `base` finds its optimizer's state; paths begin in the run directory."""
     if base.iteration == 0 or "trainer_state" in outputs.names(base.directory):
         return Resume()
     trained = outputs.trained_iterations(run_dir, base.iteration + 1)
     published = {n: outputs.policy_of(run_dir, n).digest for n in outputs.checkpoints(run_dir)}
     batches = {n: _batch(run_dir, n) for n in {*trained, base.iteration}}
-    return plan_resume(base.iteration, base.digest, complete_states(run_dir), batches, published)
+    found = complete_states(run_dir)
+    return plan_resume(base.iteration, base.digest, found, batches, published, save_interval)
 
 
 def located(run_dir: RunDir, resume: Resume) -> Resume:
@@ -75,3 +80,15 @@ def remove_old_states(run_dir: RunDir) -> None:
         unfinished = iteration not in complete and iteration < newest
         if iteration < oldest or unfinished:
             shared_fs.remove_tree(run_dir.trainer_states / name)
+
+
+def wait_for_newest(node: Node) -> None:
+    """Let the job end what it saves: the run is over, and what it takes to extend it should be there."""
+    saving = node.run_dir.trainer_state(node.iteration, node.record.epoch)
+    give_up_at = time.monotonic() + node.settings.trainer.collective_timeout_s
+    while saving.name in outputs.names(node.run_dir.trainer_states) and DOCUMENT not in outputs.names(saving):
+        node.check()
+        if not node.trainer.is_alive() or time.monotonic() > give_up_at:
+            log.warning("%s was not saved to its end: extending the run repeats some training", saving)
+            return
+        time.sleep(node.settings.cluster.poll_max_s)

@@ -127,7 +127,7 @@ class TrainerHost:
     def _keep_traces(self, spool: Path, request: TrainRequest) -> None:
         """Copy what NCCL's flight recorder has left of a collective that hung to this node's logs."""
         for trace in sorted(spool.glob(f"{launch.TRACE}*")):
-            name = f"{trace.name}.e{request.epoch:04d}.i{request.iteration:06d}"
+            name = f"e{request.epoch:04d}.i{request.iteration:06d}.{trace.name}"  # as torchfrtrace reads it
             shared_fs.publish(self._run_dir.logs(self._rank) / name, trace.read_bytes(), durable=False)
             log.error("what NCCL was doing is in %s", self._run_dir.logs(self._rank) / name)
 

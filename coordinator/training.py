@@ -39,7 +39,8 @@ def configure_training(node: Node) -> Payload:
         shared_fs.make_directory(state)
     resume = Resume()
     if not node.trainer.is_alive():  # else the job has the policy at hand
-        resume = states.resume_from(node.run_dir, node.policy(node.header["policy_iteration"]))
+        base = node.policy(node.header["policy_iteration"])
+        resume = states.resume_from(node.run_dir, base, node.settings.trainer.save_interval)
     weights = [member.weight / member.processes for _, member in members for _ in range(member.processes)]
     return {
         **node.trainer.meeting(f"e{record.epoch:04d}.i{iteration:06d}", record.members[MASTER].address),

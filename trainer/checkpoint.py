@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from rollout.engine_admin import PROBE
 from rollout.weights import ADAPTER_CONFIG, check_model_dir, file_checksums, policy_digest
 from trainer import served, state
 from trainer.model import Learner, build_learner
+from trainer.parallel import local_part
 from trainer.probe import probe_logprobs, write_probe
 from trainer.repeat import train_again
 from trainer.request import FileInfo, Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
@@ -62,6 +64,11 @@ def load(
             f"{base_dir} holds policy {found}, the request wants {policy}; name its checkpoint"
         )
     learner = build_learner(base_dir, device, settings, model_dir)
+    if resume.from_start:
+        assert repeat is not None and model_dir is not None, "whoever names batches to repeat says how"
+        go_back = partial(_start_again, learner, model_dir, settings)
+        train_again(learner, go_back, f"{model_dir}", resume.repeat, repeat, save_dtype(settings, device))
+        return learner
     if resume.state_dir is None and STATE_DIR not in os.listdir(base_dir):
         # A model that nobody has trained yet has none.
         if (base_dir / RESULT).is_file() and rank_and_world()[0] == 0:
@@ -75,12 +82,21 @@ def load(
             f"{state_dir} belongs to policy {document.policy}, the weights to go on from are {wanted}; "
             f"restore the pair, or remove {state_dir} to start with a fresh optimizer"
         )
+    go_back = partial(state.restore, learner, state_dir, document)
     if resume.repeat:
         assert repeat is not None, "whoever names batches to repeat says how"
-        train_again(learner, state_dir, document, resume.repeat, repeat, save_dtype(settings, device))
+        train_again(learner, go_back, f"{state_dir}", resume.repeat, repeat, save_dtype(settings, device))
     else:
-        state.restore(learner, state_dir, document)
+        go_back()
     return learner
+
+
+def _start_again(learner: Learner, model_dir: Path, settings: TrainerSettings) -> None:
+    """Put the weights that the run started from into `learner`, which has no optimizer state. Collective."""
+    start = build_learner(model_dir, learner.device, settings, model_dir)
+    with torch.no_grad():
+        for name, parameter in learner.parameters.items():
+            local_part(parameter).copy_(local_part(start.parameters[name]))
 
 
 def save_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:

@@ -3,15 +3,13 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trainer import state
 from trainer.model import Learner
 from trainer.parallel import local_part
-from trainer.request import SavedState, TrainedBatch
+from trainer.request import TrainedBatch
 from trainer.shares import gather_json, rank_and_world
 from trainer.state import CheckpointError
 
@@ -23,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 def train_again(
     learner: Learner,
-    state_dir: Path,
-    document: SavedState,
+    go_back: Callable[[], None],
+    begin: str,
     batches: Sequence[TrainedBatch],
     repeat: Callable[[Learner, TrainedBatch], object],
     dtype: torch.dtype,
@@ -32,11 +30,12 @@ def train_again(
     """Repeat training from an earlier state, and make sure that it leads to the weights in `learner`.
 
     Collective. Those are the published ones, rounded to `dtype`; the learner keeps the repeated ones, which
-    are exact. `repeat` trains it on a batch. Raises CheckpointError if they lie far apart.
+    are exact. `go_back` puts the earlier state into it, which messages call `begin`; `repeat` trains it on a
+    batch. Raises CheckpointError if they lie far apart.
     """
     lead = rank_and_world()[0] == 0
     published = _saved_parts(learner, dtype)
-    state.restore(learner, state_dir, document)
+    go_back()
     way, _ = _distance(learner, published, dtype)
     for batch in batches:
         if lead:
@@ -44,14 +43,14 @@ def train_again(
         repeat(learner, batch)
     apart, largest = _distance(learner, published, dtype)
     about = (
-        f"iterations {batches[0].iteration} to {batches[-1].iteration} were trained again from {state_dir}: "
+        f"iterations {batches[0].iteration} to {batches[-1].iteration} were trained again from {begin}: "
         f"the weights lie {apart:.2e} from the published ones (a single one at most {largest:.2e}), on a way "
         f"of {way:.2e}"
     )
     if apart > TOLERANCE * way:
         raise CheckpointError(
             f"{about}; that was not the same training: take back what has changed in trainer.* since, or "
-            f"remove {state_dir} to start with a fresh optimizer"
+            f"start with a fresh optimizer (remove {begin}; trainer.save_interval=1 if that is the model)"
         )
     if lead:
         logger.info("%s", about)

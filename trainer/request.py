@@ -45,6 +45,8 @@ class Resume(_Document):
     """A complete trainer state, of the base's policy or of an earlier one; null: the base's own, or none."""
     state_policy: str | None = None
     """Digest of the weights that it belongs to."""
+    from_start: bool = False
+    """No state was saved yet: the model that the run started from stands in for one."""
     repeat: tuple[TrainedBatch, ...] = ()
     """What that policy was trained on since, up to the base, in order."""
 
@@ -117,4 +119,5 @@ class TrainResult(_Document):
     optimizer_step: int
     """Optimizer steps of the whole run."""
     metrics: dict[str, float]
-    """loss, grad_norm, lr, kl_engine, entropy, clip_fraction, tokens, sequences, tokens_per_s, seconds."""
+    """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, tokens, sequences, tokens_per_s,
+    seconds."""

@@ -16,13 +16,15 @@ def plan_resume(
     states: Mapping[str, SavedState],
     batches: Mapping[int, TrainedBatch | None],
     published: Mapping[int, str],
+    save_interval: int,
 ) -> Resume:
     """How to go on from the checkpoint of `iteration`, whose weights have the digest `policy`.
 
     `states`: the complete trainer states, by directory. `batches`: of every iteration that was trained, None
     where its batch is gone. `published`: digests of the policies, by iteration, as far as they are known; a
     state of another one is not used. The newest state that leads to `policy` is continued: there is nothing
-    to repeat after its own. Without one, Resume(): the base's own `trainer_state/`, or a fresh optimizer.
+    to repeat after its own. Before the first one is due, what the run started from stands in for it. Without
+    any, Resume(): the base's own `trainer_state/`, or a fresh optimizer.
     """
     known = {**published, iteration: policy}
     usable = [
@@ -31,8 +33,18 @@ def plan_resume(
         if state.iteration <= iteration and known.get(state.iteration, state.policy) == state.policy
     ]
     for begin, directory in sorted(usable, reverse=True):
-        needed = [batches[trained] for trained in sorted(batches) if begin < trained <= iteration]
-        repeat = tuple(batch for batch in needed if batch is not None)
-        if len(repeat) == len(needed):
+        repeat = _since(begin, iteration, batches)
+        if repeat is not None:
             return Resume(state_dir=directory, state_policy=states[directory].policy, repeat=repeat)
+    if 1 < save_interval >= iteration and (repeat := _since(0, iteration, batches)):
+        return Resume(from_start=True, repeat=repeat)
     return Resume()
+
+
+def _since(
+    begin: int, iteration: int, batches: Mapping[int, TrainedBatch | None]
+) -> tuple[TrainedBatch, ...] | None:
+    """What was trained after `begin` up to `iteration`, in order; None if a batch of it is gone."""
+    needed = [batches[trained] for trained in sorted(batches) if begin < trained <= iteration]
+    there = tuple(batch for batch in needed if batch is not None)
+    return there if len(there) == len(needed) else None

@@ -1,7 +1,7 @@
 """Settings of training. Importing this never imports torch."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -105,11 +105,21 @@ class TrainerSettings(Settings):
     """How often training of an iteration is tried, each time anew from the last checkpoint."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """The processes of all nodes must have met by then."""
-    collective_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Of torch.distributed: a collective that takes longer fails."""
+    collective_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """Of torch.distributed: a collective that takes longer fails. Less than `stall_timeout_s`, or nothing is
+    left that says which one."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
     """Training has failed if its progress stands still for so long, and a node that is in any other row but a
     rollout for so long is lost (the longest one reads a checkpoint to verify it); null: never."""
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        if self.lora.rank and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"trainer.lora.rank={self.lora.rank} and trainer.tensor_parallel_size="
+                f"{self.tensor_parallel_size}: adapters are not split over a layer's GPUs; give one of them"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from filelock import FileLock
 
 from coordinator.network import LOOPBACK
+from coordinator.states import complete_states
 from rollout.weights import file_checksums, policy_digest
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.small_run import SETTINGS
@@ -22,7 +25,7 @@ from tests.engines.engines import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
-ITERATIONS = 6
+ITERATIONS = 7
 SLOW = "rollout.environment=tests.cluster.plugins:slow"
 
 
@@ -43,51 +46,53 @@ def trainers_said(cluster: Cluster) -> str:
 
 
 @pytest.fixture(scope="module")
-def calm(
-    cache: Path, engine_urls: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    """A run that nothing happens to: every rank holds the whole model, every checkpoint its trainer state."""
-    logs = tmp_path_factory.mktemp("calm")
-    cluster = Cluster(logs / "run", cache, logs)
-    try:
-        two_nodes(cluster, engine_urls, "trainer.layout=replicated")
-        assert cluster.wait() == [0, 0], cluster.everything_said()
-        yield cluster
-    finally:
-        cluster.close()
+def calm(cache: Path, engine_urls: list[str]) -> Cluster:
+    """A run that nothing happens to: every rank holds the whole model, every checkpoint its trainer state.
+    Made once for all workers of the test session.
+    """
+    directory = cache / "calm"
+    cluster = Cluster(directory / "run", cache, directory)
+    with FileLock(cache / "calm.lock"):
+        if len(cluster.metrics()) < ITERATIONS:
+            directory.mkdir()
+            try:
+                two_nodes(cluster, engine_urls, "trainer.layout=replicated")
+                assert cluster.wait() == [0, 0], cluster.everything_said()
+            finally:
+                cluster.close()
+    return cluster
 
 
 def test_nodes_killed_between_trainer_states_repeat_their_steps_and_end_with_the_same_weights(
     cluster: Cluster, engine_urls: list[str], calm: Cluster
 ) -> None:
     settings = ("trainer.save_interval=2", "checkpoints.keep_last=2", "metrics.sinks=tensorboard")
-    two_nodes(cluster, engine_urls, *settings, slow_s=2.0)
-    fourth = cluster.run_dir.trajectories("train", 4)
-    cluster.until(fourth.is_dir, "the beginning of iteration 4", 120)
-    for rank in (0, 1):
-        cluster.kill(rank)
-        cluster.nodes[rank].wait()
-    assert not cluster.run_dir.checkpoint(4).exists() and "trained again" not in trainers_said(cluster)
-    curve = events(cluster.root)["loss"]
-    assert [step for step, _ in curve] in ([1, 2], [1, 2, 3]), "the nodes were killed just after the third"
+    for iteration in (2, 4):  # before the first trainer state, and after it
+        two_nodes(cluster, engine_urls, *settings, slow_s=1.0)
+        begun = cluster.run_dir.trajectories("train", iteration)
+        cluster.until(begun.is_dir, f"the beginning of iteration {iteration}", 120)
+        for rank in (0, 1):
+            cluster.kill(rank)
+            cluster.nodes[rank].wait()
+        assert not cluster.run_dir.checkpoint(iteration).exists(), "the nodes were killed too late"
 
     two_nodes(cluster, engine_urls, *settings)
     assert cluster.wait() == [0, 0], cluster.everything_said()
-    said = trainers_said(cluster)
-    assert said.count("training again on iteration") == 1
-    assert "training again on iteration 3: its trainer state was not saved" in said
-    assert "iterations 3 to 3 were trained again" in said
+    repeated = re.findall(r"training again on iteration (\d)", trainers_said(cluster))
+    assert repeated == ["1", "3"]
     assert farthest(cluster.run_dir.checkpoint(ITERATIONS), calm.run_dir.checkpoint(ITERATIONS)) < 1e-7
     assert result(cluster, ITERATIONS)["optimizer_step"] == result(calm, ITERATIONS)["optimizer_step"]
 
     lines = cluster.metrics()
     assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
     assert [line["lr"] for line in lines] == [line["lr"] for line in calm.metrics()]
-    assert dict(events(cluster.root)["loss"]) == {n: round(line["loss"], 6) for n, line in enumerate(lines, 1)}
-    kept = sorted(path.name[:16] for path in cluster.run_dir.trainer_states.iterdir())
-    assert kept == ["iteration_000004", "iteration_000006"]
+    curve = dict(events(cluster.root)["loss"])
+    assert set(curve) >= {3, 4, 5, 6, 7}, "from the last line before the kill on"
+    assert curve == {n: pytest.approx(lines[n - 1]["loss"], abs=1e-6) for n in curve}
+    states = sorted(state.iteration for state in complete_states(cluster.run_dir).values())
+    assert states == [4, 6] and len(list(cluster.run_dir.trainer_states.iterdir())) == 2
     kept = sorted(path.name for path in cluster.run_dir.checkpoints.glob("iteration_*"))
-    assert kept == ["iteration_000005", "iteration_000006"]
+    assert kept == ["iteration_000006", "iteration_000007"]
 
 
 def test_sharded_model_is_trained_to_the_same_weights_as_a_replicated_one(
@@ -97,7 +102,9 @@ def test_sharded_model_is_trained_to_the_same_weights_as_a_replicated_one(
     assert cluster.wait() == [0, 0], cluster.everything_said()
     last = cluster.run_dir.checkpoint(ITERATIONS)
     states = {path.name for path in (last / "trainer_state").glob("*.safetensors")}
-    assert states == {f"state-0000{rank}-of-00002.safetensors" for rank in (1, 2)}, "each rank wrote its share"
+    assert states == {f"state-0000{rank}-of-00002.safetensors" for rank in (1, 2)}, (
+        "each rank wrote its share"
+    )
     assert farthest(last, calm.run_dir.checkpoint(ITERATIONS)) < 1e-5
     assert farthest(last, cluster.run_dir.base_model) > 1e-3, "and they have come far"
 
@@ -170,7 +177,10 @@ def recorded(engine_url: str) -> Iterator[tuple[str, list[tuple[str, dict[str, A
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer((LOOPBACK, 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 256  # a connection that does not fit is tried again only after a second
+
+    with Server((LOOPBACK, 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield f"http://{LOOPBACK}:{server.server_port}", posted
@@ -179,24 +189,28 @@ def recorded(engine_url: str) -> Iterator[tuple[str, list[tuple[str, dict[str, A
 
 
 def test_fine_tuning_learns_the_answers_of_a_task_file_and_generates_nothing_but_evaluations(
-    cluster: Cluster, tmp_path: Path, engine_url: str
+    cluster: Cluster, tmp_path: Path, engine_urls: list[str]
 ) -> None:
     sums = [(12, 34), (56, 78), (90, 12), (37, 45), (61, 22), (84, 59), (29, 73), (48, 16)]
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps({"prompt": f"{a}+{b}=", "answer": f"{a + b}"}) + "\n" for a, b in sums))
-    with recorded(engine_url) as (url, posted):
+    tasks.write_text(
+        "".join(json.dumps({"prompt": f"{a}+{b}=", "answer": f"{a + b}"}) + "\n" for a, b in sums)
+    )
+    with recorded(engine_urls[0]) as (url, posted):
         codes = cluster.run(
             1, *FAST, "--tasks", str(tasks), "--eval-tasks", str(tasks), "--engine-url", url,
             "trainer.algorithm=sft", "rollout.samples_per_task=1", "rollout.reward=exact",
-            "rollout.tasks_per_iteration=64", "trainer.global_batch_size=8", "trainer.learning_rate=0.005",
-            "--iterations", "6", "eval.interval=5", "eval.max_tasks=8",
+            "rollout.tasks_per_iteration=64", "trainer.global_batch_size=8", "trainer.learning_rate=0.002",
+            "--iterations", "5", "eval.interval=4", "eval.max_tasks=8",
         )  # fmt: skip
     assert codes == [0], cluster.everything_said()
     lines = cluster.metrics()
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"], [line["loss"] for line in lines]
-    assert [line["iteration"] for line in lines if line["eval_reward"] is not None] == [1, 6]
+    assert [line["iteration"] for line in lines if line["eval_reward"] is not None] == [1, 5]
     assert lines[0]["eval_reward"] < 0.2 and lines[-1]["eval_reward"] > 0.8, "it knows them by heart now"
     paths = [path for path, _ in posted]
-    generated = [body for path, body in posted if path.endswith("/completions") and "prompt_logprobs" not in body]
+    generated = [
+        body for path, body in posted if path.endswith("/completions") and "prompt_logprobs" not in body
+    ]
     assert sorted(body["prompt"] for body in generated) == sorted([f"{a}+{b}=" for a, b in sums] * 2)
     assert "/tokenize" in paths

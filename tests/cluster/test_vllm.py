@@ -6,6 +6,7 @@ import pytest
 
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.faults import children, durable_parts, lost_groups, repeated_groups, unsound_manifests
+from tests.cluster.weights import worst_logprob
 from tests.engines.engines import ONE_THREAD, VLLM_ARGS, Reference
 
 SETTINGS = (
@@ -49,15 +50,18 @@ def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Clust
     assert worst_logprob(cluster, 2, after) < 1e-4 < worst_logprob(cluster, 2, before)
 
 
-def worst_logprob(cluster: Cluster, iteration: int, reference: Reference) -> float:
-    """How far the engines' logprobs of an iteration's samples lie from transformers'."""
-    worst = 0.0
-    for group in cluster.groups(iteration).values():
-        for sample in group.samples:
-            wanted = reference.logprobs(sample.token_ids.tolist())
-            pairs = zip(wanted, sample.logprobs[1:].tolist(), sample.loss_mask[1:].tolist(), strict=True)
-            worst = max(worst, *(abs(a - b) for a, b, trained in pairs if trained))
-    return worst
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_are_served_beside_the_base_model_that_stays_in_the_engine(cluster: Cluster) -> None:
+    adapters = ("trainer.lora.rank=4", "trainer.learning_rate=0.01", "trainer.warmup_steps=0")
+    cluster.start(0, "--iterations", "2", *SETTINGS, *adapters, "--eval-interval", "0", prefix=ENVIRONMENT)
+    assert cluster.wait(LONGEST_S) == [0], cluster.everything_said()
+    assert all(line["kl_engine"] < 1e-8 for line in cluster.metrics())
+    assert engine_logs(cluster, 0) == 1, "new adapters without a restart"
+    trained = cluster.run_dir.checkpoint(1)
+    assert cluster.manifest(2)["policy"] == json.loads((trained / "result.json").read_text())["policy"]
+    assert [path.name for path in trained.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    after, before = Reference(trained), Reference(cluster.run_dir.base_model)
+    assert worst_logprob(cluster, 2, after) < 1e-4 < 1e-2 < worst_logprob(cluster, 2, before)
 
 
 def test_server_of_which_a_process_is_killed_is_started_again_and_nothing_is_lost(cluster: Cluster) -> None:

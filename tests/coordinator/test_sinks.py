@@ -125,7 +125,7 @@ def test_run_without_trackers_starts_no_thread(tmp_path: Path) -> None:
 
 def test_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sinks.SINKS, "trackio", (Recorded, "no_such_module"))
-    with pytest.raises(SettingsError, match=r"metrics.sinks=trackio: .* pip install 'flagpost\[trackio\]'"):
+    with pytest.raises(SettingsError, match=r"metrics.sinks=trackio: .* pip install -e '\.\[trackio\]'"):
         check_sinks(MetricsSettings(sinks=("trackio",)))
 
 

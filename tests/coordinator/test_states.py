@@ -45,7 +45,7 @@ def base(run_dir: RunDir, iteration: int) -> outputs.Policy:
 def test_state_of_the_base_itself_is_continued_and_nothing_repeated(run_dir: RunDir) -> None:
     save_state(run_dir, 2)
     name = save_state(run_dir, 4)
-    found = states.resume_from(run_dir, base(run_dir, 4))
+    found = states.resume_from(run_dir, base(run_dir, 4), 2)
     assert (found.state_dir, found.repeat) == (name, ())
     assert found.state_policy == outputs.policy_of(run_dir, 4).digest
 
@@ -54,7 +54,7 @@ def test_iterations_since_the_newest_state_are_repeated_from_their_batches(run_d
     name = save_state(run_dir, 2)
     save_state(run_dir, 4, whole=False)  # its job was killed before it was written
     save_state(run_dir, 3, policy="f" * 16)  # of a training whose checkpoint was set aside
-    found = states.resume_from(run_dir, base(run_dir, 4))
+    found = states.resume_from(run_dir, base(run_dir, 4), 2)
     assert found.state_dir == name and [batch.iteration for batch in found.repeat] == [3, 4]
     assert found.repeat[0].batch_sha256 == f"{3:064}"
     here = states.located(run_dir, found)
@@ -68,19 +68,19 @@ def test_iterations_since_the_newest_state_are_repeated_from_their_batches(run_d
 def test_without_a_batch_the_optimizer_starts_afresh(run_dir: RunDir, gone: str) -> None:
     save_state(run_dir, 2)
     (run_dir.batch(3) / gone).unlink()
-    assert states.resume_from(run_dir, base(run_dir, 4)).state_dir is None
+    assert states.resume_from(run_dir, base(run_dir, 4), 2).state_dir is None
 
 
 def test_base_with_a_state_of_its_own_needs_no_other(run_dir: RunDir) -> None:
     save_state(run_dir, 3)
     write_json(run_dir.checkpoint(4) / "trainer_state" / "state.json", {})
-    assert states.resume_from(run_dir, base(run_dir, 4)).state_dir is None
+    assert states.resume_from(run_dir, base(run_dir, 4), 2).state_dir is None
 
 
 def test_damaged_document_is_no_state(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     name = save_state(run_dir, 2)
     write_json(run_dir.trainer_state(4, 2) / "state.json", {"format": 2})
-    assert states.resume_from(run_dir, base(run_dir, 4)).state_dir == name
+    assert states.resume_from(run_dir, base(run_dir, 4), 2).state_dir == name
     assert "is not used" in caplog.text
 
 

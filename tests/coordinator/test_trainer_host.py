@@ -42,7 +42,7 @@ def test_trace_of_a_collective_that_hung_is_kept_in_the_nodes_logs(
         with pytest.raises(TrainerFailed, match="a peer is lost"):
             host.train(request, 1, lambda: None, lambda _done, _total: None)
         host.leave_epoch()
-    kept = run_dir.logs(1) / "nccl_trace_rank_3.e0002.i000007"
+    kept = run_dir.logs(1) / "e0002.i000007.nccl_trace_rank_3"
     assert kept.read_text() == "ALLREDUCE started, not ended"
 
 

@@ -73,7 +73,10 @@ def load(request: TrainRequest, resume: Resume = checkpoint.AT_HAND) -> Learner:
         train_on(learner, request, Path(batch.batch_file))
 
     base_dir = Path(request.base_dir)
-    return checkpoint.load(base_dir, request.base_policy, CPU, request.settings, resume, repeat)
+    model_dir = Path(requests[0].base_dir)
+    return checkpoint.load(
+        base_dir, request.base_policy, CPU, request.settings, resume, repeat, model_dir=model_dir
+    )
 
 
 def train_on(learner: Learner, request: TrainRequest, batch_file: Path) -> Batch:
@@ -158,9 +161,12 @@ def repeats_what_has_no_state() -> None:
     asked = with_layout(requests[2], "sharded", root / "main_3", "repeated_3", save_interval=2)
     directory = root / "state_2"
     states = {str(directory): SavedState.from_json((directory / "state.json").read_bytes())}
-    resume = plan_resume(3, asked.base_policy, states, batches, {})
+    resume = plan_resume(3, asked.base_policy, states, batches, {}, save_interval=2)
     assert [batch.iteration for batch in resume.repeat] == [3]
     compare(load(asked, resume), 3, "repeated_3")
+    start = plan_resume(3, asked.base_policy, {}, batches, {}, save_interval=3)
+    assert start.from_start and [batch.iteration for batch in start.repeat] == [1, 2, 3]
+    compare(load(asked, start), 3, "from_start")
     wrong = resume.model_copy(update={"repeat": (batches[1], batches[1], batches[1])})
     try:
         load(asked, wrong)

@@ -127,10 +127,14 @@ def test_state_is_saved_in_the_background_beside_the_checkpoint_of_its_iteration
 def test_iteration_without_a_state_is_trained_again_from_an_earlier_one(root: Path) -> None:
     assert claim(root, "repeated_3") <= 1e-6
     log = (root / "log").read_text()
-    assert log.count("training again on iteration 3") == 1
+    assert log.count("training again on iteration 3") == 2, "the second time from the start of the run"
     assert re.search(r"iterations 3 to 3 were trained again .*single one at most .* on a way of", log)
+
+
+def test_before_the_first_state_training_is_repeated_from_the_start_of_the_run(root: Path) -> None:
+    assert claim(root, "from_start") <= 1e-5
 
 
 def test_training_again_that_ends_elsewhere_is_refused(root: Path) -> None:
     refusal = (root / "claims" / "refusal.txt").read_text()
-    assert re.search(r"was not the same training: take back .* or remove .*state_2 to start", refusal)
+    assert re.search(r"was not the same training: take back .* or start with a fresh optimizer .remove .*state_2", refusal)

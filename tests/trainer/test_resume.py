@@ -16,9 +16,10 @@ def plan(
     states: dict[str, SavedState],
     trained: dict[int, TrainedBatch | None],
     known: dict[int, str] | None = None,
+    save_interval: int = 2,
 ) -> tuple[str | None, str | None, list[int]]:
     """For the checkpoint of iteration 7, policy p7."""
-    resume = plan_resume(7, "p7", states, trained, known or {})
+    resume = plan_resume(7, "p7", states, trained, known or {}, save_interval)
     return resume.state_dir, resume.state_policy, [batch.iteration for batch in resume.repeat]
 
 
@@ -40,8 +41,20 @@ def test_state_of_another_policy_than_the_published_one_is_not_used(known: dict[
 
 
 def test_without_every_batch_since_the_optimizer_starts_afresh() -> None:
-    assert plan_resume(7, "p7", {"a": state(5, "p5")}, {6: None, **batches(7)}, {}) == Resume()
-    assert plan_resume(7, "p7", {}, batches(6, 7), {}) == Resume()
+    assert plan_resume(7, "p7", {"a": state(5, "p5")}, {6: None, **batches(7)}, {}, 2) == Resume()
+    assert plan_resume(7, "p7", {}, batches(6, 7), {}, 2) == Resume()
+
+
+@pytest.mark.parametrize(
+    ("save_interval", "trained", "repeated"),
+    [(7, batches(1, 3, 7), [1, 3, 7]), (9, batches(7), [7]), (6, batches(1, 7), []), (1, batches(7), [])],
+)
+def test_before_the_first_state_is_due_training_is_repeated_from_the_start(
+    save_interval: int, trained: dict[int, TrainedBatch | None], repeated: list[int]
+) -> None:
+    resume = plan_resume(7, "p7", {}, trained, {}, save_interval)
+    assert [batch.iteration for batch in resume.repeat] == repeated
+    assert resume.from_start == bool(repeated) and resume.state_dir is None
 
 
 def test_state_is_saved_in_the_background_in_every_so_many_iterations() -> None:

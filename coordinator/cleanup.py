@@ -18,7 +18,7 @@ from coordinator.epochs import MASTER, EpochRecord, Records, claim, new_token, r
 from coordinator.leftovers import Leftover, Plan, What, look, plan
 from coordinator.outcome import Ended, Exit
 from coordinator.outputs import Incomplete
-from coordinator.run_dir import Flag, RunDir, parse_staging_name
+from coordinator.run_dir import REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
 from coordinator.settings import RunSettings, SettingsError
 from coordinator.start import read_run_json
 
@@ -225,6 +225,9 @@ def _remove(run_dir: RunDir, leftover: Leftover) -> None:
     if staged := parse_staging_name(path.name):
         # It loses its name first: a master that wakes must not publish what is half removed.
         path = run_dir.removed(*staged)
+        shared_fs.rename(leftover.path, path)
+    elif parse_state_name(path.name):
+        path = path.with_name(f"{REMOVED}{path.name}")
         shared_fs.rename(leftover.path, path)
     shared_fs.remove_tree(path)
 

@@ -4,16 +4,19 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator import outputs, shared_fs
 from coordinator.outputs import Incomplete
 from coordinator.run_dir import RunDir
-from coordinator.settings import SettingsError
+from coordinator.settings import TINY, SettingsError
 from coordinator.start import read_run_json
 from rollout.engine_admin import PROBE
 from rollout.weights import ADAPTER_CONFIG, is_adapter
+
+CARD = "README.md"
 
 
 def export(root: Path, iteration: int | None, target: Path) -> list[str]:
@@ -30,37 +33,49 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
     if iteration not in there:
         found = f"there are {', '.join(map(str, there))}" if there else "there is none yet"
         raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {found}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"-o {target}: is there already, and not empty; give a new directory")
+    if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
+        raise SettingsError(f"-o {target}: is there already; give a new directory")
     source = run_dir.checkpoint(iteration)
     try:
         wanted = outputs.read_result(source).files
     except Incomplete as error:
-        raise SettingsError(f"--iteration {iteration}: {error}; export another one") from None
-    files = sorted(name for name in wanted if "/" not in name and name != PROBE)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
-        inside = Path(made) / target.name
-        inside.mkdir()
-        for name in files:
-            shutil.copy(source / name, inside / name)
-        found = shared_fs.checksums(inside)
-        if damaged := [name for name in files if found[name] != wanted[name]]:
-            raise SettingsError(
-                f"--iteration {iteration}: {source / damaged[0]} is damaged; nothing was exported, "
-                "export another one"
-            )
-        _name_base(inside, run)
-        (inside / "README.md").write_text(_card(run_dir, run, iteration))
-        os.replace(inside, target)
-    return [*files, "README.md"]
+        reason = str(error).splitlines()[0].rstrip(":")
+        raise SettingsError(f"--iteration {iteration}: {reason}; export another one") from None
+    files = sorted(name for name in wanted if "/" not in name and name not in {PROBE, CARD})
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
+            inside = Path(made) / target.name
+            inside.mkdir()
+            _copy(source, inside, {name: wanted[name] for name in files})
+            _name_base(inside, run)
+            (inside / CARD).write_text(_card(run_dir, run, iteration))
+            os.replace(inside, target)
+    except OSError as error:
+        raise SettingsError(f"-o {target}: {error.strerror or error}; give another directory") from None
+    return [*files, CARD]
+
+
+def _copy(source: Path, target: Path, files: Mapping[str, Any]) -> None:
+    """Copy `files`, which have these facts; SettingsError for one that is missing or has others."""
+    there = [name for name in files if name in outputs.names(source)]
+    for name in there:
+        shutil.copy(source / name, target / name)
+    found = shared_fs.checksums(target)
+    if damaged := [name for name, facts in files.items() if found.get(name) != facts]:
+        raise SettingsError(
+            f"{source / damaged[0]} is missing or damaged; nothing was exported, export another iteration"
+        )
 
 
 def _name_base(directory: Path, run: dict[str, Any]) -> None:
-    """Let an adapter say which model it belongs to as the user said it, not where that lies on a node."""
-    path = directory / ADAPTER_CONFIG
-    if path.is_file():
-        config = json.loads(path.read_bytes()) | {"base_model_name_or_path": run["fixed"]["model"]["name"]}
+    """Let an adapter say which model it belongs to as the user said it, not where that lies on a node.
+
+    The built-in model has no name that anything else could load: it stays where the run has it.
+    """
+    path, model = directory / ADAPTER_CONFIG, run["fixed"]["model"]["name"]
+    if path.is_file() and not model.startswith(TINY):
+        config = json.loads(path.read_bytes()) | {"base_model_name_or_path": model}
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -52,6 +52,12 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
             check_server(settings.engine, count_gpus())
         except ServerSettingError as error:
             raise SettingsError(str(error)) from None
+    processes, size = local_processes(settings), settings.trainer.tensor_parallel_size
+    if settings.rl_phase != "rollout" and processes % size:
+        raise SettingsError(
+            f"trainer.tensor_parallel_size={size} does not divide the {processes} training processes of this "
+            "node; choose a divisor, or trainer.processes_per_node"
+        )
     seed = settings.rollout.seed
     try:
         tasks = load_tasks(find_data(settings.tasks, settings), seed=seed, split="train")

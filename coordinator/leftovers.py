@@ -94,7 +94,7 @@ def plan(
             elif directory == run_dir.checkpoints:
                 what = _in_checkpoints(path.name, iteration)
             elif directory == run_dir.trainer_states:
-                saved = parse_state_name(path.name)
+                saved = parse_state_name(path.name.removeprefix(REMOVED))
                 what = What.STATE if saved and saved[0] == iteration else None
             elif (what := _in_own_directory(path.name)) is None:
                 unknown.append(path)
@@ -130,7 +130,7 @@ def _in_own_directory(name: str) -> What | None:
     """Of the iteration's batch and trajectories, whatever nodes write there, set aside or not."""
     if shared_fs.is_temporary(name):
         return What.TEMPORARY
-    if name in {"batch.json", "batch.safetensors"}:
+    if name in {"batch.json", "batch.safetensors", "trained.json"}:
         return What.BATCH
     if name == "iteration.json":
         return What.OPENING

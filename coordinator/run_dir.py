@@ -127,7 +127,8 @@ class RunDir:
         r0001.e0002.part0003.safetensors, .jsonl for people
         manifest.json               the parts that count; made once
       eval_trajectories/iteration_000005/    the same, without iteration.json
-      batches/iteration_000005/   batch.safetensors, batch.json
+      batches/iteration_000005/   batch.safetensors, batch.json; trained.json: how it was trained, where no
+                                  trainer state was saved with the checkpoint
       checkpoints/iteration_000005/          Hugging Face files, trainer_state/, result.json
       checkpoints/LATEST          for people; the protocol lists
       trainer_states/iteration_000004.e0002/ those saved in the background (trainer.save_interval)
@@ -171,6 +172,9 @@ class RunDir:
 
     def batch(self, iteration: int) -> Path:
         return self.root / "batches" / f"iteration_{iteration:06d}"
+
+    def trained(self, iteration: int) -> Path:
+        return self.batch(iteration) / "trained.json"
 
     def checkpoint(self, iteration: int) -> Path:
         return self.checkpoints / f"iteration_{iteration:06d}"

@@ -180,6 +180,24 @@ class RunSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _demonstrations_are_not_sampled(self) -> "RunSettings":
+        if self.rollout.environment == "demonstration" and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature={self.rollout.temperature:g}: demonstrations are not sampled, and "
+                "their likelihood is trained at temperature 1; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _flat_groups_count(self) -> "RunSettings":
+        if self.rollout.dynamic_sampling and self.trainer.advantage == "one":
+            raise ValueError(
+                f"rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
+                f"{self.trainer.algorithm} learns from; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_vary(self) -> "RunSettings":
         if self.rollout.dynamic_sampling and self.rollout.samples_per_task < 2:
             raise ValueError(

@@ -5,51 +5,88 @@ which are kept.
 import json
 import logging
 import time
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
 
 from coordinator import outputs, shared_fs
 from coordinator.node import Node
 from coordinator.outputs import Policy
-from coordinator.run_dir import RunDir, parse_state_name
-from trainer.request import DamagedDocument, Resume, SavedState, TrainedBatch
+from coordinator.run_dir import REMOVED, RunDir, parse_state_name
+from trainer.request import DamagedDocument, Resume, SavedState, TrainedBatch, TrainResult
 from trainer.resume import plan_resume
 
 log = logging.getLogger(__name__)
 
+BATCH = "batch.safetensors"
+INSIDE = "trainer_state"
+"""In a checkpoint: the state that was saved with it."""
 DOCUMENT = "state.json"
 """Written last into a state."""
 KEEP = 2
 """Complete states that are kept: the checkpoint of the newest one may be lost."""
 
 
-def complete_states(run_dir: RunDir) -> dict[str, SavedState]:
-    """The states that were written to the end, by the names of their directories."""
-    found: dict[str, SavedState] = {}
-    for name in outputs.names(run_dir.trainer_states):
-        if parse_state_name(name) and (
-            document := outputs.read_json(run_dir.trainer_states / name / DOCUMENT)
-        ):
+def saved_in_background(run_dir: RunDir) -> dict[Path, SavedState]:
+    """The states in trainer_states/ that were written to the end, by directory."""
+    names = [name for name in outputs.names(run_dir.trainer_states) if parse_state_name(name)]
+    return _complete(run_dir.trainer_states / name for name in names)
+
+
+def _complete(directories: Iterable[Path]) -> dict[Path, SavedState]:
+    found: dict[Path, SavedState] = {}
+    for directory in directories:
+        if document := outputs.read_json(directory / DOCUMENT):
             try:
-                found[name] = SavedState.from_json(json.dumps(document).encode())
+                found[directory] = SavedState.from_json(json.dumps(document).encode())
             except DamagedDocument as error:
-                log.warning("%s is not used: %s", run_dir.trainer_states / name, error)
+                log.warning("%s is not used: %s", directory, error)
     return found
 
 
-def resume_from(run_dir: RunDir, base: Policy, save_interval: int) -> Resume:
+def resume_from(run_dir: RunDir, base: Policy) -> Resume:
     """Where a job that has to load `base` finds its optimizer's state; paths begin in the run directory."""
-    if base.iteration == 0 or "trainer_state" in outputs.names(base.directory):
+    if base.iteration == 0 or INSIDE in outputs.names(base.directory):
         return Resume()
-    trained = outputs.trained_iterations(run_dir, base.iteration + 1)
-    published = {n: outputs.policy_of(run_dir, n).digest for n in outputs.checkpoints(run_dir)}
-    batches = {n: _batch(run_dir, n) for n in {*trained, base.iteration}}
-    found = complete_states(run_dir)
-    return plan_resume(base.iteration, base.digest, found, batches, published, save_interval)
+    older = [run_dir.checkpoint(n) for n in outputs.checkpoints(run_dir) if n < base.iteration]
+    found = {**saved_in_background(run_dir), **_complete(path / INSIDE for path in older)}
+    states = {str(directory.relative_to(run_dir.root)): state for directory, state in found.items()}
+    trained = {*outputs.trained_iterations(run_dir, base.iteration), base.iteration}
+    resume = plan_resume(base.iteration, base.digest, states, {n: _trained(run_dir, n) for n in trained})
+    if resume == Resume():
+        log.warning("no trainer state leads to iteration %d: its optimizer starts afresh", base.iteration)
+    return resume
+
+
+def trained(run_dir: RunDir, result: TrainResult) -> TrainedBatch:
+    """What has to be known to repeat a training that left no state."""
+    assert result.settings is not None and result.max_tokens is not None
+    return TrainedBatch(
+        iteration=result.iteration,
+        policy=result.policy,
+        batch_file=str((run_dir.batch(result.iteration) / BATCH).relative_to(run_dir.root)),
+        batch_sha256=result.batch_sha256,
+        settings=result.settings,
+        max_tokens=result.max_tokens,
+    )
+
+
+def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
+    """How an iteration was trained, if it can be repeated."""
+    directory = run_dir.batch(iteration)
+    about, said = outputs.read_json(directory / "batch.json"), outputs.read_json(run_dir.trained(iteration))
+    if about is None or said is None or BATCH not in outputs.names(directory):
+        return None
+    try:
+        batch = TrainedBatch.from_json(json.dumps(said).encode())
+    except DamagedDocument as error:
+        log.warning("%s is not used: %s", run_dir.trained(iteration), error)
+        return None
+    return batch if batch.batch_sha256 == about["sha256"] else None
 
 
 def located(run_dir: RunDir, resume: Resume) -> Resume:
     """The same with the paths of this node."""
-    state_dir = str((run_dir.trainer_states / resume.state_dir).absolute()) if resume.state_dir else None
+    state_dir = str((run_dir.root / resume.state_dir).absolute()) if resume.state_dir else None
     repeat = [
         batch.model_copy(update={"batch_file": str((run_dir.root / batch.batch_file).absolute())})
         for batch in resume.repeat
@@ -57,29 +94,17 @@ def located(run_dir: RunDir, resume: Resume) -> Resume:
     return resume.model_copy(update={"state_dir": state_dir, "repeat": tuple(repeat)})
 
 
-def _batch(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
-    directory = run_dir.batch(iteration)
-    about: dict[str, Any] | None = outputs.read_json(directory / "batch.json")
-    file = directory / "batch.safetensors"
-    if about is None or file.name not in outputs.names(directory):
-        return None
-    return TrainedBatch(
-        iteration=iteration, batch_file=str(file.relative_to(run_dir.root)), batch_sha256=about["sha256"]
-    )
-
-
 def remove_old_states(run_dir: RunDir) -> None:
-    """Keep the newest ones, and what is being written."""
-    names = {
-        name: entry for name in outputs.names(run_dir.trainer_states) if (entry := parse_state_name(name))
-    }
-    complete = sorted(names[name][0] for name in complete_states(run_dir) if name in names)
-    oldest = complete[-KEEP:][0] if complete else 0
-    newest = complete[-1] if complete else 0
-    for name, (iteration, _epoch) in names.items():
-        unfinished = iteration not in complete and iteration < newest
-        if iteration < oldest or unfinished:
-            shared_fs.remove_tree(run_dir.trainer_states / name)
+    """Keep the newest ones, and what is being written. A directory loses its name first."""
+    complete = sorted({state.iteration for state in saved_in_background(run_dir).values()})
+    oldest, newest = (complete[-KEEP:][0], complete[-1]) if complete else (0, 0)
+    for name in outputs.names(run_dir.trainer_states):
+        path, entry = run_dir.trainer_states / name, parse_state_name(name)
+        if entry and (entry[0] < oldest or (entry[0] < newest and entry[0] not in complete)):
+            path = path.with_name(f"{REMOVED}{name}")
+            shared_fs.rename(run_dir.trainer_states / name, path)
+        if path.name.startswith(REMOVED):
+            shared_fs.remove_tree(path)
 
 
 def wait_for_newest(node: Node) -> None:

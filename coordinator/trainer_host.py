@@ -151,9 +151,11 @@ class TrainerHost:
 
 
 def _echo_steps(line: str) -> None:
-    """The step line, for the terminal; everything is in the log file."""
+    """The step line, for the terminal, and what a person must know; everything is in the log file."""
     if line.startswith(("step ", "no step")):
         log.info("%s", line)
+    elif launch.NOT_SAVED in line:
+        log.error("%s", line)
 
 
 def _last_line(text: str) -> str:

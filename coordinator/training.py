@@ -40,7 +40,7 @@ def configure_training(node: Node) -> Payload:
     resume = Resume()
     if not node.trainer.is_alive():  # else the job has the policy at hand
         base = node.policy(node.header["policy_iteration"])
-        resume = states.resume_from(node.run_dir, base, node.settings.trainer.save_interval)
+        resume = states.resume_from(node.run_dir, base)
     weights = [member.weight / member.processes for _, member in members for _ in range(member.processes)]
     return {
         **node.trainer.meeting(f"e{record.epoch:04d}.i{iteration:06d}", record.members[MASTER].address),
@@ -114,6 +114,8 @@ def _name_staging(node: Node, target: Path) -> None:
     if (result.base_policy, result.batch_sha256) != wanted:
         shared_fs.rename(staging, staging.with_name(f"{staging.name}.foreign"))
         raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
+    if not any(name.startswith("trainer_state/") for name in result.files):
+        shared_fs.publish(run_dir.trained(iteration), states.trained(run_dir, result).to_json())
     shared_fs.rename(staging, target)
     node.verified.add(iteration)
 

@@ -23,7 +23,7 @@ from trainer import served, state
 from trainer.model import Learner, build_learner
 from trainer.parallel import local_part
 from trainer.probe import probe_logprobs, write_probe
-from trainer.repeat import train_again
+from trainer.repeat import Beginning, train_again
 from trainer.request import FileInfo, Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
 from trainer.resume import saves_in_background
 from trainer.settings import TrainerSettings
@@ -67,7 +67,8 @@ def load(
     if resume.from_start:
         assert repeat is not None and model_dir is not None, "whoever names batches to repeat says how"
         go_back = partial(_start_again, learner, model_dir, settings)
-        train_again(learner, go_back, f"{model_dir}", resume.repeat, repeat, save_dtype(settings, device))
+        begin = Beginning(go_back, f"{model_dir}", "trained.json beside their batches")
+        train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
         return learner
     if resume.state_dir is None and STATE_DIR not in os.listdir(base_dir):
         # A model that nobody has trained yet has none.
@@ -85,7 +86,8 @@ def load(
     go_back = partial(state.restore, learner, state_dir, document)
     if resume.repeat:
         assert repeat is not None, "whoever names batches to repeat says how"
-        train_again(learner, go_back, f"{state_dir}", resume.repeat, repeat, save_dtype(settings, device))
+        begin = Beginning(go_back, f"{state_dir}", f"{state_dir}")
+        train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
     else:
         go_back()
     return learner
@@ -154,6 +156,8 @@ def write(
         files=dict(sorted(files.items())),
         steps=steps,
         optimizer_step=learner.optimizer_step,
+        settings=request.settings,
+        max_tokens=request.max_tokens,
         metrics=metrics,
     )
     if lead:

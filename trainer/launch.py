@@ -35,6 +35,8 @@ BACKEND = "flagpost"
 """torchrun's name for `trainer.rendezvous`."""
 TRACE = "nccl_trace_rank_"
 """How the files of NCCL's flight recorder begin: what each rank was doing. They lie in the spool."""
+NOT_SAVED = "TRAINER STATE NOT SAVED"
+"""In a line that the node shows at once."""
 POLL_S = 0.25
 """How long a trainer that nobody rings waits before it looks again."""
 WATCH_INTERVAL_S = 0.5

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,29 +14,38 @@ from trainer.request import TrainedBatch
 from trainer.shares import gather_json, rank_and_world
 from trainer.state import CheckpointError
 
-TOLERANCE = 0.5
+TOLERANCE = 0.1
 """How far from the published weights the repeated ones may end, as a fraction of the way that they went."""
 
 logger = logging.getLogger(__name__)
 
 
+class Beginning(NamedTuple):
+    """Where repeated training begins."""
+
+    go_back: Callable[[], None]
+    """Puts that state into the learner."""
+    name: str
+    remove: str
+    """What to remove so that nothing is repeated."""
+
+
 def train_again(
     learner: Learner,
-    go_back: Callable[[], None],
-    begin: str,
+    begin: Beginning,
     batches: Sequence[TrainedBatch],
     repeat: Callable[[Learner, TrainedBatch], object],
     dtype: torch.dtype,
 ) -> None:
     """Repeat training from an earlier state, and make sure that it leads to the weights in `learner`.
 
-    Collective. Those are the published ones, rounded to `dtype`; the learner keeps the repeated ones, which
-    are exact. `go_back` puts the earlier state into it, which messages call `begin`; `repeat` trains it on a
-    batch. Raises CheckpointError if they lie far apart.
+    Collective. Those are the published ones, as they were saved in `dtype`: in float32 they stay, and only
+    the optimizer's state is new; in less, the learner keeps the repeated ones. `repeat` trains it on a batch.
+    Raises CheckpointError if they lie far apart.
     """
     lead = rank_and_world()[0] == 0
     published = _saved_parts(learner, dtype)
-    go_back()
+    begin.go_back()
     way, _ = _distance(learner, published, dtype)
     for batch in batches:
         if lead:
@@ -43,17 +53,32 @@ def train_again(
         repeat(learner, batch)
     apart, largest = _distance(learner, published, dtype)
     about = (
-        f"iterations {batches[0].iteration} to {batches[-1].iteration} were trained again from {begin}: "
+        f"iterations {batches[0].iteration} to {batches[-1].iteration} were trained again from {begin.name}: "
         f"the weights lie {apart:.2e} from the published ones (a single one at most {largest:.2e}), on a way "
         f"of {way:.2e}"
     )
-    if apart > TOLERANCE * way:
+    rounding = torch.finfo(dtype).eps * math.sqrt(_square(learner, published)) / 100
+    if apart > TOLERANCE * way + rounding:
         raise CheckpointError(
-            f"{about}; that was not the same training: take back what has changed in trainer.* since, or "
-            f"start with a fresh optimizer (remove {begin}; trainer.save_interval=1 if that is the model)"
+            f"{about}; that was not the same training. To go on from the published weights with a fresh "
+            f"optimizer, remove {begin.remove}"
         )
+    if dtype == torch.float32:
+        _put_back(learner, published)
     if lead:
         logger.info("%s", about)
+
+
+@torch.no_grad()
+def _put_back(learner: Learner, published: Sequence[Tensor]) -> None:
+    for parameter, part in zip(learner.parameters.values(), published, strict=True):
+        local_part(parameter.detach()).copy_(part)
+
+
+def _square(learner: Learner, parts: Sequence[Tensor]) -> float:
+    """Squared norm of all weights, from each rank's parts; the same on all ranks."""
+    every = gather_json(sum(float(part.float().square().sum()) for part in parts), "measuring the weights")
+    return sum(every) if learner.layout.sharded else max(every)
 
 
 def _saved_parts(learner: Learner, dtype: torch.dtype) -> list[Tensor]:

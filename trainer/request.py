@@ -31,11 +31,15 @@ class _Document(BaseModel):
 
 
 class TrainedBatch(_Document):
-    """A batch that an earlier iteration was trained on."""
+    """A batch that an earlier iteration was trained on, and how."""
 
     iteration: int
+    policy: str
+    """Digest of the weights that this training made."""
     batch_file: str
     batch_sha256: str
+    settings: TrainerSettings
+    max_tokens: int
 
 
 class Resume(_Document):
@@ -118,6 +122,9 @@ class TrainResult(_Document):
     """Optimizer steps of this phase."""
     optimizer_step: int
     """Optimizer steps of the whole run."""
+    settings: TrainerSettings | None = None
+    max_tokens: int | None = None
+    """How it was trained, as the request said; null in a checkpoint of an older version."""
     metrics: dict[str, float]
     """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, tokens, sequences, tokens_per_s,
     seconds."""

@@ -15,18 +15,15 @@ def plan_resume(
     policy: str,
     states: Mapping[str, SavedState],
     batches: Mapping[int, TrainedBatch | None],
-    published: Mapping[int, str],
-    save_interval: int,
 ) -> Resume:
     """How to go on from the checkpoint of `iteration`, whose weights have the digest `policy`.
 
     `states`: the complete trainer states, by directory. `batches`: of every iteration that was trained, None
-    where its batch is gone. `published`: digests of the policies, by iteration, as far as they are known; a
-    state of another one is not used. The newest state that leads to `policy` is continued: there is nothing
-    to repeat after its own. Before the first one is due, what the run started from stands in for it. Without
-    any, Resume(): the base's own `trainer_state/`, or a fresh optimizer.
+    where it cannot be repeated. The newest state that leads to `policy` is continued: there is nothing to
+    repeat after its own. Before the first one was due, the model that the run started from stands in for it.
+    Without any, Resume(): the base's own `trainer_state/`, or a fresh optimizer.
     """
-    known = {**published, iteration: policy}
+    known = {k: batch.policy for k, batch in batches.items() if batch is not None} | {iteration: policy}
     usable = [
         (state.iteration, directory)
         for directory, state in states.items()
@@ -36,7 +33,8 @@ def plan_resume(
         repeat = _since(begin, iteration, batches)
         if repeat is not None:
             return Resume(state_dir=directory, state_policy=states[directory].policy, repeat=repeat)
-    if 1 < save_interval >= iteration and (repeat := _since(0, iteration, batches)):
+    repeat = _since(0, iteration, batches)
+    if repeat and len(repeat) <= max(batch.settings.save_interval for batch in repeat):
         return Resume(from_start=True, repeat=repeat)
     return Resume()
 

@@ -123,7 +123,12 @@ class TrainerRank:
         progress.advance()
 
     def _train(
-        self, learner: Learner, batch: Batch, request: TrainRequest, progress: launch.Progress
+        self,
+        learner: Learner,
+        batch: Batch,
+        request: TrainRequest,
+        progress: launch.Progress,
+        silent: bool = False,
     ) -> list[StepStats]:
         if request.settings.kl != "off":
             learner.load_reference(Path(request.model_dir), request.settings)
@@ -134,7 +139,7 @@ class TrainerRank:
             temperature=batch.temperature,
             max_tokens=request.max_tokens,
             rank_weights=request.rank_weights,
-            report=(lambda line: print(line, flush=True)) if self.rank == 0 else (lambda line: None),
+            report=(lambda line: None) if self.rank or silent else (lambda line: print(line, flush=True)),
             progress=progress,
         )
 
@@ -153,7 +158,8 @@ class TrainerRank:
 
         def repeat(learner: Learner, done: TrainedBatch) -> None:
             batch = read_batch(Path(done.batch_file), done.batch_sha256)
-            self._train(learner, batch, request, progress)
+            as_then = request.model_copy(update={"settings": done.settings, "max_tokens": done.max_tokens})
+            self._train(learner, batch, as_then, progress, silent=True)
 
         self.saver.finish()
         if self.learner is None or self.policy != request.base_policy:

@@ -113,7 +113,23 @@ class TrainerSettings(Settings):
     rollout for so long is lost (the longest one reads a checkpoint to verify it); null: never."""
 
     @model_validator(mode="after")
-    def _adapters_fit(self) -> Self:
+    def _parts_fit(self) -> Self:
+        if self.layout == "replicated" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"trainer.tensor_parallel_size={self.tensor_parallel_size} shards the model, which "
+                "trainer.layout=replicated does not; leave one of them out"
+            )
+        if self.layout == "replicated" and self.cpu_offload:
+            raise ValueError(
+                "trainer.cpu_offload=true is for a sharded model; leave it or trainer.layout=replicated out"
+            )
+        if not self.keep_alive and self.save_interval > 1:
+            raise ValueError(
+                f"trainer.save_interval={self.save_interval} with trainer.keep_alive=false would repeat the "
+                "training since the last saved state in every iteration; leave one of them out"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"trainer.betas={self.betas[0]:g},{self.betas[1]:g}: each must lie in [0, 1)")
         if self.lora.rank and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"trainer.lora.rank={self.lora.rank} and trainer.tensor_parallel_size="
@@ -127,6 +143,6 @@ class TrainerSettings(Settings):
         if not isinstance(given, Mapping):
             return given
         name = given.get("algorithm", "default")
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}")
         return {**PRESETS[name](), **given}

@@ -11,6 +11,7 @@ and must not run beside those of training.
 """
 
 import json
+import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -27,8 +28,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from trainer.launch import NOT_SAVED
 from trainer.model import Learner
-from trainer.request import SavedState
+from trainer.request import FileInfo, SavedState
 from trainer.shares import (
     file_facts,
     gather_json,
@@ -38,6 +40,8 @@ from trainer.shares import (
     spread,
     write_tensors,
 )
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 2
 DOCUMENT = "state.json"
@@ -144,7 +148,9 @@ class StateSaver:
         self._pending = directory, self._thread.submit(self._save, found, directory, document)
 
     def finish(self) -> None:
-        """Wait until what was begun is durable; raises CheckpointError if it could not be written."""
+        """Wait until what was begun is durable. What cannot be written is named in the log, and training goes
+        on: a restart repeats more. Raises CheckpointError if that is not known within the timeout.
+        """
         if self._pending is None:
             return
         (directory, saving), self._pending = self._pending, None
@@ -155,15 +161,26 @@ class StateSaver:
                 f"{directory} was not written within {self._timeout_s:g} s; look at its filesystem, or raise "
                 "trainer.collective_timeout_s"
             ) from error
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{directory} could not be written: {error}") from error
 
     def _save(self, found: dict[str, Piece], directory: Path, document: SavedState) -> None:
-        mine = make_durable(write_pieces(found, directory), directory)
+        mine: dict[str, FileInfo] | str
+        try:
+            mine = make_durable(write_pieces(found, directory), directory)
+        except (OSError, SafetensorError) as error:  # the others must not wait for this rank's share
+            mine = f"{error}"
         shares = gather_json(mine, f"writing {directory}", self._group)
-        if rank_and_world()[0] == 0:
-            files = {name: facts for share in shares for name, facts in share.items()}
+        if rank_and_world()[0] != 0:
+            return
+        files: dict[str, FileInfo] = {}
+        for rank, share in enumerate(shares):
+            if isinstance(share, str):
+                logger.error("%s: training rank %d could not write: %s", NOT_SAVED, rank, share)
+                return
+            files |= share
+        try:
             publish(directory / DOCUMENT, document.model_copy(update={"files": files}).to_json())
+        except OSError as error:
+            logger.error("%s: %s could not be written: %s", NOT_SAVED, directory / DOCUMENT, error)
 
 
 def read_document(directory: Path) -> SavedState:

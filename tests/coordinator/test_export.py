@@ -46,7 +46,7 @@ def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Pat
 def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:
     (run_dir.checkpoint(2) / "model.safetensors").write_bytes(b"weightz 2")
     before = tree(tmp_path)
-    with pytest.raises(SettingsError, match=r"model.safetensors is damaged; nothing was exported"):
+    with pytest.raises(SettingsError, match=r"model.safetensors is missing or damaged; nothing was exported"):
         export(run_dir.root, 2, tmp_path / "out")
     assert tree(tmp_path) == before
 
@@ -57,7 +57,8 @@ def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> 
         (["--iteration", "7"], "has no such checkpoint; there are 1, 2"),
         (["--iteration", "seven"], "--iteration seven: give the number of an iteration"),
         (["--log-path", "nowhere"], "no run is here"),
-        (["-o", "adder"], "is there already, and not empty"),
+        (["-o", "adder/run.json/out"], "run.json/out: File exists"),
+        (["-o", "adder"], "adder: is there already"),
     ],
 )
 def test_bad_input_of_export_is_one_line(

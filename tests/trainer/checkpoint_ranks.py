@@ -32,12 +32,17 @@ rank, root = int(sys.argv[1]), Path(sys.argv[2])
 requests = [TrainRequest.from_json((root / f"request_{k}.json").read_bytes()) for k in (1, 2, 3)]
 batches = {
     request.iteration: TrainedBatch(
-        iteration=request.iteration, batch_file=request.batch_file, batch_sha256=request.batch_sha256
+        iteration=request.iteration,
+        policy="",
+        batch_file=request.batch_file,
+        batch_sha256=request.batch_sha256,
+        settings=request.settings.model_copy(update={"save_interval": 3}),
+        max_tokens=32,
     )
     for request in requests
 }
 expected: dict[int, dict[str, torch.Tensor]] = {}
-"""Iteration -> the weights of the run that is never interrupted."""
+"""Iteration -> the weights of the run that is never interrupted, and its first moments."""
 
 
 def in_job(name: str, ranks: int, story: Callable[[], None]) -> None:
@@ -103,10 +108,14 @@ def run(learner: Learner, request: TrainRequest, saver: StateSaver) -> TrainResu
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+    moments = {
+        f"exp_avg.{name}": whole(learner.optimizer.state[value]["exp_avg"])
         for name, value in learner.parameters.items()
     }
+    return {name: whole(value) for name, value in learner.parameters.items()} | moments
 
 
 def compare(learner: Learner, iteration: int, claim: str) -> None:
@@ -160,11 +169,13 @@ def repeats_what_has_no_state() -> None:
     """The weights of iteration 3 have no state: two ranks continue that of iteration 2."""
     asked = with_layout(requests[2], "sharded", root / "main_3", "repeated_3", save_interval=2)
     directory = root / "state_2"
-    states = {str(directory): SavedState.from_json((directory / "state.json").read_bytes())}
-    resume = plan_resume(3, asked.base_policy, states, batches, {}, save_interval=2)
+    saved = SavedState.from_json((directory / "state.json").read_bytes())
+    known = {k: batch.model_copy(update={"policy": saved.policy}) for k, batch in batches.items()}
+    states = {str(directory): saved}
+    resume = plan_resume(3, asked.base_policy, states, known)
     assert [batch.iteration for batch in resume.repeat] == [3]
     compare(load(asked, resume), 3, "repeated_3")
-    start = plan_resume(3, asked.base_policy, {}, batches, {}, save_interval=3)
+    start = plan_resume(3, asked.base_policy, {}, known)
     assert start.from_start and [batch.iteration for batch in start.repeat] == [1, 2, 3]
     compare(load(asked, start), 3, "from_start")
     wrong = resume.model_copy(update={"repeat": (batches[1], batches[1], batches[1])})

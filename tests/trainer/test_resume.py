@@ -2,24 +2,34 @@ import pytest
 
 from trainer.request import Resume, SavedState, TrainedBatch
 from trainer.resume import plan_resume, saves_in_background
+from trainer.settings import TrainerSettings
 
 
 def state(iteration: int, policy: str) -> SavedState:
     return SavedState(format=2, iteration=iteration, policy=policy, optimizer_step=3, files={})
 
 
-def batches(*iterations: int) -> dict[int, TrainedBatch | None]:
-    return {k: TrainedBatch(iteration=k, batch_file=f"batch_{k}", batch_sha256="0") for k in iterations}
+def batches(
+    *iterations: int, save_interval: int = 2, known: dict[int, str] | None = None
+) -> dict[int, TrainedBatch | None]:
+    return {
+        k: TrainedBatch(
+            iteration=k,
+            policy=(known or {}).get(k, f"p{k}"),
+            batch_file=f"batch_{k}",
+            batch_sha256="0",
+            settings=TrainerSettings(save_interval=save_interval),
+            max_tokens=8,
+        )
+        for k in iterations
+    }
 
 
 def plan(
-    states: dict[str, SavedState],
-    trained: dict[int, TrainedBatch | None],
-    known: dict[int, str] | None = None,
-    save_interval: int = 2,
+    states: dict[str, SavedState], trained: dict[int, TrainedBatch | None]
 ) -> tuple[str | None, str | None, list[int]]:
     """For the checkpoint of iteration 7, policy p7."""
-    resume = plan_resume(7, "p7", states, trained, known or {}, save_interval)
+    resume = plan_resume(7, "p7", states, trained)
     return resume.state_dir, resume.state_policy, [batch.iteration for batch in resume.repeat]
 
 
@@ -33,26 +43,31 @@ def test_newest_earlier_state_is_continued_and_what_was_trained_since_is_repeate
     assert plan(states, batches(3, 4, 5, 7, 8)) == ("b", "p5", [7])
 
 
-@pytest.mark.parametrize("known", [{}, {5: "p5"}])
-def test_state_of_another_policy_than_the_published_one_is_not_used(known: dict[int, str]) -> None:
+def test_state_of_another_policy_than_the_published_one_is_not_used() -> None:
     states = {"a": state(3, "p3"), "b": state(5, "other"), "c": state(7, "other")}
-    expected = ("a", "p3", [4, 5, 6, 7]) if known else ("b", "other", [6, 7])
-    assert plan(states, batches(4, 5, 6, 7), known) == expected
+    assert plan(states, batches(4, 5, 6, 7)) == ("a", "p3", [4, 5, 6, 7])
+    unknown = {5: None, **batches(6, 7)}  # saved with the checkpoint, perhaps
+    assert plan(states, unknown) == ("b", "other", [6, 7])
 
 
 def test_without_every_batch_since_the_optimizer_starts_afresh() -> None:
-    assert plan_resume(7, "p7", {"a": state(5, "p5")}, {6: None, **batches(7)}, {}, 2) == Resume()
-    assert plan_resume(7, "p7", {}, batches(6, 7), {}, 2) == Resume()
+    assert plan_resume(7, "p7", {"a": state(5, "p5")}, {6: None, **batches(7)}) == Resume()
+    assert plan_resume(7, "p7", {}, {6: None, **batches(7, save_interval=9)}) == Resume()
 
 
 @pytest.mark.parametrize(
-    ("save_interval", "trained", "repeated"),
-    [(7, batches(1, 3, 7), [1, 3, 7]), (9, batches(7), [7]), (6, batches(1, 7), []), (1, batches(7), [])],
+    ("trained", "repeated"),
+    [
+        (batches(1, 3, 7, save_interval=7), [1, 3, 7]),
+        (batches(7, save_interval=2), [7]),
+        ({**batches(1, save_interval=9), **batches(6, 7)}, [1, 6, 7]),
+        (batches(5, 6, 7, save_interval=2), []),  # one was due since, and is gone: somebody has removed it
+    ],
 )
 def test_before_the_first_state_is_due_training_is_repeated_from_the_start(
-    save_interval: int, trained: dict[int, TrainedBatch | None], repeated: list[int]
+    trained: dict[int, TrainedBatch | None], repeated: list[int]
 ) -> None:
-    resume = plan_resume(7, "p7", {}, trained, {}, save_interval)
+    resume = plan_resume(7, "p7", {}, trained)
     assert [batch.iteration for batch in resume.repeat] == repeated
     assert resume.from_start == bool(repeated) and resume.state_dir is None
 

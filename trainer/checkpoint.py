@@ -131,7 +131,8 @@ def write(
         (staging_dir / STATE_DIR).mkdir()
     mine = _write_parts(learner, staging_dir, request, steps, probe)
     if inside:
-        gather_json(None, "making the checkpoint's directories")
+        if not state.lead_writes_all(learner):
+            gather_json(None, "making the checkpoint's directories")
         mine += state.write_pieces(state.pieces(learner), staging_dir / STATE_DIR)
     shares = gather_json(make_durable(mine, staging_dir), "writing the checkpoint")
     files: dict[str, FileInfo] = {name: facts for share in shares for name, facts in share.items()}

@@ -109,6 +109,7 @@ def environment(launch: Launch) -> dict[str, str]:
         # Waiting threads sleep. By default they spin, and where other processes want the cores too (an
         # engine, a second node on this machine) a training step takes ten times as long.
         "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "1000",  # but for some microseconds, which sleeping and waking would cost as well
         "GLOO_SOCKET_IFNAME": launch.interface,
         "NCCL_SOCKET_IFNAME": launch.interface,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

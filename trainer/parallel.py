@@ -86,10 +86,6 @@ class Layout:
         size = settings.tensor_parallel_size
         if size > 1 and settings.layout == "auto":
             sharded = True
-        if size > 1 and not sharded:
-            raise LayoutError(
-                f"trainer.tensor_parallel_size={size} shards the model; trainer.layout=replicated does not"
-            )
         if not sharded:
             return Layout(rank, world_size)
         if not grouped:

@@ -18,6 +18,8 @@ from trainer.peers import waiting_for_peers
 from trainer.request import FileInfo
 
 _DURABLE_THREADS = 8
+ROOM_BYTES = 4096
+"""Of JSON that every rank can tell the others in one collective."""
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -43,14 +45,18 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
     _, world = rank_and_world()
     if world == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    data = json.dumps(value).encode()
     with waiting_for_peers(doing):
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-        room = max(int(size) for size in sizes)
-        texts = [torch.zeros(room, dtype=torch.uint8) for _ in range(world)]
-        dist.all_gather(texts, torch.nn.functional.pad(data, (0, room - len(data))), group=group)
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+        room = ROOM_BYTES
+        while True:  # mostly once: what does not fit says how long it is
+            mine = len(data).to_bytes(8, "little") + data[:room].ljust(room)
+            boxes = [torch.empty(8 + room, dtype=torch.uint8) for _ in range(world)]
+            dist.all_gather(boxes, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
+            texts = [box.numpy().tobytes() for box in boxes]
+            sizes = [int.from_bytes(text[:8], "little") for text in texts]
+            if max(sizes) <= room:
+                return [json.loads(text[8 : 8 + size]) for text, size in zip(texts, sizes, strict=True)]
+            room = max(sizes)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:

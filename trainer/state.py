@@ -13,6 +13,7 @@ and must not run beside those of training.
 import json
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -72,7 +73,7 @@ def pieces(learner: Learner) -> dict[str, Piece]:
     tensors = _state_tensors(learner)
     rank, world = rank_and_world()
     whole = {name: t.nbytes for name, t in tensors.items() if not isinstance(t, DTensor)}
-    owner = spread(whole, 1 if sum(whole.values()) < WHOLE_BYTES else world)
+    owner = spread(whole, 1 if _are_few(whole) else world)
     found = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -82,6 +83,16 @@ def pieces(learner: Learner) -> dict[str, Piece]:
         if piece is not None:
             found[name] = piece
     return found
+
+
+def lead_writes_all(learner: Learner) -> bool:
+    """Whether rank 0 has all of the state and writes it alone."""
+    tensors = _state_tensors(learner)
+    return not learner.layout.sharded and _are_few({name: tensor.nbytes for name, tensor in tensors.items()})
+
+
+def _are_few(whole: Mapping[str, int]) -> bool:
+    return sum(whole.values()) < WHOLE_BYTES
 
 
 def _state_tensors(learner: Learner) -> dict[str, Tensor]:

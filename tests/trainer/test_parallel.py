@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tests.models import make_model
@@ -93,16 +94,25 @@ def test_update_is_the_same_in_every_layout(
     assert stats[0].kl_reference > 0.01
 
 
+def test_sharded_layout_without_a_job_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"trainer.layout=sharded needs a process group"):
+        Layout.of(1000, TrainerSettings(layout="sharded"), CPU)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"layout": "sharded"}, "trainer.layout=sharded needs a process group"),
         ({"layout": "replicated", "tensor_parallel_size": 2}, "tensor_parallel_size=2 shards the model"),
+        ({"layout": "replicated", "cpu_offload": True}, "cpu_offload=true is for a sharded model"),
+        ({"lora": {"rank": 4}, "tensor_parallel_size": 2}, "adapters are not split"),
+        ({"keep_alive": False, "save_interval": 2}, "would repeat the training"),
+        ({"betas": [2, 3]}, "betas=2,3: each must lie in"),
+        ({"algorithm": [1]}, "trainer.algorithm=.1.: there is default, grpo"),
     ],
 )
-def test_layout_that_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(LayoutError, match=words):
-        Layout.of(1000, TrainerSettings(**given), CPU)
+def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TrainerSettings(**given)
 
 
 def test_fingerprint_tells_replicas_apart_that_differ_in_the_last_bit_of_a_weight() -> None:

@@ -44,7 +44,7 @@ def write_weights(learner: Learner, staging_dir: Path, dtype: torch.dtype) -> li
             mine |= _reverted(model, whole)
     files = []
     if rank < ranks:
-        files.append(write_tensors(staging_dir / _file_name(rank, ranks), mine, {}))
+        files.append(write_tensors(staging_dir / _file_name(rank, ranks), mine, {"format": "pt"}))
     if rank == 0 and ranks > 1:
         weight_map = {
             name: _file_name(owner[block], ranks) for block, shapes in saved.items() for name in shapes

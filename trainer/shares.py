@@ -60,12 +60,15 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """A safetensors file of CPU tensors, with the mode of an ordinary file: safetensors' own is 0600."""
+    """A safetensors file of CPU tensors, with the mode of an ordinary file: safetensors' own is 0600.
+
+    `metadata`: one entry. safetensors writes several in a random order, and equal files would differ.
+    """
     os.listdir(path.parent)  # another rank may have made it; a client of a shared filesystem looks anew
     path.touch()
     mode = path.stat().st_mode
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt", **metadata})
+    save_file(contiguous, path, metadata=dict(metadata))
     path.chmod(mode)
     return path
 

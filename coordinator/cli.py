@@ -9,92 +9,76 @@ from typing import Annotated, Any
 
 import typer
 
-COMMANDS = (
-    "run local --num-nodes N [options]: all nodes on this machine. "
-    "run status --log-path DIR [--json] [--watch]: who is where. "
-    "run doctor --log-path DIR [--peers N]: is this directory, this node, this network fit? "
-    "run cleanup --iteration N --log-path DIR: remove what an interrupted iteration left. "
-    "run export --iteration N -o DIR: a checkpoint for the Hugging Face Hub."
+from coordinator.commands import COMMANDS, LogPath, new_app, option
+
+SUMMARY = " ".join(
+    ["run local --num-nodes N [options]: all nodes on this machine."]
+    + [f"run {name} {text}." for name, (_, text) in COMMANDS.items()]
 )
 
-node_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-status_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-doctor_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-cleanup_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-LogPath = Annotated[
-    Path,
-    typer.Option(
-        "--log-path", metavar="DIR", envvar="RUN_LOG_PATH", help="The run directory that all nodes share."
-    ),
-]
+node_app = new_app()
 
 
-def _option(*names: str, help: str, metavar: str = "TEXT") -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
-
-
-@node_app.command(epilog=COMMANDS)
+@node_app.command(epilog=SUMMARY)
 def node(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any setting by its dotted name.")
     ] = None,
     master: Annotated[bool, typer.Option("--master", help="This is rank 0.")] = False,
     worker: Annotated[
-        str | None, _option("--worker", metavar="RANK", help="This is rank RANK, from 1.")
+        str | None, option("--worker", metavar="RANK", help="This is rank RANK, from 1.")
     ] = None,
-    num_nodes: Annotated[str | None, _option("--num-nodes", metavar="N", help="Default 1.")] = None,
+    num_nodes: Annotated[str | None, option("--num-nodes", metavar="N", help="Default 1.")] = None,
     rank_weights: Annotated[
         str | None,
-        _option("--rank-weights", metavar="2,1,1", help="One positive number per node; default equal."),
+        option("--rank-weights", metavar="2,1,1", help="One positive number per node; default equal."),
     ] = None,
     log_path: LogPath = Path("runs/default"),
     data_path: Annotated[
-        str | None, _option("--data-path", metavar="DIR", help="Shared data: task files, model cache.")
+        str | None, option("--data-path", metavar="DIR", help="Shared data: task files, model cache.")
     ] = None,
     model: Annotated[
-        str | None, _option("--model", metavar="PATH_OR_ID", help="Default builtin:tiny.")
+        str | None, option("--model", metavar="PATH_OR_ID", help="Default builtin:tiny.")
     ] = None,
     tasks: Annotated[
-        str | None, _option("--tasks", metavar="FILE", help="JSON lines; default builtin:arithmetic.")
+        str | None, option("--tasks", metavar="FILE", help="JSON lines; default builtin:arithmetic.")
     ] = None,
-    eval_tasks: Annotated[str | None, _option("--eval-tasks", metavar="FILE", help="JSON lines.")] = None,
+    eval_tasks: Annotated[str | None, option("--eval-tasks", metavar="FILE", help="JSON lines.")] = None,
     reward: Annotated[
         str | None,
-        _option("--reward", metavar="NAME", help="exact, numeric, math ..., or module:function."),
+        option("--reward", metavar="NAME", help="exact, numeric, math ..., or module:function."),
     ] = None,
     environment: Annotated[
         str | None,
-        _option("--environment", metavar="NAME", help="single_turn ..., or module:function."),
+        option("--environment", metavar="NAME", help="single_turn ..., or module:function."),
     ] = None,
     rl_phase: Annotated[
-        str | None, _option("--rl-phase", metavar="PHASE", help="both, rollout or update.")
+        str | None, option("--rl-phase", metavar="PHASE", help="both, rollout or update.")
     ] = None,
     rollout_split: Annotated[
-        str | None, _option("--rollout-split", metavar="SPLIT", help="train-only or eval-only.")
+        str | None, option("--rollout-split", metavar="SPLIT", help="train-only or eval-only.")
     ] = None,
     eval_interval: Annotated[
-        str | None, _option("--eval-interval", metavar="N", help="Evaluate every N iterations.")
+        str | None, option("--eval-interval", metavar="N", help="Evaluate every N iterations.")
     ] = None,
     iterations: Annotated[
-        str | None, _option("--iterations", metavar="N", help="Stop after iteration N; default: go on.")
+        str | None, option("--iterations", metavar="N", help="Stop after iteration N; default: go on.")
     ] = None,
-    engine: Annotated[str | None, _option("--engine", metavar="KIND", help="auto, vllm or torch.")] = None,
+    engine: Annotated[str | None, option("--engine", metavar="KIND", help="auto, vllm or torch.")] = None,
     engine_url: Annotated[
-        str | None, _option("--engine-url", metavar="URL", help="Use a server that you run.")
+        str | None, option("--engine-url", metavar="URL", help="Use a server that you run.")
     ] = None,
     debug_mode: Annotated[
         bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")
     ] = False,
     on_node_failure: Annotated[
-        str | None, _option("--on-node-failure", metavar="POLICY", help="wait, shrink or abort.")
+        str | None, option("--on-node-failure", metavar="POLICY", help="wait, shrink or abort.")
     ] = None,
     node_timeout: Annotated[
-        str | None, _option("--node-timeout", metavar="SECONDS", help="A node silent for longer is lost.")
+        str | None, option("--node-timeout", metavar="SECONDS", help="A node silent for longer is lost.")
     ] = None,
     rejoin_timeout: Annotated[
-        str | None, _option("--rejoin-timeout", metavar="SECONDS", help="How long nodes wait for each other.")
+        str | None, option("--rejoin-timeout", metavar="SECONDS", help="How long nodes wait for each other.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml or .yaml.")
@@ -161,98 +145,11 @@ def _show(settings: Any) -> int:
     return 0
 
 
-@status_app.command()
-def status(
-    log_path: LogPath = Path("runs/default"),
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every two seconds, until Ctrl+C.")] = False,
-) -> int:
-    """Who is where, what it waits for, tasks done, rewards so far."""
-    import time
-
-    from coordinator.status import read_status, render
-
-    root = log_path.absolute()
-    while True:
-        state = read_status(root)
-        clear = "\x1b[H\x1b[2J" if watch and sys.stdout.isatty() else ""
-        print(clear + (json.dumps(state) if as_json else render(state, root)), flush=True)
-        if not watch:
-            return 0
-        time.sleep(2.0)
-
-
-@cleanup_app.command()
-def cleanup(
-    iteration: Annotated[str, _option("--iteration", metavar="N", help="The one that was interrupted.")] = "",
-    log_path: LogPath = Path("runs/default"),
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
-    keep_partial: Annotated[
-        bool, typer.Option("--keep-partial", help="Keep the finished groups, for training to use them.")
-    ] = False,
-) -> int:
-    """Remove what an interrupted iteration left; never a published checkpoint."""
-    from coordinator.cleanup import cleanup as clean
-    from coordinator.outcome import Ended
-
-    number = _iteration(iteration)
-    try:
-        clean(log_path.absolute(), number, dry_run, keep_partial)
-    except Ended as end:
-        print(f"run: {end.text}", file=sys.stderr)
-        return end.code
-    return 0
-
-
-@export_app.command()
-def export(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory for the model.")],
-    iteration: Annotated[str | None, _option("--iteration", metavar="N", help="Default: the newest.")] = None,
-    log_path: LogPath = Path("runs/default"),
-) -> int:
-    """Copy a checkpoint's model, verified and with a model card, for the Hub or for a server."""
-    from coordinator.export import export as copy
-
-    files = copy(log_path.absolute(), _iteration(iteration) if iteration else None, out.absolute())
-    print(f"{out}: {', '.join(files)}")
-    return 0
-
-
-def _iteration(given: str) -> int:
-    from coordinator.settings import SettingsError
-
-    if not (given.isdecimal() and int(given)):
-        raise SettingsError(f"--iteration {given}: give the number of an iteration, e.g. --iteration 5")
-    return int(given)
-
-
-@doctor_app.command()
-def doctor(
-    log_path: LogPath = Path("runs/default"),
-    peers: Annotated[
-        int,
-        typer.Option("--peers", metavar="N", min=1, help="Nodes; type it on each, with its rank."),
-    ] = 1,
-    worker: Annotated[
-        str | None, _option("--worker", metavar="RANK", help="This is rank RANK; rank 0 reports.")
-    ] = None,
-    deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")
-    ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> int:
-    """Is this directory, this node, this network fit for a run? Each check with its figure and what to do."""
-    from coordinator.doctor.run import doctor_rank, run_doctor
-
-    return run_doctor(log_path.absolute(), peers, doctor_rank(worker, peers, os.environ), deadline, as_json)
-
-
 def main() -> int:
     """Entry point of `run`: the exit code. Every bad input is one line."""
     os.umask(0o007)
     arguments = sys.argv[1:]
-    others = {"status": status_app, "doctor": doctor_app, "cleanup": cleanup_app, "export": export_app}
-    app = others.get(arguments[0], node_app) if arguments else node_app
+    app = COMMANDS[arguments[0]][0] if arguments and arguments[0] in COMMANDS else node_app
     if app is not node_app:
         arguments = arguments[1:]
     elif arguments[:1] == ["local"]:

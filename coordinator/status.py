@@ -1,5 +1,8 @@
 """What a run directory says of a run, read by anybody at any time; nothing is written."""
 
+import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +130,14 @@ def render(status: dict[str, Any], root: Path) -> str:
         ]
         lines += ["", ", ".join([f"last finished: iteration {last['iteration']}", *figures])]
     return "\n".join(lines)
+
+
+def show_status(root: Path, as_json: bool, watch: bool) -> None:
+    """Print the state of the run at `root`; `watch`: until interrupted."""
+    while True:
+        state = read_status(root)
+        clear = "\x1b[H\x1b[2J" if watch and sys.stdout.isatty() else ""
+        print(clear + (json.dumps(state) if as_json else render(state, root)), flush=True)
+        if not watch:
+            return
+        time.sleep(2.0)

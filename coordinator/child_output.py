@@ -29,8 +29,11 @@ BATCH_LINES = 1_000
 class LogWriter:
     """Appends lines to a file in a thread of its own; `put` never blocks."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, linger_s: float = 0.0) -> None:
+        """`linger_s`: how long a line may wait for others, to be written together."""
         self._path = path
+        self._linger_s = linger_s
+        self._ended = threading.Event()
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._overflowed = 0
         self._failed = 0
@@ -51,6 +54,7 @@ class LogWriter:
 
     def end(self) -> None:
         """No more lines will come."""
+        self._ended.set()
         self._lines.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -63,6 +67,8 @@ class LogWriter:
         reported, more = 0, True
         while more:
             batch = [self._lines.get()]
+            if self._linger_s:
+                self._ended.wait(self._linger_s)
             while len(batch) < BATCH_LINES and not self._lines.empty():
                 batch.append(self._lines.get())
             lines = [line for line in batch if line is not None]

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from coordinator import outputs
 from coordinator.children import Child, Children
+from coordinator.events import Say
 from coordinator.host_lock import acquire, host_lock
 from coordinator.inputs import count_gpus
 from coordinator.network import LOOPBACK, free_port
@@ -47,8 +48,9 @@ class Adapters:
 class EngineHost:
     """Keeps one server at the policy that is asked for; or uses the user's own (engine.url)."""
 
-    def __init__(self, children: Children, run_dir: RunDir, rank: int) -> None:
+    def __init__(self, children: Children, run_dir: RunDir, rank: int, say: Say) -> None:
         self._children = children
+        self._say = say
         self._run_dir = run_dir
         self._rank = rank
         self._child: Child | None = None
@@ -66,6 +68,7 @@ class EngineHost:
         self._server: Server | None = None
         self._port = 0
         self._starts = 0
+        self._started_s = 0.0
 
     def ensure(
         self,
@@ -117,6 +120,7 @@ class EngineHost:
     def _load(self, policy: Policy, settings: EngineSettings) -> None:
         """Have the server that is there answer with `policy`, and prove it."""
         assert self._admin is not None
+        began_s = time.monotonic()
         if self._admin.policy() != policy.digest:
             self._reload(policy)
         elif self._admin.is_sleeping():
@@ -134,6 +138,7 @@ class EngineHost:
             if (wrong := self._probe(policy, settings)) is not None:
                 raise EngineError(wrong)
         self._proven = policy.digest, self._starts
+        self._say("reload", policy=policy.iteration, seconds=round(time.monotonic() - began_s, 3))
 
     def _reload(self, policy: Policy) -> None:
         assert self._admin is not None
@@ -262,6 +267,8 @@ class EngineHost:
         rank = adapters.rank if adapters is not None else 0
         self._server = server_command(settings, model.directory.absolute(), self._port, count_gpus(), rank)
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
+        self._say("engine_start")
+        self._started_s = time.monotonic()
         self._child = self._children.start("engine", self._server.argv, env=self._server.env, log=path)
         self._unnamed = model
         self.url = f"http://{LOOPBACK}:{self._port}"
@@ -283,6 +290,7 @@ class EngineHost:
         if self._unnamed is not None:
             self._admin.name_policy(self._unnamed.digest)
             self._unnamed = None
+            self._say("engine_ready", seconds=round(time.monotonic() - self._started_s, 3))
 
 
 def _shown(logprobs: list[float]) -> str:

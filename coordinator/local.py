@@ -9,22 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
 from coordinator import outputs
 from coordinator.children import Child, Children
 from coordinator.config import build
 from coordinator.inputs import load_inputs
+from coordinator.live import LiveView
 from coordinator.outcome import Exit
-from coordinator.report import draw_rewards
-from coordinator.run_dir import RunDir
+from coordinator.outputs import Incomplete
+from coordinator.run import Run
 from coordinator.settings import SettingsError
 from coordinator.start import check_log_path
-from coordinator.status import read_status
 
-REFRESH_S = 0.25
+LOOK_S = 0.25
 GRACE_S = 15.0
 """After a second interrupt nodes have this long to end by themselves."""
 
@@ -34,24 +30,20 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
     settings = build(given)
     check_log_path(root)
     load_inputs(settings, given)
-    console = Console(highlight=False, soft_wrap=True)
     nodes = settings.cluster.num_nodes
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nodes))
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-
-    def echo(line: str) -> None:
-        console.print(Text(line))
-
     interrupts = _Interrupts()
-    with Children() as children:
+    with LiveView(root, sys.stdout) as shown, Children() as children:
         overrides = as_overrides({**given, "cluster.num_nodes": nodes})
         started: list[Child] = []
         for rank in range(nodes):
             role = ["--worker", str(rank)] if rank else ["--master", *overrides]
             argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role]
+            echo = shown.say_line
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
-        codes = _follow(started, root, console, interrupts)
-    _say_results(RunDir(root), console)
+        codes = _follow(started, interrupts)
+    _say_results(root)
     failed = [code for code in codes if code != 0]
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
@@ -79,51 +71,43 @@ class _Interrupts:
         return everybody
 
 
-def _follow(nodes: list[Child], root: Path, console: Console, interrupts: _Interrupts) -> list[int]:
-    """Show a line a node until all have ended; their exit codes."""
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        told_s = 0.0
-        while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
-            told_s += REFRESH_S if interrupts.forward(nodes) else 0.0
-            if console.is_terminal:
-                live.update(_lines(root), refresh=True)
-            time.sleep(REFRESH_S)
+def _follow(nodes: list[Child], interrupts: _Interrupts) -> list[int]:
+    """Wait until all have ended; their exit codes."""
+    told_s = 0.0
+    while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
+        told_s += LOOK_S if interrupts.forward(nodes) else 0.0
+        time.sleep(LOOK_S)
     return [code if (code := node.poll()) is not None else Exit.LOST for node in nodes]
 
 
-def _lines(root: Path) -> Text:
-    """`rank 1  train_rollout  [########........] 37/64`."""
+def _say_results(root: Path) -> None:
+    """What came of it, and where it lies."""
     try:
-        status = read_status(root)
-    except (SettingsError, OSError, ValueError):
-        return Text("starting")
-    of = f"/{status['iterations']}" if status["iterations"] else ""
-    lines = [f"iteration {status['iteration']}{of}  {status['phase']}"]
-    for node in status["nodes"]:
-        done, total = node["tasks_done"], node["tasks_assigned"]
-        bar = f"[{'#' * (24 * done // total):<24}] {done}/{total}" if total else ""
-        lines.append(f"  rank {node['rank']}  {node['state']:<10} {node['phase']:<18} {bar}")
-    return Text("\n".join(lines), no_wrap=True)
+        run = Run(root)
+    except SettingsError:  # it has ended before it was one
+        return
+    lines = run.metrics()
+    for title, name in (("reward    ", "reward"), ("evaluation", "eval_reward")):
+        known = [line for line in lines if line.get(name) is not None]
+        texts = [f"{line[name]:.3f} in iteration {line['iteration']}" for line in (*known[:1], *known[-1:])]
+        if texts:
+            print(title, ", ".join(dict.fromkeys(texts)))
+    if newest := outputs.checkpoints(run.run_dir)[-1:]:
+        print(
+            f"checkpoint {run.checkpoint(newest[0], verify=False)}"
+        )  # it was verified when it was published
+    if lines:
+        _say_report(root)
+    print(f"run        {root}")
 
 
-def _say_results(run_dir: RunDir, console: Console) -> None:
-    lines = outputs.metrics_lines(run_dir)
-    rewards = [(line["iteration"], line["reward"]) for line in lines if line.get("reward") is not None]
-    if rewards:
-        (first, before), (last, after) = rewards[0], rewards[-1]
-        console.print(f"reward     {before:.3f} in iteration {first}, {after:.3f} in iteration {last}")
-    scores = [
-        (line["iteration"], line["eval_reward"]) for line in lines if line.get("eval_reward") is not None
-    ]
-    if scores:
-        texts = [f"{score:.3f} in iteration {iteration}" for iteration, score in (scores[0], scores[-1])]
-        console.print(f"evaluation {', '.join(dict.fromkeys(texts))}")
-    if found := outputs.checkpoints(run_dir):
-        console.print(f"checkpoint {run_dir.checkpoint(found[-1])}")
-    if rewards and (picture := draw_rewards(run_dir)):
-        console.print(f"picture    {picture}")
-    if run_dir.root.is_dir():
-        console.print(f"run        {run_dir.root}")
+def _say_report(root: Path) -> None:
+    from coordinator.report import write_report  # not for those that are interrupted before
+
+    try:
+        print(f"report     {write_report(root, None)}")
+    except (SettingsError, Incomplete, OSError) as error:
+        print(f"report     none: {error}")
 
 
 def as_overrides(given: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,15 @@
 """Log lines of a node: each says which rank, iteration and phase it comes from."""
 
 import logging
+import os
 import sys
+from pathlib import Path
 
+from coordinator.child_output import LogWriter
 from coordinator.node import Node
+
+CLOSE_S = 2.0
+"""How long the end of a node waits for its last lines to be in its log file."""
 
 
 class Prefix(logging.Formatter):
@@ -13,10 +19,22 @@ class Prefix(logging.Formatter):
         super().__init__("%(message)s")
         self._rank = rank
         self._node: Node | None = None
+        self._file: _File | None = None
 
     def follow(self, node: Node) -> None:
         """Say where `node` is."""
         self._node = node
+
+    def keep(self, node: Node) -> None:
+        """From here on the lines also go to a file among the node's logs, and warnings to its events."""
+        self._file = _File(node.run_dir.logs(node.rank) / f"node.{os.getpid()}.log", self)
+        logging.getLogger().addHandler(self._file)
+        logging.getLogger().addHandler(node.events)
+
+    def close(self) -> None:
+        """The end of the file."""
+        if self._file is not None:
+            self._file.close()
 
     def format(self, record: logging.LogRecord) -> str:
         place = self._node.position if self._node else None
@@ -25,14 +43,37 @@ class Prefix(logging.Formatter):
         return f"[rank {self._rank}{where}] {level}{super().format(record)}"
 
 
+class _File(logging.Handler):
+    """A log file on the shared directory, which nothing waits for; with the time, for people."""
+
+    def __init__(self, path: Path, prefix: Prefix) -> None:
+        super().__init__(logging.INFO)
+        self._writer = LogWriter(path)
+        self._prefix = prefix
+        self._time = logging.Formatter("%(asctime)s", "%Y-%m-%d %H:%M:%S")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._writer.put(
+            f"{self._time.formatTime(record, self._time.datefmt)} {self._prefix.format(record)}\n".encode()
+        )
+
+    def close(self) -> None:
+        logging.getLogger().removeHandler(self)
+        self._writer.end()
+        self._writer.join(CLOSE_S)
+        super().close()
+
+
 def set_up(rank: int) -> Prefix:
     """Log to stderr, each line with the prefix that is returned."""
     prefix = Prefix(rank)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(prefix)
+    handler.setLevel(logging.INFO)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    logging.getLogger("coordinator.retry").setLevel(logging.DEBUG)  # for the node's events alone
     for name in ("asyncio", "aiohttp", "filelock", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it complains while it is being stopped

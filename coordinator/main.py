@@ -17,6 +17,7 @@ from coordinator.children import ChildError
 from coordinator.epochs import MASTER, claim
 from coordinator.fence import is_away
 from coordinator.iteration import open_next, run_iterations
+from coordinator.live import live_view
 from coordinator.logs import Prefix
 from coordinator.network import NetworkError
 from coordinator.node import Node
@@ -51,10 +52,12 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     prefix.follow(node)
     try:
         node.begin()
+        prefix.keep(node)
         if node.is_master and open_next(node) is None:
             _finish(node)
         else:
             _run_epochs(node, iterate)
+        node.events.add("exit", code=int(Exit.DONE), text="")
         return Exit.DONE
     except Ended as end:
         return _end(node, end)
@@ -64,6 +67,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         return _end(node, Ended(Exit.FAILED, f"{node.failure(error)}. {node.repair()}", "failed"))
     finally:
         node.close()
+        prefix.close()
 
 
 def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
@@ -130,7 +134,7 @@ def _hold(node: Node, loss: NodeLost) -> None:
     counter = sys.maxsize if loss.stalled else beat.counter if beat else 0
     node.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
     node.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
-    log.error("%s", loss)
+    log.error("%s", loss, extra={"event": {"what": "lost", "rank": loss.rank}})
 
 
 def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> None:
@@ -195,16 +199,21 @@ def _end(node: Node, end: Ended) -> int:
 
 
 def _say(end: Ended) -> int:
-    log.log(logging.INFO if end.code is Exit.DONE else logging.ERROR, "%s", end.text)
+    level = logging.INFO if end.code is Exit.DONE else logging.ERROR
+    log.log(level, "%s", end.text, extra={"event": {"what": "exit", "code": int(end.code)}})
     return end.code
 
 
 def run_node(root: Path, rank: int, given: Mapping[str, Any], prefix: Prefix) -> int:
-    """START, then the node's life; the exit code. SettingsError: nothing was written."""
+    """START, then the node's life; the exit code. SettingsError: nothing was written.
+
+    In a terminal the master shows the run below its log lines.
+    """
     try:
         start = start_master(root, given) if rank == MASTER else start_worker(root, rank, given)
     except Ended as end:
         return _say(end)
     except EXPECTED as error:
         return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
-    return live(start, prefix)
+    with live_view(root) if rank == MASTER else contextlib.nullcontext():
+        return live(start, prefix)

@@ -60,6 +60,7 @@ def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, A
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),
+        "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,
         "seconds": round(sum(node.phase_s.values()), 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in node.phase_s.items()},
         "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},

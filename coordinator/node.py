@@ -1,21 +1,20 @@
 """A node: what it shares with the others, its place in an epoch, and `step`, one row of the table."""
 
-import json
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 from filelock import BaseFileLock
 
 from coordinator import network, outputs, shared_fs
-from coordinator.board import Board
 from coordinator.children import Children
 from coordinator.engine_host import Adapters, EngineHost
 from coordinator.epochs import MASTER, EpochRecord
+from coordinator.events import Events, about_this_process
 from coordinator.fence import is_away
+from coordinator.flags import Flagging
 from coordinator.history import Past
 from coordinator.inputs import base_model_dir
 from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
@@ -24,7 +23,7 @@ from coordinator.phases import By, Phase, rows_of
 from coordinator.retry import CACHED_S
 from coordinator.run_dir import Flag
 from coordinator.sinks import About, Sinks
-from coordinator.standing import Payload, Position, Standing
+from coordinator.standing import Payload, Position
 from coordinator.start import Start
 from coordinator.trainer_host import TrainerHost
 from coordinator.watch import ENDED
@@ -35,11 +34,8 @@ log = logging.getLogger(__name__)
 Act = Callable[["Node"], Payload | None]
 Conclude = Callable[["Node", dict[int, Payload]], Payload | None]
 
-RAISE_AGAIN_S = 5.0
-"""A waiter whose own flag is not listed for so long raises it again: flags are not fsynced."""
 
-
-class Node(Standing):
+class Node(Flagging):
     """A node that has started: what it was told, its children, and the rows that it goes through."""
 
     def __init__(self, start: Start) -> None:
@@ -52,8 +48,9 @@ class Node(Standing):
         self.phase_s: dict[str, float] = {}
         self.work_s: dict[str, float] = {}
         self.children = Children()
-        self.engine = EngineHost(self.children, self.run_dir, self.rank)
-        self.trainer = TrainerHost(self.children, self.run_dir, self.rank)
+        self.events = Events(self._place)
+        self.engine = EngineHost(self.children, self.run_dir, self.rank, self.events.add)
+        self.trainer = TrainerHost(self.children, self.run_dir, self.rank, self.events.add)
         self.sinks = Sinks(About(start.run_id, start.run_dir.root, start.settings))
         self.lock: BaseFileLock | None = None
         self.lost: dict[int, tuple[int, int]] = {}
@@ -62,7 +59,6 @@ class Node(Standing):
         """Checkpoints whose files this process has found whole."""
         self.past: Past = {}
         self._floor = start.incarnation_floor
-        self._raised: dict[Flag, Payload] = {}
         self._base_digest = start.inputs.model_digest
 
     # ---- life
@@ -85,6 +81,13 @@ class Node(Standing):
                 raise Ended(Exit.LOST, f"the master has gone while rank {self.rank} was starting")
             self.address = network.address_towards(self.peer, [network.Peer.from_dict(said["peer"])])
         self.watch.begin(self._floor, self.newest_epoch)
+        shared_fs.make_directory(self.run_dir.events(self.rank).parent)  # older runs have none
+        self.events.open(self.run_dir.events(self.rank))
+        self.events.add("process", rank=self.rank, host=self.host, pid=os.getpid(), **about_this_process())
+
+    def _place(self) -> tuple[int, int]:
+        current = self.watch.current
+        return self.watch.incarnation, current.epoch if current is not None else 0
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """End in order; at a second signal at once, since user code may hold us: the keeper does the rest."""
@@ -99,6 +102,7 @@ class Node(Standing):
         self.sinks.close()
         self.position.state = ENDED
         self.watch.close()
+        self.events.end()
         if self.lock is not None:
             self.lock.release()
 
@@ -109,12 +113,13 @@ class Node(Standing):
         self.lost = {rank: mark for rank, mark in self.lost.items() if rank not in record.members}
         self.settings = self.inputs.localize(record.settings)
         self.watch.admit(record)
-        self._raised.clear()
+        self.forget_flags()
         self.iteration = 0
         self.position = Position("running")
-        self._raise(Flag(record.epoch, 0, 0, self.rank, "enter"), {})
+        self.events.add("epoch", members=sorted(record.members), weight=record.members[self.rank].weight)
+        self.raise_flag(Flag(record.epoch, 0, 0, self.rank, "enter"), {})
         if self.is_master:
-            self._wait_flags(0, 0, "enter")
+            self.wait_flags(0, 0, "enter")
 
     def end_training(self) -> None:
         """As `Standing.end_training`; for any thread."""
@@ -152,15 +157,6 @@ class Node(Standing):
         if not self.is_master and silent_s >= self.settings.cluster.node_timeout_s:
             raise TrainerFailed(f"the job lost a peer: {self.say_rank(MASTER)}")
 
-    def tell(self, kind: str, text: str, **more: Any) -> None:
-        """Raise a call (failed, left, stopped, gave_up ...) where the others look: in the present epoch."""
-        current = self.watch.current or self.watch.newest_record()
-        if current is None or (self.watch.current is None and not self.is_master):
-            return
-        phase = Phase[self.position.phase.upper()] if self.position.phase else Phase.ITERATION_START
-        flag = Flag(current.epoch, self.position.iteration, phase, self.rank, kind)
-        self._raise(flag, {"text": text, "host": self.host, **more})
-
     # ---- rows
 
     @property
@@ -192,7 +188,7 @@ class Node(Standing):
         else:
             self.position = Position("running", self.iteration, Phase.ITERATION_START.label)
             self.position.waiting_for = [MASTER]
-            iteration = self._wait(lambda board: self._opened(board, self.iteration))
+            iteration = self.wait_until(lambda board: self.opened(board, self.iteration))
         self.iteration = iteration
         self.documents, self.phase_s, self.work_s = {}, {}, {}
         return iteration
@@ -219,6 +215,7 @@ class Node(Standing):
         self.position = Position("running", iteration, phase.label)
         self.check()
         started_s = time.monotonic()
+        self.events.add("begin", it=iteration, row=phase.label)
         mine = self.is_master or by is By.ALL
         payload = (act(self) or {}) if mine else {}
         acted_s = time.monotonic()
@@ -226,19 +223,20 @@ class Node(Standing):
         flag = Flag(self.record.epoch, iteration, phase, self.rank, "ok")
         if self.is_master:
             if by is By.ALL:
-                self._wait_flags(iteration, phase)
-                payload = (then(self, self._payloads(iteration, phase, payload)) or {}) if then else {}
-            self._raise(flag, payload)
+                self.wait_flags(iteration, phase)
+                payload = (then(self, self.payloads(iteration, phase, payload)) or {}) if then else {}
+            self.raise_flag(flag, payload)
         else:
             if mine:
-                self._raise(flag, payload)
-            payload = self._wait_master(iteration, phase)
+                self.raise_flag(flag, payload)
+            payload = self.wait_master(iteration, phase)
         self.documents[phase] = payload
+        self.events.add("end", it=iteration, row=phase.label, work_s=round(acted_s - started_s, 4))
         self.work_s[phase.label] = acted_s - started_s
         self.phase_s[phase.label] = time.monotonic() - started_s
         if phase is Phase.ITERATION_START:
             self.resume_at = Phase(payload["resume_at"])
-            self._remove_flags_before(iteration)
+            self.remove_flags_before(iteration)
 
     def persist(self, write: Callable[[], None]) -> None:
         """`write()`, again once the shared directory is back: what is finished must not be lost with it."""
@@ -252,67 +250,6 @@ class Node(Standing):
                 self.check_self()
                 time.sleep(self.settings.cluster.poll_max_s)
 
-    def progress(self, done: int, total: int) -> None:
-        """What the next heartbeat says of the work in this row."""
-        self.position.done, self.position.total = done, total
-
-    # ---- flags
-
-    def _raise(self, flag: Flag, payload: Payload) -> None:
-        shared_fs.publish(self.run_dir.protocol / flag.name, json.dumps(payload).encode(), durable=False)
-        self._raised[flag] = payload
-
-    def _wait(self, ready: Callable[[Board], Any]) -> Any:
-        started_s = time.monotonic()
-
-        def ready_or_raise_again(board: Board) -> Any:
-            result = ready(board)
-            if result is None and time.monotonic() - started_s > RAISE_AGAIN_S:
-                for flag in self._raised.keys() - board.flags:
-                    self._raise(flag, self._raised[flag])
-            return result
-
-        return self.watch.wait(ready_or_raise_again, self.check, self.say_missing)
-
-    def _wait_flags(self, iteration: int, phase: int, kind: str = "ok") -> None:
-        members = set(self.record.members) - {MASTER}
-
-        def all_up(board: Board) -> bool | None:
-            self.position.waiting_for = sorted(
-                members - board.flagged(self.record.epoch, iteration, phase, kind)
-            )
-            return None if self.position.waiting_for else True
-
-        self._wait(all_up)
-
-    def _payloads(self, iteration: int, phase: Phase, own: Payload) -> dict[int, Payload]:
-        others = sorted(set(self.record.members) - {MASTER})
-        said = {rank: self.read(Flag(self.record.epoch, iteration, phase, rank, "ok")) for rank in others}
-        return {MASTER: own, **said}
-
-    def _wait_master(self, iteration: int, phase: Phase) -> Payload:
-        """The document of the master's flag."""
-        flag = Flag(self.record.epoch, iteration, phase, MASTER, "ok")
-        self.position.waiting_for = [MASTER]
-        self._wait(lambda board: True if flag in board.flags else None)
-        return self.read(flag)
-
-    def _opened(self, board: Board, after: int) -> int | None:
-        """The lowest iteration later than `after` that the master has opened in this epoch."""
-        opening = (self.record.epoch, Phase.ITERATION_START, MASTER, "ok")
-        opened = [
-            flag.iteration
-            for flag in board.flags
-            if (flag.epoch, flag.phase, flag.rank, flag.kind) == opening and flag.iteration > after
-        ]
-        return min(opened, default=None)
-
-    def _remove_flags_before(self, iteration: int) -> None:
-        """Remove this node's flags of earlier iterations, up to the one before the last.
-
-        A worker may still be reading the master's last flag of the iteration before; it has passed all
-        older ones, or the master had not come here.
-        """
-        for flag in [flag for flag in self._raised if 0 < flag.iteration < iteration - 1]:
-            shared_fs.remove(self.run_dir.protocol / flag.name)
-            del self._raised[flag]
+    def progress(self, done: int, total: int, tokens: int = 0) -> None:
+        """What the next heartbeat says of the work in this row; `tokens`: how many are generated."""
+        self.position.reach(done, total, tokens)

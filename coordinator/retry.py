@@ -3,6 +3,7 @@ one that does not is told.
 """
 
 import errno
+import logging
 import os
 import shutil
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 10.0
@@ -51,11 +53,16 @@ def retry(
     listed. FileNotFoundError and FileExistsError fly, unless they are among `passing`.
     """
     failed_s: float | None = None
+    last: OSError | None = None
     pause_s = 0.001
     while True:
         try:
-            return call()
+            result = call()
+            if last is not None and failed_s is not None:
+                _say_it_passed(what, path, last, time.monotonic() - failed_s)
+            return result
         except OSError as error:
+            last = error
             failed_s = time.monotonic() if failed_s is None else failed_s
             tried_s = time.monotonic() - failed_s
             denied = isinstance(error, FileNotFoundError) and needs is not None and is_listed(needs)
@@ -66,6 +73,18 @@ def retry(
                 raise SharedFsError(what, path, error, tried_s) from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
+
+
+def _say_it_passed(what: str, path: Path, error: OSError, seconds: float) -> None:
+    event = {"what": "retry", "seconds": round(seconds, 3)}
+    log.debug(
+        "cannot %s %s: %s; it passed after %.1f s",
+        what,
+        path,
+        error.strerror,
+        seconds,
+        extra={"event": event},
+    )
 
 
 def is_listed(path: Path) -> bool:

@@ -91,7 +91,8 @@ def collect_share(node: Node, share: Share) -> Payload:
 
 async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
     """Collect the share; meanwhile make finished groups durable, and keep the engine alive."""
-    counted = 0
+    counted = tokens = 0
+    node.progress(0, share.needed)  # again: starting an engine is no part of the speed
     seed, tasks = share.settings.seed, share.tasks.tasks
     slots = [
         Slot(slot, tasks[share.order[slot]], group_seed(seed, share.kind, node.iteration, slot))
@@ -99,10 +100,11 @@ async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
     ]
 
     def on_group(group: Group) -> None:
-        nonlocal counted
+        nonlocal counted, tokens
         writer.add(group)
+        tokens += sum(int(sample.loss_mask.sum()) for sample in group.samples)
         counted += share.quota.counts(group)
-        node.progress(counted, share.needed)
+        node.progress(counted, share.needed, tokens)
 
     async def flush_regularly() -> None:
         while True:  # a long tail must not keep back what is finished

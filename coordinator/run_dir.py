@@ -132,7 +132,7 @@ class RunDir:
       checkpoints/iteration_000005/          Hugging Face files, trainer_state/, result.json
       checkpoints/LATEST          for people; the protocol lists
       trainer_states/iteration_000004.e0002/ those saved in the background (trainer.save_interval)
-      metrics.jsonl   logs/rank_0001/*.log
+      metrics.jsonl   events/rank_0001.jsonl   logs/rank_0001/*.log
     """
 
     root: Path
@@ -195,6 +195,9 @@ class RunDir:
     def logs(self, rank: int) -> Path:
         return self.root / "logs" / f"rank_{rank:04d}"
 
+    def events(self, rank: int) -> Path:
+        return self.root / "events" / f"rank_{rank:04d}.jsonl"
+
     @property
     def fixed_directories(self) -> tuple[Path, ...]:
         """What the master makes before it announces itself."""
@@ -204,6 +207,7 @@ class RunDir:
             "batches",
             "checkpoints",
             "trainer_states",
+            "events",
             "logs",
         )
         return tuple(self.root / name for name in (*names, "protocol"))

@@ -14,7 +14,8 @@ from typing import Any
 from coordinator import network, shared_fs
 from coordinator.board import Board
 from coordinator.epochs import MASTER, EpochRecord, Event, Verdict
-from coordinator.inputs import local_processes
+from coordinator.gpus import GpuSampler
+from coordinator.inputs import count_gpus, local_processes
 from coordinator.outcome import Ended, EpochChanged, Exit, Fenced, NodeLost, TrainerFailed
 from coordinator.phases import Phase
 from coordinator.run_dir import Flag, RunDir
@@ -32,7 +33,7 @@ FLAG_PATIENCE_S = 5.0
 
 @dataclass
 class Position:
-    """Where this node is, as its heartbeat says."""
+    """Where this node is, as its heartbeat says. Moments are of this node's monotonic clock."""
 
     state: str = "starting"
     iteration: int = 0
@@ -40,6 +41,35 @@ class Position:
     done: int = 0
     total: int = 0
     waiting_for: list[int] = field(default_factory=list[int])
+    tokens: int = 0
+    """Generated in this row."""
+    since_s: float = field(default_factory=lambda: time.monotonic())
+    waiting_since_s: float | None = None
+    counting_since_s: float | None = None
+
+    def reach(self, done: int, total: int, tokens: int) -> None:
+        """Progress in this row."""
+        if done == 0 or self.counting_since_s is None:
+            self.counting_since_s = time.monotonic()
+        self.done, self.total, self.tokens = done, total, tokens
+
+    def describe(self) -> dict[str, Any]:
+        """As a heartbeat says it, with what follows from the moments: seconds, and tokens per second."""
+        now_s = time.monotonic()
+        counted_s = now_s - (self.counting_since_s or now_s)
+        waits = bool(self.waiting_for)
+        return {
+            "state": self.state,
+            "iteration": self.iteration,
+            "phase": self.phase,
+            "done": self.done,
+            "total": self.total,
+            "waiting_for": self.waiting_for,
+            "row_s": round(now_s - self.since_s, 1),
+            "waiting_s": round(now_s - (self.waiting_since_s or self.since_s), 1) if waits else 0.0,
+            "tokens_per_s": round(self.tokens / counted_s, 1) if self.tokens and counted_s else None,
+            "left_s": round(counted_s * (self.total / self.done - 1), 1) if self.done else None,
+        }
 
 
 class Standing:
@@ -66,7 +96,9 @@ class Standing:
             end_training=self.end_training,
         )
         self._master_is_lost = False
+        self.gpus = GpuSampler(self.settings.cluster.beat_s)
         self._processes = local_processes(self.settings)
+        self._gpu_count = count_gpus()
 
     def end_training(self) -> None:
         """End this node's part of the training job at once, without a call on the shared directory."""
@@ -145,7 +177,9 @@ class Standing:
             "peer": self.peer.to_dict(),
             "address": self.address,
             "processes": self._processes,
-            **vars(self.position),
+            "gpu_count": self._gpu_count,
+            "gpus": self.gpus.latest,
+            **self.position.describe(),
         }
 
     def repair(self, rank: int | None = None) -> str:

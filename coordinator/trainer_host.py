@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator import shared_fs
 from coordinator.children import Child, Children
+from coordinator.events import Say
 from coordinator.network import free_port, interface_towards
 from coordinator.outcome import TrainerFailed
 from coordinator.run_dir import RunDir
@@ -25,8 +26,9 @@ LOOK_S = 0.1
 class TrainerHost:
     """Starts, asks and ends the torchrun agent of this node."""
 
-    def __init__(self, children: Children, run_dir: RunDir, rank: int) -> None:
+    def __init__(self, children: Children, run_dir: RunDir, rank: int, say: Say) -> None:
         self._children = children
+        self._say = say
         self._run_dir = run_dir
         self._rank = rank
         self._child: Child | None = None
@@ -75,6 +77,7 @@ class TrainerHost:
         self._child = self._children.start(
             "trainer", launch.argv(job), env=launch.environment(job), log=path, echo=_echo_steps, spool=spool
         )
+        self._say("trainer_start", job=config["job"])
         self._meeting = {name: config[name] for name in ("job", "address", "port")}
 
     def train(

@@ -24,7 +24,7 @@ ITERATION = 1
 
 def hit_at(place: Phase, when: str, hit: Callable[[], None]) -> None:
     """Have every Node of this process call `hit` there."""
-    raise_flag, wait_for_master = Node._raise, Node._wait_master
+    raise_flag, wait_for_master = Node.raise_flag, Node.wait_master
 
     def hit_if(now: str, is_there: bool) -> None:
         if is_there and now == when:
@@ -44,7 +44,7 @@ def hit_at(place: Phase, when: str, hit: Callable[[], None]) -> None:
         hit_if("after", is_there)
         return document
 
-    Node._raise, Node._wait_master = raise_or_die, wait_or_die
+    Node.raise_flag, Node.wait_master = raise_or_die, wait_or_die
 
 
 if __name__ == "__main__":

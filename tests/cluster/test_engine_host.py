@@ -30,7 +30,7 @@ def host(tmp_path: Path) -> Iterator[EngineHost]:
     run_dir = RunDir(tmp_path)
     run_dir.logs(0).mkdir(parents=True)
     with Children() as children:
-        yield EngineHost(children, run_dir, 0)
+        yield EngineHost(children, run_dir, 0, lambda _what, **_more: None)
 
 
 @pytest.fixture

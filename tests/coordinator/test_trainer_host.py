@@ -37,7 +37,7 @@ def test_trace_of_a_collective_that_hung_is_kept_in_the_nodes_logs(
     )  # fmt: skip
     config = {"job": "j", "address": "127.0.0.1", "port": 1, "processes": {"1": 1}, "node_ranks": {"1": 0}}
     with Children() as children:
-        host = TrainerHost(children, run_dir, rank=1)
+        host = TrainerHost(children, run_dir, rank=1, say=lambda _what, **_more: None)
         host.ensure(config, processes=1, threads=1, settings=TrainerSettings())
         with pytest.raises(TrainerFailed, match="a peer is lost"):
             host.train(request, 1, lambda: None, lambda _done, _total: None)

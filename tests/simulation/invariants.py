@@ -67,8 +67,8 @@ class Invariants:
         world.patches.append(self._watch_waits)
 
     def _watch_waits(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Node, "_wait_flags", self._watched_wait(Node._wait_flags))
-        patch.setattr(Node, "_wait_master", self._watched_wait(Node._wait_master))
+        patch.setattr(Node, "wait_flags", self._watched_wait(Node.wait_flags))
+        patch.setattr(Node, "wait_master", self._watched_wait(Node.wait_master))
 
     # ---- changes on disk
 

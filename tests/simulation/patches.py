@@ -100,6 +100,8 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     ports = itertools.count(20000)
     host = SimpleNamespace(gethostname=lambda: machines.scheduler.process.host)
     patch.setattr(node, "Children", partial(Children, machines))
+    patch.setattr(node, "Events", lambda _place: _NOTHING_IS_KEPT)
+    patch.setattr(standing, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
     patch.setattr(engine_host, "EngineAdmin", partial(EngineAdmin, machines.engines))
     patch.setattr(engine_host, "server_command", _start_server_on_gpu)
     patch.setattr(rollouts, "EngineClient", partial(EngineClient, machines.engines))
@@ -126,6 +128,9 @@ def _start_server_on_gpu(*args: Any) -> Server:
     """So that it has to sleep while the trainer works."""
     return replace(server_command(*args), on_gpu=True)
 
+
+_NOTHING_IS_KEPT = SimpleNamespace(open=lambda _path: None, add=lambda _what, **_more: None, end=lambda: None)
+"""In place of a node's events, which have a thread and a file of their own."""
 
 _loaded: dict[str, Inputs] = {}
 

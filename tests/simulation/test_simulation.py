@@ -166,13 +166,13 @@ def groups_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits_for_enter(patch: pytest.MonkeyPatch) -> None:
-    real = Node._wait_flags
+    real = Node.wait_flags
 
     def wait(node: Node, iteration: int, phase: int, kind: str = "ok") -> None:
         if kind != "enter":
             real(node, iteration, phase, kind)
 
-    patch.setattr(Node, "_wait_flags", wait)
+    patch.setattr(Node, "wait_flags", wait)
 
 
 def staging_has_no_epoch(patch: pytest.MonkeyPatch) -> None:

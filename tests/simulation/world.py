@@ -67,6 +67,12 @@ class NodeProcess(Process):
         """In place of the log prefix: which node this process has become."""
         self.node = node
 
+    def keep(self, node: Node) -> None:
+        """In place of its log file."""
+
+    def close(self) -> None:
+        """In place of its log file's end."""
+
 
 class World:
     """The machines of one run, and everything that has been started on them."""

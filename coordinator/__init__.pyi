@@ -1,0 +1,1 @@
+from coordinator.run import Run as Run

@@ -1,0 +1,60 @@
+"""What a node's events cost: CPU time of one, times those of an iteration, against the iterations of a run.
+
+    .venv/bin/python scripts/bench/events.py --dir runs/demo
+
+counts the events that the nodes of that run wrote, and reads from its metrics how long iterations took. One
+JSON line: microseconds of one event (all threads, writing included), events and milliseconds of an iteration
+and node, and the share of the median iteration.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from coordinator import outputs
+from coordinator.events import Events
+from coordinator.run_dir import RunDir
+
+EVENTS = 20_000
+
+
+def microseconds() -> float:
+    """CPU time of one event."""
+    with tempfile.TemporaryDirectory() as directory:
+        events = Events(lambda: (1, 2))
+        events.open(Path(directory) / "rank_0000.jsonl")
+        began_s = time.process_time()
+        for number in range(EVENTS // 2):
+            events.add("begin", it=number, row="train_rollout")
+            events.add("end", it=number, row="train_rollout", work_s=0.1234)
+        events.end()
+        return (time.process_time() - began_s) / EVENTS * 1e6
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="A run that has finished iterations.")
+    run_dir = RunDir(parser.parse_args().dir.absolute())
+    iterations = [line["seconds"] for line in outputs.metrics_lines(run_dir)]
+    files = sorted(run_dir.events(0).parent.glob("rank_*.jsonl"))
+    if not iterations or not files:
+        parser.error(f"--dir {run_dir.root}: no finished iteration, or no events, there")
+    written = sum(line.count(b'"t"') for file in files for line in file.read_bytes().splitlines())
+    each, cost_us = written / len(files) / len(iterations), microseconds()
+    median_s = statistics.median(iterations)
+    figures = {
+        "event_us": round(cost_us, 2),
+        "events_per_iteration_and_node": round(each, 1),
+        "ms_per_iteration": round(each * cost_us / 1e3, 3),
+        "median_iteration_s": round(median_s, 3),
+        "share_percent": round(100 * each * cost_us / 1e6 / median_s, 4),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,8 @@ from coordinator.epochs import MASTER, EpochRecord, Event, Member, Verdict, clai
 from coordinator.host_lock import acquire, host_lock
 from coordinator.node import Node, Position
 from coordinator.outcome import Ended, Exit
+from coordinator.settings import ClusterSettings
+from coordinator.split import share_sizes
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +127,9 @@ def _members(node: Node, board: Board, absent: Collection[int]) -> dict[int, Mem
     peers = [network.Peer.from_dict(content["peer"]) for content in said.values()]
     node.address = network.address_towards(node.peer, peers)
     said[MASTER] = node.describe()
+    found = {rank: content.get("gpu_count", 0) for rank, content in sorted(said.items())}
+    if text := gpu_shortfall(cluster, found, {rank: content["host"] for rank, content in said.items()}):
+        raise Ended(Exit.FAILED, f"{text}. {node.repair()}", "failed")
     return {
         rank: Member(
             incarnation=board.beats[rank].incarnation if rank else node.watch.incarnation,
@@ -135,6 +140,32 @@ def _members(node: Node, board: Board, absent: Collection[int]) -> dict[int, Mem
         )
         for rank, content in sorted(said.items())
     }
+
+
+def gpu_shortfall(cluster: ClusterSettings, found: Mapping[int, int], hosts: Mapping[int, str]) -> str | None:
+    """Which members have fewer GPUs than --expect-gpus says, and what every one has; None: all are there.
+
+    `found` and `hosts` by rank, of the members alone. Of a total each node is expected to have its share by
+    weight, and one may make up for another.
+    """
+    numbers = cluster.expect_gpus
+    if numbers is None:
+        return None
+    weights = {rank: cluster.weight(rank) for rank in range(cluster.num_nodes)}
+    is_total = len(numbers) == 1
+    expected = share_sizes(numbers[0], weights) if is_total else dict(enumerate(numbers))
+    short = [rank for rank, count in found.items() if count < expected[rank]]
+    if not short or (is_total and sum(found.values()) >= sum(expected[rank] for rank in found)):
+        return None
+    missing = "; ".join(
+        f"rank {rank} ({hosts[rank]}) has {found[rank]} of {expected[rank]}" for rank in short
+    )
+    counts = ", ".join(f"rank {rank}: {count}" for rank, count in found.items())
+    wanted = ",".join(str(number) for number in numbers)
+    return (
+        f"--expect-gpus {wanted}, but there are {sum(found.values())} GPUs ({counts}): {missing}; "
+        "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or expect fewer"
+    )
 
 
 def pend(node: Node) -> EpochRecord:

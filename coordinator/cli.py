@@ -33,6 +33,12 @@ def node(
         str | None,
         option("--rank-weights", metavar="2,1,1", help="One positive number per node; default equal."),
     ] = None,
+    expect_gpus: Annotated[
+        str | None,
+        option(
+            "--expect-gpus", metavar="N", help="End unless there are N GPUs in all, or 8,4,4 on each node."
+        ),
+    ] = None,
     log_path: LogPath = Path("runs/default"),
     data_path: Annotated[
         str | None, option("--data-path", metavar="DIR", help="Shared data: task files, model cache.")
@@ -100,8 +106,9 @@ def node(
         print(f"flagpost {installed('flagpost')}")
         return 0
     typed = {
-        "--num-nodes": num_nodes, "--rank-weights": rank_weights, "--data-path": data_path, "--model": model,
-        "--tasks": tasks, "--eval-tasks": eval_tasks, "--reward": reward, "--environment": environment,
+        "--num-nodes": num_nodes, "--rank-weights": rank_weights, "--expect-gpus": expect_gpus,
+        "--data-path": data_path, "--model": model, "--tasks": tasks, "--eval-tasks": eval_tasks,
+        "--reward": reward, "--environment": environment,
         "--rl-phase": rl_phase, "--rollout-split": rollout_split, "--eval-interval": eval_interval,
         "--iterations": iterations, "--engine": engine, "--on-node-failure": on_node_failure,
         "--engine-url": engine_url or ("http://127.0.0.1:8000" if debug_mode else None),

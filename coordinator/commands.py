@@ -38,7 +38,7 @@ launch_app = new_app()
 def status(
     log_path: LogPath = Path("runs/default"),
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every two seconds, until Ctrl+C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Live, until Ctrl+C.")] = False,
 ) -> int:
     """Who is where, what it waits for, tasks done, rewards so far."""
     from coordinator.status import show_status
@@ -83,11 +83,17 @@ def launch(
     context: typer.Context,
     hosts: Annotated[str, option("--hosts", metavar="A,B,C", help="The first one is the master.")],
     log_path: LogPath = Path("runs/default"),
+    ssh: Annotated[
+        str, typer.Option("--ssh", metavar="COMMAND", help='With its options, e.g. "ssh -p 2222 -i key".')
+    ] = "ssh",
+    program: Annotated[
+        str | None, option("--run", metavar="PATH", help="Where `run` is on the hosts; default: as here.")
+    ] = None,
 ) -> int:
     """Start a node on each host over ssh, show what they say, stop all with Ctrl+C; options as of `run`."""
     from coordinator.launch import launch as start
 
-    return start(hosts, log_path.absolute(), context.args)
+    return start(hosts, log_path.absolute(), context.args, ssh, program)
 
 
 @cleanup_app.command()

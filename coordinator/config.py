@@ -135,6 +135,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 OPTIONS = {
     "cluster.num_nodes": "--num-nodes",
     "cluster.rank_weights": "--rank-weights",
+    "cluster.expect_gpus": "--expect-gpus",
     "cluster.node_timeout_s": "--node-timeout",
     "cluster.rejoin_timeout_s": "--rejoin-timeout",
     "cluster.on_node_failure": "--on-node-failure",

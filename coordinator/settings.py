@@ -36,6 +36,22 @@ def _weights(given: Any) -> Any:
     return parse_weights(given) if isinstance(given, str) else given
 
 
+def _gpus(given: Any) -> Any:
+    """`32` or `8,4,4` as a list of numbers."""
+    if isinstance(given, int):
+        return [given]
+    if not isinstance(given, str):
+        return given
+    items = [item.strip() for item in given.split(",")]
+    for item in items:
+        if not item.isdecimal():
+            raise SettingsError(
+                f"--expect-gpus {given}: '{item}' is no number of GPUs; give the total, e.g. 32, or one "
+                "number per node, e.g. 8,8,4"
+            )
+    return [int(item) for item in items]
+
+
 class ClusterSettings(Settings):
     """The nodes and their patience."""
 
@@ -43,6 +59,8 @@ class ClusterSettings(Settings):
     """Nodes of the run, the master included."""
     rank_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
     """One positive number a node: its share of the tasks and of the training tokens; default: equal."""
+    expect_gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_gpus)] = None
+    """GPUs that must be there before work starts: the total of all nodes, or one number a node."""
     beat_s: Annotated[float, Field(gt=0)] = 2.0
     """Seconds between two heartbeats of a node."""
     node_timeout_s: Annotated[float, Field(gt=0)] = 30.0
@@ -73,6 +91,17 @@ class ClusterSettings(Settings):
             )
         if not all(0 < weight < float("inf") for weight in weights):
             raise ValueError(f"--rank-weights {text}: every weight must be a positive number")
+        return self
+
+    @model_validator(mode="after")
+    def _expected_gpus_fit(self) -> "ClusterSettings":
+        numbers = self.expect_gpus
+        if numbers is not None and len(numbers) not in {1, self.num_nodes}:
+            text = ",".join(str(number) for number in numbers)
+            raise ValueError(
+                f"--expect-gpus {text} has {len(numbers)} numbers for --num-nodes {self.num_nodes}; give the "
+                f"total, e.g. {8 * self.num_nodes}, or one per node, e.g. {','.join(['8'] * self.num_nodes)}"
+            )
         return self
 
     @model_validator(mode="after")

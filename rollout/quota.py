@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rollout.settings import RolloutSettings
-from rollout.trajectory import Group
+
+if TYPE_CHECKING:  # `run status` reads quotas, and does without numpy
+    from rollout.trajectory import Group
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,17 @@ class Quota:
         needed = settings.tasks_per_iteration
         return cls(needed, math.ceil(needed * factor), settings.dynamic_sampling)
 
-    def counts(self, group: Group) -> bool:
+    def counts(self, group: "Group") -> bool:
         """Whether a finished group is one of those that are needed."""
         if self.slots == self.needed:
             return True
         return group.given_up is None and not (self.replace_flat and is_flat(group))
 
-    def missing(self, finished: Iterable[Group]) -> int:
+    def missing(self, finished: "Iterable[Group]") -> int:
         """How many groups are still needed."""
         return max(0, self.needed - sum(map(self.counts, finished)))
 
 
-def is_flat(group: Group) -> bool:
+def is_flat(group: "Group") -> bool:
     """Whether all samples have the same reward: no advantage, nothing to learn."""
     return len({sample.reward for sample in group.samples}) < 2

@@ -35,6 +35,7 @@ class TrainerSettings(Settings):
     """What is done with the ratio: PPO's clip; that with a floor (`dual_clip`); CISPO's; nothing; or no ratio
     at all, A log pi (likelihood)."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
+    """How far below 1 the ratio may count."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
@@ -46,9 +47,11 @@ class TrainerSettings(Settings):
     """Weight of a token for the engine's own numerics, w = pi_old / mu_engine: none; min(w, cap); w, but 0
     above the cap or below its inverse."""
     engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
+    """The largest weight of `engine_correction`."""
     kl: Literal["off", "k1", "k2", "k3"] = "off"
     """Estimate of KL(policy || base model) that is added to the loss (joschu.net/blog/kl-approx)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
+    """What `kl` is multiplied by."""
     keep_flat_groups: bool = False
     """Keep groups whose samples all have the same advantage 0: they teach nothing but count in the mean."""
     overlong: Literal["keep", "penalise", "drop"] = "keep"
@@ -70,6 +73,7 @@ class TrainerSettings(Settings):
     global_batch_size: Annotated[int, Field(ge=1)] = 512
     """Sequences of one optimizer step, over all ranks."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Not applied to norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -81,6 +85,7 @@ class TrainerSettings(Settings):
     """Every rank holds the whole model and its optimizer's state, or a shard of them (FSDP2); auto: sharded
     from `shard_from_parameters` on, where there are several ranks."""
     shard_from_parameters: Annotated[float, Field(ge=0)] = 2e8
+    """Parameters of a model that is worth sharding."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs of a node that share each layer."""
     activation_checkpointing: bool = True

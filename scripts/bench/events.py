@@ -36,7 +36,8 @@ def microseconds() -> float:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--dir", type=Path, required=True, help="A run that has finished iterations.")
     run_dir = RunDir(parser.parse_args().dir.absolute())
     iterations = [line["seconds"] for line in outputs.metrics_lines(run_dir)]

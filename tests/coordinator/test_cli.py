@@ -21,7 +21,7 @@ from tests.coordinator.made_up import record, run_dir_at, tree, write_json
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEDULERS = {*RANK_VARIABLES, NODES_VARIABLE, "MASTER_ADDR", "RUN_LOG_PATH"}
-HEAVY = ("torch", "transformers", "vllm", "aiohttp", "matplotlib")
+HEAVY = ("torch", "transformers", "vllm", "aiohttp", "jinja2", "pynvml")
 
 LOADED = """
 import sys
@@ -109,8 +109,8 @@ def test_help_names_every_option(run: Run) -> None:
     documented = (
         "--master --worker --num-nodes --rank-weights --log-path --data-path --model --tasks --eval-tasks "
         "--reward --environment --rl-phase --rollout-split --eval-interval --iterations --engine "
-        "--engine-url --debug-mode --on-node-failure --node-timeout --rejoin-timeout --config --dry-run "
-        "--version KEY=VALUE"
+        "--engine-url --debug-mode --on-node-failure --node-timeout --rejoin-timeout --expect-gpus "
+        "--config --dry-run --version KEY=VALUE"
     )
     assert [option for option in documented.split() if option not in text] == []
 

@@ -3,15 +3,10 @@
 import ast
 import inspect
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from coordinator import iteration
-from coordinator.cli import main
-from coordinator.config import build, flatten, parse_value
 from coordinator.phases import EVAL_ROWS, ROLLOUT_ROWS, UPDATE_ROWS, By, Phase
 from trainer.algorithms import PRESETS
 
@@ -60,15 +55,6 @@ def commands() -> list[str]:
     return [re.sub(r"\s+#.*", "", line).strip() for line in re.findall(r"^    (run .+)$", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if not c.startswith(("run status", "run doctor"))])
-def test_command_of_the_readme_is_understood(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = shlex.split(command.replace("/shared/", f"{tmp_path}/"))
-    monkeypatch.setattr("sys.argv", [*words, "--dry-run"])
-    assert main() == 0, capsys.readouterr().err
-
-
 def test_readme_names_the_three_node_example() -> None:
     assert [c for c in commands() if "/shared/exp1" in c][:3] == [
         "run --master --num-nodes 3 --rank-weights 2,1,1 --log-path /shared/exp1",
@@ -77,30 +63,12 @@ def test_readme_names_the_three_node_example() -> None:
     ]
 
 
-def test_make_targets_of_the_readme_exist() -> None:
-    makefile = (REPOSITORY / "Makefile").read_text()
-    named = set(re.findall(r"^    make ([\w-]+)", README, re.MULTILINE))
-    assert named and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
-
-
 def test_files_of_the_readme_are_those_that_there_are() -> None:
     block = README[README.index("## Files") :]
     named = re.findall(r"\b(\w+\.(?:py|sh))\b", block)
     folders = ("coordinator", "rollout", "trainer", "scripts", "scripts/bench")
     there = {path.name for folder in folders for path in (REPOSITORY / folder).glob("*.[ps][yh]")}
     assert set(named) == {name for name in there if not name.startswith("__")}
-
-
-def test_settings_of_the_readme_have_these_defaults() -> None:
-    defaults = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
-    block = README[README.index("| setting |") :].partition("\n\n")[0]
-    words = {"none": (None, []), "off": (None, False)}
-    for row in block.splitlines()[2:]:
-        names, values = (cell.strip().split(", ") for cell in row.split(" | ")[:2])
-        names = [name.removeprefix("| ") for name in names]
-        assert all(name.removesuffix(".*") in defaults for name in names), row
-        for name, value in zip(names, values, strict="*" not in row):
-            assert defaults[name] in words.get(value, (parse_value(value),)), f"{name} is {defaults[name]}"
 
 
 def test_extras_of_the_readme_are_those_of_the_project() -> None:

@@ -12,7 +12,9 @@ from coordinator.epochs import EpochRecord, claim
 from coordinator.network import host_identity
 from coordinator.run_dir import FORMAT, Beat, Flag, RunDir
 from coordinator.settings import RunSettings, SettingsError
-from coordinator.status import read_status, render
+from coordinator.status import read_status, show_status
+from coordinator.status_reader import StatusReader
+from coordinator.status_text import duration, render, repairs
 from coordinator.watch import ENDED
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
 
@@ -24,6 +26,8 @@ TOP_KEYS = {
     "iteration",
     "phase",
     "waiting_for",
+    "waiting_s",
+    "rollout_left_s",
     "num_nodes",
     "nodes",
     "last_metrics",
@@ -38,6 +42,12 @@ NODE_KEYS = {
     "tasks_assigned",
     "tasks_done",
     "silent_s",
+    "row_s",
+    "waiting_s",
+    "tokens_per_s",
+    "left_s",
+    "gpu_count",
+    "gpus",
 }
 """Of INTERFACE.md's `run status --json`."""
 
@@ -102,9 +112,15 @@ def test_running_nodes_are_shown_where_they_are(run_dir: RunDir) -> None:
         "state": "alive",
         "iteration": 5,
         "phase": "train_rollout",
+        "row_s": 0.0,
+        "waiting_s": 0.0,
         "weight": 1.0,
         "tasks_assigned": 64,
         "tasks_done": 3,
+        "tokens_per_s": None,
+        "left_s": None,
+        "gpu_count": 0,
+        "gpus": [],
         "silent_s": 0.4,
     }
 
@@ -139,7 +155,8 @@ def test_lobby_is_holding_and_shows_who_has_not_come(run_dir: RunDir) -> None:
     assert [node["weight"] for node in status["nodes"]] == [2, 1, 1]
     text = render(status, run_dir.root)
     assert "run abc is holding (epoch 2)" in text
-    assert "waiting for ranks 1, 2" in text
+    assert "waiting for ranks 1, 2 (node-2)" in text
+    assert f"to bring rank 1 back, on its machine: run --worker 1 --log-path {run_dir.root}" in text
 
 
 def test_finished_run_is_finished_though_its_nodes_left(run_dir: RunDir) -> None:
@@ -220,13 +237,100 @@ def test_torn_documents_are_read_as_absent(run_dir: RunDir) -> None:
     assert render(status, run_dir.root)
 
 
+GPU = {"name": "H100", "used_bytes": 61 * 2**30, "total_bytes": 80 * 2**30, "busy": 0.97}
+
+
+def test_what_a_node_says_of_its_speed_and_its_gpus_is_shown(run_dir: RunDir) -> None:
+    speed: dict[str, Any] = {"row_s": 12.0, "waiting_s": 3.5, "tokens_per_s": 1234.5, "left_s": 31.0}
+    status = running(run_dir, **speed, gpu_count=2, gpus=[GPU, GPU], waiting_for=[2])
+    assert status["nodes"][0].items() >= {**speed, "gpu_count": 2, "gpus": [GPU, GPU]}.items()
+    assert (status["waiting_s"], status["rollout_left_s"]) == (3.5, 31.0)
+    text = render(status, run_dir.root)
+    assert "train_rollout for 12 s, about 31 s left, waiting for rank 2 (node-2) for 4 s" in text
+    assert "1,234" in text and "2 x 61/80 GiB 97 %" in text
+
+
+def test_time_left_is_the_slowest_nodes_and_only_of_a_rollout(run_dir: RunDir) -> None:
+    running(run_dir, left_s=3.0)
+    beat(run_dir, 1, counter=6, left_s=40.0)
+    beat(run_dir, 2, counter=6, left_s=90.0, phase="train_plan")
+    assert read_status(run_dir.root)["rollout_left_s"] == 40.0
+    beat(run_dir, 0, counter=6, left_s=3.0, phase="training")
+    assert read_status(run_dir.root)["rollout_left_s"] is None
+
+
+def test_master_of_another_machine_that_beats_no_more_is_silent_to_who_watches(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("coordinator.status_reader.time.monotonic", lambda: now_s)
+    running(run_dir, silent_s={"1": 1.0})
+    reader = StatusReader(run_dir.root)
+    for counter in range(6, 19):
+        beat(run_dir, 1, counter=counter)
+        beat(run_dir, 2, counter=counter)
+        status = reader.read()
+        now_s += 3.0
+    assert (status["state"], status["waiting_for"], status["waiting_s"]) == ("holding", [0], 36.0)
+    assert states(status) == ["silent", "alive", "alive"]
+    assert repairs(status, run_dir.root) == [
+        f"to bring rank 0 back, on node-0: run --master ... --log-path {run_dir.root}"
+    ]
+
+
+def test_reader_that_was_frozen_takes_nobody_for_silent(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("coordinator.status_reader.time.monotonic", lambda: now_s)
+    running(run_dir)
+    reader = StatusReader(run_dir.root)
+    reader.read()
+    now_s = 1000.0
+    assert states(reader.read()) == ["alive"] * 3
+
+
+def test_reader_sees_each_new_line_of_the_metrics(run_dir: RunDir) -> None:
+    running(run_dir, phase="iteration_end")
+    reader = StatusReader(run_dir.root)
+    for iteration, phase in ((5, "iteration_end"), (6, "train_plan"), (7, "train_plan")):
+        with run_dir.metrics.open("a") as file:
+            file.write(json.dumps({"iteration": iteration}) + "\n")
+        beat(run_dir, 0, counter=5 + iteration, iteration=iteration + (phase == "train_plan"), phase=phase)
+        assert reader.read()["last_metrics"] == {"iteration": iteration}
+
+
+def test_held_run_says_the_command_that_brings_the_missing_node_back(run_dir: RunDir) -> None:
+    running(run_dir, waiting_for=[1, 2], silent_s={"2": 31.0})
+    flag(run_dir, 0, "lost")
+    status = read_status(run_dir.root)
+    command = f"to bring rank 2 back, on node-2: run --worker 2 --log-path {run_dir.root}"
+    assert repairs(status, run_dir.root) == [command]
+    assert command in render(status, run_dir.root).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (34.4, "34 s"), (100, "2 min"), (5400, "90 min"), (11520, "3.2 h")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_status_is_printed_as_text_or_as_json(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    running(run_dir)
+    show_status(run_dir.root, as_json=False, watch=False)
+    assert "iteration 5 of 8, train_rollout\n" in capsys.readouterr().out
+    show_status(run_dir.root, as_json=True, watch=False)
+    assert json.loads(capsys.readouterr().out)["run_id"] == "abc"
+
+
 def test_rendered_status_has_a_line_a_node_and_the_last_rewards(run_dir: RunDir) -> None:
     running(run_dir, waiting_for=[2])
     run_dir.metrics.write_text(json.dumps({"iteration": 4, "reward": 0.6123, "eval_reward": None}) + "\n")
     lines = render(read_status(run_dir.root), run_dir.root).splitlines()
     assert lines[:2] == [
         f"{run_dir.root}: run abc is running (epoch 2)",
-        "iteration 5 of 8, train_rollout, waiting for rank 2",
+        "iteration 5 of 8, train_rollout, waiting for rank 2 (node-2)",
     ]
     rows = [line.split() for line in lines[4:7]]
     assert rows[2] == ["2", "node-2", "10.0.0.1", "alive", "train_rollout", "6/64", "1", "0.0", "s"]

@@ -1,0 +1,179 @@
+"""Write docs/settings.md from the settings models: `python scripts/settings_page.py`.
+
+A table a section: name, type, default, meaning (the docstring under the field), and the option that is its
+short name.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+
+from coordinator.config import OPTIONS, TINY_DEFAULTS
+from coordinator.inputs import NODE_LOCAL
+from coordinator.settings import RunSettings
+
+PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+COMMAND = "python scripts/settings_page.py"
+NODE_LOCAL_NAMES = ", ".join(f"`{name}`" for name in sorted(NODE_LOCAL))
+HEAD = f"""\
+# Settings
+
+<!-- Written by `{COMMAND}` from the settings models; a test compares. Edit the models. -->
+
+Every setting of a run, by its dotted name. Give it as `name=value` behind the options:
+
+    run --model /shared/models/Qwen3-0.6B --tasks tasks.jsonl trainer.learning_rate=2e-6 eval.interval=5
+
+or in a file, for `--config settings.toml` (`.yaml` and `.json` work too):
+
+```toml
+model = "/shared/models/Qwen3-0.6B"
+tasks = "tasks.jsonl"
+
+[trainer]
+learning_rate = 2e-6
+
+[trainer.lora]
+rank = 16
+```
+
+What is given as `name=value` goes before an option, an option before the file, the file before the default.
+A value is JSON where it parses as such (`null`, `true`, `0.5`, `["stop here"]`), numbers in a list may be
+typed as `2,1,1`, and anything else is a text. An unknown name is an error. `run --dry-run` prints all
+settings, resolved. With `builtin:tiny`, the built-in model, some defaults are the demo's: they stand in
+brackets. The presets of `trainer.algorithm` are in [algorithms.md](algorithms.md).
+
+Only the master is given settings; workers read them from the run directory. What says something of one
+machine may differ on a worker, and is given there:
+{NODE_LOCAL_NAMES}.
+The model, the task file, `rollout.seed` and `trainer.lora` stay as they are for the whole run; everything
+else may change, and holds from the next start.
+"""
+KINDS = {
+    str: "text",
+    bool: "`true` or `false`",
+    int: "integer",
+    float: "number",
+    Any: "anything",
+}
+SIGNS: dict[type, tuple[str, str]] = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+
+
+def page() -> str:
+    """The whole page, as it should lie in docs/settings.md."""
+    sections = [section(name, model) for name, model in models()]
+    return "\n".join([HEAD, *sections])
+
+
+def models(model: type[BaseModel] = RunSettings, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """(dotted name, model) of each section, the run's own first."""
+    yield prefix, model
+    for name, field in model.model_fields.items():
+        inner: Any = field.annotation
+        if is_section(inner):
+            yield from models(inner, f"{prefix}.{name}" if prefix else name)
+
+
+def is_section(annotation: Any) -> bool:
+    """Whether a field holds settings of its own."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def section(prefix: str, model: type[BaseModel]) -> str:
+    """A heading, what the model's docstring says, and the table."""
+    meanings = docstrings(model)
+    rows = ["| setting | type | default | meaning | option |", "|---|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if is_section(field.annotation):
+            continue
+        key = f"{prefix}.{name}" if prefix else name
+        option = f"`{OPTIONS[key]}`" if key in OPTIONS else ""
+        meaning = meanings.get(name, "").replace("|", "\\|")
+        kind = type_words(field.annotation, field.metadata)
+        rows.append(f"| `{key}` | {kind} | {default(key, field.default)} | {meaning} | {option} |")
+    about = " ".join(inspect.cleandoc(model.__doc__ or "").split())
+    return "\n".join([f"## {prefix or 'The run'}", "", about, "", *rows, ""])
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The string that stands under each field of the class, in one line; fields without one are left out."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+            case _:
+                pass
+    return found
+
+
+def undescribed() -> list[str]:
+    """Settings without a docstring."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, model in models()
+        for name, field in model.model_fields.items()
+        if not is_section(field.annotation) and name not in docstrings(model)
+    ]
+
+
+def type_words(annotation: Any, metadata: Any = ()) -> str:
+    """A type for a person: `number > 0`, `wait`, `shrink` or `abort`, list of integers."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_words(arguments[0], arguments[1].metadata)
+    if origin is Literal:
+        return "one of " + ", ".join(f"`{value}`" for value in arguments)
+    if origin in {types.UnionType, Union}:
+        return " or ".join(
+            "`null`" if kind is type(None) else type_words(kind, metadata) for kind in arguments
+        )
+    if origin is tuple:
+        many = "list" if arguments[-1] is Ellipsis else str(len(arguments))
+        return f"{many} of: {type_words(arguments[0])}"
+    if origin is dict:
+        return f"by name: {type_words(arguments[1])}"
+    signs = [(*SIGNS[type(bound)], bound) for bound in metadata if type(bound) in SIGNS]
+    bounds = [f" {sign} {number(getattr(bound, name))}" for sign, name, bound in signs]
+    return KINDS[annotation] + " and".join(bounds)
+
+
+def number(value: float) -> str:
+    """As a person types it: 1e-6, 0.28, 4096."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    mantissa, exponent, digits = text.partition("e")
+    return f"{mantissa}e{int(digits)}" if exponent else text
+
+
+def typed(value: Any) -> str:
+    """A value as one would type it behind `=`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, tuple):
+        return ",".join(map(typed, value)) if value else "[]"
+    return str(value) if value != {} else "{}"
+
+
+def default(key: str, value: Any) -> str:
+    """The default, and in brackets that of the built-in model where it has another."""
+    tiny = f" (`{typed(TINY_DEFAULTS[key])}`)" if key in TINY_DEFAULTS else ""
+    return f"`{typed(value)}`{tiny}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"{PAGE}: {len(list(models()))} sections")
+    if missing := undescribed():
+        sys.exit(f"without a docstring: {', '.join(missing)}")

@@ -1,0 +1,256 @@
+"""Every command and block of README and docs/ is run, or named with the test that runs it."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cli import main
+from coordinator.commands import COMMANDS
+from coordinator.config import build, flatten
+from coordinator.role import NODES_VARIABLE, RANK_VARIABLES
+from tests.scripts.documented_run import make_run
+from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands, name
+
+Here = Callable[[str], list[str]]
+ELSEWHERE = {
+    r"run trainer\.algorithm=reinforce --dry-run": "tests/trainer/test_algorithms_page.py",
+    r"run doctor .*--peers .*": "tests/cluster/test_doctor.py",
+    r"hf upload .*": "tests/coordinator/test_training_page.py",
+    r"(\S+=1 )?vllm serve .*--logprobs-mode processed_logprobs": "tests/rollout/test_servers.py",
+    r"vllm serve .*--enable-lora .*": "tests/coordinator/test_training_page.py",
+    r"\.venv-trl/bin/python scripts/bench/\w+\.py": "tests/scripts/test_benchmarks.py",
+    r"(\.venv/bin/)?python -m pytest tests/gpu -s": "tests/gpu/test_gpu_training.py",
+    r"python scripts/settings_page\.py": "tests/coordinator/test_settings_page.py",
+    r"(sbatch|scancel) .*": "tests/scripts/test_slurm.py",
+    r"kubectl .*": "tests/scripts/test_k8s.py",
+}
+"""What is not run here, and the test that does; `doctor` alone is tests/coordinator/test_doctor.py's too."""
+NOT_IN_CI = {"install", "demo", "bench-trl"}
+"""Targets that `.ci/run` does not name: a prerequisite of the others; below; what is large and not ours."""
+PAGES_WITH_TESTS = {"docs/tasks.md", "docs/algorithms.md"}
+"""Their Python blocks are run by tests/rollout/test_docs.py and tests/trainer/test_algorithms_page.py."""
+ALL = sorted({command for page in PAGES for command in commands(page)})
+
+
+ENVIRONMENT = r"^([A-Z_]+=\S* )+"
+"""What stands before a command for its environment."""
+
+
+def kind(command: str) -> str:
+    """How a command is run here; empty for one that nothing knows."""
+    if any(re.fullmatch(pattern, command) for pattern in ELSEWHERE):
+        return "elsewhere"
+    first, _, rest = re.sub(ENVIRONMENT, "", command).partition(" ")
+    if first == "run":
+        word = rest.partition(" ")[0]
+        return word if word in COMMANDS else "start"
+    if first in {"cat", "head", "tail"}:
+        return "read"
+    if first in {"make", "bash"}:
+        return first
+    return "extras" if re.fullmatch(r"\.venv/bin/pip install -e '\.\[\w+\]'", command) else ""
+
+
+def of(*kinds: str) -> list[str]:
+    return [command for command in ALL if kind(command) in kinds]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Makes the words of a command ones that hold in an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("RUN_LOG_PATH", "MASTER_ADDR", NODES_VARIABLE, *RANK_VARIABLES):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+
+    def words(command: str) -> list[str]:
+        return shlex.split(re.sub(r"(?<![\w/])/shared/", f"{tmp_path}/", re.sub(r"\bDIR\b", "made", command)))
+
+    return words
+
+
+def run_of(words: list[str], place: Path) -> Path:
+    """The run directory, below `place`, that a command is about."""
+    if "--log-path" in words:
+        return Path(words[words.index("--log-path") + 1])
+    file = Path(words[-1])
+    if file.is_absolute():
+        return Path(file.relative_to(place).parts[0])
+    return Path(*file.parts[:2]) if words[0] != "run" else Path("runs/default")
+
+
+def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """`main` with these words, of which the first ones may be for the environment."""
+    while "=" in words[0]:
+        monkeypatch.setenv(*words[0].split("=", 1))
+        words = words[1:]
+    monkeypatch.setattr("sys.argv", words)
+    return main()
+
+
+def test_every_command_is_of_a_kind_that_is_tested() -> None:
+    assert [command for command in ALL if not kind(command)] == []
+    assert len(ALL) > 60 and len(of("start")) > 20
+
+
+def test_what_is_tested_elsewhere_is_tested_there() -> None:
+    used = {
+        pattern: path for pattern, path in ELSEWHERE.items() if any(re.fullmatch(pattern, c) for c in ALL)
+    }
+    assert [path for path in used.values() if not (REPOSITORY / path).is_file()] == []
+    files = [
+        word
+        for command in of("elsewhere")
+        for word in command.split()
+        if re.search(r"\.(py|sh|sbatch|yaml)$", word)
+    ]
+    assert [file for file in files if not (REPOSITORY / file).is_file()] == []
+
+
+@pytest.mark.parametrize("command", of("start"))
+def test_command_that_starts_nodes_is_understood(
+    command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = here(command)
+    if words[1:] in (["--help"], ["--version"]):
+        assert run(words, monkeypatch) == 0
+        return
+    if "--num-nodes" in words and not {"--master", "local"} & {*words}:
+        monkeypatch.setenv("RANK", "1")  # as a platform does that runs one command on every machine
+    assert run([*words, "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["cluster"]["num_nodes"] >= 1
+
+
+@pytest.mark.parametrize("command", of("launch"))
+def test_launch_says_what_it_would_start(
+    command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = here(command)
+    assert run([*words, "--ssh", sys.executable, "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
+    hosts = words[words.index("--hosts") + 1].split(",")
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == hosts
+
+
+@pytest.mark.parametrize("command", of("status", "report", "logs", "export", "cleanup", "read"))
+def test_command_about_a_run_works_on_one(
+    command: str,
+    here: Here,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = here(command)
+    root = tmp_path / run_of(words, tmp_path)
+    named = int(words[words.index("--iteration") + 1]) if "--iteration" in words else 3
+    make_run(root, finished=named - (kind(command) == "cleanup"))
+    if kind(command) == "read":
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+        return
+    follows = {"--watch", "-f", "--follow"} & {*words}
+    if follows:
+        monkeypatch.setattr("time.sleep", interrupt)
+    monkeypatch.setattr("coordinator.cleanup.LOOK_AT_LEAST_S", 0.02)
+    assert run(words, monkeypatch) == (130 if follows else 0), capsys.readouterr().err
+    assert capsys.readouterr().out.strip()
+
+
+def interrupt(_seconds: float) -> None:
+    """Ctrl+C."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("command", of("doctor") + [c for c in of("elsewhere") if c.startswith("run doctor")])
+def test_doctor_is_asked_about_the_directory_as_one_of_the_nodes(
+    command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("coordinator.doctor.run.run_doctor", lambda *given: asked.append(given) or 0)
+    assert run(here(command), monkeypatch) == 0, capsys.readouterr().err
+    ((_root, nodes, rank, _limit_s, _json),) = asked
+    assert 0 <= rank < nodes and (nodes > 1) == ("--peers" in command)
+
+
+@pytest.mark.parametrize("command", of("make"))
+def test_target_is_there_and_ci_makes_it(command: str) -> None:
+    target = command.split()[1]
+    assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert target in NOT_IN_CI or f"make {target}\n" in (REPOSITORY / ".ci" / "run").read_text()
+
+
+def test_demo_is_a_run_of_three_nodes(
+    here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = (REPOSITORY / "scripts" / "demo.sh").read_text().splitlines()[-1]
+    words = here(
+        last.removeprefix("exec .venv/bin/").replace("$log_path", "runs/demo").replace("${SEED:-0}", "0")
+    )
+    assert run([*words, "--dry-run"], monkeypatch) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"]["num_nodes"] == 3
+
+
+def test_options_behind_a_job_script_are_those_of_run(
+    here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in [command for command in of("elsewhere") if command.startswith("sbatch ")]:
+        assert run(["run", *here(command)[2:], "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
+
+
+def test_jobs_have_the_name_that_the_page_gives_them() -> None:
+    names = {
+        name for command in of("elsewhere") for name in re.findall(r"(?:--name=|job/|job )([\w-]+)", command)
+    }
+    scripts = [REPOSITORY / "scripts" / script for script in ("node.sbatch", "k8s.yaml")]
+    assert names and all(
+        re.search(rf"name[=:] ?{name}$", script.read_text(), re.MULTILINE)
+        for name in names
+        for script in scripts
+    )
+
+
+@pytest.mark.parametrize("command", of("bash"))
+def test_script_is_one_that_bash_reads(command: str) -> None:
+    script = REPOSITORY / command.split()[1]
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert os.access(script, os.R_OK)
+
+
+@pytest.mark.parametrize("command", of("extras"))
+def test_extra_is_one_of_the_project(command: str) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r"\[(\w+)\]", command)
+    assert extra in project["optional-dependencies"]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page) if block.kind]
+
+
+def test_blocks_are_of_a_kind_that_is_tested() -> None:
+    assert {block.kind for block in BLOCKS} <= {"json", "toml", "python", "sh", "yaml", "bash"}
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.kind in {"json", "toml"}], ids=lambda b: b.page)
+def test_data_of_a_page_parses(block: Any) -> None:
+    if block.kind == "toml":
+        build(dict(flatten(tomllib.loads(block.text))))
+    else:
+        assert all(json.loads(line) for line in block.text.splitlines())
+
+
+PYTHON = [b for b in BLOCKS if b.kind == "python" and b.page not in PAGES_WITH_TESTS]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda b: b.page)
+def test_python_of_a_page_runs(block: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "exp1", finished=3)
+    exec(block.text.replace("/shared/", f"{tmp_path}/"), {"__name__": name(PAGES[0])})
+    assert capsys.readouterr().out

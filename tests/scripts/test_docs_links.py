@@ -1,0 +1,117 @@
+"""README and docs/ hang together: links lead somewhere, and what the pages say of the code is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import OPEN, build, flatten
+from coordinator.outcome import Exit
+from coordinator.phases import Phase
+from coordinator.run import Run
+from tests.scripts.documented_run import make_run
+from tests.scripts.pages import PAGES, REPOSITORY, anchors, links, name
+
+PAGE = {name(page): page for page in PAGES}
+INDEX = "docs/README.md"
+
+
+@pytest.mark.parametrize("page", PAGE)
+def test_links_lead_somewhere(page: str) -> None:
+    lost: list[str] = []
+    for link in links(PAGE[page]):
+        target, _, heading = link.partition("#")
+        if "://" in target:
+            continue
+        path = (PAGE[page].parent / target).resolve() if target else PAGE[page]
+        if not path.is_file() or (heading and heading not in anchors(path)):
+            lost.append(link)
+    assert lost == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    pages = {name(page).removeprefix("docs/") for page in PAGES if name(page).startswith("docs/")}
+    assert set(links(PAGE[INDEX])) == pages - {"README.md"}
+
+
+@pytest.mark.parametrize("page", PAGE)
+def test_tests_that_a_page_names_are_there(page: str) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", PAGE[page].read_text())
+    assert [path for path in named if not (REPOSITORY / path).is_file()] == []
+    assert named or page != "docs/protocol.md"
+
+
+def test_phases_of_the_protocol_page_are_all_phases_in_order() -> None:
+    rows = re.findall(r"^\| (\d+)-(\d+) \| ([\w, ]+) \|", PAGE["docs/protocol.md"].read_text(), re.MULTILINE)
+    named = [(int(first), int(last), names.split(", ")) for first, last, names in rows]
+    assert [label for _, _, names in named for label in names] == [phase.label for phase in Phase]
+    for first, last, names in named:
+        assert names == [Phase(row).label for row in range(first, last + 1)]
+
+
+def test_exit_codes_of_the_recovery_page_are_those_of_run() -> None:
+    page = PAGE["docs/recovery.md"].read_text()
+    codes = re.findall(r"^\| (\d+) \|", page[page.index("## Exit codes") :], re.MULTILINE)
+    assert [int(code) for code in codes] == sorted(Exit)
+
+
+SETTINGS = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
+SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
+
+
+@pytest.mark.parametrize("page", PAGE)
+def test_settings_that_a_page_names_are_there(page: str) -> None:
+    spans = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", PAGE[page].read_text())
+    files = {"jsonl", "md", "json", "py", "sh", "toml", "yaml", "log", "html", "sbatch"}
+    named = {
+        span for span in spans if span.partition(".")[0] in SECTIONS and span.split(".")[-1] not in files
+    }
+    sections = {name.rpartition(".")[0] for name in SETTINGS}
+    known = {*SETTINGS, *sections, "trainer.algorithms"}
+    assert {span for span in named - known if not span.startswith(OPEN)} == set()
+
+
+def test_keys_of_the_status_are_on_the_page(tmp_path: Path) -> None:
+    make_run(tmp_path, finished=1)
+    status = Run(tmp_path).status()
+    page = PAGE["docs/monitoring.md"].read_text()
+    assert [key for key in (*status, *status["nodes"][0]) if f"`{key}`" not in page] == []
+
+
+def test_events_of_the_page_are_those_that_nodes_write() -> None:
+    page = PAGE["docs/monitoring.md"].read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page[page.index("| `what` |") :], re.MULTILINE)
+    named = {word for row in rows for word in re.findall(r"\w+", row)} - {"what"}
+    sources = "\n".join(path.read_text() for path in (REPOSITORY / "coordinator").glob("*.py"))
+    written = re.findall(r'(?:events\.add|self\._say)\("(\w+)"|"what": "(\w+)"', sources)
+    assert named == {word for pair in written for word in pair if word} | {"warning", "error"}
+
+
+MESSAGES = [
+    "is lost",
+    "no heartbeat for",
+    "To bring it back, on that machine:",
+    "To resume, run the same commands again",
+    "there, the same command again:",
+    "has not shown this node's heartbeat for",
+    "it leaves the epoch, its engine stays warm, and it comes back by itself",
+    "did not answer for",
+    "free some space there, then run the same command again",
+    "it beats, but has made no progress for",
+    "died or did not answer for",
+    "starting it again (",
+    "Does another run use it?",
+    "DAMAGED CHECKPOINT:",
+    "restore it or use another log path",
+    "was taken over by",
+    "this process ends",
+    "to start anew, use another log path",
+    "stop the run first:",
+]
+
+
+def test_messages_of_the_recovery_page_are_those_of_the_code() -> None:
+    sources = "\n".join(path.read_text() for path in sorted((REPOSITORY / "coordinator").rglob("*.py")))
+    page = " ".join(PAGE["docs/recovery.md"].read_text().split())
+    assert [text for text in MESSAGES if text not in page] == []
+    assert [text for text in MESSAGES if text not in sources] == []

@@ -45,6 +45,8 @@ def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, A
     if run_dir.checkpoint(iteration).name in outputs.names(run_dir.checkpoints):
         trained = outputs.read_result(run_dir.checkpoint(iteration)).metrics
     rollout_s = node.phase_s.get(Phase.TRAIN_ROLLOUT.label, 0.0)
+    # After a fault the row may have found groups that took their time in an epoch before.
+    is_of_now = bool(train) and all(part["epoch"] == node.record.epoch for part in train["parts"])
     busy = [said["work_s"] / max(said["work_s"] + said["wait_s"], 1e-9) for said in payloads.values()]
     return {
         "iteration": iteration,
@@ -56,7 +58,7 @@ def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, A
         "given_up": len(train["given_up"]) if train else None,
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
-        "tokens_per_s": round(train["tokens"] / rollout_s, 1) if train and rollout_s else None,
+        "tokens_per_s": round(train["tokens"] / rollout_s, 1) if is_of_now and rollout_s else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),

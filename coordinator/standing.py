@@ -46,17 +46,19 @@ class Position:
     since_s: float = field(default_factory=lambda: time.monotonic())
     waiting_since_s: float | None = None
     counting_since_s: float | None = None
+    reached_s: float = 0.0
 
     def reach(self, done: int, total: int, tokens: int) -> None:
         """Progress in this row."""
+        self.reached_s = time.monotonic()
         if done == 0 or self.counting_since_s is None:
-            self.counting_since_s = time.monotonic()
+            self.counting_since_s = self.reached_s
         self.done, self.total, self.tokens = done, total, tokens
 
     def describe(self) -> dict[str, Any]:
         """As a heartbeat says it, with what follows from the moments: seconds, and tokens per second."""
         now_s = time.monotonic()
-        counted_s = now_s - (self.counting_since_s or now_s)
+        counted_s = self.reached_s - (self.counting_since_s or self.reached_s)
         waits = bool(self.waiting_for)
         return {
             "state": self.state,

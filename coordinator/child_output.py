@@ -64,7 +64,7 @@ class LogWriter:
 
     def _run(self) -> None:
         file: BinaryIO | None = None
-        reported, more = 0, True
+        reported, more, torn = 0, True, False
         while more:
             batch = [self._lines.get()]
             if self._linger_s:
@@ -78,12 +78,15 @@ class LogWriter:
             note = b"[%d lines are missing here: the file system did not take them]\n" % missing
             try:
                 file = file or self._path.open("ab", buffering=0)
-                file.write(b"".join(lines) + (note if missing else b""))
-                reported += missing
+                left = memoryview((b"\n" if torn else b"") + b"".join(lines) + (note if missing else b""))
+                while left:
+                    left = left[file.write(left) :]
+                reported, torn = reported + missing, False
             except OSError as error:  # ESTALE and the like pass: the next batch opens the file anew
                 if not self._failed:
                     logger.warning("cannot write %s: %s; dropping its lines meanwhile", self._path, error)
                 self._failed += len(lines)
+                torn = file is not None
                 _close(file)
                 file = None
         _close(file)

@@ -1,11 +1,12 @@
 """The command `run`: parse, then call. Nothing else."""
 
+import io
 import json
 import os
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -155,6 +156,8 @@ def _show(settings: Any) -> int:
 def main() -> int:
     """Entry point of `run`: the exit code. Every bad input is one line."""
     os.umask(0o007)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 must not end what is shown
+        cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     app = COMMANDS[arguments[0]][0] if arguments and arguments[0] in COMMANDS else node_app
     if app is not node_app:

@@ -1,7 +1,8 @@
 """What happened on a node and when, for `run report`: events/rank_0001.jsonl, one JSON object a line.
 
 Every line has `t` (seconds of this node's monotonic clock), `n` (incarnation), `e` (epoch, 0 before the
-first) and `what`. Rows are `begin` and `end` (with `work_s`; the rest of the row was waiting for others);
+first) and `what`. Rows are `begin` and `end` (with `work_s`; the rest of the row was waiting for others,
+and `then_s` of the work, the master's conclusion, came after that);
 `process`, `epoch` and `exit` are a process's own; engines and trainers say `engine_start`, `engine_ready`,
 `reload`, `trainer_start`; and whatever the node logs as a warning or an error is an event too. Nothing here
 waits for the file system, and nothing is fsynced: a process that is killed loses the last second.
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.child_output import LogWriter
-from coordinator.inputs import gpu_names
 
 Say = Callable[..., None]
 """`Events.add`."""
@@ -48,13 +48,14 @@ class Events(logging.Handler):
 
     def add(self, what: str, **more: Any) -> None:
         """Something has happened just now."""
-        if self._writer is None:
+        writer = self._writer
+        if writer is None:
             return
         incarnation, epoch = self._place()
         event = {"t": round(time.monotonic(), 4), "n": incarnation, "e": epoch, "what": what, **more}
         line = json.dumps(event).encode() + b"\n"
         with self._one_by_one:
-            self._writer.put(line)
+            writer.put(line)
 
     def emit(self, record: logging.LogRecord) -> None:
         """A warning or an error; or any record that says, as `extra={"event": {...}}`, what it is."""
@@ -71,7 +72,7 @@ class Events(logging.Handler):
 
 
 def about_this_process() -> dict[str, Any]:
-    """What a report says of a process: the wall clock's time, for people; GPUs; versions."""
+    """What a report says of a process: the wall clock's time, for people; versions."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -79,4 +80,4 @@ def about_this_process() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[package] = None
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"at": at, "gpus": gpu_names(), "versions": versions}
+    return {"at": at, "versions": versions}

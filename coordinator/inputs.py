@@ -125,22 +125,14 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([item for item in visible.split(",") if item.strip() not in {"", "-1"}])
-    return len(gpu_names())
-
-
-def gpu_names() -> list[str]:
-    """Of the GPUs of this machine, those that this process may not use included."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return []
+        return 0
     try:
         listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30.0, check=False)
-    except subprocess.TimeoutExpired:
-        return []
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [
-        line.partition(": ")[2].partition(" (UUID")[0] for line in lines
-    ]  # GPU 0: NVIDIA H100 (UUID: ...)
+    except (subprocess.TimeoutExpired, OSError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def _fetch(model: str) -> Path:

@@ -33,6 +33,8 @@ class Prefix(logging.Formatter):
 
     def close(self) -> None:
         """The end of the file."""
+        if self._node is not None:
+            logging.getLogger().removeHandler(self._node.events)
         if self._file is not None:
             self._file.close()
 

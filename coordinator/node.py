@@ -116,7 +116,9 @@ class Node(Flagging):
         self.forget_flags()
         self.iteration = 0
         self.position = Position("running")
-        self.events.add("epoch", members=sorted(record.members), weight=record.members[self.rank].weight)
+        gpus = [gpu["name"] for gpu in self.gpus.latest]
+        weight = record.members[self.rank].weight
+        self.events.add("epoch", members=sorted(record.members), weight=weight, gpus=gpus)
         self.raise_flag(Flag(record.epoch, 0, 0, self.rank, "enter"), {})
         if self.is_master:
             self.wait_flags(0, 0, "enter")
@@ -219,20 +221,25 @@ class Node(Flagging):
         mine = self.is_master or by is By.ALL
         payload = (act(self) or {}) if mine else {}
         acted_s = time.monotonic()
+        concluded_s = 0.0
         self.check()
         flag = Flag(self.record.epoch, iteration, phase, self.rank, "ok")
         if self.is_master:
             if by is By.ALL:
                 self.wait_flags(iteration, phase)
+                flags_up_s = time.monotonic()
                 payload = (then(self, self.payloads(iteration, phase, payload)) or {}) if then else {}
+                concluded_s = time.monotonic() - flags_up_s
             self.raise_flag(flag, payload)
         else:
             if mine:
                 self.raise_flag(flag, payload)
             payload = self.wait_master(iteration, phase)
         self.documents[phase] = payload
-        self.events.add("end", it=iteration, row=phase.label, work_s=round(acted_s - started_s, 4))
-        self.work_s[phase.label] = acted_s - started_s
+        work_s = self.work_s[phase.label] = acted_s - started_s + concluded_s
+        self.events.add(
+            "end", it=iteration, row=phase.label, work_s=round(work_s, 4), then_s=round(concluded_s, 4)
+        )
         self.phase_s[phase.label] = time.monotonic() - started_s
         if phase is Phase.ITERATION_START:
             self.resume_at = Phase(payload["resume_at"])

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from coordinator.epochs import MASTER
 
@@ -17,11 +17,42 @@ Status = dict[str, Any]
 Node = dict[str, Any]
 
 
-def duration(seconds: float) -> str:
-    """`34 s`, `12 min`, `3.2 h`."""
+_SEEN = {
+    **{code: f"^{chr(code ^ 64)}" for code in (*range(32), 127) if chr(code) not in "\t\n"},
+    **{code: f"\\x{code:02x}" for code in range(128, 160)},
+}
+
+
+def plain(text: str) -> str:
+    """`text` with its control characters spelled (`^[` for ESC), all but tabs and line ends: what others
+    have written must not move the cursor, or rename the window, of a terminal that shows it.
+    """
+    return text.replace("\r\n", "\n").translate(_SEEN)
+
+
+def one_line(text: str) -> str:
+    """As `plain`, without tabs and line ends."""
+    return plain(text).replace("\n", "^J").replace("\t", "^I")
+
+
+def all_plain(content: Any) -> Any:
+    """JSON, as it was read, with `one_line` of all its strings but the keys."""
+    if isinstance(content, str):
+        return one_line(content)
+    if isinstance(content, dict):
+        return {key: all_plain(value) for key, value in cast("dict[str, Any]", content).items()}
+    if isinstance(content, list):
+        return [all_plain(value) for value in cast("list[Any]", content)]
+    return content
+
+
+def duration(seconds: float, digits: int = 0) -> str:
+    """`34 s` (with so many `digits` after the point), `12 min`, `3.2 h`, `2.1 days`."""
     if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+        return f"{seconds:.{digits}f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def is_going(status: Status) -> bool:
@@ -106,6 +137,7 @@ def rewards(line: dict[str, Any] | None) -> str:
 
 def render(status: Status, root: Path) -> str:
     """The state for a person, a line a node; columns only where there is something to show."""
+    status = all_plain(status)
     going = is_going(status)
     place = ", ".join(filter(None, [where(status), waiting(status)]))
     nodes: list[Node] = status["nodes"]

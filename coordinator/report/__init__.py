@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import os
+import stat
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +15,7 @@ from coordinator.config import build, flatten
 from coordinator.report import charts, curves, faults, figures, samples, summary
 from coordinator.report.sources import Events, newest_record, read_events
 from coordinator.report.timeline import Span, Timelines, spans_of
+from coordinator.report.values import is_number, seconds_of
 from coordinator.run_dir import RunDir
 from coordinator.settings import SettingsError
 from coordinator.status import read_status
@@ -27,17 +30,29 @@ BALANCED_OVER = 10
 def write_report(root: Path, out: Path | None = None) -> Path:
     """Write the page about the run at `root`, to report.html in it or to `out`; where it is.
 
-    SettingsError if no run is there, or if the page cannot be written.
+    A link stays one: what it leads to is written. SettingsError if no run is there, or if the page cannot be
+    written.
     """
     path = out or root / NAME
-    page = render(root, read_status(root))
-    if not path.parent.is_dir() or path.is_dir():
-        raise SettingsError(f"--out {path}: give the name of a file in a directory that is there")
+    status = read_status(root)
     try:
-        shared_fs.publish(path, page.encode("utf-8", "replace"), durable=False)
+        target = _writable(path)
+        shared_fs.publish(target, render(root, status).encode("utf-8", "replace"), durable=False)
     except OSError as error:
         raise SettingsError(f"--out {path}: {error.strerror}; give a file that can be written") from None
     return path
+
+
+def _writable(path: Path) -> Path:
+    """The file behind `path`; SettingsError if something else is there, or nothing that it could lie in."""
+    target = Path(os.path.realpath(path))
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        regular = target.parent.is_dir()
+    if not regular:
+        raise SettingsError(f"--out {path}: give the name of a file in a directory that is there")
+    return target
 
 
 def render(root: Path, status: dict[str, Any]) -> str:
@@ -78,7 +93,8 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
         "charts": curves.charts(lines),
         "size": (charts.WIDTH, charts.HEIGHT, charts.LEFT, charts.WIDTH - charts.RIGHT, charts.TOP),
         "timelines": _timelines(spans, status, lines),
-        "events_whole": events.whole,
+        "events_skipped": events.skipped,
+        "unreadable": events.unreadable,
         "node_iterations": figures.node_iterations(spans) or len(lines),
         "has_events": any(spans.values()),
         "shares": figures.time_shares(spans) if any(spans.values()) else figures.shares_by_metrics(lines),
@@ -122,7 +138,7 @@ def _timelines(
 ) -> list[charts.Lanes]:
     """The iteration that is going on, the last finished one and the slowest of the others."""
     running = status["state"] in {"running", "holding"}
-    here_s = {node["rank"]: float(node.get("row_s") or 0.0) for node in status["nodes"]} if running else {}
+    here_s = {node["rank"]: seconds_of(node, "row_s") for node in status["nodes"]} if running else {}
     all_nodes = Timelines(spans, here_s)
     numbers = all_nodes.iterations
     finished = {line["iteration"] for line in lines}
@@ -137,7 +153,7 @@ def _timelines(
 
 def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.Reading]:
     """Groups of the first iteration that sampled, and of the last one."""
-    sampled = [line["iteration"] for line in lines if curves.is_number(line.get("reward"))]
+    sampled = [line["iteration"] for line in lines if is_number(line.get("reward"))]
     return [samples.reading(run_dir, iteration) for iteration in dict.fromkeys([*sampled[:1], *sampled[-1:]])]
 
 
@@ -146,10 +162,7 @@ def _about(run_dir: RunDir, events: Events, status: dict[str, Any]) -> dict[str,
     record = newest_record(run_dir)
     settings = dict(flatten(record.settings)) if record else {}
     usual = dict(flatten(build({"model": settings.get("model") or "any"}).model_dump(mode="json")))
-    processes = {
-        rank: [line for line in found if line["what"] == "process"] for rank, found in events.lines.items()
-    }
-    nodes = {rank: found[-1] for rank, found in processes.items() if found}
+    nodes = {rank: _about_node(found) for rank, found in events.lines.items()}
     return {
         "settings": [
             (name, value, name == "model" or value != usual.get(name)) for name, value in settings.items()
@@ -160,6 +173,15 @@ def _about(run_dir: RunDir, events: Events, status: dict[str, Any]) -> dict[str,
     }
 
 
+def _about_node(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the newest process of a rank has said of itself; its GPUs, when it entered an epoch."""
+    about: dict[str, Any] = {}
+    for line in lines:
+        if line["what"] in {"process", "epoch"}:
+            about = dict(line) if line["what"] == "process" else {**about, "gpus": line.get("gpus", [])}
+    return about
+
+
 def _subject(fixed: dict[str, Any]) -> str:
     """`Qwen/Qwen3-4B on sums.jsonl, `."""
     names = [fixed[what]["name"] for what in ("model", "tasks") if fixed.get(what)]
@@ -168,10 +190,14 @@ def _subject(fixed: dict[str, Any]) -> str:
 
 def _versions(process: dict[str, Any]) -> str:
     """`flagpost 0.1.0, python 3.11.2, ...`."""
-    versions: dict[str, Any] = process.get("versions") or {}
-    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    versions: Any = process.get("versions")
+    if not isinstance(versions, dict):
+        return ""
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)  # pyright: ignore
 
 
-def _gpus(names: list[str]) -> str:
+def _gpus(names: Any) -> str:
     """`8 x NVIDIA H100`."""
-    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+    if not isinstance(names, list):
+        return ""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(map(str, names)).items())  # pyright: ignore

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.report.timeline import CATEGORIES, Bar, Timeline
+from coordinator.report.values import TINY, is_number
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
@@ -14,6 +15,9 @@ POINTS = 240
 """A longer line is drawn by the mean of so many stretches, with a band from the least to the most."""
 MARKED = 40
 """Up to so many points are marked each."""
+
+SAME = 1e-9
+"""Values that differ by less than this, of the largest, are drawn as one."""
 
 Points = Sequence[tuple[int, float]]
 
@@ -69,9 +73,10 @@ def number_text(value: float) -> str:
 
 
 def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]]) -> Chart:
-    """A chart of the lines (label, [(iteration, value)]); none of them is empty."""
-    iterations = [iteration for _, points in lines for iteration, _ in points]
-    values = [value for _, points in lines for _, value in points]
+    """A chart of the lines (label, [(iteration, value)]); those without a value to draw are left out."""
+    lines = [(label, found) for label, points in lines if (found := _drawable(points))]
+    iterations = [iteration for _, points in lines for iteration, _ in points] or [0]
+    values = [value for _, points in lines for _, value in points] or [0.0]
     first, last = min(iterations), max(iterations)
     ticks = nice_ticks(*_range(values), 4)
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
@@ -116,6 +121,10 @@ def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]])
     )
 
 
+def _drawable(points: Points) -> Points:
+    return [(n, value if abs(value) >= TINY else 0.0) for n, value in points if is_number(value)]
+
+
 def _words(label: str, points: Points, unit: str) -> str:
     """`training 0.1 to 0.8`."""
     first, last = number_text(points[0][1]), number_text(points[-1][1])
@@ -125,9 +134,10 @@ def _words(label: str, points: Points, unit: str) -> str:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """From zero, unless all of it is far from there."""
     low, high = min(values), max(values)
-    if low >= 0 and (low < 0.6 * high or low == high):
+    same = high - low <= SAME * max(abs(low), abs(high))
+    if low >= 0 and (low < 0.6 * high or same):
         return 0.0, high or 1.0
-    return (low, high) if low < high else (2 * low, 0.0)
+    return (2 * low, 0.0) if same else (low, high)
 
 
 def _iteration_ticks(first: int, last: int) -> list[int]:
@@ -211,7 +221,7 @@ def lanes(timeline: Timeline, title: str) -> Lanes:
 
 
 def _blocks(bar: Bar, lane: int, scale: float) -> list[Block]:
-    """Work, then waiting; a row without an end is one block."""
+    """Work, waiting, and the work that concludes the row; a row without an end is one block."""
     span, category = bar.span, CATEGORIES.get(bar.span.row, "other")
     seconds = bar.end_s - bar.begin_s
 
@@ -223,10 +233,13 @@ def _blocks(bar: Bar, lane: int, scale: float) -> list[Block]:
     if span.state != "whole":
         said = "broken off after" if span.state == "broken" else "so far"
         return [block(bar.begin_s, bar.end_s, span.state, f"{said} {seconds:.1f} s")]
-    loaded_s = bar.begin_s + min(span.load_s, span.work_s)
-    worked_s = min(bar.begin_s + span.work_s, bar.end_s)
-    pieces = [block(loaded_s, worked_s, "", f"{span.work_s:.1f} s of work")]
+    lead_s = span.work_s - span.then_s
+    loaded_s = bar.begin_s + min(span.load_s, lead_s)
+    worked_s = min(bar.begin_s + lead_s, bar.end_s)
+    waited_s = max(worked_s, bar.end_s - span.then_s)
+    pieces = [block(loaded_s, worked_s, "", f"{lead_s:.1f} s of work")]
     if span.load_s:
         start = block(bar.begin_s, loaded_s, "", f"{span.load_s:.1f} s for the engine to start")
         pieces.insert(0, Block(start.x, start.width, lane, "load", start.text))
-    return [*pieces, block(worked_s, bar.end_s, "wait", f"{span.wait_s:.1f} s of waiting")]
+    pieces.append(block(worked_s, waited_s, "wait", f"{span.wait_s:.1f} s of waiting"))
+    return [*pieces, block(waited_s, bar.end_s, "", f"{span.then_s:.1f} s of work to conclude it")]

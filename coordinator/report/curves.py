@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.report.charts import Chart, chart
+from coordinator.report.values import is_number, numbers
 
 CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -44,11 +45,6 @@ def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, fl
     return [(line["iteration"], scale * line[field]) for line in lines if is_number(line.get(field))]
 
 
-def is_number(value: Any) -> bool:
-    """Whether it can be drawn: JSON as Python writes it may hold NaN."""
-    return isinstance(value, int | float) and abs(value) < float("inf")
-
-
 def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Those that have data, pass@k with them."""
     found: list[Chart] = []
@@ -65,8 +61,7 @@ def _pass_at(lines: Sequence[Mapping[str, Any]]) -> Chart | None:
     """pass@k of the evaluations, if they have more than one sample a task."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
-        rates: dict[str, float] = line.get("eval_pass_at") or {}
-        for k, rate in rates.items():
+        for k, rate in numbers(line, "eval_pass_at").items():
             curves.setdefault(f"pass@{k}", []).append((line["iteration"], 100.0 * rate))
     drawn = list(curves.items())[-4:]
     return (

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coordinator.board import ranks_text
 from coordinator.epochs import MASTER
 from coordinator.phases import Phase
+from coordinator.report.values import seconds_of
 
 Line = Mapping[str, Any]
 
@@ -67,13 +69,13 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
             epochs += 1
             said = "new epoch" if epochs > 1 else ""
             text = f"epoch {line['e']} begins with {_ranks(line.get('members', []))}"
-        elif what == "exit" and line.get("code") not in {0, None}:
+        elif what == "exit" and line.get("code") not in (0, None):
             said, text = "ended", f"exit code {line['code']}: {text}"
         elif what in {"lost", "error", "warning"}:
             said = what
         if said:
             stopped = said not in {"warning", "new epoch"}
-            whom = line.get("rank", rank) if what == "lost" else rank
+            whom = line["rank"] if what == "lost" and isinstance(line.get("rank"), int) else rank
             seconds = went_on[index] if stopped else None
             found.append(Fault(line["e"], *place, whom, host, said, text, went_on_s=seconds))
     return found
@@ -124,7 +126,7 @@ def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:
     for rank, events in sorted(lines.items()):
         said = [line for line in events if line["what"] == "retry"]
         if said:
-            seconds = sum(float(line.get("seconds", 0.0)) for line in said)
+            seconds = sum(seconds_of(line, "seconds") for line in said)
             found.append(Retries(rank, _host(events), len(said), seconds, str(said[-1].get("text", ""))))
     return found
 
@@ -134,11 +136,10 @@ def _host(lines: Sequence[Line]) -> str:
 
 
 def _ranks(members: Any) -> str:
-    """`1 node: rank 0`, `3 nodes: ranks 0, 1, 2`, `64 nodes`."""
-    if not isinstance(members, list) or not members:
+    """`rank 0`, `ranks 0, 1, 2`, `64 nodes`."""
+    if not isinstance(members, list):
         return "its members"
-    ranks = ", ".join(map(str, members))  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-    count = len(members)  # pyright: ignore[reportUnknownArgumentType]
-    if count == 1:
-        return f"rank {ranks} alone"
-    return f"ranks {ranks}" if count <= 8 else f"{count} nodes"
+    ranks = [rank for rank in members if isinstance(rank, int)]  # pyright: ignore[reportUnknownVariableType]
+    if not ranks:
+        return "its members"
+    return ranks_text(ranks) if len(ranks) <= 8 else f"{len(ranks)} nodes"

@@ -8,6 +8,7 @@ from typing import Any
 
 from coordinator.phases import Phase
 from coordinator.report.timeline import CATEGORIES, Span
+from coordinator.report.values import numbers, seconds_of
 from coordinator.split import share_sizes
 
 WAITING, BROKEN = "wait", "held up"
@@ -81,11 +82,6 @@ def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[Share]:
     return _shares(seconds)
 
 
-def numbers(line: Mapping[str, Any], name: str) -> dict[str, float]:
-    """A field of a metrics line that maps names to numbers; {} if it is not there."""
-    return line.get(name) or {}
-
-
 def _shares(seconds: Mapping[str, float]) -> list[Share]:
     total = sum(seconds.values())
     return [Share(name, spent, spent / total) for name, spent in seconds.items() if spent > 0.0]
@@ -127,16 +123,17 @@ def waiting(spans: Mapping[int, Sequence[Span]], lines: Sequence[Mapping[str, An
     present: dict[int, float] = defaultdict(float)
     for line in lines:
         for rank, seconds in numbers(line, "wait_seconds").items():
-            waited[int(rank)] += seconds
-            present[int(rank)] += float(line.get("seconds") or 0.0)
+            if rank.isascii() and rank.isdecimal():
+                waited[int(rank)] += seconds
+                present[int(rank)] += seconds_of(line, "seconds")
     return [Waiting(rank, max(0.0, present[rank] - waited[rank]), waited[rank]) for rank in sorted(waited)]
 
 
 def rollout_work(
     spans: Mapping[int, Sequence[Span]], ranks: Iterable[int], last: int
 ) -> dict[int, dict[int, float]]:
-    """{iteration: {rank: seconds of train_rollout}} without engine starts, of the `last` iterations in which
-    each of `ranks` did its share in one piece.
+    """{iteration: {rank: seconds of train_rollout}} without engine starts and the master's conclusion, of the
+    `last` iterations in which each of `ranks` did its share in one piece.
     """
     found: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
@@ -151,7 +148,9 @@ def rollout_work(
         and all(len(pieces) == 1 and pieces[0].state == "whole" for pieces in by_rank.values())
     ]
     return {
-        iteration: {rank: max(0.0, one.work_s - one.load_s) for rank, (one,) in found[iteration].items()}
+        iteration: {
+            rank: max(0.0, one.work_s - one.load_s - one.then_s) for rank, (one,) in found[iteration].items()
+        }
         for iteration in whole[-last:]
     }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import outputs, shared_fs
+from coordinator.report.values import is_number, numbers
 from coordinator.run_dir import RunDir
 from rollout.trajectory import DamagedPart, decode_part, part_for_people
 
@@ -51,10 +52,12 @@ def reading(run_dir: RunDir, iteration: int) -> Reading:
     """The groups to read of an iteration's training trajectories."""
     manifest = outputs.read_manifest(run_dir, "train", iteration) or {}
     found: list[GroupText] = []
-    for place, slot in chosen_slots(manifest.get("rewards") or {}).items():
+    means = numbers(manifest, "rewards")
+    rewards = {str(int(slot)): mean for slot, mean in means.items() if slot.isdecimal()}
+    for place, slot in chosen_slots(rewards).items():
         record = _record(run_dir.trajectories("train", iteration), manifest, slot)
         if record is not None:
-            found.append(group_text(place, record, manifest["rewards"][str(slot)]))
+            found.append(group_text(place, record, rewards[str(slot)]))
     return Reading(iteration, found)
 
 
@@ -84,7 +87,7 @@ def _record(directory: Path, manifest: Mapping[str, Any], slot: int) -> dict[str
             if path.name in there:
                 groups = decode_part(shared_fs.read(path))[1]
                 return _of_slot(part_for_people(groups, rank=0, model_version="").encode().splitlines(), slot)
-        except (FileNotFoundError, DamagedPart):
+        except (OSError, DamagedPart):
             continue
     return None
 
@@ -102,16 +105,16 @@ def _of_slot(lines: Sequence[bytes], slot: int) -> dict[str, Any] | None:
 
 def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:
     """What the page shows of a group: long texts are cut."""
-    samples: list[dict[str, Any]] = list(record.get("samples", []))
-    samples.sort(key=lambda sample: -_number(sample.get("reward")))
+    samples = _samples(record)
+    samples.sort(key=_worse)
     last = len(samples) - 1
     count = min(SAMPLES, len(samples))
     wanted = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
     texts = [
         SampleText(
             shortened(str(sample.get("text", "")), TEXT_CHARACTERS),
-            sample.get("reward"),
-            sample.get("tokens"),
+            _number(sample, "reward"),
+            tokens if isinstance(tokens := sample.get("tokens"), int) else None,
             sample.get("finish_reason") == "length",
         )
         for sample in (samples[index] for index in wanted)
@@ -120,8 +123,20 @@ def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupTex
     return GroupText(place, str(record.get("task_id", "")), prompt, reward, len(samples), texts)
 
 
-def _number(reward: Any) -> float:
-    return float(reward) if isinstance(reward, int | float) else float("-inf")
+def _samples(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    said: Any = record.get("samples")
+    return [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []  # pyright: ignore
+
+
+def _worse(sample: Mapping[str, Any]) -> float:
+    """The larger, the worse; the worst has no reward."""
+    reward = _number(sample, "reward")
+    return float("inf") if reward is None else -reward
+
+
+def _number(sample: Mapping[str, Any], name: str) -> float | None:
+    value = sample.get(name)
+    return float(value) if value is not None and is_number(value) else None
 
 
 def shortened(text: str, characters: int) -> str:

@@ -1,6 +1,7 @@
 """What the page is made from, as read from the run directory: events, the newest epoch's record."""
 
 import json
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 from coordinator import outputs
 from coordinator.board import parse
 from coordinator.epochs import EpochRecord, Records
+from coordinator.report.values import is_number
+from coordinator.retry import retry
 from coordinator.run_dir import RunDir
 
 Line = dict[str, Any]
@@ -25,26 +28,37 @@ class Events:
     """By rank, the events in the order of its file."""
 
     lines: dict[int, list[Line]]
-    whole: bool
-    """False: the files are long, and older iterations' rows were skipped (all other events are there)."""
+    skipped: bool
+    """The files are long, and older iterations' rows were skipped (all other events are there)."""
+    unreadable: list[str]
+    """Names that are there and could not be read, whatever the filesystem said."""
+
+    @property
+    def whole(self) -> bool:
+        return not self.skipped and not self.unreadable
 
 
 def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
     """The events of every rank that has some; lines that are torn or not events are left out."""
     directory = run_dir.events(0).parent
-    ranks = {
-        rank: path for name in outputs.names(directory) if (rank := _rank(path := directory / name)) >= 0
-    }
+    try:
+        names = outputs.names(directory)
+    except OSError:
+        return Events({}, False, [directory.name])
+    ranks = {rank: path for name in names if (rank := _rank(path := directory / name)) >= 0}
     lines: dict[int, list[Line]] = {}
-    whole = True
+    unreadable: list[str] = []
+    skipped = False
     for rank, path in sorted(ranks.items()):
         try:
-            skip = path.stat().st_size - budget_bytes // len(ranks)
-            lines[rank] = list(_events(path, skip))
-        except FileNotFoundError:
+            texts, all_of_it = _texts(path, budget_bytes // len(ranks))
+        except OSError:
+            unreadable.append(path.name)
             continue
-        whole = whole and skip <= 0
-    return Events({rank: found for rank, found in lines.items() if found}, whole)
+        skipped = skipped or not all_of_it
+        if found := list(_events(texts)):
+            lines[rank] = found
+    return Events(lines, skipped, unreadable)
 
 
 def _rank(path: Path) -> int:
@@ -53,15 +67,29 @@ def _rank(path: Path) -> int:
     return int(number) if path.suffix == ".jsonl" and number.isascii() and number.isdecimal() else -1
 
 
-def _events(path: Path, skip: int) -> Iterator[Line]:
-    """The events of a file; of its first `skip` bytes those that are not rows."""
-    place = 0
-    texts: list[str] = []
-    with path.open("rb") as file:
-        for text in file:
-            place += len(text)
-            if text.startswith(b"{") and (place > skip or b'"row"' not in text):
-                texts.append(text.decode("utf-8", "replace"))
+def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
+    """The lines of a file that may be events, and whether that is all: of what lies before the last
+    `budget_bytes` only those that are not rows. OSError if it cannot be read, or is no file.
+    """
+
+    def read() -> tuple[list[str], bool]:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer
+            raise OSError(f"{path} is no file")
+        skip, place = about.st_size - budget_bytes, 0
+        texts: list[str] = []
+        with path.open("rb") as file:
+            for text in file:
+                place += len(text)
+                if text.startswith(b"{") and (place > skip or b'"row"' not in text):
+                    texts.append(text.decode("utf-8", "replace"))
+        return texts, skip <= 0
+
+    return retry("read", path, read)
+
+
+def _events(texts: list[str]) -> Iterator[Line]:
+    """What the lines tell, if they are events."""
     for start in range(0, len(texts), TOGETHER):
         yield from filter(is_event, _parsed(texts[start : start + TOGETHER]))
 
@@ -83,10 +111,10 @@ def _parsed(texts: list[str]) -> list[Any]:
 def is_event(line: Any) -> bool:
     """Whether it has what every event has."""
     try:
-        whole = line["t"] + line["n"] + line["e"] >= 0 and isinstance(line["what"], str)
+        whole = all(is_number(line[name]) for name in ("t", "n", "e")) and isinstance(line["what"], str)
         if line["what"] in {"begin", "end"}:
-            whole = whole and line["it"] >= 0 and isinstance(line["row"], str)
-        return whole and (line["what"] != "end" or line["work_s"] >= 0.0)
+            whole = whole and isinstance(line["it"], int) and line["it"] >= 0 and isinstance(line["row"], str)
+        return whole and (line["what"] != "end" or (is_number(line["work_s"]) and line["work_s"] >= 0.0))
     except (TypeError, KeyError):
         return False
 

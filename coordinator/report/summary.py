@@ -1,13 +1,15 @@
 """The top of the page: how the run stands, in numbers that anybody understands, and what to do next. Pure."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.board import ranks_text
-from coordinator.report.curves import is_number, points
+from coordinator import status_text
+from coordinator.report.curves import points
 from coordinator.report.figures import Balance
+from coordinator.report.values import is_number
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -72,12 +74,8 @@ def _has(line: Mapping[str, Any], *names: str) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """`4.1 s`, `12 min`, `3.4 h`, `2.1 days`."""
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+    """`4.1 s`: many rows take less than a second."""
+    return status_text.duration(seconds, digits=1)
 
 
 def nodes_text(count: int) -> str:
@@ -85,10 +83,11 @@ def nodes_text(count: int) -> str:
 
 
 def advice(
-    root: Path, status: Mapping[str, Any], lines: Lines, weights: Balance | None, checkpoint: int | None
+    root: Path, status: status_text.Status, lines: Lines, weights: Balance | None, checkpoint: int | None
 ) -> list[Advice]:
     """What a person would do next."""
     found: list[Advice] = []
+    path = shlex.quote(str(root))
     if status["state"] == "holding":
         found += _holding(root, status)
     elif status["state"] == "stopped":
@@ -96,9 +95,9 @@ def advice(
         text = (
             f"It stopped in {where}. The same command again on each node goes on from there. What they said:"
         )
-        found.append(Advice(text, f"run logs --log-path {root}"))
+        found.append(Advice(text, f"run logs --log-path {path}"))
     elif status["state"] == "finished" and checkpoint:
-        command = f"run export --iteration {checkpoint} --log-path {root} -o DIR"
+        command = f"run export --iteration {checkpoint} --log-path {path} -o DIR"
         found.append(
             Advice("It is done. A copy of the newest model, verified, for the Hub or a server:", command)
         )
@@ -124,14 +123,15 @@ def advice(
     return found
 
 
-def _holding(root: Path, status: Mapping[str, Any]) -> list[Advice]:
-    """Who is waited for, and the command that brings each back."""
-    ranks: list[int] = [node["rank"] for node in status["nodes"] if node["state"] != "alive"]
-    ranks = ranks or list(status["waiting_for"])
-    if not ranks:
-        return [Advice("It holds until its nodes are there.", f"run status --log-path {root} --watch")]
-    role = f"--worker {ranks[0]}" if ranks[0] else "--master"
-    text = (
-        f"It holds for {ranks_text(ranks)}. To bring {'it' if len(ranks) == 1 else 'the first'} back, there:"
-    )
-    return [Advice(text, f"run {role} --log-path {root}")]
+def _holding(root: Path, status: status_text.Status) -> list[Advice]:
+    """The command that brings each node back that it holds for; of many the first ones."""
+    command = f"run status --log-path {shlex.quote(str(root))} --watch"
+    found = [line.partition(": ") for line in status_text.repairs(status, root)]
+    if not found:
+        return [Advice("It holds until its nodes are there.", command)]
+    shown = [
+        Advice(f"It holds. {what[:1].upper()}{what[1:]}:", repair)
+        for what, _, repair in found[: status_text.NAMED]
+    ]
+    more = len(found) - len(shown)
+    return [*shown, Advice(f"It holds for {nodes_text(more)} more:", command)] if more else shown

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from coordinator.epochs import MASTER
 from coordinator.phases import Phase
+from coordinator.report.values import seconds_of
 
 Category = Literal["rollout", "load", "train", "save", "other"]
 
@@ -47,9 +48,11 @@ class Span(NamedTuple):
     begin_s: float
     end_s: float
     work_s: float
-    """Own work, engine starts included; 0 in a row that was broken off."""
+    """Own work, engine starts and the conclusion included; 0 in a row that was broken off."""
     load_s: float
     """Of the work: starts of an engine."""
+    then_s: float
+    """Of the work: the master's conclusion, at the end of the row, when it has waited for the others."""
     state: Literal["whole", "broken", "open"]
     """broken: another line came before its end; open: nothing came after it."""
 
@@ -66,10 +69,12 @@ def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
     host, process, newest, last_s, load_s = "", 0, 0, 0.0, 0.0
     begun: Mapping[str, Any] | None = None
 
-    def span(end_s: float, state: Literal["whole", "broken", "open"], work_s: float = 0.0) -> Span:
+    def span(
+        end_s: float, state: Literal["whole", "broken", "open"], work_s: float = 0.0, then_s: float = 0.0
+    ) -> Span:
         assert begun is not None
         place = (begun["e"], begun["it"], begun["row"], begun["t"])
-        return Span(rank, f"{host}#{clocks[host]}", process, *place, end_s, work_s, load_s, state)
+        return Span(rank, f"{host}#{clocks[host]}", process, *place, end_s, work_s, load_s, then_s, state)
 
     for line in lines:
         if line["n"] < newest:
@@ -88,10 +93,11 @@ def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
             what == "end" and begun is not None and line["it"] == begun["it"] and line["row"] == begun["row"]
         ):
             seconds = max(0.0, line["t"] - begun["t"])
-            found.append(span(line["t"], "whole", min(line["work_s"], seconds)))
+            work_s = min(line["work_s"], seconds)
+            found.append(span(line["t"], "whole", work_s, min(seconds_of(line, "then_s"), work_s)))
             begun = None
         elif what == "engine_ready" and begun is not None:
-            load_s += min(float(line.get("seconds", 0.0)), line["t"] - begun["t"])
+            load_s += max(0.0, min(seconds_of(line, "seconds"), line["t"] - begun["t"]))
         last_s = line["t"]
     return [*found, span(last_s, "open")] if begun is not None else found
 

@@ -1,7 +1,4 @@
-"""Made-up runs as the nodes leave them: events on clocks of their own, metrics, manifests, samples to read.
-
-.venv/bin/python -m tests.coordinator.made_up_run DIR [--iterations 200] [--nodes 8] [--state finished]
-"""
+"""Made-up runs as the nodes leave them: events on their own clocks, metrics, manifests, samples to read."""
 
 import json
 import math
@@ -27,6 +24,8 @@ MASTERS_ROWS = {Phase(row) for row in (0, 1, 4, 5, 8, 9, 11)}
 NO_PROCESS = 2**22 + 1
 """No process has this id."""
 EVAL_INTERVAL = 10
+CONCLUSION_S = 0.2
+"""The master puts together what the nodes sampled."""
 VERSIONS = {
     "python": "3.11.2",
     "flagpost": "0.1.0",
@@ -57,10 +56,8 @@ class MadeUpNode:
         self.lines.append({"t": t, "n": self.incarnation, "e": self.epoch, "what": what, **more})
 
     def start(self, at_s: float) -> None:
-        about = {"at": "2026-11-21T20:00:00+00:00", "gpus": ["NVIDIA H100 80GB HBM3"] * 8}
-        self.say(
-            at_s, "process", rank=self.rank, host=self.host, pid=1, weight=1.0, versions=VERSIONS, **about
-        )
+        at = "2026-11-21T20:00:00+00:00"
+        self.say(at_s, "process", rank=self.rank, host=self.host, pid=1, versions=VERSIONS, at=at)
 
 
 class MadeUpRun:
@@ -88,7 +85,8 @@ class MadeUpRun:
         self.now_s += after_s
         for node in self.nodes:
             node.epoch = self.epoch
-            node.say(self.now_s, "epoch", members=[node.rank for node in self.nodes])
+            members = [node.rank for node in self.nodes]
+            node.say(self.now_s, "epoch", members=members, weight=1.0, gpus=["NVIDIA H100 80GB HBM3"] * 8)
 
     def work_s(self, row: Phase, iteration: int, node: MadeUpNode) -> float:
         """Seconds of own work in a row, the longer the more tasks a node has for its speed."""
@@ -115,11 +113,14 @@ class MadeUpRun:
             if starting:
                 work[node.rank] += 20.0
                 node.say(self.now_s + 20.0, "engine_ready", seconds=20.0)
-        over_s = self.now_s + max(work.values()) + 0.01
+        then_s = CONCLUSION_S if row == Phase.TRAIN_ROLLOUT else 0.0
+        over_s = self.now_s + max(work.values()) + 0.01 + then_s
+        work[0] += then_s
         times: dict[int, tuple[float, float]] = {}
         for node in self.nodes:
             seen_s = over_s + (self.random.uniform(0.001, 0.02) if node.rank else 0.0)
-            node.say(seen_s, "end", **place, work_s=round(work[node.rank], 4))
+            concluding = {} if node.rank else {"then_s": then_s}
+            node.say(seen_s, "end", **place, work_s=round(work[node.rank], 4), **concluding)
             times[node.rank] = (work[node.rank], seen_s - self.now_s - work[node.rank])
         self.now_s = over_s + 0.02
         return times

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -76,4 +77,20 @@ def test_nothing_waits_for_a_directory_that_is_not_there(tmp_path: Path) -> None
 
 def test_a_process_says_when_it_began_and_what_it_runs_on() -> None:
     about = about_this_process()
-    assert about["at"].endswith("+00:00") and about["versions"]["torch"] and about["gpus"] == []
+    assert about["at"].endswith("+00:00") and about["versions"]["torch"]
+
+
+def add_many(events: Events) -> None:
+    for _ in range(200):
+        events.add("warning", text="late")
+
+
+def test_what_is_added_while_the_file_ends_harms_nobody(path: Path) -> None:
+    for _round in range(20):
+        events = Events(lambda: (1, 1))
+        events.open(path)
+        adding = threading.Thread(target=add_many, args=(events,))
+        adding.start()
+        events.end()
+        adding.join()
+    assert all(line["what"] == "warning" for line in lines(path))

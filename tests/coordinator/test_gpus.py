@@ -146,5 +146,7 @@ def test_without_a_driver_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_the_package_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "find_spec", lambda _name: None)
-    before = threading.enumerate()
-    assert GpuSampler(0.001).latest == [] and threading.enumerate() == before
+    started: list[threading.Thread] = []
+    monkeypatch.setattr(threading.Thread, "start", started.append)
+    assert GpuSampler(0.001).latest == []
+    assert not [thread for thread in started if thread.name == "gpus"]

@@ -1,16 +1,20 @@
 """`run report`: the page of made-up runs, whole, broken and hostile."""
 
 import json
+import os
 import re
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator.report import write_report
+from coordinator.report import curves, write_report
 from coordinator.report.charts import POINTS, chart, nice_ticks, number_text
 from coordinator.report.figures import balance
-from coordinator.report.samples import chosen_slots, reading, shortened
+from coordinator.report.samples import chosen_slots, group_text, reading, shortened
+from coordinator.report.summary import advice
 from coordinator.run_dir import RunDir
 from coordinator.settings import SettingsError
 from tests.coordinator.made_up_run import State, make_run
@@ -88,6 +92,83 @@ def test_report_goes_where_it_is_told_and_refuses_what_is_no_run(tmp_path: Path)
         write_report(tmp_path / "nothing")
 
 
+def test_report_replaces_no_pipe_device_or_directory_and_writes_what_a_link_leads_to(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", iterations=1, nodes=1)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "nowhere").symlink_to("no/page.html")
+    for wrong in (tmp_path / "pipe", tmp_path / "to_pipe", tmp_path / "circle", tmp_path / "nowhere"):
+        with pytest.raises(SettingsError, match="--out") as told:
+            write_report(run_dir.root, wrong)
+        assert "\n" not in str(told.value)
+    with pytest.raises(SettingsError, match="--out /dev/null"):
+        write_report(run_dir.root, Path("/dev/null"))
+    assert (tmp_path / "pipe").is_fifo() and Path("/dev/null").is_char_device()
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    for name in ("new.html", "old.html"):
+        (tmp_path / name).symlink_to(f"pages/{name}")
+    (pages / "old.html").write_text("old")
+    for name in ("new.html", "old.html"):
+        write_report(run_dir.root, tmp_path / name)
+        assert (tmp_path / name).is_symlink() and (pages / name).read_text().startswith("<!DOCTYPE html>")
+
+
+def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path) -> None:
+    root = tmp_path / "my run; rm"
+    nodes = [{"rank": rank, "state": "lost", "host": f"node-{rank}"} for rank in range(5)]
+    status: dict[str, Any] = {"iteration": 2, "nodes": nodes, "waiting_for": [1, 2, 3, 4]}
+    for state, count in (("holding", 4), ("stopped", 1), ("finished", 1)):
+        found = advice(root, status | {"state": state}, [], None, 2)
+        assert len(found) == count
+        assert all(str(root) in shlex.split(one.command) for one in found)
+    first, *_, last = advice(root, status | {"state": "holding"}, [], None, 2)
+    assert "rank 1 back, on node-1" in first.text and first.command.startswith("run --worker 1 ")
+    assert "1 node more" in last.text
+    (alone,) = advice(root, status | {"state": "holding", "waiting_for": []}, [], None, 2)
+    assert alone.command.startswith("run status ")
+
+
+def test_odd_values_in_the_files_of_a_run_fail_no_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", iterations=2, nodes=2)
+    odd_events = [
+        {"what": "begin", "it": 2, "row": "training"},
+        {"what": "engine_ready", "seconds": None},
+        {"what": "end", "it": 2, "row": "training", "work_s": 0.0, "then_s": "x"},
+        {"what": "end", "it": 2, "row": "training", "work_s": float("inf")},
+        {"what": "begin", "it": "2", "row": "training"},
+        {"what": "retry", "seconds": "1", "text": None},
+        {"what": "lost", "rank": [1], "text": 5},
+        {"what": "epoch", "members": ["a", None]},
+        {"what": "exit", "code": [1]},
+        {"what": "process", "host": None, "gpus": 3, "versions": ["x"]},
+    ]
+    with run_dir.events(0).open("a") as file:
+        file.writelines(json.dumps({"t": 1e9, "n": 1, "e": 1} | line) + "\n" for line in odd_events)
+        file.write('{"t": Infinity, "n": 1, "e": 1, "what": "begin", "it": 2, "row": "training"}\n')
+    odd_line = {
+        "iteration": 3, "kind": "both", "reward": "high", "loss": 1e308, "phase_seconds": {"training": None},
+        "wait_seconds": {"x": 1.0, "0": "1"}, "eval_pass_at": {"1": None, "2": 0.5}, "seconds": [1],
+    }  # fmt: skip
+    with run_dir.metrics.open("a") as file:
+        file.write(json.dumps(odd_line) + "\n")
+    for people in run_dir.trajectories("train", 2).glob("*.jsonl"):
+        people.write_text(people.read_text().replace('"reward": 1.0', '"reward": {"right": 1}'))
+    page = page_of(run_dir)
+    assert "After: iteration 2" in page and "no reward" in section(page, "samples")
+
+
+@pytest.mark.parametrize(
+    ("reward", "shown"), [(1, 1.0), ("1", None), (None, None), ([], None), (float("nan"), None)]
+)
+def test_reward_that_is_no_number_is_no_reward(reward: object, shown: float | None) -> None:
+    odd = {"text": 3, "reward": reward, "tokens": "x"}
+    group = group_text("best", {"samples": [odd, "no sample", {"reward": 0.5}]}, 0.5)
+    assert [one.reward for one in group.samples] == ([shown, 0.5] if shown else [0.5, None])
+    assert group_text("best", {"samples": 7}, 0.0).samples == []
+
+
 def test_best_median_and_worst_group_are_read_from_either_file(tmp_path: Path) -> None:
     assert chosen_slots({"4": 0.5, "1": 1.0, "7": 0.0, "2": 0.25}) == {"best": 1, "median": 2, "worst": 7}
     assert chosen_slots({"3": 0.5}) == {"best": 3} and chosen_slots({}) == {}
@@ -126,6 +207,32 @@ def test_ticks_are_round_and_hold_the_values() -> None:
     assert [number_text(value) for value in (0.6123, 1e-6, 1240.0, 12345.0, 0.0)] == [
         "0.612", "1e-06", "1240", "12.3k", "0",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.3, 0.30000000000000004],
+        [0.5, 0.5000000000000001],
+        [-0.3, -0.30000000000000004],
+        [0.0, -0.0],
+        [5e-324, 5e-324],
+        [-5e-324, 5e-324],
+        [1e308, -1e308],
+        [1e100, -1e100],
+        [1.0, 1.00000001],
+        [1e308, 0.5],
+    ],
+)
+def test_any_values_can_be_drawn(values: list[float]) -> None:
+    drawn = chart("Loss", "", "", [("loss", list(enumerate(values)))])
+    heights = [y for y, _ in drawn.y_ticks]
+    assert len(heights) > 1 and heights == sorted(set(heights), reverse=True)
+    marks = [mark for curve in drawn.curves for mark in curve.marks]
+    assert len(marks) == sum(abs(value) < 1e300 for value in values)
+    assert all(heights[-1] <= y <= heights[0] for _, y, _ in marks)
+    found = curves.charts([{"iteration": n, "loss": value} for n, value in enumerate(values)])
+    assert len(found) == bool(marks)
 
 
 def test_thousands_of_iterations_become_as_many_points_as_can_be_seen_and_a_band() -> None:

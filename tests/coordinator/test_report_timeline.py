@@ -1,6 +1,8 @@
 """Events as spans on one clock, from events made by hand."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from coordinator.report.charts import lanes
 from coordinator.report.faults import all_faults, retries
-from coordinator.report.figures import held_up
+from coordinator.report.figures import held_up, rollout_work, row_times
 from coordinator.report.sources import read_events
 from coordinator.report.timeline import Timelines, spans_of
 from coordinator.run_dir import RunDir
@@ -122,6 +124,33 @@ def test_start_of_an_engine_is_not_counted_as_rollout() -> None:
     ]
 
 
+def test_masters_conclusion_is_work_that_follows_its_waiting() -> None:
+    master = Teller()
+    master.say(0.0, "begin", it=1, row="train_rollout")
+    master.say(100.0, "end", it=1, row="train_rollout", work_s=50.0, then_s=10.0)
+    (span,) = spans_of(0, master.lines)
+    assert (span.work_s, span.then_s, span.wait_s) == (50.0, 10.0, 50.0)
+    assert [(block.style, block.x, block.width) for block in lanes(told(master).of(1), "").blocks] == [
+        ("rollout", 0, 400),
+        ("rollout wait", 400, 500),
+        ("rollout", 900, 100),
+    ]
+    assert [(row.work_s, row.wait_s) for row in row_times({0: [span]})] == [(50.0, 50.0)]
+    assert rollout_work({0: [span]}, [0], 1) == {1: {0: 40.0}}
+
+
+@pytest.mark.parametrize("seconds", [None, "60", [1], float("nan"), float("inf"), -3.0])
+def test_seconds_that_are_no_number_count_as_none(seconds: object) -> None:
+    master = Teller()
+    master.say(0.0, "begin", it=1, row="train_rollout")
+    master.say(1.0, "engine_ready", seconds=seconds)
+    master.say(2.0, "end", it=1, row="train_rollout", work_s=1.0, then_s=seconds)
+    master.say(2.0, "retry", text="read", seconds=seconds)
+    (span,) = spans_of(0, master.lines)
+    assert (span.work_s, span.load_s, span.then_s) == (1.0, 0.0, 0.0)
+    assert retries({0: master.lines})[0].seconds == 0.0
+
+
 def test_loss_of_a_node_is_told_with_the_time_until_the_run_went_on() -> None:
     master, worker = Teller(), Teller(host="node-b")
     master.say(1.0, "begin", it=7, row="training")
@@ -171,3 +200,36 @@ def test_torn_lines_are_left_out_and_old_rows_of_long_files_skipped(tmp_path: Pa
     tail = read_events(RunDir(tmp_path), budget_bytes=2000)
     assert not tail.whole and 10 < len(tail.lines[0]) < 50
     assert [line["what"] for line in tail.lines[0][:2]] == ["process", "epoch"]
+
+
+def test_events_that_cannot_be_read_are_named_and_the_others_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, master = RunDir(tmp_path), Teller()
+    run_dir.events(0).parent.mkdir()
+    for rank in (0, 1):
+        run_dir.events(rank).write_text("".join(json.dumps(line) + "\n" for line in master.lines))
+    run_dir.events(2).mkdir()
+    os.mkfifo(run_dir.events(3))
+    run_dir.events(4).symlink_to("nowhere")
+    failing = [errno.ESTALE, errno.EIO]
+    really = Path.open
+
+    def opened(path: Path, *words: Any, **more: Any) -> Any:
+        if path == run_dir.events(1) and failing:
+            raise OSError(failing.pop(), "fails, then works")
+        return really(path, *words, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    events = read_events(run_dir)
+    assert events.lines == {0: master.lines, 1: master.lines} and not failing
+    assert events.unreadable == [run_dir.events(rank).name for rank in (2, 3, 4)]
+    assert not events.whole and not events.skipped
+    failing.append(errno.EACCES)
+    assert read_events(run_dir).unreadable == [run_dir.events(rank).name for rank in (1, 2, 3, 4)]
+
+
+def test_directory_of_events_that_is_none_is_named(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path).events(0).parent
+    directory.write_text("")
+    assert read_events(RunDir(tmp_path)).unreadable == [directory.name]

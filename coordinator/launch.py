@@ -18,7 +18,7 @@ from pathlib import Path
 
 from coordinator.epochs import MASTER
 from coordinator.outcome import Exit
-from coordinator.remote import GRACE_S, LOST_CODE, NO_PROGRAM_CODE, Remote
+from coordinator.remote import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE, Remote
 from coordinator.settings import SettingsError
 
 POLL_S = 0.1
@@ -53,10 +53,7 @@ def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = "ssh", progr
             nodes.append(Remote(f"rank {rank}, {host}", host, command, os.getcwd(), client, _show))
         return _connect(nodes, interrupts) or _follow(nodes, interrupts)
     finally:
-        for node in nodes:
-            node.cut_off()  # all at once, before we wait for one
-        for node in nodes:
-            node.close(GRACE_S + CUT_OFF_S)
+        _close(nodes, interrupts)
 
 
 def _parse_client(ssh: str) -> list[str]:
@@ -111,7 +108,8 @@ def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) ->
 
 
 class Interrupts:
-    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node.
+    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node; after
+    one more we wait for nobody.
 
     The handler only notes the signal: it may interrupt anything, a lock included.
     """
@@ -125,6 +123,11 @@ class Interrupts:
     def end_all(self) -> bool:
         """Whether every node is to end by itself, without the master's word."""
         return len(self.received) > 1 or any(number != signal.SIGINT for number in self.received)
+
+    @property
+    def end_waiting(self) -> bool:
+        """Whether one more has come since all nodes are to end: nobody wants to wait for them."""
+        return len(self.received) > (2 if self.received[:1] == [signal.SIGINT] else 1)
 
 
 def _connect(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
@@ -154,7 +157,9 @@ def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
     """
     codes: dict[int, int] = {}
     passed_on, over_s, told_s, pinged_s = False, None, None, float("-inf")
-    while len(codes) < len(nodes) and (told_s is None or time.monotonic() - told_s < GRACE_S):
+    while len(codes) < len(nodes) and not interrupts.end_waiting:
+        if told_s is not None and time.monotonic() - told_s >= GRACE_S:
+            break
         now_s = time.monotonic()
         _note_ended(nodes, codes)
         if interrupts.received and not passed_on:
@@ -162,12 +167,15 @@ def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
             if MASTER in codes or interrupts.end_all:
                 over_s = float("-inf")
             else:
+                _say("interrupted: the master ends the run on all nodes; once more ends every node at once")
                 nodes[MASTER].tell("INT")
         if over_s is None and is_over(codes, passed_on):
             over_s = now_s
         hopeless = interrupts.end_all or Exit.USAGE in codes.values()
         if told_s is None and (hopeless or (over_s is not None and now_s - over_s >= GRACE_S)):
             told_s = now_s
+            if interrupts.received:
+                _say(f"ending every node, which may take {GRACE_S} s; once more: without waiting for it")
             _tell(nodes, "TERM")
         if now_s - pinged_s >= PING_S:
             pinged_s = now_s
@@ -175,9 +183,26 @@ def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
         time.sleep(POLL_S)
     for rank, node in enumerate(nodes):
         if rank not in codes:
-            _say(f"{node.name}: has not ended within {GRACE_S} s after SIGTERM, and is killed")
+            waited = "is not waited for" if interrupts.end_waiting else f"has not ended within {GRACE_S} s"
+            _say(f"{node.name}: {waited} after SIGTERM, and is killed there")
             codes[rank] = Exit.LOST
     return next((code for code in codes.values() if code), Exit.DONE)
+
+
+def _close(nodes: Sequence[Remote], interrupts: Interrupts) -> None:
+    """End what still runs: all at once, and no wait for one is added to that for another."""
+    for node in nodes:
+        node.cut_off()
+    before, deadline_s = len(interrupts.received), time.monotonic() + GRACE_S + CUT_OFF_S
+    while any(node.is_ending for node in nodes) and time.monotonic() < deadline_s:
+        if interrupts.end_waiting or len(interrupts.received) > before:
+            break
+        time.sleep(POLL_S)
+    for node in nodes:
+        node.kill()
+    deadline_s = time.monotonic() + FLUSH_S
+    for node in nodes:
+        node.flush(max(0.0, deadline_s - time.monotonic()))
 
 
 def is_over(codes: Mapping[int, int], interrupted: bool) -> bool:

@@ -15,10 +15,10 @@ from coordinator.config import build
 from coordinator.inputs import load_inputs
 from coordinator.live import LiveView
 from coordinator.outcome import Exit
-from coordinator.outputs import Incomplete
 from coordinator.run import Run
 from coordinator.settings import SettingsError
 from coordinator.start import check_log_path
+from coordinator.status_text import plain
 
 LOOK_S = 0.25
 GRACE_S = 15.0
@@ -37,10 +37,13 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
     with LiveView(root, sys.stdout) as shown, Children() as children:
         overrides = as_overrides({**given, "cluster.num_nodes": nodes})
         started: list[Child] = []
+
+        def echo(line: str) -> None:
+            shown.say_line(plain(line))
+
         for rank in range(nodes):
             role = ["--worker", str(rank)] if rank else ["--master", *overrides]
             argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role]
-            echo = shown.say_line
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
         codes = _follow(started, interrupts)
     _say_results(root)
@@ -102,11 +105,11 @@ def _say_results(root: Path) -> None:
 
 
 def _say_report(root: Path) -> None:
-    from coordinator.report import write_report  # not for those that are interrupted before
-
     try:
+        from coordinator.report import write_report  # not for those that are interrupted before
+
         print(f"report     {write_report(root, None)}")
-    except (SettingsError, Incomplete, OSError) as error:
+    except Exception as error:  # the run is done: no fault of a page may make it look failed
         print(f"report     none: {error}")
 
 

@@ -18,6 +18,7 @@ from coordinator.epochs import read_beat
 from coordinator.run import Run
 from coordinator.run_dir import Beat, RunDir
 from coordinator.settings import SettingsError
+from coordinator.status_text import plain
 
 POLL_S = 0.5
 LIST_POLLS = 4
@@ -110,7 +111,7 @@ class LogPrinter:
             between = "\n" if self._last else ""
             self._out.write(f"{between}==> {path.relative_to(self._run_dir.root)} <==\n")
             self._last = path
-        text = data.decode("utf-8", "replace")
+        text = plain(data.decode("utf-8", "replace"))
         self._out.write(text if text.endswith("\n") else f"{text}\n")
         self._out.flush()
 
@@ -132,7 +133,8 @@ class LogPrinter:
 
 
 def newest_process(directory: Path, names: Sequence[str], pid: int | None) -> list[str]:
-    """The logs of one process: the node's own, and the last ones of its engine and its trainer.
+    """The logs of one process: the node's own, and the last ones of its engine and its trainer. Of engines
+    the one that was written last: in containers every process of a rank may have the same pid.
 
     Of process `pid`, which beats; if it has none, of the one whose log was written last.
     """
@@ -140,9 +142,13 @@ def newest_process(directory: Path, names: Sequence[str], pid: int | None) -> li
     engines = _found(_ENGINE, names)
     if pid not in {*nodes, *(numbers[0] for numbers, _ in engines)}:
         pid = max(nodes, key=lambda number: _written_s(directory / nodes[number]), default=None)
-    own = [name for numbers, name in engines if pid in {numbers[0], None}]
+    own = sorted(
+        (_written_s(directory / name), numbers, name)
+        for numbers, name in engines
+        if pid in {numbers[0], None}
+    )
     trainers = [name for _, name in _found(_TRAINER, names)]
-    return [*([nodes[pid]] if pid in nodes else []), *own[-1:], *trainers[-1:]]
+    return [*([nodes[pid]] if pid in nodes else []), *(name for _, _, name in own[-1:]), *trainers[-1:]]
 
 
 def _found(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[tuple[int, ...], str]]:

@@ -22,6 +22,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from coordinator.child_output import Output
+from coordinator.status_text import plain
 
 OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
@@ -113,19 +114,24 @@ class Remote:
         assert stdin is not None
         stdin.close()
 
-    def close(self, timeout_s: float) -> None:
-        """Cut it off, and wait for its end, `timeout_s` at most if something has begun there; then end ssh:
-        the host does the rest."""
+    @property
+    def is_ending(self) -> bool:
+        """Whether ssh still runs, and something has begun there that can end in order."""
+        return self.is_ready and self._process.poll() is None
+
+    def kill(self) -> None:
+        """Cut it off, and end ssh: the host does the rest."""
         self.cut_off()
-        try:
-            self._process.wait(timeout_s if self.is_ready else 0.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._output.join(FLUSH_S)
+        self._process.kill()
+        self._process.wait()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait for the last output of an ssh that has ended, which another process may hold open."""
+        self._output.join(timeout_s)
 
     def _take(self, line: str) -> None:
         """A line of output. What a host says before READY (a banner) is only for an error."""
+        line = plain(line)
         if self.is_ready:
             self._show(line if IS_OF_A_NODE.match(line) else f"[{self.name}] {line}")
         elif line == READY:

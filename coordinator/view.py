@@ -54,6 +54,7 @@ def view(
     `lines`: of metrics.jsonl. `shown`: columns that stay though they are empty now (see `filled_columns`).
     `note`: what is wrong with the reading itself.
     """
+    status = words.all_plain(status)
     state: str = status["state"]
     head = Text.assemble(
         (root.name, "bold"),
@@ -64,7 +65,7 @@ def view(
     epoch = f", epoch {status['epoch']}"
     head.append(epoch if head.cell_len + len(epoch) <= width else "")
     waits = Text(words.waiting(status), "red" if state == "holding" else "dim")
-    notes = [Text(note, "red")] if note else []
+    notes = [Text(words.one_line(note), "red")] if note else []
     repairs = [Text(command) for command in words.repairs(status, root)][: max(1, height // 8)]
     curve = _rewards(lines, width, signs)
     around = [head, *notes, waits, *repairs]

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,17 @@ import pytest
 
 from coordinator import launch as launch_module
 from coordinator.launch import is_over, launch, node_commands
+from coordinator.remote import Remote
 from coordinator.settings import SettingsError
 
 SSH = """#!/bin/bash
 while [ "$1" != -- ]; do shift; done
 case $2 in down*) echo "ssh: connect to host $2 port 22: Connection refused" >&2; exit 255;; esac
+case $2 in cut*) echo "flagpost: ready"; exec sleep 600;; esac
 echo "Welcome to $2"
 exec sh -c "$3"
 """
-"""A client that goes nowhere: the hosts are this machine, those with such a name are down."""
+"""A client that goes nowhere: the hosts are this machine, some are down or cut off by their names."""
 
 NODE = """#!/bin/bash
 rank=0; [ "$1" = --worker ] && rank=$2
@@ -254,7 +256,7 @@ def test_interrupt_goes_to_the_master_which_tells_the_others(start: Start, tmp_p
     assert (code, noted(0), noted(1)) == (130, ["started", "INT"], ["started"])
 
 
-def test_second_interrupt_ends_all(start: Start, tmp_path: Path) -> None:
+def test_second_interrupt_ends_all(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "deaf").touch()
 
     def heard() -> bool:
@@ -267,6 +269,46 @@ def test_second_interrupt_ends_all(start: Start, tmp_path: Path) -> None:
     soon(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), then)
     code, noted = start("a,b", WAIT)
     assert (code, noted(0), noted(1)) == (130, ["started", "INT", "TERM"], ["started", "TERM"])
+    assert capfd.readouterr().err.splitlines() == [
+        "run: interrupted: the master ends the run on all nodes; once more ends every node at once",
+        "run: ending every node, which may take 15 s; once more: without waiting for it",
+    ]
+
+
+CUT_OFF = "a," + ",".join(f"cut{number}" for number in range(8))
+
+
+def test_hosts_that_are_cut_off_are_waited_for_together(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "GRACE_S", 0.1)
+    monkeypatch.setattr(launch_module, "CUT_OFF_S", 1.4)
+    started_s = time.monotonic()
+    assert start(CUT_OFF, "exit 2\n")[0] == 2
+    assert time.monotonic() - started_s < 8.0, "once 1.5 s, not for each of 8 hosts"
+
+
+@pytest.mark.parametrize("grace_s", [60.0, 0.1])
+def test_one_more_interrupt_ends_the_wait_for_those_that_are_cut_off(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float
+) -> None:
+    monkeypatch.setattr(launch_module, "GRACE_S", grace_s)
+    monkeypatch.setattr(launch_module, "CUT_OFF_S", 600.0)
+    (tmp_path / "deaf").touch()
+
+    def has(word: str) -> Callable[[], bool]:
+        return lambda: (tmp_path / "0").exists() and word in (tmp_path / "0").read_text()
+
+    def second() -> None:
+        interrupt()
+        soon(has("TERM"), interrupt)
+
+    def first() -> None:
+        interrupt()
+        soon(has("INT"), second)
+
+    soon(has("started"), first)
+    assert start(CUT_OFF, WAIT)[0] in {3, 130}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -276,12 +318,18 @@ def test_other_signals_end_all_at_once(start: Start, tmp_path: Path, number: int
     assert (code, noted(0), noted(1)) == (130, ["started", "TERM"], ["started", "TERM"])
 
 
-def test_interrupt_without_a_master_ends_all(start: Start, tmp_path: Path) -> None:
-    def then() -> None:
-        time.sleep(0.3)  # until its end has been seen
-        interrupt()
+def test_interrupt_without_a_master_ends_all(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    note_ended = launch_module._note_ended
 
-    soon(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), then)
+    def note(nodes: Sequence[Remote], codes: dict[int, int]) -> None:
+        note_ended(nodes, codes)
+        ended[:] = codes
+
+    monkeypatch.setattr(launch_module, "_note_ended", note)
+    soon(lambda: ended == [0] and (tmp_path / "1").exists(), interrupt)
     code, noted = start("a,b", f"[ $rank = 0 ] && exit 3\n{WAIT}")
     assert (code, noted(1)) == (3, ["started", "TERM"])
 

@@ -83,6 +83,19 @@ def test_of_one_rank_also_its_engine_and_its_trainer_are_shown(
     ]
 
 
+def test_of_engines_with_one_pid_the_one_that_was_written_last_counts(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run_dir, 1, "engine.101.9.log", "of a process before, in a container\n", age_s=100)
+    write(run_dir, 1, "engine.101.2.log", "of the newest process\n")
+    assert shown(run_dir, capsys, rank=1).endswith("engine.101.2.log <==\nof the newest process\n")
+
+
+def test_what_a_log_says_cannot_move_the_cursor(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_dir, 1, "node.101.log", "\x1b[2J\x1b]0;title\x07\tgone\r\n")
+    assert shown(run_dir, capsys, rank=1, lines=1).endswith("\n^[[2J^[]0;title^G\tgone\n")
+
+
 def test_newest_process_is_the_one_that_beats(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write(run_dir, 1, "node.55.log", "of the newest process\n", age_s=100)
     write_json(run_dir.protocol / Beat(2, 1, 7, 3).name, {"pid": 55})

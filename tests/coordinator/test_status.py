@@ -14,7 +14,7 @@ from coordinator.run_dir import FORMAT, Beat, Flag, RunDir
 from coordinator.settings import RunSettings, SettingsError
 from coordinator.status import read_status, show_status
 from coordinator.status_reader import StatusReader
-from coordinator.status_text import duration, render, repairs
+from coordinator.status_text import duration, one_line, plain, render, repairs
 from coordinator.watch import ENDED
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
 
@@ -307,6 +307,17 @@ def test_held_run_says_the_command_that_brings_the_missing_node_back(run_dir: Ru
     command = f"to bring rank 2 back, on node-2: run --worker 2 --log-path {run_dir.root}"
     assert repairs(status, run_dir.root) == [command]
     assert command in render(status, run_dir.root).splitlines()
+
+
+def test_control_characters_are_spelled() -> None:
+    assert plain("a\x1b[31mb\x00\x7f\x9b\r\n\tc\rd é") == "a^[[31mb^@^?\\x9b\n\tc^Md é"
+    assert one_line("a\tb\nc\x1b") == "a^Ib^Jc^["
+
+
+def test_rendered_status_cannot_move_the_cursor(run_dir: RunDir) -> None:
+    running(run_dir, host="a\x1b[2J", phase="\x1bc\n")
+    text = render(read_status(run_dir.root), run_dir.root)
+    assert "\x1b" not in text and "a^[[2J" in text and "iteration 5 of 8, ^[c^J" in text
 
 
 @pytest.mark.parametrize(

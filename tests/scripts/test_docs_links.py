@@ -83,7 +83,7 @@ def test_events_of_the_page_are_those_that_nodes_write() -> None:
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page[page.index("| `what` |") :], re.MULTILINE)
     named = {word for row in rows for word in re.findall(r"\w+", row)} - {"what"}
     sources = "\n".join(path.read_text() for path in (REPOSITORY / "coordinator").glob("*.py"))
-    written = re.findall(r'(?:events\.add|self\._say)\("(\w+)"|"what": "(\w+)"', sources)
+    written = re.findall(r'(?:events\.add|self\._say)\(\s*"(\w+)"|"what": "(\w+)"', sources)
     assert named == {word for pair in written for word in pair if word} | {"warning", "error"}
 
 

@@ -130,6 +130,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def is_told(spool: Path) -> bool:
+    """Whether a rank has said why it failed; a temporary has no content yet."""
+    return any(name.startswith("failed_") and not name.endswith(".tmp") for name in os.listdir(spool))
+
+
 PATIENCE_S = 5.0
 
 
@@ -160,7 +165,7 @@ def test_rank_that_hangs_is_a_lost_peer_of_the_others_in_time(
         waiting.wait_groups(1)
 
     # gloo's limit, and time to import torch where that comes before it
-    wait_until(lambda: any(name.startswith("failed_") for name in os.listdir(waiting.spool)), 10 * PATIENCE_S)
+    wait_until(lambda: is_told(waiting.spool), 10 * PATIENCE_S)
     with pytest.raises(launch.TrainerFailed, match=r"PeerLost: a peer is lost: .*5000 ?ms"):
         launch.outcome(waiting.spool, 1, 1)
     assert waiting.agent.wait(JOB_TIMEOUT_S) != 0

@@ -29,10 +29,13 @@ BATCH_LINES = 1_000
 class LogWriter:
     """Appends lines to a file in a thread of its own; `put` never blocks."""
 
-    def __init__(self, path: Path, linger_s: float = 0.0) -> None:
-        """`linger_s`: how long a line may wait for others, to be written together."""
+    def __init__(self, path: Path, linger_s: float = 0.0, warns: bool = True) -> None:
+        """`linger_s`: how long a line may wait for others, to be written together; `warns`: log it when the
+        file cannot be written, which a node's own files leave to what fails beside them.
+        """
         self._path = path
         self._linger_s = linger_s
+        self._warns = warns
         self._ended = threading.Event()
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._overflowed = 0
@@ -83,7 +86,7 @@ class LogWriter:
                     left = left[file.write(left) :]
                 reported, torn = reported + missing, False
             except OSError as error:  # ESTALE and the like pass: the next batch opens the file anew
-                if not self._failed:
+                if self._warns and not self._failed:
                     logger.warning("cannot write %s: %s; dropping its lines meanwhile", self._path, error)
                 self._failed += len(lines)
                 torn = file is not None

@@ -43,7 +43,7 @@ class Events(logging.Handler):
 
     def open(self, path: Path) -> None:
         """From here on events are kept; its directory is there."""
-        self._writer = LogWriter(path, linger_s=LINGER_S)
+        self._writer = LogWriter(path, linger_s=LINGER_S, warns=False)
         self._writer.put(b"\n")  # the process before may have been killed in mid-line
 
     def add(self, what: str, **more: Any) -> None:

@@ -50,7 +50,7 @@ class _File(logging.Handler):
 
     def __init__(self, path: Path, prefix: Prefix) -> None:
         super().__init__(logging.INFO)
-        self._writer = LogWriter(path)
+        self._writer = LogWriter(path, warns=False)
         self._prefix = prefix
         self._time = logging.Formatter("%(asctime)s", "%Y-%m-%d %H:%M:%S")
 

@@ -2,8 +2,12 @@
 
 `dying_node` says what `before` and `after` a flag mean. Half of the killed nodes are restarted at once, the
 other half when the survivor has found them lost.
+
+At each row one of the nodes is killed before its flag and the other one after it; `make test-matrix` has the
+other half too: each run imports torch four times or more, which is minutes of a small machine.
 """
 
+import os
 import signal
 from typing import Any
 
@@ -23,6 +27,7 @@ MATRIX = [
     for phase in Phase
     for victim in (MASTER, WORKER)
     for when in ("before", "after")
+    if os.environ.get("FLAGPOST_MATRIX") == "whole" or (phase // 2 + victim + (when == "after")) % 2 == 0
 ]
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from pydantic_core import from_json
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -172,10 +174,10 @@ class EngineClient:
         if self._session is None:
             raise RuntimeError("EngineClient is used outside of `async with`")
         async with self._session.post(url, json=body) as response:
-            text = (await response.read()).decode(errors="replace")  # .text() looks for a charset: 0.02 ms
+            data = await response.read()
         if response.status == 404 and "model" in body:
-            raise AdapterMissing(f"POST {url}: 404: {text[:_EXCERPT]}")
-        return parse_answer(f"POST {url}", response.status, text)
+            raise AdapterMissing(f"POST {url}: 404: {excerpt(data)}")
+        return parse_answer(f"POST {url}", response.status, data)
 
 
 def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:
@@ -207,12 +209,18 @@ def _completion(choice: dict[str, Any]) -> Completion:
     )
 
 
-def parse_answer(call: str, status: int, text: str) -> dict[str, Any]:
+def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
+    """The JSON of an answer; RequestRefused or another EngineError where it is none, or says no."""
     if status >= 400:
         kind = RequestRefused if status in (400, 413, 422) else EngineError
-        raise kind(f"{call}: {status}: {text[:_EXCERPT]}")
+        raise kind(f"{call}: {status}: {excerpt(data)}")
     try:
-        answer = json.loads(text) if text else {}
+        answer = from_json(data) if data else {}  # of pydantic: twice as fast as json.loads
     except ValueError as error:
-        raise EngineError(f"{call}: {status}, but no JSON: {text[:_EXCERPT]}") from error
+        raise EngineError(f"{call}: {status}, but no JSON: {excerpt(data)}") from error
     return answer if isinstance(answer, dict) else {"answer": answer}
+
+
+def excerpt(data: bytes) -> str:
+    """The beginning of an answer, for a message."""
+    return data[:_EXCERPT].decode(errors="replace")

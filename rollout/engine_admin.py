@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.engine import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, parse_answer
+from rollout.engine import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, excerpt, parse_answer
 from rollout.weights import WeightsError, check_model_dir, is_adapter, tensor_names
 
 LOADING = "loading"
@@ -234,22 +234,22 @@ class EngineAdmin:
 
     def _adapters(self, path: str, body: dict[str, Any]) -> None:
         """A call that vLLM has only if it was started for it, and answers with plain text."""
-        status, text = self._send("POST", path, body, timeout_s=self._drain_timeout_s)
+        status, data = self._send("POST", path, body, timeout_s=self._drain_timeout_s)
         if status >= 400:
             raise EngineError(
-                f"POST {self._base_url}{path} {body['lora_name']}: {status}: {text[:500]}; for adapters a "
+                f"POST {self._base_url}{path} {body['lora_name']}: {status}: {excerpt(data)}; for adapters a "
                 "vLLM server must see the run's directory, and run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
                 "and with --enable-lora --max-lora-rank=(trainer.lora.rank or more)"
             )
 
     def _call(self, method: str, path: str, *request: Any, **settings: Any) -> dict[str, Any]:
         """As `_send`; the answer's JSON, or EngineError."""
-        status, text = self._send(method, path, *request, **settings)
+        status, data = self._send(method, path, *request, **settings)
         if status == 404:
             raise EngineError(
                 f"{method} {self._base_url}{path}: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"
             )
-        return parse_answer(f"{method} {self._base_url}{path}", status, text)
+        return parse_answer(f"{method} {self._base_url}{path}", status, data)
 
     def _send(
         self,
@@ -259,8 +259,8 @@ class EngineAdmin:
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
-    ) -> tuple[int, str]:
-        """The status of the answer and its text; EngineDead for 503."""
+    ) -> tuple[int, bytes]:
+        """The status of the answer and its body; EngineDead for 503."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -268,14 +268,14 @@ class EngineAdmin:
                 method, self._prefix + path, data, {"Content-Type": "application/json", **(headers or {})}
             )
             response = connection.getresponse()
-            text = response.read().decode(errors="replace")
+            answer = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{method} {self._base_url}{path}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
         if response.status == 503:
-            raise EngineDead(f"{method} {self._base_url}{path}: 503: {text[:500]}")
-        return response.status, text
+            raise EngineDead(f"{method} {self._base_url}{path}: 503: {excerpt(answer)}")
+        return response.status, answer
 
 
 def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) -> None:

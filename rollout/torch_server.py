@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from pydantic_core import to_json
 from transformers.utils import logging as transformers_logging
 
 from rollout import torch_protocol as protocol
@@ -111,7 +112,8 @@ class Server:
             prompt_tokens=sum(map(len, prompts)),
             completion_tokens=sum(len(row.token_ids) for rows in finished for row in rows),
         )
-        return web.json_response(answer)
+        # Rust's: a group's answer takes json.dumps 0.2 ms of the thread that all requests share.
+        return web.Response(body=to_json(answer), content_type="application/json")
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.TokenizeBody)

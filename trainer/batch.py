@@ -8,6 +8,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import numpy as np
 import safetensors.numpy
@@ -90,6 +91,28 @@ class Batch:
     def lengths(self) -> NDArray[np.int64]:
         """(S,) tokens of each sequence."""
         return np.diff(self.offsets)
+
+    @cached_property
+    def prompt_tokens(self) -> NDArray[np.int64]:
+        """(S,) tokens of each sequence before the first trained one; 0 without any."""
+        return self._trained_bounds[0]
+
+    @cached_property
+    def input_tokens(self) -> NDArray[np.int64]:
+        """(S,) tokens of each sequence that something is predicted from: those before the last trained one;
+        1 without any.
+        """
+        return np.maximum(1, self._trained_bounds[1])
+
+    @cached_property
+    def _trained_bounds(self) -> NDArray[np.int64]:
+        """(2, S) index, in each sequence, of its first trained token and of its last one; 0 without any."""
+        bounds = np.zeros((2, len(self)), np.int64)
+        trained = np.flatnonzero(self.loss_mask)
+        of = np.searchsorted(self.offsets, trained, side="right") - 1
+        bounds[0, of[::-1]] = (trained - self.offsets[of])[::-1]  # of several values the last one stays
+        bounds[1, of] = trained - self.offsets[of]
+        return bounds
 
     def encode(self) -> bytes:
         """One safetensors file. Equal batches have equal bytes."""

@@ -35,21 +35,32 @@ class Scorer(nn.Module):
         self.device = device
         self.offloaded = offloaded
         self._autocast = autocast
-        self._rows = max(1, CHUNK_ELEMENTS // self._causal[0].config.get_text_config().vocab_size)
+        self.config: Any = self._causal[0].config.get_text_config()
+        self._rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, scored_at: Tensor, targets: Tensor, temperature: float
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        scored_at: Tensor,
+        targets: Tensor,
+        temperature: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (N,) and entropies (N,) at `temperature`, from the logits at `scored_at`.
 
-        `token_ids` and `position_ids` are (R, C); `scored_at` (N,) indexes the flattened R x C positions, and
-        a logit at position t scores the token at t + 1. No attention mask: see trainer.packing. The entropy
-        is a statistic and carries no gradient.
+        `token_ids` and `position_ids` are (R, C); `scored_at` (N,) indexes the flattened R x C positions.
+        `mask`: (R, 1, C, C), of trainer.sharing; None: see trainer.packing. The entropy is a statistic and
+        carries no gradient.
         """
         decoder = self._causal[0].get_decoder()  # not by its plain name: a module would count twice
         with torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext():
             hidden = decoder(
-                input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True
+                input_ids=token_ids,
+                position_ids=position_ids,
+                attention_mask=mask,
+                use_cache=False,
+                return_dict=True,
             ).last_hidden_state
             scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
             chunks = list(zip(scoring.split(self._rows), targets.split(self._rows), strict=True))

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 from rollout.weights import ADAPTER_CONFIG
-from trainer import parallel
+from trainer import parallel, sharing
 from trainer.head import Scorer
 from trainer.loss import STATS
 from trainer.packing import Microbatch
@@ -50,6 +50,8 @@ class Learner:
         self.optimizer_step = optimizer_step
         self.device = scorer.device
         self.reference: Scorer | None = None
+        self.pairs_per_token = 0.0
+        """As trainer.packing.bundle has it; 0: prompts are not shared."""
         self._partial = parallel.partial_parameters(self.model, layout)
         self._on_host = False
         self._make_room()
@@ -105,7 +107,10 @@ class Learner:
                 return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
             # This rank helps the others to gather the layers: with one token, which nothing scores.
             token_ids = position_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperature)
+        mask = None
+        if microbatch.segments is not None and len(targets):
+            mask = sharing.attention_mask(torch.from_numpy(microbatch.segments).to(self.device))
+        logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperature, mask)
         if self.layout.sharded and not torch.is_grad_enabled():
             # FSDP keeps the root's whole weights for a backward pass; a change of the shards would not show.
             scorer.reshard()  # pyright: ignore[reportCallIssue], it is an FSDPModule now
@@ -242,7 +247,12 @@ def build_learner(
     blank = load_model(_model_dir(base_dir, model_dir), torch.device("meta"))
     layout = Layout.of(sum(parameter.numel() for parameter in blank.parameters()), settings, device)
     scorer = _build_scorer(base_dir, device, settings, layout, torch.float32, model_dir)
-    return Learner(scorer, layout)
+    learner = Learner(scorer, layout)
+    if settings.share_prompts:
+        learner.pairs_per_token = sharing.pairs_per_token(
+            scorer.config, lambda microbatch: learner.logprobs(microbatch, 1.0)[0], layout.world_size
+        )
+    return learner
 
 
 def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,10 +1,12 @@
 """An optimizer step's sequences: which rank takes which, and how they lie in microbatches. Torch-free.
 
-A microbatch is a rectangle of tokens, rows x columns, as wide as its longest sequence. Shorter sequences
-share a row; `position_ids` restart where a sequence begins, and without an attention mask that keeps
-neighbours apart (an all-ones mask would let them see each other). What is left of a row continues its last
-sequence with padding, which nothing sees because it comes last: where every row holds a single sequence,
-plain causal attention does.
+A bundle is a sequence, or several that share a prompt: the prompt once, then what follows it in each, for
+which the attention needs a mask (trainer.sharing). A microbatch is a rectangle of tokens, rows x columns, as
+wide as its longest bundle. Shorter ones share a row; `position_ids` restart where one begins, and without an
+attention mask that keeps neighbours apart (an all-ones mask would let them see each other). What is left of a
+row continues its last sequence with padding, which nothing sees because it comes last: where every row holds
+a single sequence, plain causal attention does. A sequence's last trained token, and what comes after it, is
+not among its tokens here: nothing is predicted from it.
 """
 
 import heapq
@@ -36,6 +38,26 @@ class Microbatch:
     """(N,)"""
     sequences: NDArray[np.int64]
     """(N,) which of the microbatch's sequences the token belongs to, numbered from 0."""
+    segments: NDArray[np.int64] | None = None
+    """(2, R, C) the segment that each token is in, numbered from 0, and the one before it that it sees as
+    well, its own where there is none; None where no prompt is shared."""
+
+
+@dataclass
+class Bundle:
+    """A sequence of the batch, or several that share their prompt."""
+
+    sequences: list[int]
+    """By index."""
+    tokens: int
+    shared: int = 0
+    """Tokens of the prompt that lies there once for all of them; 0 for a single sequence."""
+
+
+MASKED = 4.0
+"""What attention costs with a mask, against causal attention without: twice the pairs, at half the speed."""
+BUNDLES_OF_A_RANK = 4
+"""A rank's share of a step has room for so many, at least: bundles are what is dealt to the ranks."""
 
 
 def split_steps(sequences: int, global_batch_size: int) -> list[range]:
@@ -91,49 +113,111 @@ def pack_rows(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
 
 
 def plan_step(
-    batch: Batch, step: range, rank_weights: Sequence[float], rank: int, max_tokens: int
+    batch: Batch,
+    step: range,
+    rank_weights: Sequence[float],
+    rank: int,
+    max_tokens: int,
+    pairs_per_token: float = 0.0,
 ) -> list[Microbatch]:
-    """The microbatches of one rank in one optimizer step; as many on every rank, some of them empty."""
-    lengths = batch.lengths()[step.start : step.stop].tolist()
+    """The microbatches of one rank in one optimizer step; as many on every rank, some of them empty.
+
+    `pairs_per_token`: as `bundle` has it; the same on every rank.
+    """
+    total = int(batch.input_tokens[step.start : step.stop].sum())
+    smallest_share = total * min(rank_weights) / sum(rank_weights)
+    bundles = bundle(batch, step, pairs_per_token, min(max_tokens, smallest_share / BUNDLES_OF_A_RANK))
+    lengths = [one.tokens for one in bundles]
     plans = [
-        [[[step.start + share[k] for k in row] for row in rows] for rows in packed]
+        [[[bundles[share[b]] for b in row] for row in rows] for rows in packed]
         for share in split_ranks(lengths, rank_weights)
-        for packed in [pack_rows([lengths[k] for k in share], max_tokens)]
+        for packed in [pack_rows([lengths[b] for b in share], max_tokens)]
     ]
     count = max(len(plan) for plan in plans)
     mine = plans[rank]
     return [fill(batch, mine[k] if k < len(mine) else []) for k in range(count)]
 
 
-def fill(batch: Batch, rows: Sequence[Sequence[int]]) -> Microbatch:
-    """Lay sequences of the batch, given by index, into the rows of a microbatch."""
-    lengths = batch.lengths()
-    width = max((int(sum(lengths[k] for k in row)) for row in rows), default=0)
-    token_ids = np.zeros((len(rows), width), np.int64)
-    position_ids = np.zeros((len(rows), width), np.int64)
-    scored_at = [np.zeros(0, np.int64)]
-    trained = [np.zeros(0, np.int64)]
-    advantages = [np.zeros(0, np.float32)]
-    sequences = [np.zeros(0, np.int64)]
+def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float) -> list[Bundle]:
+    """The step's sequences; those with one prompt together where that is cheaper, of at most `max_tokens`.
+
+    It saves the prompt and costs attention: a mask hides pairs of tokens, but they are computed.
+    `pairs_per_token`: so many pairs cost as much as all else that is done with a token; 0: nothing is shared.
+    """
+    prompts, tokens = batch.prompt_tokens.tolist(), batch.input_tokens.tolist()
+    bundles: list[Bundle] = []
+    latest: dict[bytes, Bundle] = {}  # of each prompt
+
+    def cost(count: int, several: bool) -> float:
+        return count + (MASKED if several else 1.0) * count**2 / pairs_per_token
+
+    for k in sorted(step, key=lambda k: (-tokens[k], k)):
+        bundles.append(alone := Bundle([k], tokens[k]))
+        if not pairs_per_token or not prompts[k]:
+            continue
+        begin = int(batch.offsets[k])
+        prompt = batch.token_ids[begin : begin + prompts[k]].tobytes()
+        mine = latest.setdefault(prompt, alone)
+        together = mine.tokens + tokens[k] - prompts[k]
+        costs_apart = cost(mine.tokens, mine.shared > 0) + cost(tokens[k], several=False)
+        if mine is not alone and together <= max_tokens and cost(together, several=True) < costs_apart:
+            mine.sequences.append(k)
+            mine.tokens, mine.shared = together, prompts[k]
+            bundles.pop()
+        else:
+            latest[prompt] = alone
+    return bundles
+
+
+def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
+    """Lay bundles of the batch's sequences into the rows of a microbatch."""
+    offsets, inputs = batch.offsets.tolist(), batch.input_tokens.tolist()
+    width = max((sum(one.tokens for one in row) for row in rows), default=0)
+    segments: list[list[int]] = []
+    """[index of its first token in the batch, tokens, padding behind them, first position, segment before]"""
+    laid: list[tuple[int, int, int, int]] = []
+    """(index of a sequence in the batch, tokens shared, where they begin in the rows, where its own do)"""
     for r, row in enumerate(rows):
-        column = 0
-        for k in row:
-            begin, end = int(batch.offsets[k]), int(batch.offsets[k + 1])
-            token_ids[r, column : column + end - begin] = batch.token_ids[begin:end]
-            position_ids[r, column:] = np.arange(width - column)  # the next sequence overwrites its own part
-            at = np.flatnonzero(batch.loss_mask[begin:end])
-            scored_at.append(r * width + column + at - 1)
-            trained.append(begin + at)
-            advantages.append(np.full(len(at), batch.advantages[k]))
-            sequences.append(np.full(len(at), len(sequences) - 1))
-            column += end - begin
-    tokens = np.concatenate(trained)
+        at = r * width
+        for one in row:
+            start, prompt = at, len(segments)
+            if one.shared:
+                segments.append([offsets[one.sequences[0]], one.shared, 0, 0, prompt])
+                at += one.shared
+            for k in one.sequences:
+                own = inputs[k] - one.shared
+                before = prompt if one.shared else len(segments)
+                segments.append([offsets[k] + one.shared, own, 0, one.shared, before])
+                laid.append((k, one.shared, start, at))
+                at += own
+        segments[-1][2] = (r + 1) * width - at
+    shape = len(rows), width
+    first, tokens, padding, position, before = np.array(segments, np.int64).reshape(-1, 5).T
+    numbers = np.repeat(np.arange(len(segments)), tokens + padding)
+    within = _ranges(np.zeros(len(segments), np.int64), tokens + padding)
+    real = within < tokens[numbers]
+    token_ids = np.zeros(len(numbers), np.int64)
+    token_ids[real] = batch.token_ids[(first[numbers] + within)[real]]
+    sequences, shared, start, own = np.array(laid, np.int64).reshape(-1, 4).T
+    begins, lengths = batch.offsets[sequences], batch.lengths()[sequences]
+    trained = _ranges(begins, lengths)
+    of = np.repeat(np.arange(len(sequences)), lengths)
+    is_trained = batch.loss_mask[trained] == 1
+    trained, of = trained[is_trained], of[is_trained]
+    scoring = trained - begins[of] - 1  # in the sequence
     return Microbatch(
-        token_ids=token_ids,
-        position_ids=position_ids,
-        scored_at=np.concatenate(scored_at),
-        targets=batch.token_ids[tokens].astype(np.int64),
-        engine_logprobs=batch.logprobs[tokens],
-        advantages=np.concatenate(advantages),
-        sequences=np.concatenate(sequences),
+        token_ids=token_ids.reshape(shape),
+        position_ids=(position[numbers] + within).reshape(shape),
+        scored_at=scoring + np.where(scoring < shared[of], start[of], own[of] - shared[of]),
+        targets=batch.token_ids[trained].astype(np.int64),
+        engine_logprobs=batch.logprobs[trained],
+        advantages=batch.advantages[sequences][of],
+        sequences=of,
+        segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if shared.any() else None,
     )
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, ..., `length` numbers from each start, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)

@@ -81,6 +81,10 @@ class TrainerSettings(Settings):
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 8192
     """Sequences are packed into microbatches of at most this many tokens (a longer sequence is one alone)."""
 
+    share_prompts: bool = True
+    """Compute the prompt of a group once for several of its samples, where that is cheaper than the attention
+    mask that it takes, and the model heeds the mask."""
+
     layout: Literal["auto", "replicated", "sharded"] = "auto"
     """Every rank holds the whole model and its optimizer's state, or a shard of them (FSDP2); auto: sharded
     from `shard_from_parameters` on, where there are several ranks."""

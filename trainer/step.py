@@ -66,7 +66,14 @@ def train(
     layout = learner.layout
     weights = layout.data_weights(rank_weights)
     plans = [
-        plan_step(batch, step, weights, layout.data_rank, settings.max_tokens_per_microbatch)
+        plan_step(
+            batch,
+            step,
+            weights,
+            layout.data_rank,
+            settings.max_tokens_per_microbatch,
+            learner.pairs_per_token,
+        )
         for step in steps
     ]
     progress = progress or Progress()

@@ -1,14 +1,17 @@
 """Training tokens per second on one batch of sequences of very different lengths, against TRL on the same.
 
     .venv-trl/bin/python scripts/bench/train_step.py [--lengths uniform log-uniform] [--rounds 3]
+    .venv-trl/bin/python scripts/bench/train_step.py --prompt-tokens 256 --samples 8 --longest 128
     .venv-trl/bin/python scripts/bench/train_step.py --gpu [--shapes 0.6b 1.7b]
 
 Prints one JSON line. Both sides take the same optimizer steps (GRPO, one update per batch, AdamW, float32
-weights) on the same sequences of 16 to 1,024 tokens with the same advantages, each in processes of its own
-that take turns; `tokens_per_s` counts tokens without padding, and a ratio is the median over the rounds.
-`memory_peak_mb` is the high-water mark of such a process, `memory_before_mb` what it had before the first
-step. Ours packs sequences (trainer.packing). TRL 1.16 has no padding-free path for GRPO: it pads all to the
-longest one; of the sizes of its microbatches (`--trl-microbatch`, in sequences) the fastest counts.
+weights) on the same sequences with the same advantages, each in processes of its own that take turns. The
+sequences are of 16 to 1,024 tokens (`--longest`), 8 of them the prompt; a longer prompt comes on top.
+`tokens_per_s` counts tokens without padding, shared prompts each time, and a ratio is the median over the
+rounds. `memory_peak_mb` is the high-water mark of such a process, `memory_before_mb` what it had before the
+first step. Ours packs sequences, and computes a prompt once where several samples have it (trainer.packing).
+TRL 1.16 has no padding-free path for GRPO: it pads all to the longest one; of the sizes of its microbatches
+(`--trl-microbatch`, in sequences) the fastest counts.
 
 On a GPU: a Qwen3 of the shape, bfloat16 autocast over float32 weights on both sides, 16,384 tokens a
 microbatch; `mfu` is the fraction of --peak-tflops that 6 x parameters x tokens, and attention, amount to.
@@ -54,30 +57,32 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Of Qwen3 with tied embeddings."""
 SHORTEST, LONGEST = 16, 1024
-PROMPT_TOKENS = 8
-"""Of every sequence: no padding of prompts is held against TRL."""
+LEAST_PROMPT_TOKENS = 8
+"""Prompts are equally long: no padding of them is held against TRL."""
 TURN_TIMEOUT_S = 1800.0
 LEARNING_RATE = 1e-6
 
 
-def draw_lengths(kind: str, sequences: int) -> NDArray[np.int64]:
+def draw_lengths(kind: str, options: argparse.Namespace) -> NDArray[np.int64]:
     """(sequences,) tokens of each, the shortest and the longest among them."""
     random = np.random.default_rng(0)
+    longest, sequences = options.longest, options.sequences
     if kind == "uniform":
-        lengths = random.integers(SHORTEST, LONGEST + 1, sequences)
+        lengths = random.integers(SHORTEST, longest + 1, sequences)
     else:
-        lengths = np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST), sequences)).astype(np.int64)
-    lengths[:2] = SHORTEST, LONGEST
-    return lengths
+        lengths = np.exp(random.uniform(np.log(SHORTEST), np.log(longest), sequences)).astype(np.int64)
+    lengths[:2] = SHORTEST, longest
+    return lengths + options.prompt_tokens - LEAST_PROMPT_TOKENS
 
 
-def draw_sequences(
-    lengths: NDArray[np.int64], vocab_size: int
-) -> tuple[list[NDArray[np.int32]], NDArray[np.float32]]:
+def draw_sequences(options: argparse.Namespace) -> tuple[list[NDArray[np.int32]], NDArray[np.float32]]:
     """Token ids of each sequence, and an advantage of each, (sequences,)."""
     random = np.random.default_rng(1)
-    token_ids = [random.integers(3, vocab_size, length, dtype=np.int32) for length in lengths]
-    return token_ids, random.choice(np.array([-0.5, 0.5], np.float32), len(lengths))
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    token_ids = [random.integers(3, vocab_size, length, dtype=np.int32) for length in options.tokens]
+    for k, ids in enumerate(token_ids):
+        ids[: options.prompt_tokens] = token_ids[k - k % options.samples][: options.prompt_tokens]
+    return token_ids, random.choice(np.array([-0.5, 0.5], np.float32), len(token_ids))
 
 
 def make_model(shape: str, directory: Path) -> Path:
@@ -106,9 +111,9 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
     from trainer.settings import TrainerSettings
     from trainer.step import train
 
-    token_ids, advantages = draw_sequences(options.tokens, SHAPES[options.shape]["vocab_size"])
+    token_ids, advantages = draw_sequences(options)
     count = len(token_ids)
-    loss_mask = [np.arange(len(ids)) >= PROMPT_TOKENS for ids in token_ids]
+    loss_mask = [np.arange(len(ids)) >= options.prompt_tokens for ids in token_ids]
     trained = np.concatenate(loss_mask)
     batch = Batch(
         token_ids=np.concatenate(token_ids),
@@ -148,16 +153,17 @@ def trl(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, floa
     import torch
     import trl_trainer
 
-    token_ids, advantages = draw_sequences(options.tokens, SHAPES[options.shape]["vocab_size"])
-    count, width = len(token_ids), max(map(len, token_ids)) - PROMPT_TOKENS
+    token_ids, advantages = draw_sequences(options)
+    prompt_tokens = options.prompt_tokens
+    count, width = len(token_ids), max(map(len, token_ids)) - prompt_tokens
     completions, mask = torch.zeros(count, width, dtype=torch.long), torch.zeros(count, width)
     for row, ids in enumerate(token_ids):
-        completions[row, : len(ids) - PROMPT_TOKENS] = torch.from_numpy(ids[PROMPT_TOKENS:])
-        mask[row, : len(ids) - PROMPT_TOKENS] = 1
+        completions[row, : len(ids) - prompt_tokens] = torch.from_numpy(ids[prompt_tokens:])
+        mask[row, : len(ids) - prompt_tokens] = 1
     device = torch.device("cuda" if options.gpu else "cpu")
     batch = {
-        "prompt_ids": torch.tensor(np.stack([ids[:PROMPT_TOKENS] for ids in token_ids])).long(),
-        "prompt_mask": torch.ones(count, PROMPT_TOKENS, dtype=torch.long),
+        "prompt_ids": torch.tensor(np.stack([ids[:prompt_tokens] for ids in token_ids])).long(),
+        "prompt_mask": torch.ones(count, prompt_tokens, dtype=torch.long),
         "completion_ids": completions,
         "completion_mask": mask.long(),
         "advantages": torch.from_numpy(advantages),
@@ -225,8 +231,9 @@ def turn(options: argparse.Namespace, side: str, microbatch: int, steps: int, **
 
 def compare(options: argparse.Namespace, shape: str, kind: str, model: Path) -> dict[str, Any]:
     """One row: the sides take turns; another one begins each round."""
-    lengths = draw_lengths(kind, options.sequences)
+    lengths = draw_lengths(kind, options)
     more = {"model": str(model), "shape": shape, "tokens": lengths.tolist()}
+    more |= {"prompt_tokens": options.prompt_tokens, "samples": options.samples}
     tried = {size: turn(options, "trl", size, 1, **more)["seconds"] for size in options.trl_microbatch}
     sizes = {"ours": options.microbatch, "trl": min(tried, key=lambda size: tried[size])}
     turns: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
@@ -282,6 +289,9 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], help="default: 10m; on a GPU 0.6b 1.7b")
     parser.add_argument("--lengths", nargs="+", default=["uniform", "log-uniform"])
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens, but for the prompt beyond 8")
+    parser.add_argument("--prompt-tokens", type=int, default=LEAST_PROMPT_TOKENS)
+    parser.add_argument("--samples", type=int, default=1, help="with one prompt")
     parser.add_argument("--sequences", type=int, help="a multiple of 8; default: 32, on a GPU 256")
     parser.add_argument("--microbatch", type=int, help="of ours, in tokens; default: 8192, on a GPU 16384")
     parser.add_argument("--trl-microbatch", type=int, nargs="+", help="default: 2 8 32, on a GPU 8 16 32")

@@ -41,14 +41,15 @@ def settings() -> TrainerSettings:
 
 
 def make_group(slot: int, rewards: Sequence[float | None], rng: np.random.Generator) -> Group:
-    """A group with random trajectories of 4 to 24 tokens, one for each reward."""
+    """A group with random trajectories of 4 to 24 tokens, three of them the prompt; one for each reward."""
     samples = []
+    prompt = np.random.default_rng(slot).integers(3, 90, 3)
     for reward in rewards:
-        tokens, prompt = int(rng.integers(4, 25)), 3
-        mask = (np.arange(tokens) >= prompt).astype(np.uint8)
+        tokens = int(rng.integers(4, 25))
+        mask = (np.arange(tokens) >= len(prompt)).astype(np.uint8)
         samples.append(
             Sample(
-                token_ids=rng.integers(3, 90, tokens).astype(np.int32),
+                token_ids=np.concatenate([prompt, rng.integers(3, 90, tokens)[3:]]).astype(np.int32),
                 loss_mask=mask,
                 logprobs=(mask * rng.uniform(-5, -4, tokens)).astype(np.float32),
                 finish_reason="length" if tokens % 2 else "stop",

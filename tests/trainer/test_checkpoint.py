@@ -275,6 +275,7 @@ def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
         moe_intermediate_size=8,
         intermediate_size=16,
         num_experts=4,
+        num_experts_per_tok=2,
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,

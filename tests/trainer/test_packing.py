@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -6,9 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.batch import Batch
+from rollout.trajectory import Group
+from trainer.batch import Batch, build_batch
 from trainer.model import Learner, build_learner
-from trainer.packing import Microbatch, fill, pack_rows, plan_step, split_ranks, split_steps
+from trainer.packing import (
+    Bundle,
+    Microbatch,
+    bundle,
+    fill,
+    pack_rows,
+    plan_step,
+    split_ranks,
+    split_steps,
+)
 from trainer.settings import TrainerSettings
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -53,13 +64,20 @@ def test_every_sequence_lies_in_exactly_one_row_and_no_microbatch_is_too_large(
         assert len(rows) * width <= max_tokens or (len(rows) == 1 and len(rows[0]) == 1)
 
 
+def alone(batch: Batch, *sequences: int) -> list[Bundle]:
+    """A row in which nothing is shared."""
+    return [Bundle([k], int(batch.input_tokens[k])) for k in sequences]
+
+
 @settings(max_examples=30, deadline=None)
-@given(WEIGHTS, st.integers(16, 200))
+@given(WEIGHTS, st.integers(16, 200), st.sampled_from([0.0, 30.0, 1e6]))
 def test_ranks_have_as_many_microbatches_and_together_train_every_token_once(
-    batch: Batch, weights: list[float], max_tokens: int
+    batch: Batch, weights: list[float], max_tokens: int, pairs_per_token: float
 ) -> None:
     step = range(16, 48)
-    plans = [plan_step(batch, step, weights, rank, max_tokens) for rank in range(len(weights))]
+    plans = [
+        plan_step(batch, step, weights, rank, max_tokens, pairs_per_token) for rank in range(len(weights))
+    ]
     assert len({len(plan) for plan in plans}) == 1
     begin, end = batch.offsets[16], batch.offsets[48]
     trained = batch.loss_mask[begin:end] == 1
@@ -76,17 +94,17 @@ def test_rank_without_sequences_gets_empty_microbatches(batch: Batch) -> None:
 
 
 def test_tokens_know_their_sequence(batch: Batch) -> None:
-    microbatch = fill(batch, [[7, 2], [5]])
+    microbatch = fill(batch, [alone(batch, 7, 2), alone(batch, 5)])
     lengths = [int(batch.loss_mask[batch.offsets[k] : batch.offsets[k + 1]].sum()) for k in (7, 2, 5)]
     assert np.bincount(microbatch.sequences).tolist() == lengths
     np.testing.assert_array_equal(microbatch.advantages, batch.advantages[[7, 2, 5]][microbatch.sequences])
 
 
 def test_trained_token_is_scored_by_the_position_before_it(batch: Batch) -> None:
-    microbatch = fill(batch, [[0, 1], [2]])
-    rows = microbatch.token_ids.ravel()
-    np.testing.assert_array_equal(rows[microbatch.scored_at + 1], microbatch.targets)
-    assert (microbatch.position_ids.ravel()[microbatch.scored_at] >= 2).all()  # the prompt has three tokens
+    microbatch = fill(batch, [alone(batch, 0, 1), alone(batch, 2)])
+    scoring = microbatch.token_ids.ravel()[microbatch.scored_at]
+    expected = [batch.token_ids[batch.offsets[k] + 2 : batch.offsets[k + 1] - 1] for k in range(3)]
+    np.testing.assert_array_equal(scoring, np.concatenate(expected))  # the prompt has three tokens
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +120,21 @@ def by_token(microbatch: Microbatch, values: torch.Tensor) -> dict[tuple[int, fl
 
 @torch.no_grad()
 def test_packed_sequences_score_as_they_do_alone(learner: Learner, batch: Batch) -> None:
-    packed = fill(batch, [[0, 1, 2], [3, 4], [5]])
+    packed = fill(batch, [alone(batch, 0, 1, 2), alone(batch, 3, 4), alone(batch, 5)])
     assert (packed.position_ids[0] == 0).sum() == 3
     together = by_token(packed, learner.logprobs(packed, 1.0)[0])
     for k in range(6):
-        alone = fill(batch, [[k]])
-        for key, value in by_token(alone, learner.logprobs(alone, 1.0)[0]).items():
+        single = fill(batch, [alone(batch, k)])
+        for key, value in by_token(single, learner.logprobs(single, 1.0)[0]).items():
             assert together.pop(key) == pytest.approx(value, abs=5e-6)
     assert not together
 
 
 @torch.no_grad()
 def test_sequence_does_not_see_its_neighbours(learner: Learner, batch: Batch) -> None:
-    rows = [[0, 1, 2], [3]]
+    rows = [alone(batch, 0, 1, 2), alone(batch, 3)]
     before = fill(batch, rows)
-    lengths = batch.lengths()
+    lengths = batch.input_tokens
     middle = slice(int(lengths[0]), int(lengths[0] + lengths[1]))
     after = fill(batch, rows)
     after.token_ids[0, middle] = 97 - after.token_ids[0, middle]
@@ -129,8 +147,8 @@ def test_sequence_does_not_see_its_neighbours(learner: Learner, batch: Batch) ->
 
 @torch.no_grad()
 def test_logprobs_are_of_the_next_token_at_the_sampling_temperature(learner: Learner, batch: Batch) -> None:
-    microbatch = fill(batch, [[0]])
-    token_ids = torch.from_numpy(microbatch.token_ids)
+    microbatch = fill(batch, [alone(batch, 0)])
+    token_ids = torch.from_numpy(batch.token_ids[: batch.offsets[1]].astype(np.int64))[None]
     log_p = torch.log_softmax(learner.model(input_ids=token_ids).logits[0].double() / 0.7, dim=-1)
     logprobs, entropy = learner.logprobs(microbatch, 0.7)
     expected = [log_p[t - 1, token_ids[0, t]].item() for t in range(3, token_ids.shape[1])]
@@ -141,7 +159,7 @@ def test_logprobs_are_of_the_next_token_at_the_sampling_temperature(learner: Lea
 @torch.no_grad()
 def test_attention_mask_would_mix_neighbours(learner: Learner, batch: Batch) -> None:
     """The trap that passing no mask avoids; if this fails, transformers has changed how it packs."""
-    packed = fill(batch, [[0, 1, 2]])
+    packed = fill(batch, [alone(batch, 0, 1, 2)])
     token_ids, position_ids = torch.from_numpy(packed.token_ids), torch.from_numpy(packed.position_ids)
     scored_at, targets = torch.from_numpy(packed.scored_at), torch.from_numpy(packed.targets)
     right, _ = learner.logprobs(packed, 1.0)
@@ -149,3 +167,92 @@ def test_attention_mask_would_mix_neighbours(learner: Learner, batch: Batch) -> 
     logits = learner.model(input_ids=token_ids, position_ids=position_ids, attention_mask=mask).logits[0]
     mixed = torch.log_softmax(logits[scored_at], -1).gather(-1, targets[:, None])[:, 0]
     assert (right - mixed).abs().max() > 0.01
+
+
+def groups(batch: Batch) -> list[list[int]]:
+    """The batch's sequences by prompt."""
+    return [np.flatnonzero(batch.slots == slot).tolist() for slot in np.unique(batch.slots)]
+
+
+def shared(batch: Batch, sequences: list[int]) -> Bundle:
+    """One bundle of them all."""
+    prompt = int(batch.prompt_tokens[sequences[0]])
+    tokens = int(batch.input_tokens[sequences].sum()) - (len(sequences) - 1) * prompt
+    return Bundle(sequences, tokens, prompt)
+
+
+@relaxed
+@given(st.floats(0, 5000), st.integers(1, 300))
+def test_every_sequence_is_in_one_bundle_of_its_own_prompt(
+    batch: Batch, pairs_per_token: float, max_tokens: int
+) -> None:
+    bundles = bundle(batch, range(8, 40), pairs_per_token, max_tokens)
+    assert sorted(k for one in bundles for k in one.sequences) == list(range(8, 40))
+    for one in bundles:
+        assert len(one.sequences) == 1 or one == shared(batch, one.sequences)
+        assert len({int(batch.slots[k]) for k in one.sequences}) == 1
+        assert len(one.sequences) == 1 or one.tokens <= max_tokens
+
+
+def test_prompt_is_shared_where_it_is_cheaper(batch: Batch) -> None:
+    step = range(len(batch))
+    whole = [len(group) for group in groups(batch)]
+
+    def sizes(pairs_per_token: float, max_tokens: float = 1e9) -> list[int]:
+        return sorted(len(one.sequences) for one in bundle(batch, step, pairs_per_token, max_tokens))
+
+    assert sizes(1e6) == sorted(whole)  # a wide model: attention costs next to nothing
+    assert sizes(1.0) == [1] * len(batch)  # attention is all
+    assert sizes(1e6, max_tokens=0) == sizes(0.0) == [1] * len(batch)
+    assert 1 < max(sizes(150.0)) < max(whole)
+
+
+def test_bundles_leave_the_ranks_their_shares(group: Callable[..., Group]) -> None:
+    rng = np.random.default_rng(0)
+    many = [group(slot, [0.0, 1.0] * 20, rng) for slot in range(4)]
+    batch = build_batch(many, manifest_sha256="m", policy="p", temperature=1.0, seed=7)
+    weights = [2.0, 1.0, 1.0]
+    plans = [plan_step(batch, range(160), weights, rank, 10**6, 1e9) for rank in range(3)]
+    trained = np.array([sum(len(m.targets) for m in plan) for plan in plans])
+    np.testing.assert_allclose(trained / trained.sum(), [0.5, 0.25, 0.25], atol=0.05)
+
+
+def test_sequences_that_share_their_prompt_have_it_once(batch: Batch) -> None:
+    first, second = groups(batch)[:2]
+    microbatch = fill(batch, [[shared(batch, first)], [shared(batch, second), *alone(batch, 0)]])
+    prompt = batch.token_ids[batch.offsets[first[0]] :][:3]
+    row = microbatch.token_ids[0]
+    assert sum(np.array_equal(row[c : c + 3], prompt) for c in range(len(row))) == 1
+    restarts = np.flatnonzero(np.diff(microbatch.position_ids[0]) != 1) + 1
+    assert microbatch.position_ids[0, restarts].tolist() == [3] * (len(first) - 1)
+
+
+@torch.no_grad()
+def test_sequences_with_a_shared_prompt_score_as_they_do_alone(learner: Learner, batch: Batch) -> None:
+    first, second, third = groups(batch)[:3]
+    packed = fill(
+        batch,
+        [[shared(batch, first)], [shared(batch, second), *alone(batch, *third)], alone(batch, third[0])],
+    )
+    together = by_token(packed, learner.logprobs(packed, 1.0)[0])
+    for k in (*first, *second, *third):
+        single = fill(batch, [alone(batch, k)])
+        for key, value in by_token(single, learner.logprobs(single, 1.0)[0]).items():
+            assert together.pop(key) == pytest.approx(value, abs=5e-6)
+    assert not together
+
+
+def test_gradient_is_the_same_with_a_shared_prompt(learner: Learner, batch: Batch) -> None:
+    sequences = groups(batch)[0]
+    parameters = list(learner.parameters.values())
+
+    def gradients(microbatch: Microbatch) -> tuple[torch.Tensor, ...]:
+        order = np.argsort(microbatch.engine_logprobs)
+        logprobs = learner.logprobs(microbatch, 1.0)[0][torch.from_numpy(order)]
+        return torch.autograd.grad((logprobs * torch.arange(1, len(order) + 1)).mean(), parameters)
+
+    one_by_one = gradients(fill(batch, [alone(batch, k) for k in sequences]))
+    together = gradients(fill(batch, [[shared(batch, sequences)]]))
+    scale = max(gradient.abs().max().item() for gradient in one_by_one)
+    for mine, theirs in zip(together, one_by_one, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * scale)

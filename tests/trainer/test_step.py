@@ -7,7 +7,7 @@ import torch
 
 from trainer.batch import Batch, build_batch
 from trainer.model import Learner, build_learner, learning_rate
-from trainer.packing import fill
+from trainer.packing import Bundle, fill
 from trainer.settings import TrainerSettings
 from trainer.step import StepStats, TrainingDiverged, summary, train
 
@@ -41,7 +41,7 @@ def run(
 def test_training_makes_rewarded_tokens_likelier_and_others_less_likely(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:
-    microbatch = fill(batch, [[k] for k in range(len(batch))])
+    microbatch = fill(batch, [[Bundle([k], int(batch.input_tokens[k]))] for k in range(len(batch))])
     better = torch.from_numpy(microbatch.advantages > 0)
     before = learner.logprobs(microbatch, 1.0)[0].detach()
     run(learner, batch, settings)

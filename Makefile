@@ -7,7 +7,7 @@ VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TRL_VENV := .venv-trl
 TRL_PYTHON := $(TRL_VENV)/bin/python
 
-.PHONY: install demo test test-matrix test-vllm bench-trl check clean
+.PHONY: install demo test test-vllm bench-trl check clean
 
 install: $(VENV)/.installed
 
@@ -21,10 +21,6 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-
-# Each node killed before and after its flag at each row; `make test` has half of them.
-test-matrix: install
-	FLAGPOST_MATRIX=whole $(BIN)/python -m pytest -n 2 --dist worksteal tests/cluster/test_kill_matrix.py
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_PYTHON) -m pytest tests/engines tests/cluster/test_vllm.py

@@ -1,15 +1,12 @@
-"""The kill matrix: a node is killed at the flag of each row and restarted; the run ends as if undisturbed.
+"""The kill matrix: nodes are killed at the flag of each row and restarted; the run ends as if undisturbed.
 
-`dying_node` says what `before` and `after` a flag mean. Half of the killed nodes are restarted at once, the
-other half when the survivor has found them lost.
-
-At each row one of the nodes is killed before its flag and the other one after it; `make test-matrix` has the
-other half too: each run imports torch four times or more, which is minutes of a small machine.
+`dying_node` says what `before` and `after` a flag mean. A run goes through a chain of kills, one at each row
+of its first iteration: with a run for each of the 56, most of the time would go into importing torch. Half of
+the killed nodes are restarted at once, the other half when the survivor has found them lost.
 """
 
-import os
 import signal
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,51 +19,82 @@ from tests.cluster.small_run import ITERATIONS, arguments, results
 WORKER = 1
 Results = list[dict[str, Any]]
 
-MATRIX = [
-    pytest.param(phase, victim, when, id=f"{phase.label}-{'worker' if victim else 'master'}-{when}")
-    for phase in Phase
-    for victim in (MASTER, WORKER)
-    for when in ("before", "after")
-    if os.environ.get("FLAGPOST_MATRIX") == "whole" or (phase // 2 + victim + (when == "after")) % 2 == 0
-]
+
+class Kill(NamedTuple):
+    """Where a node is killed, and when it comes back."""
+
+    phase: Phase
+    victim: int
+    when: str
+    is_found_lost: bool
+    """Before it is restarted."""
 
 
-def start_dying(cluster: Cluster, engine_urls: list[str], dying: dict[int, tuple[Phase, str]]) -> None:
-    """Start both nodes and wait until those of `dying` have been killed at their places."""
-    for rank in (MASTER, WORKER):
-        program = ["coordinator.cli"]
-        if rank in dying:
-            phase, when = dying[rank]
-            program = ["tests.cluster.dying_node", phase.label, when, "KILL"]
-        cluster.start(rank, *arguments(rank, engine_urls), program=program)
-    for rank in dying:
-        cluster.until(
-            lambda rank=rank: cluster.nodes[rank].poll() is not None, f"the end of rank {rank}", 120
+def chain(number: int) -> list[Kill]:
+    """One of four chains, which between them kill either node on either side of each row's flag."""
+    return [
+        Kill(
+            phase,
+            victim=(phase + number) % 2,
+            when=("before", "after")[(phase // 2 + number // 2) % 2],
+            is_found_lost=(phase + phase // 2 + number) % 2 == 0,
         )
-        assert cluster.nodes[rank].returncode == -signal.SIGKILL, cluster.everything_said()
+        for phase in Phase
+    ]
 
 
-def wait_until_lost(cluster: Cluster, victim: int) -> None:
-    """Wait until the survivor says that the victim is lost."""
+def start(cluster: Cluster, engine_urls: list[str], rank: int, kill: Kill | None) -> None:
+    """Start a node that is to die at `kill`."""
+    dying = ["tests.cluster.dying_node", kill.phase.label, kill.when, "KILL"] if kill else ["coordinator.cli"]
+    cluster.start(rank, *arguments(rank, engine_urls), program=dying)
+
+
+def wait_until_dead(cluster: Cluster, rank: int) -> None:
+    """Wait until a node has been killed at its place."""
+    cluster.until(lambda: cluster.nodes[rank].poll() is not None, f"the end of rank {rank}", 120)
+    assert cluster.nodes[rank].returncode == -signal.SIGKILL, cluster.everything_said()
+
+
+def wait_until_lost(cluster: Cluster, victim: int, since: int) -> None:
+    """Wait until the survivor says that the victim is lost, after the first `since` characters of what it
+    says; or that it waits for it, where it has only just come back itself; or until it is dead too.
+    """
     survivor = WORKER if victim == MASTER else MASTER
-    lost = f"rank {victim} ("
+
+    def says_so() -> bool:
+        lines = cluster.output(survivor)[since:].splitlines()
+        return any(
+            (f"rank {victim} (" in line and "is lost" in line) or "waiting for" in line for line in lines
+        )
+
     cluster.until(
-        lambda: any(lost in line and "is lost" in line for line in cluster.output(survivor).splitlines()),
+        lambda: cluster.nodes[survivor].poll() is not None or says_so(),
         f"rank {survivor} finds rank {victim} lost",
     )
 
 
-@pytest.mark.parametrize(("phase", "victim", "when"), MATRIX)
-def test_killed_node_comes_back_and_the_run_ends_as_if_undisturbed(
-    cluster: Cluster, engine_urls: list[str], undisturbed: Results, phase: Phase, victim: int, when: str
-) -> None:
-    start_dying(cluster, engine_urls, {victim: (phase, when)})
-    kept = durable_parts(cluster.run_dir)
-    assert bool(kept) == (phase >= Phase.TRAIN_ROLLOUT)
-    if (phase + victim + (when == "after")) % 2:
-        wait_until_lost(cluster, victim)
+def test_chains_kill_either_node_on_either_side_of_each_flag() -> None:
+    places = {kill[:3] for number in range(4) for kill in chain(number)}
+    assert places == {(row, rank, when) for row in Phase for rank in (0, 1) for when in ("before", "after")}
 
-    cluster.start(victim, *arguments(victim, engine_urls))
+
+@pytest.mark.parametrize("number", range(4))
+def test_killed_nodes_come_back_and_the_run_ends_as_if_undisturbed(
+    cluster: Cluster, engine_urls: list[str], undisturbed: Results, number: int
+) -> None:
+    kills = chain(number)
+    left = {rank: [kill for kill in kills if kill.victim == rank] for rank in (MASTER, WORKER)}
+    for rank in (MASTER, WORKER):
+        start(cluster, engine_urls, rank, left[rank].pop(0))
+    kept: dict[Any, bytes] = {}
+    for kill in kills:
+        victim, said = kill.victim, len(cluster.output(1 - kill.victim))
+        wait_until_dead(cluster, victim)
+        kept |= durable_parts(cluster.run_dir)
+        assert bool(kept) == (kill.phase >= Phase.TRAIN_ROLLOUT)
+        if kill.is_found_lost:
+            wait_until_lost(cluster, victim, said)
+        start(cluster, engine_urls, victim, left[victim].pop(0) if left[victim] else None)
     assert cluster.wait() == [0, 0], cluster.everything_said()
     assert [line["iteration"] for line in cluster.metrics()] == list(range(1, ITERATIONS + 1))
     assert lost_groups(cluster.run_dir, kept) == []
@@ -79,10 +107,13 @@ def test_killed_node_comes_back_and_the_run_ends_as_if_undisturbed(
 def test_both_nodes_killed_at_once_come_back(
     cluster: Cluster, engine_urls: list[str], undisturbed: Results, phase: Phase
 ) -> None:
-    start_dying(cluster, engine_urls, {MASTER: (phase, "before"), WORKER: (phase, "after")})
+    for rank, when in ((MASTER, "before"), (WORKER, "after")):
+        start(cluster, engine_urls, rank, Kill(phase, rank, when, is_found_lost=False))
+    for rank in (MASTER, WORKER):
+        wait_until_dead(cluster, rank)
     kept = durable_parts(cluster.run_dir)
     for rank in (MASTER, WORKER):
-        cluster.start(rank, *arguments(rank, engine_urls))
+        start(cluster, engine_urls, rank, None)
     assert cluster.wait() == [0, 0], cluster.everything_said()
     assert [line["iteration"] for line in cluster.metrics()] == list(range(1, ITERATIONS + 1))
     assert kept and lost_groups(cluster.run_dir, kept) == repeated_groups(cluster.run_dir) == []

@@ -160,7 +160,7 @@ def test_node_without_its_mount_comes_back_by_itself(
     started = dict(nodes.cluster.nodes)
     nodes.shared[rank].set(**{trouble: True})
     nodes.cluster.until(
-        lambda: "has not shown this node's heartbeat" in nodes.cluster.output(rank), "it fences itself"
+        lambda: "it leaves the epoch, its engine stays warm" in nodes.cluster.output(rank), "it fences itself"
     )
     if rank == 1:
         nodes.cluster.until(lambda: "rank 1" in lost(nodes, 0), "the master finds it lost")

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -126,11 +127,13 @@ def test_breakdown_is_the_median_over_iterations_of_the_slowest_rank(monkeypatch
 def test_both_sides_of_train_step_get_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
     train_step = import_module("train_step")
-    for kind in ("uniform", "log-uniform"):
-        lengths = train_step.draw_lengths(kind, 64)
-        assert (lengths.min(), lengths.max(), len(lengths)) == (16, 1024, 64)
-        (ids, advantages), (again, same) = (train_step.draw_sequences(lengths, 8192) for _ in range(2))
+    for kind, prompt in (("uniform", 8), ("log-uniform", 8), ("uniform", 100)):
+        options = Namespace(longest=1024, sequences=64, prompt_tokens=prompt, samples=4, shape="10m")
+        lengths = options.tokens = train_step.draw_lengths(kind, options)
+        assert (lengths.min(), lengths.max(), len(lengths)) == (prompt + 8, prompt + 1016, 64)
+        (ids, advantages), (again, same) = (train_step.draw_sequences(options) for _ in range(2))
         assert [len(one) for one in ids] == lengths.tolist() and (advantages == same).all()
         assert all((one == other).all() for one, other in zip(ids, again, strict=True))
+        assert (ids[4][:prompt] == ids[7][:prompt]).all() and (ids[3][:prompt] != ids[4][:prompt]).any()
     assert train_step.parameters("10m") == pytest.approx(10e6, rel=0.02)
     assert train_step.parameters("0.6b") == pytest.approx(0.6e9, rel=0.02)

@@ -34,10 +34,8 @@ ELSEWHERE = {
     r"kubectl .*": "tests/scripts/test_k8s.py",
 }
 """What is not run here, and the test that does; `doctor` alone is tests/coordinator/test_doctor.py's too."""
-NOT_IN_CI = {"install", "demo", "bench-trl", "test-matrix"}
-"""Targets that `.ci/run` does not name: a prerequisite of the others; below; what is large and not ours; what
-takes long.
-"""
+NOT_IN_CI = {"install", "demo", "bench-trl"}
+"""Targets that `.ci/run` does not name: a prerequisite of the others; below; what is large and not ours."""
 PAGES_WITH_TESTS = {"docs/tasks.md", "docs/algorithms.md"}
 """Their Python blocks are run by tests/rollout/test_docs.py and tests/trainer/test_algorithms_page.py."""
 ALL = sorted({command for page in PAGES for command in commands(page)})

@@ -26,7 +26,7 @@ from rollout.weights import WeightsError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-QUIET_S, GATHER_S = 0.004, 0.03
+QUIET_S, GATHER_S = 0.004, 0.1
 """Decoding begins once no request has come for so long, or has been waited for for so long."""
 
 

@@ -1,6 +1,7 @@
 """The policy in training: a causal language model in its layout, its optimizer, the logprobs of tokens."""
 
 import json
+import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from trainer.packing import Microbatch
 from trainer.parallel import Layout
 from trainer.peers import waiting_for_peers
 from trainer.settings import TrainerSettings
+
+logger = logging.getLogger(__name__)
 
 NUM_SUMS = len(STATS) + 2
 """Statistics of an optimizer step: the loss, those of trainer.loss, the entropy."""
@@ -108,7 +111,7 @@ class Learner:
             # This rank helps the others to gather the layers: with one token, which nothing scores.
             token_ids = position_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         mask = None
-        if microbatch.segments is not None and len(targets):
+        if microbatch.segments is not None:
             mask = sharing.attention_mask(torch.from_numpy(microbatch.segments).to(self.device))
         logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperature, mask)
         if self.layout.sharded and not torch.is_grad_enabled():
@@ -252,6 +255,8 @@ def build_learner(
         learner.pairs_per_token = sharing.pairs_per_token(
             scorer.config, lambda microbatch: learner.logprobs(microbatch, 1.0)[0], layout.world_size
         )
+        if not learner.pairs_per_token:
+            logger.info("prompts are not shared: this model does not heed the attention mask that it takes")
     return learner
 
 

@@ -10,6 +10,7 @@ not among its tokens here: nothing is predicted from it.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,10 +55,12 @@ class Bundle:
     """Tokens of the prompt that lies there once for all of them; 0 for a single sequence."""
 
 
-MASKED = 4.0
-"""What attention costs with a mask, against causal attention without: twice the pairs, at half the speed."""
-BUNDLES_OF_A_RANK = 4
-"""A rank's share of a step has room for so many, at least: bundles are what is dealt to the ranks."""
+CAUSAL, MASKED = 0.5, 2.0
+"""Pairs that attention costs for the square of the tokens: half of them without a mask; all with one, at half
+the speed.
+"""
+FAIR = 1.1
+"""Of its fair share of a step, what the slowest rank may get."""
 
 
 def split_steps(sequences: int, global_batch_size: int) -> list[range]:
@@ -124,18 +127,37 @@ def plan_step(
 
     `pairs_per_token`: as `bundle` has it; the same on every rank.
     """
-    total = int(batch.input_tokens[step.start : step.stop].sum())
-    smallest_share = total * min(rank_weights) / sum(rank_weights)
-    bundles = bundle(batch, step, pairs_per_token, min(max_tokens, smallest_share / BUNDLES_OF_A_RANK))
-    lengths = [one.tokens for one in bundles]
     plans = [
-        [[[bundles[share[b]] for b in row] for row in rows] for rows in packed]
-        for share in split_ranks(lengths, rank_weights)
-        for packed in [pack_rows([lengths[b] for b in share], max_tokens)]
+        [[[share[b] for b in row] for row in rows] for rows in packed]
+        for share in deal(batch, step, rank_weights, max_tokens, pairs_per_token)
+        for packed in [pack_rows([one.tokens for one in share], max_tokens)]
     ]
     count = max(len(plan) for plan in plans)
     mine = plans[rank]
     return [fill(batch, mine[k] if k < len(mine) else []) for k in range(count)]
+
+
+def deal(
+    batch: Batch, step: range, weights: Sequence[float], max_tokens: int, pairs_per_token: float
+) -> list[list[Bundle]]:
+    """Each rank's bundles: as large as pays, but where that leaves a rank behind, smaller ones.
+
+    Large bundles save the most tokens, small ones can be dealt out evenly; the slowest rank decides.
+    """
+    best: list[list[Bundle]] = []
+    least = math.inf
+    fair = int(batch.input_tokens[step.start : step.stop].sum()) / len(weights)
+    for limit in (max_tokens, fair / 2, fair / 4, fair / 8, 0):
+        bundles = bundle(batch, step, pairs_per_token, min(limit, max_tokens))
+        tokens = [one.tokens for one in bundles]
+        shares = split_ranks(tokens, weights)
+        loads = [sum(tokens[b] for b in share) for share in shares]
+        slowest = max(load / weight for load, weight in zip(loads, weights, strict=True))
+        if slowest < least:
+            best, least = [[bundles[b] for b in share] for share in shares], slowest
+        if slowest <= FAIR * sum(tokens) / sum(weights) or not pairs_per_token:
+            break
+    return best
 
 
 def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float) -> list[Bundle]:
@@ -143,13 +165,15 @@ def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float)
 
     It saves the prompt and costs attention: a mask hides pairs of tokens, but they are computed.
     `pairs_per_token`: so many pairs cost as much as all else that is done with a token; 0: nothing is shared.
+    No bundle has more tokens than that: its mask stays small against what a layer keeps of them.
     """
+    max_tokens = min(max_tokens, pairs_per_token)
     prompts, tokens = batch.prompt_tokens.tolist(), batch.input_tokens.tolist()
     bundles: list[Bundle] = []
     latest: dict[bytes, Bundle] = {}  # of each prompt
 
     def cost(count: int, several: bool) -> float:
-        return count + (MASKED if several else 1.0) * count**2 / pairs_per_token
+        return count + (MASKED if several else CAUSAL) * count**2 / pairs_per_token
 
     for k in sorted(step, key=lambda k: (-tokens[k], k)):
         bundles.append(alone := Bundle([k], tokens[k]))
@@ -196,6 +220,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
     numbers = np.repeat(np.arange(len(segments)), tokens + padding)
     within = _ranges(np.zeros(len(segments), np.int64), tokens + padding)
     real = within < tokens[numbers]
+    is_masked = any(one.shared for row in rows for one in row)
     token_ids = np.zeros(len(numbers), np.int64)
     token_ids[real] = batch.token_ids[(first[numbers] + within)[real]]
     sequences, shared, start, own = np.array(laid, np.int64).reshape(-1, 4).T
@@ -207,13 +232,14 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
     scoring = trained - begins[of] - 1  # in the sequence
     return Microbatch(
         token_ids=token_ids.reshape(shape),
-        position_ids=(position[numbers] + within).reshape(shape),
+        # Padding counts on, as one sequence does; masked, it could count beyond what the model knows.
+        position_ids=np.where(real | (not is_masked), position[numbers] + within, 0).reshape(shape),
         scored_at=scoring + np.where(scoring < shared[of], start[of], own[of] - shared[of]),
         targets=batch.token_ids[trained].astype(np.int64),
         engine_logprobs=batch.logprobs[trained],
         advantages=batch.advantages[sequences][of],
         sequences=of,
-        segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if shared.any() else None,
+        segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
     )
 
 

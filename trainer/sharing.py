@@ -24,8 +24,9 @@ _TOLERANCE = 0.1
 def attention_mask(segments: Tensor) -> Tensor:
     """(R, 1, C, C) bool, which tokens (last) each token sees, of the `segments` (2, R, C) of a Microbatch."""
     own, before = segments
-    seen = (own[:, :, None] == own[:, None, :]) | (before[:, :, None] == own[:, None, :])
-    return seen.tril()[:, None]
+    seen = own[:, :, None] == own[:, None, :]
+    seen |= before[:, :, None] == own[:, None, :]
+    return seen.tril_()[:, None]
 
 
 def pairs_per_token(config: Any, logprobs: Callable[[Microbatch], Tensor], world_size: int) -> float:
@@ -45,7 +46,8 @@ def pairs_per_token(config: Any, logprobs: Callable[[Microbatch], Tensor], world
 @torch.no_grad()
 def _heeds_mask(config: Any, logprobs: Callable[[Microbatch], Tensor]) -> bool:
     """Whether two sequences score with a common prompt as they do alone. A window over the past would get
-    lost in a mask of our own, and is not tried; nor is attention other than torch's own.
+    lost in a mask of our own, longer than what is tried; so a model with one, or with attention other than
+    torch's own, is refused by its configuration.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = kinds != {"full_attention"} or getattr(config, "sliding_window", None)

@@ -37,7 +37,7 @@ def chain(number: int) -> list[Kill]:
             phase,
             victim=(phase + number) % 2,
             when=("before", "after")[(phase // 2 + number // 2) % 2],
-            is_found_lost=(phase + phase // 2 + number) % 2 == 0,
+            is_found_lost=(phase + phase // 2 + number + number // 2) % 2 == 0,
         )
         for phase in Phase
     ]
@@ -55,27 +55,27 @@ def wait_until_dead(cluster: Cluster, rank: int) -> None:
     assert cluster.nodes[rank].returncode == -signal.SIGKILL, cluster.everything_said()
 
 
-def wait_until_lost(cluster: Cluster, victim: int, since: int) -> None:
-    """Wait until the survivor says that the victim is lost, after the first `since` characters of what it
-    says; or that it waits for it, where it has only just come back itself; or until it is dead too.
-    """
-    survivor = WORKER if victim == MASTER else MASTER
+def wait_until_lost(cluster: Cluster, survivor: int, victim: int) -> None:
+    """Wait until the survivor says that the victim is lost, from now on; or until it is dead too."""
+    since = len(cluster.output(survivor))
 
     def says_so() -> bool:
         lines = cluster.output(survivor)[since:].splitlines()
-        return any(
-            (f"rank {victim} (" in line and "is lost" in line) or "waiting for" in line for line in lines
-        )
+        return any(f"rank {victim} (" in line and "is lost" in line for line in lines)
 
     cluster.until(
-        lambda: cluster.nodes[survivor].poll() is not None or says_so(),
+        lambda: says_so() or cluster.nodes[survivor].poll() is not None,
         f"rank {survivor} finds rank {victim} lost",
     )
 
 
 def test_chains_kill_either_node_on_either_side_of_each_flag() -> None:
-    places = {kill[:3] for number in range(4) for kill in chain(number)}
-    assert places == {(row, rank, when) for row in Phase for rank in (0, 1) for when in ("before", "after")}
+    kills = [kill for number in range(4) for kill in chain(number)]
+    nodes = [(row, rank) for row in Phase for rank in (MASTER, WORKER)]
+    assert {kill[:3] for kill in kills} == {(*node, when) for node in nodes for when in ("before", "after")}
+    assert {(kill.phase, kill.victim, kill.is_found_lost) for kill in kills} == {
+        (*node, is_found_lost) for node in nodes for is_found_lost in (True, False)
+    }
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -87,15 +87,22 @@ def test_killed_nodes_come_back_and_the_run_ends_as_if_undisturbed(
     for rank in (MASTER, WORKER):
         start(cluster, engine_urls, rank, left[rank].pop(0))
     kept: dict[Any, bytes] = {}
+    begun: dict[int, int] = {MASTER: 0, WORKER: 0}
+    found_lost = 0
     for kill in kills:
-        victim, said = kill.victim, len(cluster.output(1 - kill.victim))
+        victim = kill.victim
         wait_until_dead(cluster, victim)
         kept |= durable_parts(cluster.run_dir)
         assert bool(kept) == (kill.phase >= Phase.TRAIN_ROLLOUT)
-        if kill.is_found_lost:
-            wait_until_lost(cluster, victim, said)
+        survivor = WORKER if victim == MASTER else MASTER
+        # Else the survivor is just coming back from its own death: it waits for the other one to start.
+        if kill.is_found_lost and "] epoch " in cluster.output(survivor)[begun[survivor] :]:
+            wait_until_lost(cluster, survivor, victim)
+            found_lost += cluster.nodes[survivor].poll() is None
+        begun[victim] = len(cluster.output(victim))
         start(cluster, engine_urls, victim, left[victim].pop(0) if left[victim] else None)
     assert cluster.wait() == [0, 0], cluster.everything_said()
+    assert found_lost
     assert [line["iteration"] for line in cluster.metrics()] == list(range(1, ITERATIONS + 1))
     assert lost_groups(cluster.run_dir, kept) == []
     assert repeated_groups(cluster.run_dir) == []

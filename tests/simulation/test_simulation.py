@@ -74,7 +74,7 @@ def test_the_same_seed_and_faults_make_the_same_run() -> None:
 
 
 searching = settings(
-    max_examples=int(EXAMPLES or 40),
+    max_examples=int(EXAMPLES or 25),
     derandomize=EXAMPLES is None,
     deadline=None,
     database=None,

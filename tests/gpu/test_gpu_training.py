@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trainer.batch import Batch, Counts
 from trainer.model import Learner, build_learner
+from trainer.packing import bundle
 from trainer.settings import TrainerSettings
 from trainer.step import StepStats, train
 
@@ -121,6 +122,24 @@ def test_step_in_bfloat16_does_what_float32_on_the_cpu_does(
         assert mine.loss == pytest.approx(theirs.loss, abs=0.02)
         assert mine.entropy == pytest.approx(theirs.entropy, rel=0.01)
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=0.05)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_with_shared_prompts_does_what_it_does_without(
+    device: torch.device, small: Path, layout: str
+) -> None:
+    batch = make_batch([40] * 16, SMALL["vocab_size"])
+    prompts = batch.token_ids.reshape(4, 4, 40)[:, :, :8]
+    prompts[:] = prompts[:, :1]
+    apart = settings_of("replicated", share_prompts=False)
+    exact = run(build_learner(small, torch.device("cpu"), apart), batch, apart)
+    settings = settings_of(layout)
+    learner = build_learner(small, device, settings)
+    assert any(one.shared for one in bundle(batch, range(16), learner.pairs_per_token, 8192))
+    (mine,), (theirs,) = run(learner, batch, settings), exact
+    assert mine.loss == pytest.approx(theirs.loss, abs=0.02)
+    assert mine.entropy == pytest.approx(theirs.entropy, rel=0.01)
+    assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=0.05)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

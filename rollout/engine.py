@@ -215,7 +215,8 @@ def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
         kind = RequestRefused if status in (400, 413, 422) else EngineError
         raise kind(f"{call}: {status}: {excerpt(data)}")
     try:
-        answer = from_json(data) if data else {}  # of pydantic: twice as fast as json.loads
+        # Pydantic's is twice as fast as json.loads.
+        answer = from_json(data.decode(errors="replace")) if data else {}
     except ValueError as error:
         raise EngineError(f"{call}: {status}, but no JSON: {excerpt(data)}") from error
     return answer if isinstance(answer, dict) else {"answer": answer}

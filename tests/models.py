@@ -1,10 +1,24 @@
 """Tiny random models on disk."""
 
 from pathlib import Path
+from typing import Any
 
 CHARACTERS = "0123456789+-*/=()[] .,abcdefghijklmnopqrstuvwxyz\n"
 EOS = 1
 CONTEXT = 256
+
+LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+GPT2_LIKE: dict[str, Any] = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}
+"""Configurations of transformers, for models that are made on the spot."""
 
 
 def make_model(path: Path, *, seed: int, hidden: int = 64) -> Path:

@@ -1,6 +1,5 @@
 """The policy in training: a causal language model in its layout, its optimizer, the logprobs of tokens."""
 
-import json
 import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM
 
-from rollout.weights import ADAPTER_CONFIG
 from trainer import parallel, sharing
 from trainer.head import Scorer
+from trainer.loading import build_scorer, load_model, model_directory
 from trainer.loss import STATS
 from trainer.packing import Microbatch
 from trainer.parallel import Layout
@@ -99,7 +97,7 @@ class Learner:
         if self.reference is None and not settings.lora.rank:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             plain = settings.model_copy(update={"activation_checkpointing": False})
-            self.reference = _build_scorer(reference_dir, self.device, plain, self.layout, dtype)
+            self.reference = build_scorer(reference_dir, self.device, plain, self.layout, dtype)
             self.reference.requires_grad_(False)
 
     def _run(self, scorer: Scorer, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -247,9 +245,9 @@ def build_learner(
     adapter says. All ranks call this together. Master weights are float32, those that adapters leave as they
     are in the dtype of the computation; there is no optimizer state yet. Raises LayoutError.
     """
-    blank = load_model(_model_dir(base_dir, model_dir), torch.device("meta"))
+    blank = load_model(model_directory(base_dir, model_dir), torch.device("meta"))
     layout = Layout.of(sum(parameter.numel() for parameter in blank.parameters()), settings, device)
-    scorer = _build_scorer(base_dir, device, settings, layout, torch.float32, model_dir)
+    scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir)
     learner = Learner(scorer, layout)
     if settings.share_prompts:
         learner.pairs_per_token = sharing.pairs_per_token(
@@ -258,63 +256,6 @@ def build_learner(
         if not learner.pairs_per_token:
             logger.info("prompts are not shared: this model does not heed the attention mask that it takes")
     return learner
-
-
-def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """The causal LM of a Hugging Face directory in `dtype`, whatever it was saved in; on meta, no values."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=dtype,
-        local_files_only=True,
-        # The attention is transformers' choice: sdpa, or eager where a model has none. Its
-        # flash_attention_2 would ignore restarting positions where there are several rows.
-        device_map="meta" if device.type == "meta" else None,
-    )
-    return model.to(device)
-
-
-def _build_scorer(
-    base_dir: Path,
-    device: torch.device,
-    settings: TrainerSettings,
-    layout: Layout,
-    dtype: torch.dtype,
-    model_dir: Path | None = None,
-) -> Scorer:
-    on_gpu = device.type == "cuda"
-
-    def load(where: torch.device) -> Any:
-        model = load_model(_model_dir(base_dir, model_dir), where, dtype)
-        if not settings.lora.rank:
-            return model
-        from trainer import lora  # peft takes a while to import
-
-        wrapped = lora.wrap(model, settings.lora)
-        if where.type != "meta" and (base_dir / ADAPTER_CONFIG).is_file():
-            lora.load_adapter(wrapped, base_dir)
-        if on_gpu:
-            for parameter in wrapped.parameters():
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.to(torch.bfloat16)
-        return wrapped
-
-    if not layout.sharded:
-        return Scorer(load(device), device, autocast=on_gpu)
-    # The whole model is in the memory of one process alone, and on no GPU.
-    source = load(torch.device("cpu")) if layout.rank == 0 else None
-    model = load(torch.device("meta"))
-    scorer = Scorer(model, device, offloaded=settings.cpu_offload and on_gpu)
-    parallel.shard(scorer, model, layout, settings, on_gpu)
-    parallel.fill(model, source, device, torch.device("cpu") if scorer.offloaded else device)
-    return scorer
-
-
-def _model_dir(base_dir: Path, model_dir: Path | None) -> Path:
-    """Where the model lies that `base_dir` holds, or holds an adapter for."""
-    adapter = base_dir / ADAPTER_CONFIG
-    if not adapter.is_file():
-        return base_dir
-    return model_dir or Path(json.loads(adapter.read_bytes())["base_model_name_or_path"])
 
 
 def _decay_groups(parameters: dict[str, Tensor]) -> list[dict[str, Any]]:

@@ -9,22 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.models import GPT2_LIKE, LLAMA_LIKE
 from trainer import head
 from trainer.head import Scorer, UnsupportedModel
 
-VOCABULARY = 97
+VOCABULARY = LLAMA_LIKE["vocab_size"]
 CHUNK_ROWS = 5
-LLAMA_LIKE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-GPT2_LIKE = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OPT_LIKE = {**LLAMA_LIKE, "ffn_dim": 64, "word_embed_proj_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Config": {**LLAMA_LIKE, "tie_word_embeddings": True},

@@ -8,21 +8,12 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.models import GPT2_LIKE, LLAMA_LIKE
 from trainer import sharing
 from trainer.head import Scorer
 from trainer.packing import Microbatch
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-EXPERTS = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 BLOOM = {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 
 
@@ -58,9 +49,9 @@ def test_each_token_sees_its_prompt_and_its_own_sequence() -> None:
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        ("Qwen3Config", SMALL),
-        ("LlamaConfig", SMALL),
-        ("GPT2Config", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("Qwen3Config", LLAMA_LIKE),
+        ("LlamaConfig", LLAMA_LIKE),
+        ("GPT2Config", GPT2_LIKE),
         ("Qwen3MoeConfig", EXPERTS),
     ],
 )
@@ -71,9 +62,9 @@ def test_models_with_plain_attention_share_prompts(name: str, model: dict[str, A
 @pytest.mark.parametrize(
     ("name", "model", "attention"),
     [
-        pytest.param("Qwen3Config", SMALL, "eager", id="a mask that is added"),
-        pytest.param("MistralConfig", SMALL, None, id="a window in every layer"),
-        pytest.param("Gemma3TextConfig", SMALL, None, id="a window in some layers"),
+        pytest.param("Qwen3Config", LLAMA_LIKE, "eager", id="a mask that is added"),
+        pytest.param("MistralConfig", LLAMA_LIKE, None, id="a window in every layer"),
+        pytest.param("Gemma3TextConfig", LLAMA_LIKE, None, id="a window in some layers"),
         pytest.param("Qwen3NextConfig", EXPERTS, None, id="layers without attention"),
         pytest.param("BloomConfig", BLOOM, None, id="positions in the mask"),
     ],
@@ -83,4 +74,4 @@ def test_other_models_do_not(name: str, model: dict[str, Any], attention: str | 
 
 
 def test_mask_that_is_read_in_another_way_is_noticed() -> None:
-    assert found(scorer("Qwen3Config", SMALL), mask_as=torch.float32) == 0
+    assert found(scorer("Qwen3Config", LLAMA_LIKE), mask_as=torch.float32) == 0

@@ -1,0 +1,84 @@
+"""What the benchmark of the training step trains, and on what: models by shape, sequences by length."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_QWEN3 = {
+    "vocab_size": 151_936,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "10m": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
+    "1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+}
+"""Of Qwen3 with tied embeddings."""
+SHORTEST, LONGEST = 16, 1024
+LEAST_PROMPT_TOKENS = 8
+"""Prompts are equally long: no padding of them is held against TRL."""
+
+
+def draw_lengths(kind: str, options: argparse.Namespace) -> NDArray[np.int64]:
+    """(sequences,) tokens of each, the shortest and the longest among them."""
+    random = np.random.default_rng(0)
+    longest, sequences = options.longest, options.sequences
+    if kind == "uniform":
+        lengths = random.integers(SHORTEST, longest + 1, sequences)
+    else:
+        lengths = np.exp(random.uniform(np.log(SHORTEST), np.log(longest), sequences)).astype(np.int64)
+    lengths[:2] = SHORTEST, longest
+    return lengths + options.prompt_tokens - LEAST_PROMPT_TOKENS
+
+
+def draw_sequences(options: argparse.Namespace) -> tuple[list[NDArray[np.int32]], NDArray[np.float32]]:
+    """Token ids of each sequence, and an advantage of each, (sequences,)."""
+    random = np.random.default_rng(1)
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    token_ids = [random.integers(3, vocab_size, length, dtype=np.int32) for length in options.tokens]
+    for k, ids in enumerate(token_ids):
+        ids[: options.prompt_tokens] = token_ids[k - k % options.samples][: options.prompt_tokens]
+    return token_ids, random.choice(np.array([-0.5, 0.5], np.float32), len(token_ids))
+
+
+def make_model(shape: str, directory: Path) -> Path:
+    """A model directory of the shape, with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from trainer import tiny
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=2 * LONGEST, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tiny.make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def parameters(shape: str) -> int:
+    """Of the matrices; the tied embedding counts once, as the head."""
+    of = SHAPES[shape]
+    heads = 2 * of["num_attention_heads"] + 2 * of["num_key_value_heads"]
+    layer = of["hidden_size"] * (heads * of["head_dim"] + 3 * of["intermediate_size"])
+    return of["num_hidden_layers"] * layer + of["vocab_size"] * of["hidden_size"]
+
+
+def flops_of(shape: str, lengths: NDArray[np.int64]) -> float:
+    """Forward and backward: 6 a parameter and token; causal attention 6 x width x length a token."""
+    of = SHAPES[shape]
+    width = of["num_hidden_layers"] * of["num_attention_heads"] * of["head_dim"]
+    return 6.0 * parameters(shape) * float(lengths.sum()) + 6.0 * width * float((lengths**2).sum())

@@ -7,8 +7,8 @@ from typing import Any
 from coordinator import outputs, shared_fs
 from coordinator.node import Node, Payload
 from coordinator.phases import Phase
-from coordinator.retention import remove_old_checkpoints
-from coordinator.states import remove_old_states
+from coordinator.retention import retire_checkpoints
+from coordinator.states import retire_states
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
         shared_fs.append_line(node.run_dir.metrics, json.dumps(line))
         node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
         log.info("%s", summary(line, node.settings.iterations))
-    remove_old_checkpoints(node)
-    remove_old_states(node.run_dir)
+    node.remover.remove([*retire_checkpoints(node), *retire_states(node.run_dir)])
 
 
 def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, Any]:

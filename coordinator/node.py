@@ -20,6 +20,7 @@ from coordinator.inputs import base_model_dir
 from coordinator.outcome import Ended, EpochChanged, Exit, TrainerFailed
 from coordinator.outputs import Policy
 from coordinator.phases import By, Phase, rows_of
+from coordinator.remover import Remover
 from coordinator.retry import CACHED_S
 from coordinator.run_dir import Flag
 from coordinator.sinks import About, Sinks
@@ -52,6 +53,7 @@ class Node(Flagging):
         self.engine = EngineHost(self.children, self.run_dir, self.rank, self.events.add)
         self.trainer = TrainerHost(self.children, self.run_dir, self.rank, self.events.add)
         self.sinks = Sinks(About(start.run_id, start.run_dir.root, start.settings))
+        self.remover = Remover()
         self.lock: BaseFileLock | None = None
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
@@ -100,6 +102,7 @@ class Node(Flagging):
         """End the children, then stop beating, with a last beat that says so."""
         self.children.close()
         self.sinks.close()
+        self.remover.close()
         self.position.state = ENDED
         self.watch.close()
         self.events.end()

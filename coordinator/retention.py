@@ -1,6 +1,7 @@
 """Which checkpoints are kept."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from coordinator import outputs, shared_fs
@@ -25,17 +26,20 @@ def kept(
     return {*last, *every, *(best[-settings.keep_best :] if settings.keep_best else [])}
 
 
-def remove_old_checkpoints(node: Node) -> None:
-    """Keep what the settings say. A directory loses its name first, so that none is ever seen half removed.
+def retire_checkpoints(node: Node) -> list[Path]:
+    """Take their names from those that the settings do not keep, so that none is ever seen half removed.
 
-    What cannot be removed just now (a file that another client holds open) is tried again next time.
+    Returns what is to be removed: these, what could not be removed before (a file that another client held
+    open), and what trainings have left that did not come to an end.
     """
     run_dir = node.run_dir
     published = outputs.checkpoints(run_dir)
     stay = kept(published, outputs.metrics_lines(run_dir), node.settings.checkpoints)
     for iteration in sorted(set(published) - stay):
         shared_fs.rename(run_dir.checkpoint(iteration), run_dir.removed(iteration, node.record.epoch))
-    for name in outputs.names(run_dir.checkpoints):
-        staged = parse_staging_name(name)
-        if name.startswith(REMOVED) or (staged and staged[0] <= node.iteration):
-            shared_fs.remove_tree(run_dir.checkpoints / name)
+    return [run_dir.checkpoints / name for name in outputs.names(run_dir.checkpoints) if _is_left(name, node)]
+
+
+def _is_left(name: str, node: Node) -> bool:
+    staged = parse_staging_name(name)
+    return name.startswith(REMOVED) or (staged is not None and staged[0] <= node.iteration)

@@ -94,17 +94,21 @@ def located(run_dir: RunDir, resume: Resume) -> Resume:
     return resume.model_copy(update={"state_dir": state_dir, "repeat": tuple(repeat)})
 
 
-def remove_old_states(run_dir: RunDir) -> None:
-    """Keep the newest ones, and what is being written. A directory loses its name first."""
+def retire_states(run_dir: RunDir) -> list[Path]:
+    """Keep the newest ones, and what is being written, and take their names from the others; returns what is
+    to be removed.
+    """
     complete = sorted({state.iteration for state in saved_in_background(run_dir).values()})
     oldest, newest = (complete[-KEEP:][0], complete[-1]) if complete else (0, 0)
+    nameless: list[Path] = []
     for name in outputs.names(run_dir.trainer_states):
         path, entry = run_dir.trainer_states / name, parse_state_name(name)
         if entry and (entry[0] < oldest or (entry[0] < newest and entry[0] not in complete)):
             path = path.with_name(f"{REMOVED}{name}")
             shared_fs.rename(run_dir.trainer_states / name, path)
         if path.name.startswith(REMOVED):
-            shared_fs.remove_tree(path)
+            nameless.append(path)
+    return nameless
 
 
 def wait_for_newest(node: Node) -> None:

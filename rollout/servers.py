@@ -102,7 +102,8 @@ def server_command(
     if server_kind(settings, gpus) == "torch":
         argv = [sys.executable, "-m", "rollout.torch_server", "--model", os.fspath(model_dir)]
         argv += ["--port", str(port), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
-        return Server(argv)
+        # Threads that wait sleep: spinning, they take the cores from those who ask for and use the answers.
+        return Server(argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"})
     args = {
         "host": LOOPBACK,
         "port": port,

@@ -123,7 +123,7 @@ class TorchEngine(threading.Thread):
             with torch.inference_mode():
                 while True:
                     self._work_off_inbox()
-                    if self._may_start_next() and not self._batch.rows:
+                    if not self._batch.rows and self._is_worth_waiting():
                         self._let_them_come()
                     self._admit()
                     if self._batch.rows:
@@ -132,6 +132,10 @@ class TorchEngine(threading.Thread):
         except Exception as error:  # the thread's last resort: nobody may wait for it any longer
             log.critical("the engine stopped", exc_info=True)
             self._stop(error)
+
+    def _is_worth_waiting(self) -> bool:
+        """Whether what waits would share steps with what comes: a prompt that is scored takes only one."""
+        return self._may_start_next() and any(row.generation.max_tokens > 1 for row in self._waiting)
 
     def _let_them_come(self) -> None:
         """Before anything is decoded, take what is on its way: rows that join one by one cost a step each."""

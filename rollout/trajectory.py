@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 _DTYPES = {"token_ids": "I32", "loss_mask": "U8", "logprobs": "F32", "offsets": "I64", "records": "U8"}
 _NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
@@ -84,8 +85,8 @@ class PartHeader:
     """
 
 
-class _SampleRecord(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+@with_config(extra="forbid", strict=True)
+class _SampleRecord(TypedDict):
     finish_reason: str
     text: str
     reward: float | None
@@ -125,7 +126,7 @@ def encode_part(
         {
             **{name: getattr(group, name) for name in ("slot", "task_id", "prompt", "given_up", "failed")},
             "samples": [
-                {name: getattr(sample, name) for name in _SampleRecord.model_fields}
+                {name: getattr(sample, name) for name in _SampleRecord.__annotations__}
                 for sample in group.samples
             ],
         }
@@ -218,7 +219,7 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
                 token_ids=arrays["token_ids"][span],
                 loss_mask=arrays["loss_mask"][span],
                 logprobs=arrays["logprobs"][span],
-                **sample.model_dump(),
+                **sample,
             )
         )
     return Group(record.slot, record.task_id, record.prompt, samples, record.given_up, record.failed)
@@ -234,11 +235,10 @@ def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> byt
     for name in sorted(columns, key=lambda name: -_NUMPY[_DTYPES[name]].itemsize):
         dtype = _NUMPY[_DTYPES[name]]
         begin = end
-        for array in columns[name]:
-            chunk = np.ascontiguousarray(array, dtype=dtype).data
-            chunks.append(chunk)
-            digest.update(chunk)
-            end += chunk.nbytes
+        chunk = np.concatenate([np.empty(0, dtype), *columns[name]], dtype=dtype, casting="unsafe").data
+        chunks.append(chunk)
+        digest.update(chunk)
+        end += chunk.nbytes
         shape = [(end - begin) // dtype.itemsize]
         entries[name] = {"dtype": _DTYPES[name], "shape": shape, "data_offsets": [begin, end]}
     header = {name: value for name, value in header.items() if name != "sha256"}

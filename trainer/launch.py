@@ -7,7 +7,7 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
                                 keeper must kill, since torchrun starts every worker in its own session
     request_000007.json         what to do (trainer.request.TrainRequest), or {"exit": true}; the next one has
                                 a higher number
-    progress_000007             `DONE TOTAL` of local rank 0, rewritten as it goes on
+    progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
     done_000007.<local rank>    this rank has done it
     failed_000007.<local rank>  this rank could not; its content is the traceback, and the rank has exited
     bell.<local rank>, bell.node    FIFOs, rung when there is a request, or when a rank has done or failed
@@ -166,9 +166,10 @@ def progress(spool: Path, number: int) -> tuple[int, int]:
     peers, `collective_timeout_s` at most. (0, 0) while the job starts.
     """
     try:
-        done, total = (spool / f"progress_{number:06d}").read_text().split()
+        lines = (spool / f"progress_{number:06d}").read_text()
     except FileNotFoundError:
         return 0, 0
+    *_, done, total = ["0", "0", *lines[: lines.rfind("\n") + 1].split()]
     return int(done), int(total)
 
 
@@ -233,7 +234,9 @@ def next_request(
 
 def report_progress(spool: Path, number: int, done: int, total: int) -> None:
     """Say that this node's part of request `number` is at part `done` of `total`. For local rank 0."""
-    _publish(spool / f"progress_{number:06d}", f"{done} {total}".encode())
+    # Not a new file under the old name: ext4 writes that to the disk, which takes a millisecond.
+    with (spool / f"progress_{number:06d}").open("a") as stream:
+        stream.write(f"{done} {total}\n")
 
 
 def report_done(spool: Path, number: int, local_rank: int) -> None:

@@ -22,6 +22,8 @@ from trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
+SHORT_ROW = 64
+"""Tokens of a row up to which torch's fused attention for CPUs takes longer than plain matrix products."""
 NUM_SUMS = len(STATS) + 2
 """Statistics of an optimizer step: the loss, those of trainer.loss, the entropy."""
 
@@ -108,6 +110,8 @@ class Learner:
                 return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
             # This rank helps the others to gather the layers: with one token, which nothing scores.
             token_ids = position_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        if self.device.type == "cpu":  # the backward pass keeps to it
+            torch.backends.cuda.enable_flash_sdp(token_ids.shape[1] > SHORT_ROW)
         mask = None
         if microbatch.segments is not None:
             mask = sharing.attention_mask(torch.from_numpy(microbatch.segments).to(self.device))

@@ -122,13 +122,14 @@ def test_two_newest_states_are_kept_and_the_one_being_written(run_dir: RunDir) -
     save_state(run_dir, 4, epoch=3)  # of a second attempt
     save_state(run_dir, 3, whole=False)  # never finished, and no longer needed
     save_state(run_dir, 5, whole=False)
-    states.remove_old_states(run_dir)
-    assert sorted(outputs.names(run_dir.trainer_states)) == [
+    nameless = states.retire_states(run_dir)
+    there = {run_dir.trainer_states / name for name in outputs.names(run_dir.trainer_states)}
+    assert sorted(path.name for path in there - {*nameless}) == [
         run_dir.trainer_state(iteration, epoch).name for iteration, epoch in [(2, 2), (4, 2), (4, 3), (5, 2)]
     ]
 
 
 def test_first_state_is_kept_while_it_is_being_written(run_dir: RunDir) -> None:
     save_state(run_dir, 2, whole=False)
-    states.remove_old_states(run_dir)
+    assert not states.retire_states(run_dir)
     assert len(outputs.names(run_dir.trainer_states)) == 1

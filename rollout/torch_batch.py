@@ -67,10 +67,15 @@ class Batch:
         self.rows: list[Row] = []
         self._clear()
 
-    def join(self, rows: Sequence[Row]) -> None:
-        """Add rows that have nothing generated yet."""
+    def join(self, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+        """Add rows that have nothing generated yet, at the end of `rows`, and draw the first token of each:
+        their token ids and log-probabilities, in the order that they have there now. The caller does as
+        after `step`.
+        """
+        begin, logits = len(self.rows), list[Tensor]()
         for chunk in _prefill_chunks(rows):
-            cache, mask = self._prefill(chunk)
+            cache, mask, last = self._prefill(chunk)
+            logits.append(last)
             if self.rows:
                 length = max(mask.shape[1], self._mask.shape[1])
                 for mine, new in zip(_layers(self._cache), _layers(cache), strict=True):
@@ -82,6 +87,7 @@ class Batch:
                 self._cache, self._mask = cache, mask
             self.rows += chunk
         self._set_row_tensors()
+        return self._draw(begin, torch.cat(logits))
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but these, and the cache's columns that are padding to all of them."""
@@ -111,12 +117,7 @@ class Batch:
             past_key_values=self._cache,
             use_cache=True,
         )
-        u = torch.from_numpy(uniforms(self._seeds, self._drawn))
-        tokens, logprobs = draw(output.logits[:, -1].double(), self._temperature, self._top_p, u)
-        self._next = tokens
-        self._positions = self._positions + 1
-        self._drawn = self._drawn + np.uint64(1)
-        return tokens.tolist(), logprobs.tolist()
+        return self._draw(0, output.logits[:, -1])
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of `token_ids[1:]`, at temperature 1; whatever rows there are is left alone."""
@@ -124,32 +125,42 @@ class Batch:
         logprobs = log_softmax(self.model(input_ids=ids[None], use_cache=False).logits[0, :-1].double(), -1)
         return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
 
-    def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor]:
-        """Cache and mask of the rows' prompts but for the last token, which the rows' first step processes;
-        each prompt is computed once, however many rows it has.
+    def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor, Tensor]:
+        """Cache, mask and last logits (rows, V) of the rows' prompts; each prompt is computed once, however
+        many rows it has.
         """
         number_of = {
             generation: g for g, generation in enumerate(dict.fromkeys(row.generation for row in rows))
         }
-        lengths = torch.tensor([len(generation.prompt_ids) - 1 for generation in number_of])
-        width = max(1, int(lengths.max()))  # a prompt of one token gets a column that the mask hides
+        width = max(len(generation.prompt_ids) for generation in number_of)
         ids = torch.zeros(len(number_of), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
         for generation, g in number_of.items():
-            ids[g, : lengths[g]] = torch.tensor(generation.prompt_ids[:-1], dtype=torch.long)
+            begin = width - len(generation.prompt_ids)
+            ids[g, begin:] = torch.tensor(generation.prompt_ids, dtype=torch.long)
+            mask[g, begin:] = 1
         cache = DynamicCache()
-        # Padded on the right here: a causal model needs no mask then, and no query is left with nothing to
-        # attend to.
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         kept = torch.tensor([number_of[row.generation] for row in rows])
-        shift = (width - lengths)[kept, None]
-        columns = torch.arange(width)
         for layer in _layers(cache):
             layer.keys, layer.values = layer.keys[kept], layer.values[kept]
-            if bool(shift.any()):
-                source = ((columns - shift) % width)[:, None, :, None]
-                layer.keys = torch.take_along_dim(layer.keys, source, dim=2)
-                layer.values = torch.take_along_dim(layer.values, source, dim=2)
-        return cache, (columns >= shift).long()
+        return cache, mask[kept], output.logits[kept, -1]
+
+    def _draw(self, begin: int, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Draw the next token of the rows from `begin` on."""
+        u = torch.from_numpy(uniforms(self._seeds[begin:], self._drawn[begin:]))
+        tokens, logprobs = draw(logits.double(), self._temperature[begin:], self._top_p[begin:], u)
+        self._next[begin:] = tokens
+        self._positions[begin:] += 1
+        self._drawn[begin:] += np.uint64(1)
+        return tokens.tolist(), logprobs.tolist()
 
     def _set_row_tensors(self) -> None:
         """What a step needs of each row; (rows,) each."""

@@ -127,7 +127,7 @@ class TorchEngine(threading.Thread):
                         self._let_them_come()
                     self._admit()
                     if self._batch.rows:
-                        self._step()
+                        self._take(0, *self._batch.step())
                     self._tell_drained()
         except Exception as error:  # the thread's last resort: nobody may wait for it any longer
             log.critical("the engine stopped", exc_info=True)
@@ -169,16 +169,18 @@ class TorchEngine(threading.Thread):
                 row.generation.started = True
                 rows.append(row)
         if rows:
-            self._batch.join(rows)
+            begin = len(self._batch.rows)
+            self._take(begin, *self._batch.join(rows))
 
     def _may_start_next(self) -> bool:
         """Whether the first waiting row may start: while paused, only if its request has started already."""
         return bool(self._waiting) and (not self._paused or self._waiting[0].generation.started)
 
-    def _step(self) -> None:
-        tokens, logprobs = self._batch.step()
-        going_on: list[int] = []
-        for i, (row, token, logprob) in enumerate(zip(self._batch.rows, tokens, logprobs, strict=True)):
+    def _take(self, begin: int, tokens: list[int], logprobs: list[float]) -> None:
+        """Give the rows from `begin` on what was drawn for them; those that are finished leave the batch."""
+        rows = self._batch.rows
+        going_on = list(range(begin))
+        for i, (row, token, logprob) in enumerate(zip(rows[begin:], tokens, logprobs, strict=True), begin):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.finish_reason = self._finish_reason(row)
@@ -186,7 +188,7 @@ class TorchEngine(threading.Thread):
                 _deliver(row.generation)
             elif not row.generation.future.cancelled():
                 going_on.append(i)
-        if len(going_on) < len(tokens):
+        if len(going_on) < len(rows):
             self._batch.keep(going_on)
 
     def _finish_reason(self, row: Row) -> str | None:

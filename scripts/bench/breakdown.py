@@ -8,6 +8,7 @@ from tracing import STEP, Span
 
 SHOWN_MS = 0.5
 """Functions that take less of an iteration are left out."""
+BATCH = "rollout.torch_batch.Batch"
 
 
 def median_ms(seconds: Iterable[float]) -> float:
@@ -106,7 +107,7 @@ def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
     training = longest("trainer.step.train")
     return {
         "rollout_collect": longest("rollout.collect.collect"),
-        "rollout_engine_busy": longest("rollout.torch_engine.TorchEngine._step"),
+        "rollout_engine_busy": round(longest(f"{BATCH}.join") + longest(f"{BATCH}.step"), 2),
         "request_to_last_trainer": gap(lambda asked, run: max(s.begin_s for s in run) - asked[0].begin_s),
         "last_trainer_to_last_node": gap(
             lambda asked, run: max(s.end_s for s in asked) - max(s.end_s for s in run)

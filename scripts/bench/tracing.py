@@ -48,7 +48,7 @@ SPANS: dict[str, tuple[str, ...]] = {
     "rollout.collect": ("collect",),
     "rollout.engine_admin": ("EngineAdmin._call",),
     "rollout.weights": ("check_model_dir",),
-    "rollout.torch_engine": ("TorchEngine._step", "TorchEngine._reload"),
+    "rollout.torch_engine": ("TorchEngine._reload",),
     "rollout.torch_batch": ("Batch.join", "Batch.step", "Batch.keep", "Batch.prompt_logprobs"),
     "trainer.launch": ("next_request", "report_progress", "report_done"),
     "trainer.serve": ("TrainerRank.run", "TrainerRank._agree", "TrainerRank._learner", "read_batch"),

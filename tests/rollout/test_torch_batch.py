@@ -136,20 +136,24 @@ def test_row_that_joins_midway_draws_what_it_draws_alone(model_dir: Path) -> Non
 
     def run(joins_at: dict[int, Generation], steps: int) -> None:
         batch = Batch(model)
+
+        def take(begin: int, tokens: list[int], logprobs: list[float]) -> None:
+            for row, token, logprob in zip(batch.rows[begin:], tokens, logprobs, strict=True):
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
+            going_on = [
+                i for i, row in enumerate(batch.rows) if len(row.token_ids) < row.generation.max_tokens
+            ]
+            if len(going_on) < len(batch.rows):
+                batch.keep(going_on)
+
         with torch.inference_mode():
             for step in range(steps):
                 if step in joins_at:
-                    batch.join(joins_at[step].rows)
-                if not batch.rows:
-                    continue
-                for row, token, logprob in zip(batch.rows, *batch.step(), strict=True):
-                    row.token_ids.append(token)
-                    row.logprobs.append(logprob)
-                going_on = [
-                    i for i, row in enumerate(batch.rows) if len(row.token_ids) < row.generation.max_tokens
-                ]
-                if len(going_on) < len(batch.rows):
-                    batch.keep(going_on)
+                    begin = len(batch.rows)
+                    take(begin, *batch.join(joins_at[step].rows))
+                if batch.rows:
+                    take(0, *batch.step())
 
     def late() -> Generation:
         return generation(prompt_of(6), n=2, seed=5, max_tokens=15)

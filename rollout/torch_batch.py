@@ -6,6 +6,7 @@ row's own first token, so that a row computes what it would compute alone, to wi
 any batch.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -73,10 +74,12 @@ class Batch:
         after `step`.
         """
         begin, logits = len(self.rows), list[Tensor]()
-        for chunk in _prefill_chunks(rows):
+        chunks = list(_prefill_chunks(rows))
+        self.rows += itertools.chain(*chunks)  # first: if the model fails, nobody may wait for them
+        for chunk in chunks:
             cache, mask, last = self._prefill(chunk)
             logits.append(last)
-            if self.rows:
+            if len(self._mask):
                 length = max(mask.shape[1], self._mask.shape[1])
                 for mine, new in zip(_layers(self._cache), _layers(cache), strict=True):
                     mine.keys = torch.cat([_pad_left(mine.keys, length), _pad_left(new.keys, length)])
@@ -85,7 +88,6 @@ class Batch:
                 self._mask = torch.cat([pad(self._mask, (missing[0], 0)), pad(mask, (missing[1], 0))])
             else:
                 self._cache, self._mask = cache, mask
-            self.rows += chunk
         self._set_row_tensors()
         return self._draw(begin, torch.cat(logits))
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.counter_rng import uniforms
 from rollout.torch_batch import Batch, Generation, Row, draw
-from rollout.torch_engine import TorchEngine
+from rollout.torch_engine import EngineStopped, TorchEngine
 from rollout.torch_weights import load_model
 from tests.models import EOS
 
@@ -164,6 +164,22 @@ def test_row_that_joins_midway_draws_what_it_draws_alone(model_dir: Path) -> Non
     run({0: long_prompt, 3: short, 5: in_company}, 25)
     assert [row.token_ids for row in in_company.rows] == [row.token_ids for row in alone.rows]
     assert len(alone.rows[0].token_ids) == 15
+
+
+def test_nobody_waits_for_a_prompt_that_the_model_fails_on(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=64)
+    monkeypatch.setattr(Batch, "_prefill", fail)
+    futures = [engine.submit(generation(prompt_of(length), n=3)) for length in (2, 5)]
+    engine.start()
+    for future in futures:
+        with pytest.raises(EngineStopped, match="no such kernel"):
+            future.result(timeout=WAIT_S)
+    assert not engine.healthy
 
 
 def test_sample_j_of_n_is_the_first_sample_of_seed_plus_j(engine: TorchEngine) -> None:

@@ -33,7 +33,7 @@ def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
         shared_fs.append_line(node.run_dir.metrics, json.dumps(line))
         node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
         log.info("%s", summary(line, node.settings.iterations))
-    node.remover.remove([*retire_checkpoints(node), *retire_states(node.run_dir)])
+    node.remover.remove([*retire_checkpoints(node), *retire_states(node.run_dir)], node.check)
 
 
 def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, Any]:

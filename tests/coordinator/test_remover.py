@@ -1,17 +1,31 @@
 """What has lost its name is removed while the run goes on."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from coordinator import remover as remover_module
 from coordinator import shared_fs
 from coordinator.remover import Remover
 
 
+class Interrupted(Exception):
+    """What a node's check raises."""
+
+
+def interrupted() -> None:
+    raise Interrupted
+
+
+def never() -> None:
+    raise AssertionError("nothing to wait for")
+
+
 @pytest.fixture
-def slow_filesystem(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing is removed until it is set."""
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Of a filesystem that removes nothing until this is set."""
     answers = threading.Event()
     remove_tree = shared_fs.remove_tree
 
@@ -20,7 +34,15 @@ def slow_filesystem(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         remove_tree(directory)
 
     monkeypatch.setattr(shared_fs, "remove_tree", slow)
-    return answers
+    yield answers
+    answers.set()
+
+
+@pytest.fixture
+def remover() -> Iterator[Remover]:
+    remover = Remover()
+    yield remover
+    remover.close()
 
 
 def directories(tmp_path: Path, *names: str) -> list[Path]:
@@ -31,30 +53,37 @@ def directories(tmp_path: Path, *names: str) -> list[Path]:
     return made
 
 
-def test_run_goes_on_meanwhile(tmp_path: Path, slow_filesystem: threading.Event) -> None:
-    remover = Remover()
-    remover.remove(directories(tmp_path, "a", "b"))
+def test_run_goes_on_meanwhile(tmp_path: Path, remover: Remover, answers: threading.Event) -> None:
+    remover.remove(directories(tmp_path, "a", "b"), never)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-    slow_filesystem.set()
+    answers.set()
     remover.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_end_of_the_node_waits_for_it_but_not_for_ever(
-    tmp_path: Path, slow_filesystem: threading.Event
+def test_next_ones_wait_for_those_before_as_long_as_the_node_may_go_on(
+    tmp_path: Path, remover: Remover, answers: threading.Event
 ) -> None:
-    remover = Remover()
-    remover.remove(directories(tmp_path, "a"))
-    remover.close(0.1)
-    assert (tmp_path / "a").exists()
-    slow_filesystem.set()
-
-
-def test_next_ones_come_after_those_before(tmp_path: Path) -> None:
-    remover = Remover()
     one, two = directories(tmp_path, "a", "b")
-    remover.remove([one])
-    remover.remove([one, two])  # as a listing may still show it
-    remover.remove([])
+    remover.remove([one], never)
+    with pytest.raises(Interrupted):
+        remover.remove([two], interrupted)
+    answers.set()
+    remover.remove([one, two], lambda: None)  # a listing may still show the first
     remover.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_end_of_the_node_does_not_wait_for_ever(
+    tmp_path: Path,
+    remover: Remover,
+    answers: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remover.remove(directories(tmp_path, "a"), never)
+    with monkeypatch.context() as patch:
+        patch.setattr(remover_module, "CLOSE_TIMEOUT_S", 0.1)
+        remover.close()
+    assert (tmp_path / "a").exists()
+    assert f"{tmp_path / 'a'} was not removed within 0.1 s" in caplog.text

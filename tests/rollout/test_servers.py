@@ -94,6 +94,7 @@ def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:
     assert server.argv[:3] == [sys.executable, "-m", "rollout.torch_server"]
     assert not {"--host", "--tensor-parallel-size"} & {*server.argv}
     assert (server.on_gpu, server.replicas, server.after_reload) == (False, 1, ())
+    assert not any(name.startswith("VLLM") for name in server.env)
 
 
 def test_vllm_listens_on_loopback_and_answers_what_was_sampled_from(installed: Installed) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rollout import torch_engine
 from rollout.counter_rng import uniforms
 from rollout.torch_batch import Batch, Generation, Row, draw
 from rollout.torch_engine import EngineStopped, TorchEngine
@@ -164,6 +165,14 @@ def test_row_that_joins_midway_draws_what_it_draws_alone(model_dir: Path) -> Non
     run({0: long_prompt, 3: short, 5: in_company}, 25)
     assert [row.token_ids for row in in_company.rows] == [row.token_ids for row in alone.rows]
     assert len(alone.rows[0].token_ids) == 15
+
+
+def test_prompt_that_is_only_scored_does_not_wait_for_company(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("QUIET_S", "GATHER_S"):
+        monkeypatch.setattr(torch_engine, name, 2.0 * WAIT_S)
+    assert len(rows_of(engine.submit(generation(prompt_of(5), max_tokens=1)))) == 1
 
 
 def test_nobody_waits_for_a_prompt_that_the_model_fails_on(

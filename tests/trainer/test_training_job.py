@@ -175,6 +175,16 @@ def test_rank_that_hangs_is_a_lost_peer_of_the_others_in_time(
     assert done < total or hangs_in == "starting"
 
 
+def test_progress_is_the_newest_line_that_is_whole(tmp_path: Path) -> None:
+    assert launch.progress(tmp_path, 1) == (0, 0)
+    launch.report_progress(tmp_path, 1, 0, 12)
+    launch.report_progress(tmp_path, 1, 9, 12)
+    with (tmp_path / "progress_000001").open("a") as stream:
+        stream.write("1")  # of 10 12
+        stream.flush()
+        assert launch.progress(tmp_path, 1) == (9, 12)
+
+
 def test_job_says_who_did_not_come(start_node: StartNode) -> None:
     node = start_node(1, free_port(), 3, 0, ranks=(0, 2, 5), start_timeout_s=1.0)
     assert node.agent.wait(JOB_TIMEOUT_S) != 0

@@ -1,13 +1,20 @@
 """Nodes, phases and the shared directory. The only package that writes there; it never imports torch.
 
-`from coordinator import Run` reads a run (`coordinator.run`); it is loaded when it is asked for.
+Users import from here: `from coordinator import Run` reads a run. A name is loaded when it is asked for.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coordinator.views.run import Run
+
+__all__ = ["Run"]
+
+_PLACES = {"Run": "coordinator.views.run"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Run":
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("coordinator.run").Run
+    return getattr(import_module(_PLACES[name]), name)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from coordinator.commands import COMMANDS, LogPath, new_app, option
+from coordinator.commands.parse import COMMANDS, LogPath, new_app, option
 
 SUMMARY = " ".join(
     ["run local --num-nodes N [options]: all nodes on this machine."]
@@ -120,7 +120,7 @@ def node(
     given |= dict(parse_override(text) for text in settings or [])
     root = log_path.absolute()
     if local:
-        from coordinator.local import run_local
+        from coordinator.commands.local import run_local
 
         if master or worker is not None:
             raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
@@ -131,10 +131,11 @@ def node(
 
 
 def _run_node(root: Path, given: dict[str, Any], master: bool, worker: str | None, dry_run: bool) -> int:
-    from coordinator import logs, network
     from coordinator.config import build
+    from coordinator.journal import logs
+    from coordinator.machine import network
     from coordinator.main import run_node
-    from coordinator.role import nodes_from, resolve_rank
+    from coordinator.node.rank import nodes_from, resolve_rank
 
     if "cluster.num_nodes" not in given and worker is None and (nodes := nodes_from(os.environ)):
         given["cluster.num_nodes"] = nodes
@@ -165,7 +166,7 @@ def main() -> int:
     elif arguments[:1] == ["local"]:
         arguments = ["--local", *arguments[1:]]
     from coordinator.settings import SettingsError
-    from coordinator.shared_fs import SharedFsError
+    from rollout.storage.files import SharedFsError
 
     try:
         return app(arguments, prog_name="run", standalone_mode=False) or 0

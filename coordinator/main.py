@@ -10,26 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.admission import claim_next, gather, hold_host_lock, new_record, pend
-from coordinator.base_model import prepare_base_model
-from coordinator.board import Board
-from coordinator.children import ChildError
-from coordinator.epochs import MASTER, claim
-from coordinator.fence import is_away
-from coordinator.iteration import open_next, run_iterations
-from coordinator.live import live_view
-from coordinator.logs import Prefix
-from coordinator.network import NetworkError
-from coordinator.node import Node
-from coordinator.outcome import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
-from coordinator.outputs import Incomplete
-from coordinator.shared_fs import SharedFsError
-from coordinator.start import Start, start_master, start_worker
-from coordinator.states import wait_for_newest
+from coordinator.directory.published import Incomplete
+from coordinator.journal.logs import Prefix
+from coordinator.machine.children import ChildError
+from coordinator.machine.network import NetworkError
+from coordinator.node.joining import claim_next, gather, hold_host_lock, new_record, pend
+from coordinator.node.node import Node
+from coordinator.node.start import Start, start_master, start_worker
+from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
+from coordinator.protocol.fence import is_away
+from coordinator.protocol.records import MASTER, claim
+from coordinator.protocol.snapshot import Board
+from coordinator.rows.base_model import prepare_base_model
+from coordinator.rows.table import open_next, run_iterations
+from coordinator.rows.trainer_states import wait_for_newest
+from coordinator.views.terminal import live_view
 from rollout.collect import AllGivenUp
-from rollout.engine import EngineError
-from rollout.rewards import RewardError
-from rollout.weights import WeightsError
+from rollout.engines.client import EngineError
+from rollout.engines.weights import WeightsError
+from rollout.rewards.builtin import RewardError
+from rollout.storage.files import SharedFsError
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     """Run a node to its end; the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
     node = Node(start)
-    prefix.follow(node)
+    prefix.follow(lambda: node.position.prefix())
     try:
         node.begin()
-        prefix.keep(node)
+        prefix.keep(node.run_dir.logs(node.rank), node.events)
         if node.is_master and open_next(node) is None:
             _finish(node)
         else:

@@ -1,4 +1,49 @@
 """Tasks to trajectories.
 
 Knows engines, environments and rewards; knows nothing of nodes or the shared directory.
+
+Users import from here what an environment needs: `from rollout import Policy, Sample`. A name is loaded when
+it is asked for.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.engines.client import Completion, RequestRefused, Sampling
+    from rollout.environments.environment import sample_of, serve, single_turn
+    from rollout.environments.policy import Episode, Policy
+    from rollout.tasks.task_set import Task
+    from rollout.trajectory import Sample
+
+__all__ = [
+    "Completion",
+    "Episode",
+    "Policy",
+    "RequestRefused",
+    "Sample",
+    "Sampling",
+    "Task",
+    "sample_of",
+    "serve",
+    "single_turn",
+]
+
+_PLACES = {
+    "Completion": "rollout.engines.client",
+    "Episode": "rollout.environments.policy",
+    "Policy": "rollout.environments.policy",
+    "RequestRefused": "rollout.engines.client",
+    "Sample": "rollout.trajectory",
+    "Sampling": "rollout.engines.client",
+    "Task": "rollout.tasks.task_set",
+    "sample_of": "rollout.environments.policy",
+    "serve": "rollout.environments.environment",
+    "single_turn": "rollout.environments.environment",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

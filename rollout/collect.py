@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.engine import EngineClient, EngineError, RequestRefused, Sampling
-from rollout.environment import Environment, Policy
-from rollout.rewards import Reward, RewardError, score
+from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.environments.environment import Environment, Policy
+from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.settings import RolloutSettings
-from rollout.tasks import Task
+from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample
 
 log = logging.getLogger(__name__)

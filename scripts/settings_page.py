@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
 from coordinator.config import OPTIONS, TINY_DEFAULTS
-from coordinator.inputs import NODE_LOCAL
+from coordinator.node.inputs import NODE_LOCAL
 from coordinator.settings import RunSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"

@@ -8,7 +8,7 @@ def make_adapter(path: Path, base: Path, *, seed: int, rank: int = 4, targets: s
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.lora import adapter_files, wrap
+    from trainer.model.lora import adapter_files, wrap
     from trainer.settings import LoraSettings
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

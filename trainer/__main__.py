@@ -1,9 +1,9 @@
-"""`python -m trainer --spool DIR`, one rank of the training job, started by torchrun (trainer.launch)."""
+"""`python -m trainer --spool DIR`, one rank of the training job, started by torchrun (trainer.job.launch)."""
 
 import argparse
 from pathlib import Path
 
-from trainer import launch
+from trainer.job import launch
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
 
     import logging
 
-    from trainer.serve import serve  # imports torch, for seconds
+    from trainer.job.rank import serve  # imports torch, for seconds
 
     logging.basicConfig(level=logging.INFO, format="[trainer] %(message)s")
     serve(args.spool, args.collective_timeout_s)

@@ -123,7 +123,7 @@ def rft() -> dict[str, Any]:
 def sft() -> dict[str, Any]:
     """Supervised fine-tuning on the tasks' answers: Ouyang et al. 2022, arXiv 2203.02155, step 1.
 
-    The negative log-likelihood of demonstrations, which take the place of samples (rollout.demonstration).
+    The negative log-likelihood of demonstrations, which take the place of samples.
     """
     return {"advantage": "one", "clip": "likelihood", "aggregation": "token", "engine_correction": "off"}
 

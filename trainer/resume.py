@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from trainer.request import Resume, SavedState, TrainedBatch
+from trainer.documents import Resume, SavedState, TrainedBatch
 
 
 def saves_in_background(iteration: int, save_interval: int) -> bool:

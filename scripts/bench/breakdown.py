@@ -8,7 +8,7 @@ from tracing import STEP, Span
 
 SHOWN_MS = 0.5
 """Functions that take less of an iteration are left out."""
-BATCH = "rollout.torch_batch.Batch"
+BATCH = "rollout.engines.embedded.batch.Batch"
 
 
 def median_ms(seconds: Iterable[float]) -> float:
@@ -94,7 +94,7 @@ def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
         return median_ms(_longest(spans, name) for spans in inside.values())
 
     def gap(measure: Callable[[list[Span], list[Span]], float]) -> float:
-        asked, served = "coordinator.trainer_host.TrainerHost.train", "trainer.serve.TrainerRank.run"
+        asked, served = "coordinator.machine.trainer.TrainerHost.train", "trainer.job.rank.TrainerRank.run"
         return median_ms(measure(_named(spans, asked), _named(spans, served)) for spans in inside.values())
 
     rows = {
@@ -104,7 +104,7 @@ def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
         )
         for phase in ("train_config", "training", "checkpoint", "engine_restarted")
     }
-    training = longest("trainer.step.train")
+    training = longest("trainer.update.step.train")
     return {
         "rollout_collect": longest("rollout.collect.collect"),
         "rollout_engine_busy": round(longest(f"{BATCH}.join") + longest(f"{BATCH}.step"), 2),
@@ -112,20 +112,20 @@ def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
         "last_trainer_to_last_node": gap(
             lambda asked, run: max(s.end_s for s in asked) - max(s.end_s for s in run)
         ),
-        "take_over_policy": longest("trainer.serve.TrainerRank._learner"),
-        "agree": longest("trainer.serve.TrainerRank._agree"),
+        "take_over_policy": longest("trainer.job.rank.TrainerRank._learner"),
+        "agree": longest("trainer.job.rank.TrainerRank._agree"),
         "optimizer_steps": training,
-        "forward_backward": longest("trainer.step._accumulate"),
-        "add_up": longest("trainer.model.Learner.add_up"),
-        "optimizer": longest("trainer.model.Learner.apply"),
-        "checkpoint_write": longest("trainer.checkpoint.write"),
+        "forward_backward": longest("trainer.update.step._accumulate"),
+        "add_up": longest("trainer.model.model.Learner.add_up"),
+        "optimizer": longest("trainer.model.model.Learner.apply"),
+        "checkpoint_write": longest("trainer.checkpoint.checkpoint.write"),
         "checkpoint_fsync": median_ms(
             max(_by_process([s for s in _named(spans, "os.fsync") if s.process.startswith("trainer")]))
             for spans in inside.values()
         ),
-        "verify": longest("coordinator.outputs.verify_checkpoint"),
-        "reload": longest("coordinator.engine_host.EngineHost._reload"),
-        "probe": longest("coordinator.engine_host.EngineHost._probe"),
+        "verify": longest("coordinator.directory.published.verify_checkpoint"),
+        "reload": longest("coordinator.machine.engine.EngineHost._reload"),
+        "probe": longest("coordinator.machine.engine.EngineHost._probe"),
         "phases_9_to_12_besides_training": round(sum(rows.values()) - training, 2),
     }
 

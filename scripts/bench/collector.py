@@ -28,13 +28,13 @@ from typing import Any
 
 from vllm_server import ARGS, ENV, START_TIMEOUT_S, Elsewhere, make_model, need_vllm, parameters_m, start_vllm
 
-from coordinator.children import Children
-from coordinator.network import LOOPBACK
+from coordinator.machine.children import Children
+from coordinator.machine.network import LOOPBACK
 from rollout.collect import Slot, collect
-from rollout.engine import EngineClient, EngineError, Sampling, completion_request
-from rollout.environment import single_turn
-from rollout.rewards import Reward
-from rollout.servers import ON_CPU
+from rollout.engines.client import EngineClient, EngineError, Sampling, completion_request
+from rollout.engines.servers import ON_CPU
+from rollout.environments.environment import single_turn
+from rollout.rewards.builtin import Reward
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Group
 

@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from coordinator import outputs
-from coordinator.child_output import QUEUE_LINES
-from coordinator.events import Events
-from coordinator.run_dir import RunDir
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.directory.line_writer import QUEUE_LINES
+from coordinator.journal.events import Events
 
 EVENTS = QUEUE_LINES // 2
 """What waits for the file at once; more would be dropped."""
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--dir", type=Path, required=True, help="A run that has finished iterations.")
     run_dir = RunDir(parser.parse_args().dir.absolute())
-    iterations = [line["seconds"] for line in outputs.metrics_lines(run_dir)]
+    iterations = [line["seconds"] for line in published.metrics_lines(run_dir)]
     files = sorted(run_dir.events(0).parent.glob("rank_*.jsonl"))
     if not iterations or not files:
         parser.error(f"--dir {run_dir.root}: no finished iteration, or no events, there")

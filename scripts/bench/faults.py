@@ -31,10 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' cluster, which is not installed
 
-from coordinator.board import Board, parse
-from coordinator.outputs import names
-from coordinator.run_dir import parse_part_name
-from rollout.engine_admin import EngineAdmin
+from coordinator.directory.layout import parse_part_name
+from coordinator.directory.published import names
+from coordinator.protocol.snapshot import Board, parse
+from rollout.engines.admin import EngineAdmin
 from tests.cluster import faults as evidence
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.faults import AGENT, ENGINE, TRAINER_RANK, children

@@ -35,9 +35,9 @@ from breakdown import median_ms
 from trl_trainer import need_trl
 from vllm_server import Elsewhere
 
-from coordinator.phases import Phase
-from rollout.rewards import exact
-from rollout.tasks import load_tasks
+from coordinator.protocol.phases import Phase
+from rollout.rewards.builtin import exact
+from rollout.tasks.task_set import load_tasks
 
 PROMPTS, SAMPLES, MAX_TOKENS = 64, 8, 8
 LEARNING_RATE = 1e-6

@@ -28,12 +28,12 @@ from typing import Any
 import psutil
 from vllm_server import Elsewhere
 
-from coordinator.parts import PartWriter
-from coordinator.run_dir import RunDir
+from coordinator.directory.layout import RunDir
+from coordinator.directory.parts import PartWriter
 from rollout.collect import Slot, collect
-from rollout.engine import EngineClient, Sampling
-from rollout.environment import single_turn
-from rollout.rewards import Reward
+from rollout.engines.client import EngineClient, Sampling
+from rollout.environments.environment import single_turn
+from rollout.rewards.builtin import Reward
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Group
 

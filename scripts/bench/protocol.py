@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator import logs, shared_fs
-from coordinator.iteration import run_iteration
+from coordinator.directory.layout import RunDir
+from coordinator.journal import logs
 from coordinator.main import live
-from coordinator.node import Node, Payload
-from coordinator.phases import By, Phase
-from coordinator.run_dir import RunDir
-from coordinator.start import start_master, start_worker
+from coordinator.node.node import Node, Payload
+from coordinator.node.start import start_master, start_worker
+from coordinator.protocol.phases import By, Phase
+from coordinator.rows.table import run_iteration
+from rollout.storage import files
 
 WARM_UP = 3
 """Iterations before those that count."""
@@ -55,16 +56,16 @@ def run_node(root: Path, rank: int, nodes: int, iterations: int) -> None:
     def iterate(node: Node) -> None:
         numbers = itertools.count(1)
         rows = cast(Node, EmptyRows(node))
-        before = shared_fs.operations.copy()
+        before = files.operations.copy()
         for number in range(iterations + WARM_UP):
             if number == WARM_UP:
-                before = shared_fs.operations.copy()
+                before = files.operations.copy()
             started_s = time.perf_counter()
             iteration = node.next_iteration(lambda _node: next(numbers))
             assert iteration is not None
             run_iteration(rows, iteration)
             seconds.append(time.perf_counter() - started_s)
-        counts.update(shared_fs.operations - before)
+        counts.update(files.operations - before)
 
     settings: dict[str, Any] = {"cluster.num_nodes": nodes, "cluster.rejoin_timeout_s": 300}
     start = start_worker(root, rank, {}) if rank else start_master(root, settings)
@@ -103,7 +104,7 @@ def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dic
     rows = iterations * len(Phase)
     per_row = [{name: count / rows for name, count in node["operations"].items()} for node in said]
     totals = [sum(node.values()) for node in per_row]
-    files = [path for path in run_dir.protocol.iterdir() if path.is_file()]
+    left = [path for path in run_dir.protocol.iterdir() if path.is_file()]
     return {
         "nodes": len(said),
         "iterations": iterations,
@@ -113,8 +114,8 @@ def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dic
         "operations_master": round(totals[0], 2),
         "operations_worker": round(statistics.mean(totals[1:]), 2) if totals[1:] else None,
         "operations_worker_by_name": {name: round(count, 2) for name, count in sorted(per_row[-1].items())},
-        "bytes_left": sum(path.stat().st_size for path in files),
-        "files_left": len(files),
+        "bytes_left": sum(path.stat().st_size for path in left),
+        "files_left": len(left),
     }
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from vllm_server import Elsewhere, Vllm, make_model, need_vllm, parameters_m, start_vllm
 
-from coordinator.children import Children
-from rollout.engine import EngineClient, Sampling
+from coordinator.machine.children import Children
+from rollout.engines.client import EngineClient, Sampling
 
 GRACE_S = 10.0
 PROBE = Sampling(max_tokens=1, temperature=0.0)

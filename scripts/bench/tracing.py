@@ -24,43 +24,43 @@ from typing import Any
 
 DIRECTORY = "FLAGPOST_BENCH_TRACE"
 FLUSH_S = 0.2
-STEP = "coordinator.node.Node.step"
+STEP = "coordinator.node.node.Node.step"
 
 SPANS: dict[str, tuple[str, ...]] = {
     "os": ("fsync",),
-    "coordinator.node": ("Node.step",),
-    "coordinator.shared_fs": (
+    "coordinator.node.node": ("Node.step",),
+    "rollout.storage.files": (
         *("publish", "create_once", "append_line", "checksums", "fsync_directory", "make_directory"),
         *("remove_tree", "rename", "listing", "read"),
     ),
-    "coordinator.actions": (
+    "coordinator.rows.rollout": (
         *("open_iteration", "plan_train", "collect_train", "name_parts", "write_manifest", "decide_eval"),
     ),
-    "coordinator.training": (
+    "coordinator.rows.training": (
         *("stop_engine", "write_batch", "configure_training", "train", "publish_checkpoint"),
         "restart_engine",
     ),
-    "coordinator.metrics": ("end_iteration",),
-    "coordinator.outputs": ("verify_checkpoint", "policy_of", "metrics_lines"),
-    "coordinator.parts": ("PartWriter.flush", "manifest", "read_groups"),
-    "coordinator.engine_host": ("EngineHost.ensure", "EngineHost._reload", "EngineHost._probe"),
-    "coordinator.trainer_host": ("TrainerHost.train",),
+    "coordinator.rows.metrics": ("end_iteration",),
+    "coordinator.directory.published": ("verify_checkpoint", "policy_of", "metrics_lines"),
+    "coordinator.directory.parts": ("PartWriter.flush", "manifest", "read_groups"),
+    "coordinator.machine.engine": ("EngineHost.ensure", "EngineHost._reload", "EngineHost._probe"),
+    "coordinator.machine.trainer": ("TrainerHost.train",),
     "rollout.collect": ("collect",),
-    "rollout.engine_admin": ("EngineAdmin._call",),
-    "rollout.weights": ("check_model_dir",),
-    "rollout.torch_engine": ("TorchEngine._reload",),
-    "rollout.torch_batch": ("Batch.join", "Batch.step", "Batch.keep", "Batch.prompt_logprobs"),
-    "trainer.launch": ("next_request", "report_progress", "report_done"),
-    "trainer.serve": ("TrainerRank.run", "TrainerRank._agree", "TrainerRank._learner", "read_batch"),
-    "trainer.batch": ("build_batch",),
-    "trainer.packing": ("plan_step",),
-    "trainer.step": ("train", "_accumulate"),
-    "trainer.model": ("Learner.apply", "Learner.logprobs", "Learner.add_up", "Learner.take_over_lead"),
-    "trainer.checkpoint": ("load", "write", "_write_model"),
-    "trainer.state": ("pieces", "write_pieces", "StateSaver.finish"),
-    "trainer.shares": ("gather_json", "make_durable"),
-    "trainer.served": ("write_weights",),
-    "trainer.probe": ("probe_logprobs",),
+    "rollout.engines.admin": ("EngineAdmin._call",),
+    "rollout.engines.weights": ("check_model_dir",),
+    "rollout.engines.embedded.engine": ("TorchEngine._reload",),
+    "rollout.engines.embedded.batch": ("Batch.join", "Batch.step", "Batch.keep", "Batch.prompt_logprobs"),
+    "trainer.job.launch": ("next_request", "report_progress", "report_done"),
+    "trainer.job.rank": ("TrainerRank.run", "TrainerRank._agree", "TrainerRank._learner", "read_batch"),
+    "trainer.batch.batch": ("build_batch",),
+    "trainer.batch.packing": ("plan_step",),
+    "trainer.update.step": ("train", "_accumulate"),
+    "trainer.model.model": ("Learner.apply", "Learner.logprobs", "Learner.add_up", "Learner.take_over_lead"),
+    "trainer.checkpoint.checkpoint": ("load", "write", "_write_model"),
+    "trainer.checkpoint.state": ("pieces", "write_pieces", "StateSaver.finish"),
+    "trainer.checkpoint.rank_files": ("gather_json", "make_durable"),
+    "trainer.checkpoint.hub_weights": ("write_weights",),
+    "trainer.checkpoint.probe": ("probe_logprobs",),
 }
 """Module -> functions, as `name` or `Class.name`; what another module has imported by name is that one's."""
 
@@ -147,7 +147,7 @@ def _identity(argv: Sequence[str]) -> tuple[str, int | None]:
     """What this process is, by its command line."""
     if "coordinator.cli" in argv and ("--worker" in argv or "--master" in argv):
         return "node", int(argv[argv.index("--worker") + 1]) if "--worker" in argv else 0
-    if "rollout.torch_server" in argv:
+    if "rollout.engines.embedded.server" in argv:
         return "engine", None
     if "trainer" in argv:
         return "trainer", int(os.environ["RANK"])

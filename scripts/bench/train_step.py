@@ -9,7 +9,7 @@ weights) on the same sequences with the same advantages, each in processes of it
 sequences are of 16 to 1,024 tokens (`--longest`), 8 of them the prompt; a longer prompt comes on top.
 `tokens_per_s` counts tokens without padding, shared prompts each time, and a ratio is the median over the
 rounds. `memory_peak_mb` is the high-water mark of such a process, `memory_before_mb` what it had before the
-first step. Ours packs sequences, and computes a prompt once where several samples have it (trainer.packing).
+first step. Ours packs sequences, and computes a prompt once where several samples have it.
 TRL 1.16 has no padding-free path for GRPO: it pads all to the longest one; of the sizes of its microbatches
 (`--trl-microbatch`, in sequences) the fastest counts.
 
@@ -55,10 +55,10 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
     """(wall, CPU) seconds of the steps but the first."""
     import torch
 
-    from trainer.batch import Batch, Counts
-    from trainer.model import build_learner
+    from trainer.batch.batch import Batch, Counts
+    from trainer.model.model import build_learner
     from trainer.settings import TrainerSettings
-    from trainer.step import train
+    from trainer.update.step import train
 
     token_ids, advantages = draw_sequences(options)
     count = len(token_ids)

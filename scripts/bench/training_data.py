@@ -60,7 +60,7 @@ def make_model(shape: str, directory: Path) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from trainer import tiny
+    from trainer.model import tiny
 
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPES[shape], max_position_embeddings=2 * LONGEST, tie_word_embeddings=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 
-from coordinator.children import Child, Children
-from coordinator.network import LOOPBACK, free_port
-from rollout.engine import EngineError
-from rollout.engine_admin import EngineAdmin
-from rollout.servers import server_command
+from coordinator.machine.children import Child, Children
+from coordinator.machine.network import LOOPBACK, free_port
+from rollout.engines.admin import EngineAdmin
+from rollout.engines.client import EngineError
+from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
 
 START_TIMEOUT_S = 600.0
@@ -50,7 +50,7 @@ def make_model(name: str, made: Path, seed: int = 0) -> Path:
 
     Both tokenise character by character; `small` has made-up words beside the characters, and generates them.
     """
-    from trainer import tiny  # here, because torch is slow to import
+    from trainer.model import tiny  # here, because torch is slow to import
 
     if name == "tiny":
         tiny.build(seed=seed, steps=0, out=made)

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from coordinator.run_dir import RunDir
+from coordinator.directory.layout import RunDir
 from rollout.trajectory import Group, decode_part
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from coordinator.network import LOOPBACK, free_port
-from rollout.engine_admin import EngineAdmin
-from rollout.weights import file_checksums, policy_digest
+from coordinator.machine.network import LOOPBACK, free_port
+from rollout.engines.admin import EngineAdmin
+from rollout.engines.weights import policy_digest
+from rollout.storage.files import checksums
 from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster
 
@@ -48,7 +49,7 @@ def random_model(cache: Path) -> Path:
             command = [
                 sys.executable,
                 "-m",
-                "trainer.tiny",
+                "trainer.model.tiny",
                 "--seed",
                 "0",
                 "--steps",
@@ -64,8 +65,16 @@ def random_model(cache: Path) -> Path:
 def serving(model: Path, log: Path) -> Iterator[str]:
     """An engine with `model`; its URL."""
     port = free_port(LOOPBACK)
-    command = [sys.executable, "-m", "rollout.torch_server", "--model", str(model), "--port", str(port)]
-    command += ["--weight-version", policy_digest(file_checksums(model))]
+    command = [
+        sys.executable,
+        "-m",
+        "rollout.engines.embedded.server",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+    ]
+    command += ["--weight-version", policy_digest(checksums(model))]
     with open(log, "wb") as file:
         engine = subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True)
     try:

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 
 from coordinator import cli
-from coordinator.node import Node
-from coordinator.phases import Phase
-from coordinator.run_dir import Flag
-from coordinator.standing import Payload
+from coordinator.directory.layout import Flag
+from coordinator.node.node import Node
+from coordinator.node.verdicts import Payload
+from coordinator.protocol.phases import Phase
 
 ITERATION = 1
 """The iteration in which the node is hit."""

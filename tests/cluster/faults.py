@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import psutil
 
-from coordinator import outputs
-from coordinator.run_dir import Kind, RunDir, parse_iteration_name, parse_part_name
+from coordinator.directory import published
+from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_part_name
 from rollout.trajectory import decode_part
 
-AGENT = "-m trainer.agent "
+AGENT = "-m trainer.job.agent "
 TRAINER_RANK = "-m trainer "
-ENGINE = "-m rollout.torch_server "
+ENGINE = "-m rollout.engines.embedded.server "
 """What is in the command lines of a node's children, and in no other's but an agent's and its launcher's."""
 
 
@@ -63,7 +63,7 @@ def lost_groups(run_dir: RunDir, kept: dict[Path, bytes]) -> list[Place]:
     whole = {path for path, data in kept.items() if path.is_file() and path.read_bytes() == data}
     lost: list[Place] = []
     for kind, iteration, directory in _iterations(run_dir):
-        manifest = outputs.read_manifest(run_dir, kind, iteration) or {"parts": [], "policy": None}
+        manifest = published.read_manifest(run_dir, kind, iteration) or {"parts": [], "policy": None}
         counting = {
             slot
             for entry in manifest["parts"]
@@ -92,7 +92,7 @@ def unsound_manifests(run_dir: RunDir) -> list[Path]:
     """Manifests that do not name every slot exactly once."""
     unsound: list[Path] = []
     for kind, iteration, _directory in _iterations(run_dir):
-        manifest = outputs.read_manifest(run_dir, kind, iteration)
+        manifest = published.read_manifest(run_dir, kind, iteration)
         if manifest is not None:
             slots = sorted(slot for entry in manifest["parts"] for slot in entry["slots"])
             if slots != list(range(manifest["slots"])):
@@ -104,11 +104,11 @@ def _iterations(run_dir: RunDir) -> Iterator[tuple[Kind, int, Path]]:
     """Every directory of trajectories: its kind, its iteration, its path."""
     kinds: tuple[Kind, ...] = ("train", "eval")
     for kind in kinds:
-        for name in outputs.names(run_dir.trajectories(kind, 0).parent):
+        for name in published.names(run_dir.trajectories(kind, 0).parent):
             iteration = parse_iteration_name(name)
             if iteration is not None:
                 yield kind, iteration, run_dir.trajectories(kind, iteration)
 
 
 def _parts(directory: Path) -> list[Path]:
-    return [directory / name for name in outputs.names(directory) if parse_part_name(name)]
+    return [directory / name for name in published.names(directory) if parse_part_name(name)]

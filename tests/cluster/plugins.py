@@ -5,8 +5,8 @@ import os
 import time
 from typing import Any
 
-from rollout.engine import Sampling
-from rollout.environment import Policy, single_turn
+from rollout.engines.client import Sampling
+from rollout.environments.environment import Policy, single_turn
 from rollout.trajectory import Sample
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run_dir import RunDir
+from coordinator.directory.layout import RunDir
 from rollout.trajectory import decode_header
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster, token_ids
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from coordinator.children import Children
-from coordinator.engine_host import Adapters, EngineHost
-from coordinator.outcome import EpochChanged
-from coordinator.outputs import Policy
-from coordinator.run_dir import RunDir
-from rollout.engine import EngineError
-from rollout.engine_admin import PROBE, EngineAdmin
+from coordinator.directory.layout import RunDir
+from coordinator.directory.published import Policy
+from coordinator.machine.children import Children
+from coordinator.machine.engine import Adapters, EngineHost
+from coordinator.protocol.exits import EpochChanged
+from rollout.engines.admin import PROBE, EngineAdmin
+from rollout.engines.client import EngineError
+from rollout.engines.weights import WeightsError, policy_digest
 from rollout.settings import EngineSettings
-from rollout.weights import WeightsError, file_checksums, policy_digest
+from rollout.storage.files import checksums
 from tests.adapters import make_adapter
 
 SETTINGS = EngineSettings(kind="torch", start_timeout_s=120.0)
@@ -35,7 +36,7 @@ def host(tmp_path: Path) -> Iterator[EngineHost]:
 
 @pytest.fixture
 def policy(random_model: Path) -> Policy:
-    return Policy(0, random_model, policy_digest(file_checksums(random_model)))
+    return Policy(0, random_model, policy_digest(checksums(random_model)))
 
 
 def changed(policy: Policy, directory: Path) -> Policy:
@@ -45,7 +46,7 @@ def changed(policy: Policy, directory: Path) -> Policy:
     tensors = safetensors.numpy.load_file(file)
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * np.float32(1.5)
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
-    return Policy(1, directory, policy_digest(file_checksums(directory)))
+    return Policy(1, directory, policy_digest(checksums(directory)))
 
 
 def write_probe(directory: Path, logprobs: list[float]) -> None:
@@ -180,7 +181,7 @@ def test_engine_of_a_run_that_trains_adapters_keeps_its_model_and_comes_back_wit
 
     def adapter(number: int) -> Policy:
         directory = make_adapter(tmp_path / f"adapter{number}", policy.directory, seed=number)
-        return Policy(number, directory, policy_digest(file_checksums(directory)))
+        return Policy(number, directory, policy_digest(checksums(directory)))
 
     def computed() -> list[float]:
         return EngineAdmin(host.url).prompt_logprobs(TOKENS, model=host.model)
@@ -219,7 +220,7 @@ def test_the_users_server_of_another_model_gets_the_model_before_the_adapter(
 ) -> None:
     users = SETTINGS.model_copy(update={"url": engine_url})
     directory = make_adapter(tmp_path / "adapter", policy.directory, seed=1)
-    adapter = Policy(1, directory, policy_digest(file_checksums(directory)))
+    adapter = Policy(1, directory, policy_digest(checksums(directory)))
     host.ensure(adapter, users, fine, Adapters(policy, rank=4))
     wanted = EngineAdmin(engine_url).prompt_logprobs(TOKENS, model=host.model)
     EngineAdmin(engine_url).reload(changed(policy, tmp_path / "newer").directory, "of another run")

@@ -115,7 +115,7 @@ def test_error_on_one_node_ends_all_with_its_words(cluster: Cluster) -> None:
 def kill_agent(cluster: Cluster, rank: int) -> None:
     """SIGKILL the torchrun agent of a node."""
     for process in psutil.Process(cluster.nodes[rank].pid).children(recursive=True):
-        if "trainer.agent" in " ".join(process.cmdline()):
+        if "trainer.job.agent" in " ".join(process.cmdline()):
             process.kill()
             return
     raise AssertionError(f"rank {rank} has no agent")
@@ -375,7 +375,7 @@ def test_engine_that_dies_in_a_rollout_is_started_again(
     cluster.start(0, *arguments)
     cluster.until(lambda: parts(cluster, 0), "the first part")
     engines = psutil.Process(cluster.nodes[0].pid).children(recursive=True)
-    (engine,) = [child for child in engines if "rollout.torch_server" in " ".join(child.cmdline())]
+    (engine,) = [child for child in engines if "rollout.engines.embedded.server" in " ".join(child.cmdline())]
     engine.kill()
     assert cluster.wait() == [0], cluster.everything_said()
     assert "starting it again (1 of 3)" in cluster.output(0)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine_admin import EngineAdmin
-from rollout.tasks import load_tasks
+from rollout.engines.admin import EngineAdmin
+from rollout.tasks.task_set import load_tasks
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.conftest import serving
 from tests.cluster.plugins import first_number

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run_dir import parse_protocol_name
+from coordinator.directory.layout import parse_protocol_name
 from tests.cluster.cluster import FAST, Cluster
 from tests.netns import Host, Hosts, unavailable
 
@@ -117,10 +117,10 @@ def test_running_cluster_listens_to_its_peers_alone_and_keeps_its_files_to_itsel
 
         for rank, host in enumerate(hosts):
             mine = seen[rank]
-            assert mine.of("rollout.torch_server") == ["127.0.0.1"]
-            assert mine.of("trainer.agent") == ([host.address] if rank == 0 else [])
+            assert mine.of("rollout.engines.embedded.server") == ["127.0.0.1"]
+            assert mine.of("trainer.job.agent") == ([host.address] if rank == 0 else [])
             assert set(mine.of("trainer")) == {host.address}, "gloo"
-            others = {"rollout.torch_server", "trainer.agent", "trainer"}
+            others = {"rollout.engines.embedded.server", "trainer.job.agent", "trainer"}
             assert [line for line in mine.found() if line[0] not in others] == []
             assert not any(udp for *_, udp in mine.found())
 

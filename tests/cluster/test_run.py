@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coordinator.epochs import EpochRecord
+from coordinator.protocol.records import EpochRecord
 from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.netns import Hosts, unavailable
 

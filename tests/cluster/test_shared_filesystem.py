@@ -195,7 +195,7 @@ def trainers(pid: int) -> list[psutil.Process]:
     for process in psutil.Process(pid).children(recursive=True):
         try:
             hangs = process.status() in {psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE}
-            if not hangs and "trainer.agent" in " ".join(process.cmdline()):
+            if not hangs and "trainer.job.agent" in " ".join(process.cmdline()):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

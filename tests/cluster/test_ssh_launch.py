@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator import launch as launch_module
-from coordinator.network import LOOPBACK, free_port
-from coordinator.run_dir import RunDir
+from coordinator.commands import launch as launch_module
+from coordinator.directory.layout import RunDir
+from coordinator.machine.network import LOOPBACK, free_port
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.phases import Phase
-from coordinator.run_dir import RunDir
+from coordinator.directory.layout import RunDir
+from coordinator.protocol.phases import Phase
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests
 from tests.cluster.small_run import ITERATIONS, arguments, results

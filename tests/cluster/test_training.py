@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 import pytest
 from filelock import FileLock
 
-from coordinator.network import LOOPBACK
-from rollout.weights import file_checksums, policy_digest
+from coordinator.machine.network import LOOPBACK
+from rollout.engines.weights import policy_digest
+from rollout.storage.files import checksums
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.small_run import SETTINGS
 from tests.cluster.weights import farthest, worst_logprob
-from tests.coordinator.test_sinks import events
+from tests.coordinator.journal.test_trackers import events
 from tests.engines.engines import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -126,7 +127,7 @@ def test_adapters_are_served_resumed_sharded_and_exported(cluster: Cluster, tmp_
     steps = [result(cluster, iteration)["steps"] for iteration in (1, 2, 3)]
     assert min(steps) > 0 and result(cluster, 3)["optimizer_step"] == sum(steps)
     assert "fresh optimizer" not in trainers_said(cluster)
-    assert cluster.manifest(1)["policy"] == policy_digest(file_checksums(base)), "the base is what it was"
+    assert cluster.manifest(1)["policy"] == policy_digest(checksums(base)), "the base is what it was"
     before = Reference(base)
     for iteration in (1, 2, 3):
         checkpoint = cluster.run_dir.checkpoint(iteration)

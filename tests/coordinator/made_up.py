@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coordinator.board import Board, parse
 from coordinator.config import build
-from coordinator.epochs import EpochRecord, Member
-from coordinator.run_dir import Beat, Flag, Record, RunDir
+from coordinator.directory.layout import Beat, Flag, Record, RunDir
+from coordinator.protocol.records import EpochRecord, Member
+from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings import RunSettings
+from rollout.engines.weights import policy_digest
+from rollout.storage.files import FileFacts, checksums
 from rollout.trajectory import Group, Sample
-from rollout.weights import file_checksums, policy_digest
-from trainer.request import FileInfo, TrainResult
+from trainer.documents import TrainResult
 
 POLICY = "0123456789abcdef"
 
@@ -85,14 +86,14 @@ def write_checkpoint(directory: Path, iteration: int = 1, content: bytes = b"wei
     (directory / "model.safetensors").write_bytes(content)
     (directory / "config.json").write_text("{}")
     (directory / "trainer_state" / "optimizer.safetensors").write_bytes(b"moments")
-    files = {name: FileInfo(**facts) for name, facts in file_checksums(directory).items()}
-    state = file_checksums(directory / "trainer_state")
+    files = {name: FileFacts(**facts) for name, facts in checksums(directory).items()}
+    state = checksums(directory / "trainer_state")
     result = TrainResult(
         iteration=iteration,
-        policy=policy_digest(file_checksums(directory)),
+        policy=policy_digest(checksums(directory)),
         base_policy=POLICY,
         batch_sha256="0" * 64,
-        files=files | {f"trainer_state/{name}": FileInfo(**facts) for name, facts in state.items()},
+        files=files | {f"trainer_state/{name}": FileFacts(**facts) for name, facts in state.items()},
         steps=1,
         optimizer_step=1,
         metrics={"loss": 0.5},

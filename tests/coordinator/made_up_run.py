@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 
 from coordinator.config import build
-from coordinator.epochs import EpochRecord, Member, claim
-from coordinator.network import host_identity
-from coordinator.phases import Phase
-from coordinator.run_dir import FORMAT, Beat, PartName, RunDir
-from coordinator.split import share_sizes
+from coordinator.directory.layout import FORMAT, Beat, PartName, RunDir
+from coordinator.machine.network import host_identity
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.records import EpochRecord, Member, claim
+from coordinator.protocol.shares import share_sizes
 from rollout.trajectory import Group, Sample, encode_part, part_for_people
 from tests.coordinator.made_up import POLICY, run_dir_at, write_json
 

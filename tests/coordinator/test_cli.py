@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from coordinator import shared_fs
 from coordinator.config import build, flatten
-from coordinator.epochs import claim
-from coordinator.role import NODES_VARIABLE, RANK_VARIABLES
-from coordinator.run_dir import FORMAT, Beat, RunDir
+from coordinator.directory.layout import FORMAT, Beat, RunDir
+from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
+from coordinator.protocol.records import claim
+from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
 
 REPOSITORY = Path(__file__).parents[2]
@@ -319,9 +319,9 @@ def master(place: Path) -> Iterator[RunDir]:
         while not over.wait(0.05):
             counter += 1
             path = run_dir.protocol / Beat(1, 0, 1, counter).name
-            shared_fs.publish(path, b"{}", durable=False)
+            files.publish(path, b"{}", durable=False)
             if counter > 1:
-                shared_fs.remove(run_dir.protocol / Beat(1, 0, 1, counter - 1).name)
+                files.remove(run_dir.protocol / Beat(1, 0, 1, counter - 1).name)
 
     beating = threading.Thread(target=beat)
     beating.start()

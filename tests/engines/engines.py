@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coordinator.network import LOOPBACK, free_port
-from rollout.engine import Completion, EngineClient, Sampling
-from rollout.engine_admin import EngineAdmin
-from rollout.servers import ServerKind, server_command
+from coordinator.machine.network import LOOPBACK, free_port
+from rollout.engines.admin import EngineAdmin
+from rollout.engines.client import Completion, EngineClient, Sampling
+from rollout.engines.servers import ServerKind, server_command
 from rollout.settings import EngineSettings
 from tests.models import CONTEXT
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollout.engine import EngineError, Sampling
-from rollout.engine_admin import adapter_name
-from rollout.weights import WeightsError
+from rollout.engines.admin import adapter_name
+from rollout.engines.client import EngineError, Sampling
+from rollout.engines.weights import WeightsError
 from tests.adapters import make_adapter
 from tests.engines.engines import KINDS, Engine, Reference, serving
 

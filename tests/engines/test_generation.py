@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rollout.engine import Completion, EngineClient, RequestRefused, Sampling
-from rollout.environment import Policy
+from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
+from rollout.environments.environment import Policy
 from tests.engines.engines import Engine, Reference
 from tests.models import CONTEXT, EOS
 

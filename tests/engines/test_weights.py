@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollout.engine import EngineError, Sampling
-from rollout.weights import WeightsError
+from rollout.engines.client import EngineError, Sampling
+from rollout.engines.weights import WeightsError
 from tests.engines.engines import Engine, Reference, serving
 from tests.models import CONTEXT
 

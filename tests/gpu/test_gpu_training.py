@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from trainer.batch import Batch, Counts
-from trainer.model import Learner, build_learner
-from trainer.packing import bundle
+from trainer.batch.batch import Batch, Counts
+from trainer.batch.packing import bundle
+from trainer.model.model import Learner, build_learner
 from trainer.settings import TrainerSettings
-from trainer.step import StepStats, train
+from trainer.update.step import StepStats, train
 
 GIB = 2**30
 PEAK_FLOPS = 989e12

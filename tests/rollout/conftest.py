@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rollout_helpers import RunningServer, serving
 
 from tests.models import make_model
+from tests.rollout.rollout_helpers import RunningServer, serving
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,15 @@ class RunningServer:
 
 
 def start_server(model_dir: Path, *arguments: str) -> RunningServer:
-    command = [sys.executable, "-m", "rollout.torch_server", "--model", str(model_dir), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "rollout.engines.embedded.server",
+        "--model",
+        str(model_dir),
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen([*command, "--threads", "1", *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)

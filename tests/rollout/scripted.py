@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 
-from rollout.engine import Completion, EngineClient, Sampling
-from rollout.environment import serve
-from rollout.openai_proxy import Session
-from rollout.policy import Policy
+from rollout.engines.client import Completion, EngineClient, Sampling
+from rollout.environments.environment import serve
+from rollout.environments.openai_proxy import Session
+from rollout.environments.policy import Policy
 from rollout.trajectory import Sample
 
 T = TypeVar("T")

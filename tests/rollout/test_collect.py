@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_helpers import RunningServer, serving
 
 from rollout import collect as collect_module
 from rollout.collect import Slot, Stopped, collect
-from rollout.engine import Completion, EngineClient, EngineError, RequestRefused, Sampling
-from rollout.environment import single_turn
+from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
+from rollout.environments.environment import single_turn
 from rollout.quota import Quota
-from rollout.rewards import Reward, RewardError, resolve_reward
+from rollout.rewards.builtin import Reward, RewardError, resolve_reward
 from rollout.settings import RolloutSettings
-from rollout.tasks import Task, group_seed, load_tasks, task_order
+from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, Sample
+from tests.rollout.rollout_helpers import RunningServer, serving
 
 EXACT = resolve_reward("exact")
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_helpers import RunningServer
 
 from rollout.collect import Slot, collect
-from rollout.engine import EngineClient, Sampling
-from rollout.environment import resolve_environment
-from rollout.rewards import resolve_reward
+from rollout.engines.client import EngineClient, Sampling
+from rollout.environments.environment import resolve_environment
+from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
-from rollout.tasks import load_tasks
+from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Group, Sample
+from tests.rollout.rollout_helpers import RunningServer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)

@@ -6,24 +6,24 @@ import sys
 import pytest
 
 LIGHT = [
-    "tasks",
-    "trajectory",
-    "weights",
-    "engine",
-    "engine_admin",
-    "environment",
-    "rewards",
     "collect",
-    "settings",
-    "torch_protocol",
-    "servers",
-    "quota",
-    "sampling",
+    "engines.admin",
+    "engines.client",
+    "engines.embedded.protocol",
+    "engines.servers",
+    "engines.weights",
+    "environments.environment",
     "evaluation",
-    "gym_tasks",
-    "math_reward",
-    "process_pool",
-    "process_reward",
+    "quota",
+    "rewards.builtin",
+    "rewards.math",
+    "processes.pool",
+    "processes.reward",
+    "settings",
+    "tasks.reasoning_gym",
+    "tasks.sampling",
+    "tasks.task_set",
+    "trajectory",
 ]
 
 
@@ -45,6 +45,6 @@ def test_all_that_the_coordinator_imports_is_light(forbidden: set[str]) -> None:
 
 
 def test_the_server_reaches_for_neither_trainer_nor_coordinator() -> None:
-    imported = modules_after("import rollout.torch_server")
+    imported = modules_after("import rollout.engines.embedded.server")
     assert "torch" in imported
     assert not imported & {"trainer", "coordinator"}

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from coordinator import parts
 from coordinator.config import build
-from coordinator.epochs import claim
-from coordinator.parts import PartWriter
-from coordinator.run_dir import FORMAT, Beat, Flag, RunDir
+from coordinator.directory import parts
+from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
+from coordinator.directory.parts import PartWriter
+from coordinator.protocol.records import claim
 from rollout.quota import Quota
 from tests.coordinator.made_up import POLICY, group, record, run_dir_at, write_checkpoint, write_json
 

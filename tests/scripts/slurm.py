@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import psutil
 
-from coordinator.network import LOOPBACK, free_port
+from coordinator.machine.network import LOOPBACK, free_port
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue", "munged")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engines.client import Sampling
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -87,11 +87,11 @@ def test_traced_process_writes_the_spans_of_its_calls(
 ) -> None:
     monkeypatch.syspath_prepend(BENCH)
     tracing = import_module("tracing")
-    program = "import pathlib, sys, coordinator.shared_fs as fs; fs.publish(pathlib.Path(sys.argv[1]), b'1')"
+    program = "import pathlib, sys, rollout.storage.files as fs; fs.publish(pathlib.Path(sys.argv[1]), b'1')"
     argv = [sys.executable, "-c", program, str(tmp_path / "file")]
     subprocess.run(argv, env={**os.environ, **tracing.environment(tmp_path)}, check=True, timeout=60)
     spans = {span.name: span for span in tracing.read_spans(tmp_path)}
-    published, synced = spans["coordinator.shared_fs.publish"], spans["os.fsync"]
+    published, synced = spans["rollout.storage.files.publish"], spans["os.fsync"]
     assert published.begin_s <= synced.begin_s <= synced.end_s <= published.end_s
     assert published.rank is None and published.process.startswith("other.")
 
@@ -110,10 +110,10 @@ def test_breakdown_is_the_median_over_iterations_of_the_slowest_rank(monkeypatch
 
         about = f"{iteration} training"
         add("node.0", tracing.STEP, 0.0, seconds + 0.05, 0.0, about)
-        add("node.0", "coordinator.trainer_host.TrainerHost.train", 0.0, seconds + 0.03, 0.0)
+        add("node.0", "coordinator.machine.trainer.TrainerHost.train", 0.0, seconds + 0.03, 0.0)
         for rank in (0, 1):
-            add(f"trainer.{rank}", "trainer.serve.TrainerRank.run", 0.01 * (1 + rank), seconds + 0.01, 0.0)
-            add(f"trainer.{rank}", "trainer.step.train", 0.02, seconds * (1 + rank) / 2, 0.0)
+            add(f"trainer.{rank}", "trainer.job.rank.TrainerRank.run", 0.01 * (1 + rank), seconds + 0.01, 0.0)
+            add(f"trainer.{rank}", "trainer.update.step.train", 0.02, seconds * (1 + rank) / 2, 0.0)
     explained = breakdown.explain(spans, skip=1)
     assert explained["iterations"] == 3 and explained["ms"] == 10_000
     assert explained["cpu_ms"] == {"node": 10_000, "trainer": 20_000, "all": 30_000}

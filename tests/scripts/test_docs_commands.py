@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from coordinator.cli import main
-from coordinator.commands import COMMANDS
+from coordinator.commands.parse import COMMANDS
 from coordinator.config import build, flatten
-from coordinator.role import NODES_VARIABLE, RANK_VARIABLES
+from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
 from tests.scripts.documented_run import make_run
 from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands, name
 
@@ -25,7 +25,7 @@ ELSEWHERE = {
     r"run trainer\.algorithm=reinforce --dry-run": "tests/trainer/test_algorithms_page.py",
     r"run doctor .*--peers .*": "tests/cluster/test_doctor.py",
     r"hf upload .*": "tests/coordinator/test_training_page.py",
-    r"(\S+=1 )?vllm serve .*--logprobs-mode processed_logprobs": "tests/rollout/test_servers.py",
+    r"(\S+=1 )?vllm serve .*--logprobs-mode processed_logprobs": "tests/rollout/engines/test_servers.py",
     r"vllm serve .*--enable-lora .*": "tests/coordinator/test_training_page.py",
     r"\.venv-trl/bin/python scripts/bench/\w+\.py": "tests/scripts/test_benchmarks.py",
     r"(\.venv/bin/)?python -m pytest tests/gpu -s": "tests/gpu/test_gpu_training.py",
@@ -33,7 +33,7 @@ ELSEWHERE = {
     r"(sbatch|scancel) .*": "tests/scripts/test_slurm.py",
     r"kubectl .*": "tests/scripts/test_k8s.py",
 }
-"""What is not run here, and the test that does; `doctor` alone is tests/coordinator/test_doctor.py's too."""
+"""What is not run here, and the test that does; `doctor` alone: tests/coordinator/commands/test_doctor.py."""
 NOT_IN_CI = {"install", "demo", "bench-trl"}
 """Targets that `.ci/run` does not name: a prerequisite of the others; below; what is large and not ours."""
 PAGES_WITH_TESTS = {"docs/tasks.md", "docs/algorithms.md"}
@@ -159,7 +159,7 @@ def test_command_about_a_run_works_on_one(
     follows = {"--watch", "-f", "--follow"} & {*words}
     if follows:
         monkeypatch.setattr("time.sleep", interrupt)
-    monkeypatch.setattr("coordinator.cleanup.LOOK_AT_LEAST_S", 0.02)
+    monkeypatch.setattr("coordinator.commands.cleanup.LOOK_AT_LEAST_S", 0.02)
     assert run(words, monkeypatch) == (130 if follows else 0), capsys.readouterr().err
     assert capsys.readouterr().out.strip()
 
@@ -174,7 +174,7 @@ def test_doctor_is_asked_about_the_directory_as_one_of_the_nodes(
     command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("coordinator.doctor.run.run_doctor", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr("coordinator.commands.doctor.run.run_doctor", lambda *given: asked.append(given) or 0)
     assert run(here(command), monkeypatch) == 0, capsys.readouterr().err
     ((_root, nodes, rank, _limit_s, _json),) = asked
     assert 0 <= rank < nodes and (nodes > 1) == ("--peers" in command)

@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import OPEN, build, flatten
-from coordinator.outcome import Exit
-from coordinator.phases import Phase
-from coordinator.run import Run
+from coordinator.protocol.exits import Exit
+from coordinator.protocol.phases import Phase
+from coordinator.views.run import Run
 from tests.scripts.documented_run import make_run
 from tests.scripts.pages import PAGES, REPOSITORY, anchors, links, name
 
 PAGE = {name(page): page for page in PAGES}
 INDEX = "docs/README.md"
+SOURCES = sorted(
+    path for room in ("coordinator", "rollout/storage") for path in (REPOSITORY / room).rglob("*.py")
+)
 
 
 @pytest.mark.parametrize("page", PAGE)
@@ -82,7 +85,7 @@ def test_events_of_the_page_are_those_that_nodes_write() -> None:
     page = PAGE["docs/monitoring.md"].read_text()
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page[page.index("| `what` |") :], re.MULTILINE)
     named = {word for row in rows for word in re.findall(r"\w+", row)} - {"what"}
-    sources = "\n".join(path.read_text() for path in (REPOSITORY / "coordinator").glob("*.py"))
+    sources = "\n".join(path.read_text() for path in SOURCES)
     written = re.findall(r'(?:events\.add|self\._say)\(\s*"(\w+)"|"what": "(\w+)"', sources)
     assert named == {word for pair in written for word in pair if word} | {"warning", "error"}
 
@@ -111,7 +114,7 @@ MESSAGES = [
 
 
 def test_messages_of_the_recovery_page_are_those_of_the_code() -> None:
-    sources = "\n".join(path.read_text() for path in sorted((REPOSITORY / "coordinator").rglob("*.py")))
+    sources = "\n".join(path.read_text() for path in SOURCES)
     page = " ".join(PAGE["docs/recovery.md"].read_text().split())
     assert [text for text in MESSAGES if text not in page] == []
     assert [text for text in MESSAGES if text not in sources] == []

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coordinator.cli import main
-from coordinator.outcome import Exit
+from coordinator.protocol.exits import Exit
 
 FILE = Path(__file__).parents[2] / "scripts" / "k8s.yaml"
 CLAIM, JOB = yaml.safe_load_all(FILE.read_text())

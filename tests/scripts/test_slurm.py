@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run_dir import RunDir
-from coordinator.status import read_status
+from coordinator.directory.layout import RunDir
+from coordinator.views import run
 from tests.cluster.cluster import FAST
 from tests.scripts import slurm
 from tests.scripts.slurm import Slurm
@@ -151,7 +151,7 @@ class Run:
 
     def states(self) -> tuple[str, set[str]]:
         """Of the run, and of its three nodes."""
-        status = read_status(self.directory.root)
+        status = run.Run(self.directory.root).status()
         assert [node["rank"] for node in status["nodes"]] == [0, 1, 2]
         return status["state"], {node["state"] for node in status["nodes"]}
 
@@ -175,7 +175,7 @@ def test_a_requeued_run_resumes_and_scancel_leaves_no_process(
     assert len({part["epoch"] for part in manifest["parts"]}) == 2  # what was finished before, and the rest
     assert manifest["groups"] == 12
 
-    assert sum("torch_server" in line for line in cluster.processes(job)) == 3
+    assert sum("embedded.server" in line for line in cluster.processes(job)) == 3
     cluster.scancel(job)
     cluster.poll(lambda: not cluster.processes(job), "the end of every process", END_S)
     assert cluster.until(job, "CANCELLED", restarts=1)

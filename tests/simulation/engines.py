@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.engine import Completion, EngineError, Sampling
-from rollout.weights import file_checksums, policy_digest
+from rollout.engines.client import Completion, EngineError, Sampling
+from rollout.engines.weights import policy_digest
+from rollout.storage.files import checksums
 from tests.simulation.scheduler import Scheduler
 
 
@@ -17,7 +18,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, lives: Callable[[], bool], model: str) -> None:
         self.scheduler = scheduler
-        self.weights = policy_digest(file_checksums(model))
+        self.weights = policy_digest(checksums(Path(model)))
         """The digest of what it generates with; empty while that is dropped."""
         self.version: str | None = "default"
         """What it says that it generates with."""
@@ -36,7 +37,7 @@ class Engine:
 
 
 class EngineAdmin:
-    """As rollout.engine.EngineAdmin."""
+    """As rollout.engines.client.EngineAdmin."""
 
     def __init__(self, engines: Mapping[str, Engine], url: str, **_settings: Any) -> None:
         self._engine = engines[url]
@@ -71,7 +72,7 @@ class EngineAdmin:
 
     def reload(self, path: Path, digest: str, *, like: Path | None = None) -> None:
         self._engine.call(0.2)
-        if (found := policy_digest(file_checksums(path))) != digest:
+        if (found := policy_digest(checksums(path))) != digest:
             self._scheduler.violate(f"{path} holds policy {found}, not {digest}")
         self._engine.weights, self._engine.version, self._engine.sleeps = found, digest, False
 
@@ -97,7 +98,7 @@ class EngineAdmin:
 
 
 class EngineClient:
-    """As rollout.engine.EngineClient: what it answers follows from prompt, seed and policy alone."""
+    """As rollout.engines.client.EngineClient: what it answers follows from prompt, seed and policy alone."""
 
     def __init__(
         self,

@@ -21,11 +21,8 @@ from typing import Any
 
 import pytest
 
-from coordinator import outputs
-from coordinator.epochs import MASTER, EpochRecord
-from coordinator.node import Node
-from coordinator.phases import Phase
-from coordinator.run_dir import (
+from coordinator.directory import published
+from coordinator.directory.layout import (
     REMOVED,
     Flag,
     Kind,
@@ -35,6 +32,10 @@ from coordinator.run_dir import (
     parse_part_name,
     parse_protocol_name,
 )
+from coordinator.node.node import Node
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.records import MASTER, EpochRecord
+from coordinator.rows import resume
 from rollout.quota import Quota
 from rollout.trajectory import decode_part
 from tests.simulation.scheduler import Process
@@ -123,7 +124,7 @@ class Invariants:
         if not now.startswith(self._metrics):
             self._violate(process, "metrics.jsonl has changed")
         self._metrics = now
-        lines = [line["iteration"] for line in outputs.metrics_lines(self._run_dir)]
+        lines = [line["iteration"] for line in published.metrics_lines(self._run_dir)]
         if lines != list(range(1, len(lines) + 1)):
             self._violate(process, f"metrics.jsonl has the iterations {lines}")
 
@@ -238,7 +239,7 @@ class Invariants:
             if not self._is_unchanged(path):
                 world.scheduler.violate(f"{path} was published, and has changed or gone")
         last = world.settings["iterations"]
-        lines = [line["iteration"] for line in outputs.metrics_lines(run_dir)]
+        lines = [line["iteration"] for line in published.metrics_lines(run_dir)]
         if lines != list(range(1, last + 1)):
             world.scheduler.violate(f"the run has ended with the iterations {lines}")
         for rank in range(world.nodes):
@@ -247,10 +248,12 @@ class Invariants:
                 world.scheduler.violate(
                     f"{newest.name}, the newest of its rank, has ended with {newest.code}"
                 )
-        if outputs.checkpoints(run_dir)[-1:] != [last]:
-            world.scheduler.violate(f"the run has ended with the checkpoints {outputs.checkpoints(run_dir)}")
+        if published.checkpoints(run_dir)[-1:] != [last]:
+            world.scheduler.violate(
+                f"the run has ended with the checkpoints {published.checkpoints(run_dir)}"
+            )
             return ""
-        return outputs.policy_of(run_dir, last).digest
+        return published.policy_of(run_dir, last).digest
 
     def _record(self, epoch: int) -> EpochRecord | None:
         path = self._run_dir.protocol / Record(epoch).name
@@ -268,4 +271,4 @@ def _quota(manifest_path: Path, manifest: dict[str, Any]) -> Quota:
     """What an iteration needs; of an evaluation, which has no iteration.json, every slot."""
     opened = manifest_path.with_name("iteration.json")
     tasks = {"tasks": [None] * manifest["slots"]}
-    return outputs.quota(json.loads(opened.read_bytes()) if opened.exists() else tasks)
+    return resume.quota(json.loads(opened.read_bytes()) if opened.exists() else tasks)

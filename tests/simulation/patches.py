@@ -16,35 +16,36 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from watchdog.observers import Observer
 
-from coordinator import (
-    base_model,
-    engine_host,
-    main,
-    network,
-    node,
-    rollouts,
-    shared_fs,
-    standing,
-    trainer_host,
-)
-from coordinator import start as start_module
-from coordinator.inputs import Inputs, load_inputs
+from coordinator import main
+from coordinator.machine import engine, network, trainer
+from coordinator.node import node, verdicts
+from coordinator.node import start as start_module
+from coordinator.node.inputs import Inputs, load_inputs
+from coordinator.rows import base_model, trajectories
 from coordinator.settings import RunSettings
-from rollout.servers import Server, server_command
+from rollout.engines.servers import Server, server_command
+from rollout.storage import files
 from tests.simulation.children import Children, Machines
 from tests.simulation.engines import EngineAdmin, EngineClient
 from tests.simulation.loop import Asyncio
 from tests.simulation.scheduler import Event, RLock, Thread
-from trainer import launch
+from trainer.job import launch
 
-REAL = {f"coordinator.{name}" for name in ("children", "child_output", "keeper", "local", "cli", "network")}
+REAL = {"coordinator.cli", "coordinator.commands.local", "coordinator.directory.line_writer"} | {
+    f"coordinator.machine.{name}" for name in ("children", "child_output", "keeper", "network")
+}
 """Modules that no simulated node runs."""
-ON_DISK = {f"coordinator.{name}" for name in ("shared_fs", "retry", "metrics", "base_model")}
+ON_DISK = {
+    "rollout.storage.files",
+    "rollout.storage.retry",
+    "coordinator.rows.metrics",
+    "coordinator.rows.base_model",
+}
 """Modules that use `os` or `shutil` on the shared directory."""
 
 
@@ -75,8 +76,8 @@ def _patch_machine(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in {"coordinator", "rollout"}]:
         if name not in REAL:
             _replace(patch, name, of_all + (of_files if name in ON_DISK else []))
-    _replace(patch, "trainer.launch", [(time, clock)])
-    patch.setattr(shared_fs, "open", disk.open_file, raising=False)
+    _replace(patch, "trainer.job.launch", [(time, clock)])
+    patch.setattr(files, "open", disk.open_file, raising=False)
     read = Path.read_bytes
 
     def read_bytes(path: Path) -> bytes:
@@ -101,21 +102,22 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     host = SimpleNamespace(gethostname=lambda: machines.scheduler.process.host)
     patch.setattr(node, "Children", partial(Children, machines))
     patch.setattr(node, "Events", lambda _place: _NOTHING_IS_KEPT)
-    patch.setattr(standing, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
-    patch.setattr(engine_host, "EngineAdmin", partial(EngineAdmin, machines.engines))
-    patch.setattr(engine_host, "server_command", _start_server_on_gpu)
-    patch.setattr(rollouts, "EngineClient", partial(EngineClient, machines.engines))
+    patch.setattr(verdicts, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
+    patch.setattr(engine, "EngineAdmin", partial(EngineAdmin, machines.engines))
+    patch.setattr(engine, "server_command", _start_server_on_gpu)
+    patch.setattr(trajectories, "EngineClient", partial(EngineClient, machines.engines))
     patch.setattr(launch, "argv", lambda job: [job])
-    for module in (engine_host, trainer_host):
+    for module in (engine, trainer):
         patch.setattr(module, "free_port", lambda _ip: next(ports))
-    patch.setattr(trainer_host, "interface_towards", lambda _ip: "lo")
+    patch.setattr(trainer, "interface_towards", lambda _ip: "lo")
     bell = SimpleNamespace(wait=machines.scheduler.wait, close=lambda: None)
-    patch.setattr(trainer_host, "Doorbell", lambda _path: bell)
+    patch.setattr(trainer, "Doorbell", lambda _path: bell)
     patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
-    patch.setattr(standing, "socket", host)
+    patch.setattr(verdicts, "socket", host)
     patch.setattr(node, "signal", SimpleNamespace(**{**vars(signal), "signal": lambda *_: None}))
+    patch.setattr(main, "Node", lambda start: cast(Any, machines.scheduler.process).become(start))
     patch.setattr(main, "hold_host_lock", lambda _node: SimpleNamespace(release=lambda: None))
-    patch.setattr(engine_host, "host_lock", lambda _name: nullcontext(), raising=False)
+    patch.setattr(engine, "host_lock", lambda _name: nullcontext(), raising=False)
 
 
 def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator import parts
-from coordinator.node import Node
-from coordinator.run_dir import RunDir
+from coordinator.directory import parts
+from coordinator.directory.layout import RunDir
+from coordinator.node.node import Node
 from tests.simulation.faults import ACTIONS, Fault, Injector, faults
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World

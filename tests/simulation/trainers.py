@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.engine_admin import PROBE
-from rollout.weights import file_checksums, policy_digest
+from rollout.engines.admin import PROBE
+from rollout.engines.weights import policy_digest
+from rollout.storage.files import FileFacts, checksums
 from tests.simulation.disk import Disk
 from tests.simulation.engines import logprobs_of
 from tests.simulation.scheduler import Scheduler
-from trainer import launch
-from trainer.batch import Batch
-from trainer.request import FileInfo, TrainRequest, TrainResult
+from trainer.batch.batch import Batch
+from trainer.documents import TrainRequest, TrainResult
+from trainer.job import launch
 
 PEER_DIED_S = 6.0
 """How long it takes until the agents of a job notice that a peer of theirs has died."""
@@ -87,22 +88,22 @@ class Trainer:
         disk, staging = self._disk, Path(request.staging_dir)
         if left := disk.listdir(staging):
             self._scheduler.violate(f"{staging} must be empty, but holds {left}")
-        base = policy_digest(file_checksums(request.base_dir))
+        base = policy_digest(checksums(Path(request.base_dir)))
         if base != request.base_policy:
             self._scheduler.violate(f"{request.base_dir} holds {base}, asked for {request.base_policy}")
         disk.mkdir(staging / "trainer_state")
         weights = f"weights after {base} and {self._content(request)}".encode()
         files = {"model.safetensors": weights, "config.json": b"{}", "trainer_state/optimizer": b"moments"}
-        facts: dict[str, FileInfo] = {}
+        facts: dict[str, FileFacts] = {}
         for name, content in files.items():
             self._publish(staging / name, content)
             path = staging / name
-            facts[name] = FileInfo(**file_checksums(path.parent)[path.name])
+            facts[name] = FileFacts(**checksums(path.parent)[path.name])
             self._wait(self._scheduler.random.uniform(0.0, 1.0))
-        policy = policy_digest(file_checksums(staging))
+        policy = policy_digest(checksums(staging))
         probe = {"token_ids": PROBE_TOKENS, "logprobs": logprobs_of(PROBE_TOKENS, policy)}
         self._publish(staging / PROBE, json.dumps(probe).encode())
-        facts[PROBE] = FileInfo(**file_checksums(staging)[PROBE])
+        facts[PROBE] = FileFacts(**checksums(staging)[PROBE])
         result = TrainResult(
             iteration=request.iteration,
             policy=policy,

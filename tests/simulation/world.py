@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from coordinator import main
-from coordinator.node import Node
-from coordinator.outcome import Exit
-from coordinator.phases import Phase
-from coordinator.run_dir import RunDir
+from coordinator.directory.layout import RunDir
+from coordinator.node.node import Node
+from coordinator.node.start import Start
+from coordinator.protocol.exits import Exit
+from coordinator.protocol.phases import Phase
 from tests.simulation import patches
 from tests.simulation.children import Machines
 from tests.simulation.disk import Disk
@@ -63,11 +64,15 @@ class NodeProcess(Process):
     def incarnation(self) -> int:
         return self.node.watch.incarnation if self.node is not None else 0
 
-    def follow(self, node: Node) -> None:
-        """In place of the log prefix: which node this process has become."""
-        self.node = node
+    def become(self, start: Start) -> Node:
+        """In place of `Node`: makes the node of this process."""
+        self.node = Node(start)
+        return self.node
 
-    def keep(self, node: Node) -> None:
+    def follow(self, where: Callable[[], str]) -> None:
+        """In place of the prefix of its log lines."""
+
+    def keep(self, directory: Path, events: Any) -> None:
         """In place of its log file."""
 
     def close(self) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_jobs import Node, free_port
 
+from rollout.engines.weights import policy_digest
+from rollout.storage.files import checksums
 from rollout.trajectory import Group, Sample
-from rollout.weights import file_checksums, policy_digest
-from trainer import tiny
-from trainer.batch import Batch, build_batch
-from trainer.request import TrainRequest
+from tests.trainer.training_jobs import Node, free_port
+from trainer.batch.batch import Batch, build_batch
+from trainer.documents import TrainRequest
+from trainer.model import tiny
 from trainer.settings import TrainerSettings
 
 
@@ -93,7 +94,7 @@ def make_request(tmp_path: Path, base_dir: Path, settings: TrainerSettings) -> C
             batch_sha256=hashlib.sha256(data).hexdigest(),
             base_dir=str(base),
             model_dir=str(base_dir),
-            base_policy=policy_digest(file_checksums(base)),
+            base_policy=policy_digest(checksums(base)),
             staging_dir=str(staging_dir),
             rank_weights=tuple(rank_weights),
             seed=0,

@@ -9,9 +9,9 @@ import torch
 
 from rollout.trajectory import Group, Sample
 from trainer.algorithms import PRESETS
-from trainer.loss import Totals, policy_loss
-from trainer.selection import Trained, batch_advantages, lessons
+from trainer.batch.selection import Trained, batch_advantages, lessons
 from trainer.settings import TrainerSettings
+from trainer.update.loss import Totals, policy_loss
 
 MAX_TOKENS = 5
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 2.0], [1.0, 1.0]]

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from rollout.demonstration import check_demonstrations
-from rollout.tasks import load_tasks
+from rollout.environments.demonstration import check_demonstrations
+from rollout.tasks.task_set import load_tasks
 from trainer import algorithms
 from trainer.settings import TrainerSettings
 

@@ -1,6 +1,6 @@
 import pytest
 
-from trainer.request import Resume, SavedState, TrainedBatch
+from trainer.documents import Resume, SavedState, TrainedBatch
 from trainer.resume import plan_resume, saves_in_background
 from trainer.settings import TrainerSettings
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from trainer import launch
-from trainer.request import TrainRequest, TrainResult
+from trainer.documents import TrainRequest, TrainResult
+from trainer.job import launch
 
 JOB_TIMEOUT_S = 90.0
 

@@ -1,1 +1,0 @@
-from coordinator.run import Run as Run

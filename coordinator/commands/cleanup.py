@@ -1,0 +1,242 @@
+"""`run cleanup`: remove what an interrupted iteration left, once no node beats any more.
+
+An epoch is claimed first: a node that sleeps in an older one finds itself replaced when it wakes. What was
+made last goes first (staging, batch, evaluation, manifest, parts, iteration.json), so that nothing outlives
+what it was made from: wherever a removal is cut off, the iteration can be resumed, or cleaned again.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coordinator.commands.leftovers import Leftover, Plan, What, look, plan
+from coordinator.directory import parts, published
+from coordinator.directory.layout import REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
+from coordinator.directory.published import Incomplete
+from coordinator.node.start import read_run_json
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.records import MASTER, EpochRecord, Records, claim, new_token, read_beat
+from coordinator.protocol.snapshot import Board, parse
+from coordinator.rows import resume
+from coordinator.settings import RunSettings, SettingsError
+from rollout.storage import files
+
+BEATS, LOOK_AT_LEAST_S = 3, 1.0
+"""A node that does not beat for so many beats, and for so long, is taken for gone."""
+LOOK_AGAIN_S = 1.0
+"""How often a removal that takes long looks whether a node has come back."""
+
+
+def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: bool = False) -> None:
+    """Remove what interrupted `iteration` left, and print each path.
+
+    SettingsError: there is no run, or the iteration is finished. Ended (failed): a node beats, or no group
+    is finished that could be kept. Nothing was removed then, unless a node came back in the middle of it.
+    """
+    run_dir = RunDir(root)
+    if not root.is_dir() or run_dir.run_json.name not in files.listing(root):
+        raise SettingsError(f"--log-path {root}: no run there (no run.json)")
+    run_id = read_run_json(run_dir)["run_id"]
+    newest = Records(run_dir).newest(parse(published.names(run_dir.protocol)).records)
+    settings = RunSettings.published(newest.settings if newest else {})
+    _refuse_finished(run_dir, settings, iteration)
+    board = _wait_for_beats(run_dir, settings.cluster.beat_s)
+    _refuse_finished(run_dir, settings, iteration)  # a node may have finished it as its last deed
+    number = board.newest_epoch() + 1
+    listed, keep = look(run_dir, iteration), _vouched(run_dir, iteration)
+    planned = plan(run_dir, iteration, number, listed, keep)
+    if planned.has_nothing():
+        print(f"iteration {iteration} has left nothing in {root}: there is nothing to do")
+        return
+    manifest: dict[str, Any] | None = None
+    if keep_partial:
+        manifest = _partial(run_dir, iteration)
+        keep |= _named(run_dir, iteration, manifest)
+        planned = plan(run_dir, iteration, number, listed, keep)
+        print(f"keeps {manifest['groups']} of {manifest['slots']} groups, named by its manifest.json")
+    if not dry_run:
+        _claim(run_dir, run_id, newest, iteration, number)
+        _refuse_newcomers(run_dir, board, number)
+        if manifest is not None:
+            _publish(run_dir, iteration, manifest)
+    _remove_all(run_dir, planned, board, number, dry_run)
+
+
+# ---- what must not go
+
+
+def _refuse_finished(run_dir: RunDir, settings: RunSettings, iteration: int) -> None:
+    behind = iteration < resume.next_iteration(run_dir, settings)
+    if behind or iteration in published.checkpoints(run_dir):
+        raise SettingsError(f"iteration {iteration} is finished, nothing is removed")
+
+
+def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
+    """What a metrics line of another kind of run rests on: a rollout, or an evaluation, that is finished."""
+    lines = published.metrics_lines(run_dir)
+    kinds = {line.get("kind") for line in lines if line["iteration"] == iteration}
+    kept: set[Path] = set()
+    if kinds & {"rollout", "eval"}:
+        kept |= {run_dir.trajectories("eval", iteration), run_dir.iteration_json(iteration)}
+    if "rollout" in kinds:
+        kept.add(run_dir.trajectories("train", iteration))
+    return kept
+
+
+# ---- what --keep-partial keeps
+
+
+def _partial(run_dir: RunDir, iteration: int) -> dict[str, Any]:
+    """The manifest that is there, or one over the finished groups; Ended if there is no such group."""
+    if found := published.read_manifest(run_dir, "train", iteration):
+        return found
+    opened = published.read_json(run_dir.iteration_json(iteration)) or {"tasks": [], "policy": ""}
+    directory = run_dir.trajectories("train", iteration)
+    before = published.latest_before(run_dir, iteration)
+    try:
+        policy = published.policy_of(run_dir, before).digest if before else opened["policy"]
+        document = parts.manifest(directory, iteration, resume.quota(opened), policy, short=None)
+    except Incomplete as error:
+        raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
+    if document["groups"] == 0:
+        text = f"{directory} holds no finished group of iteration {iteration}: nothing can be kept"
+        raise Ended(Exit.FAILED, f"{text}, and nothing was removed; to remove the rest, omit --keep-partial")
+    return document
+
+
+def _named(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> set[Path]:
+    """The manifest, and what it rests on."""
+    found = [run_dir.trajectories("train", iteration) / part["file"] for part in manifest["parts"]]
+    people = [path.with_suffix(".jsonl") for path in found]
+    return {run_dir.manifest("train", iteration), run_dir.iteration_json(iteration), *found, *people}
+
+
+def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> None:
+    """Publish the manifest, before anything goes; Ended if another came meanwhile."""
+    path = run_dir.manifest("train", iteration)
+    if path.name in published.names(path.parent) and published.read_json(path) is None:
+        files.rename(path, path.with_suffix(".damaged"))
+    parts.publish_manifest(path, manifest)
+    if published.read_json(path) != manifest:
+        raise Ended(Exit.FAILED, f"another manifest was published just now as {path}; run the command again")
+
+
+# ---- who is still there
+
+
+def _wait_for_beats(run_dir: RunDir, beat_s: float) -> Board:
+    """The board, after a time in which nobody has beaten; Ended names who has."""
+    look_s = max(BEATS * beat_s, LOOK_AT_LEAST_S)
+    print(f"looking for {look_s:g} s whether a node still beats", flush=True)
+    before = now = parse(published.names(run_dir.protocol))
+    deadline_s = time.monotonic() + look_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        time.sleep(min(LOOK_AGAIN_S, left_s))
+        now = parse(published.names(run_dir.protocol))
+    _refuse_beats(run_dir, moved(before, now))
+    return now
+
+
+def moved(before: Board, now: Board) -> list[int]:
+    """Ranks that have beaten between two listings."""
+    since = {rank: beat[2:] for rank, beat in before.beats.items()}
+    return sorted(rank for rank, beat in now.beats.items() if beat[2:] > since.get(rank, (0, -1)))
+
+
+def _refuse_beats(run_dir: RunDir, ranks: Sequence[int]) -> None:
+    """Ended if `ranks` have beaten: who and where they are, and how to stop them."""
+    if not ranks:
+        return
+    said = {rank: _said(run_dir, rank) for rank in ranks}
+    hosts = {rank: content.get("host", "host unknown") for rank, content in said.items()}
+    who = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
+    asked = [MASTER] if MASTER in ranks else ranks  # the master's end is everybody's
+    how = ", ".join(f"kill -INT {said[rank].get('pid', 'PID')} on {hosts[rank]}" for rank in asked)
+    beat = "beats" if len(ranks) == 1 else "beat"
+    raise Ended(Exit.FAILED, f"{who} still {beat}: stop the run first: {how}, or Ctrl+C there")
+
+
+def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
+    """What the newest beat of `rank` says; {} if none can be read: each gives way to the next."""
+    for _attempt in range(3):
+        beat = parse(published.names(run_dir.protocol)).beats[rank]
+        if content := read_beat(run_dir, beat):
+            return content
+    return {}
+
+
+def _refuse_newcomers(run_dir: RunDir, board: Board, claimed: int) -> None:
+    """Ended if a node has beaten since `board` was listed, or a newer epoch than `claimed` is there."""
+    now = parse(published.names(run_dir.protocol))
+    _refuse_beats(run_dir, moved(board, now))
+    if now.newest_epoch() > claimed:
+        text = f"epoch {now.newest_epoch()} of {run_dir.root} was claimed just now: a node has started"
+        raise Ended(Exit.FAILED, f"{text}; stop it first")
+
+
+def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: int, number: int) -> None:
+    """Claim epoch `number`, which no node is in, and say there that the run is stopped."""
+    host = socket.gethostname()
+    record = EpochRecord(
+        epoch=number,
+        kind="lobby",
+        token=new_token(),
+        run_id=run_id,
+        master_incarnation=0,  # of no process: whoever was master is not any more
+        master_host=host,
+        settings=newest.settings if newest else {},
+        members={},
+    )
+    if not claim(run_dir, record):
+        text = f"epoch {number} of {run_dir.root} was claimed just now: a node has started; stop it first"
+        raise Ended(Exit.FAILED, text)
+    text = f"run cleanup --iteration {iteration} has stopped the run, on {host}"
+    flag = Flag(number, 0, 0, MASTER, "stopped")
+    files.publish(run_dir.protocol / flag.name, json.dumps({"text": text, "host": host}).encode())
+
+
+# ---- the removal
+
+
+def _remove_all(run_dir: RunDir, planned: Plan, board: Board, number: int, dry_run: bool) -> None:
+    """Remove what is planned, or just print it; Ended if a node comes back meanwhile."""
+    looked_s, total = time.monotonic(), 0
+    verb = "would remove" if dry_run else "removed"
+    for leftover in planned.leftovers:
+        if not dry_run and time.monotonic() - looked_s > LOOK_AGAIN_S:
+            _refuse_newcomers(run_dir, board, number)
+            looked_s = time.monotonic()
+        total += (size := _size(leftover.path))
+        if not dry_run:
+            _remove(run_dir, leftover)
+        where = leftover.path.relative_to(run_dir.root)
+        print(f"{verb} {where} ({leftover.what}, {size:,} bytes)", flush=True)
+    for path in planned.unknown:
+        print(f"stays: {path.relative_to(run_dir.root)} (not a file of ours)")
+    print(f"{verb} {len(planned.leftovers)} paths, {total:,} bytes")
+
+
+def _remove(run_dir: RunDir, leftover: Leftover) -> None:
+    path = leftover.path
+    if leftover.what not in {What.STAGING, What.STATE}:
+        files.remove(path)
+        return
+    if staged := parse_staging_name(path.name):
+        # It loses its name first: a master that wakes must not publish what is half removed.
+        path = run_dir.removed(*staged)
+        files.rename(leftover.path, path)
+    elif parse_state_name(path.name):
+        path = path.with_name(f"{REMOVED}{path.name}")
+        files.rename(leftover.path, path)
+    files.remove_tree(path)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory; what cannot be read has none."""
+    try:
+        return sum(map(_size, path.iterdir())) if path.is_dir() else path.lstat().st_size
+    except OSError:  # a figure for people is not worth an error
+        return 0

@@ -1,0 +1,150 @@
+"""`run doctor`: is this directory, this node, this network fit for a run? Each check with its figure.
+
+Without `--peers` one node looks at the directory from two processes. With it the nodes meet in
+`<log-path>/doctor/` (`meeting`), each does the same checks, and rank 0 reports. A run in the directory
+is not disturbed: nothing of it is touched, and what the doctor makes is removed again.
+"""
+
+import contextlib
+import secrets
+import shlex
+import signal
+import sys
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+from coordinator.commands.doctor import probe as probe
+from coordinator.commands.doctor.checks import Check, Mount, failed, judge_mount
+from coordinator.commands.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
+from coordinator.commands.doctor.peers import attend, checks_between
+from coordinator.commands.doctor.report import Checks, Report
+from coordinator.node.rank import RANK_VARIABLES, resolve_rank
+from coordinator.node.start import check_log_path
+from coordinator.protocol.exits import Exit
+from coordinator.protocol.records import MASTER
+from coordinator.settings import SettingsError
+from rollout.storage import files
+from rollout.storage.retry import retry
+
+
+def run_doctor(root: Path, nodes: int, rank: int, limit_s: float, as_json: bool) -> int:
+    """Check `root` from this node, and between `nodes` nodes if there are several; the exit code.
+
+    Rank 0 reports. `limit_s`: how long nodes wait for each other to come. SettingsError for a `root` that
+    cannot be a run directory.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    with Report(root, nodes, prints=rank == MASTER, as_json=as_json) as report:
+        if rank != MASTER:
+            return _take_part(root, nodes, rank, limit_s, report)
+        retry("look at", root, lambda: check_log_path(root))
+        try:
+            _lead(root, nodes, limit_s, report)
+        except OSError as error:
+            report.add(failed(report.current, error))
+        report.end()
+        return Exit.DONE if report.fit else Exit.FAILED
+
+
+def doctor_rank(worker: str | None, nodes: int, environment: Mapping[str, str]) -> int:
+    """The rank of this node, as `run` resolves it; rank 0 where nothing says another."""
+    if nodes == 1:
+        if worker is not None:
+            raise SettingsError(f"--worker {worker} without other nodes; add --peers N, the number of nodes")
+        return MASTER
+    scheduled = any(environment.get(variable) for variable in RANK_VARIABLES)
+    rank = resolve_rank(worker is None and not scheduled, worker, nodes, environment, ())
+    if rank >= nodes:
+        raise SettingsError(f"rank {rank} is outside --peers {nodes} (workers are 1 to {nodes - 1})")
+    return rank
+
+
+def command(root: Path, nodes: int, rank: int) -> str:
+    """What to type on the node of `rank`."""
+    worker = f" --worker {rank}" if rank != MASTER else ""
+    return f"run doctor --peers {nodes}{worker} --log-path {shlex.quote(str(root))}"
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
+    """Rank 0: its own checks, then those with the others."""
+    mount = probe.find_mount(root.resolve())
+    site = doctor_directory(root)
+    with _site(root) as made, contextlib.ExitStack() as stack:
+        report.take(_leftovers(site))
+        work = stack.enter_context(_work_in(site / f"{secrets.token_hex(4)}{WORK}"))
+        host = stack.enter_context(contextlib.closing(Host(site, nodes))) if nodes > 1 else None
+        report.take(_own_checks(root, made, work, mount))
+        if host:
+            if absent := host.absent():
+                typed = [command(root, nodes, rank) for rank in sorted(absent)]
+                report.say("", f"waiting {limit_s:g} s for the other nodes; type there:", *typed, "")
+            missing = {rank: command(root, nodes, rank) for rank in host.gather(limit_s)}
+            report.take(checks_between(host, missing, mount, work))
+            report.end()
+            host.step("end", {"fit": report.fit})
+
+
+def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report) -> int:
+    """A worker: come, do what rank 0 asks, say what it found."""
+    try:
+        guest = Guest(root, rank)
+        print(f"rank {rank}: waiting for rank 0, which reports", flush=True)
+        guest.join(limit_s, command(root, nodes, MASTER))
+
+        def own_checks() -> list[Check]:
+            mount = probe.find_mount(root.resolve())
+            with _work_in(guest.work_directory()) as work:
+                report.take(_own_checks(root, False, work, mount))
+            return report.checks
+
+        fit = attend(guest, rank, own_checks)
+    except NotADirectoryError:
+        check_log_path(root)
+        raise
+    except DoctorError as error:
+        print(f"run: {error}", file=sys.stderr)
+        return Exit.FAILED
+    print(f"rank {rank}: {root} {'can' if fit else 'cannot'} carry a run, says rank 0", flush=True)
+    return Exit.DONE if fit else Exit.FAILED
+
+
+def _own_checks(root: Path, made: bool, work: Path, mount: Mount) -> Checks:
+    """What a node checks by itself."""
+    yield "directory", lambda: [probe.check_directory(root, made, work), judge_mount(mount)]
+    yield from probe.node_checks(work, mount)
+
+
+def _leftovers(site: Path) -> Checks:
+    """What other doctors have in the directory; they may be alive, so nothing of it is removed."""
+    if others := files.listing(site):
+        figure = f"{len(others)} names of another doctor in {site}"
+        check = Check("leftovers", figure, "warn", f"if no other runs now: rm -r {shlex.quote(str(site))}")
+        yield "leftovers", lambda: [check]
+
+
+@contextlib.contextmanager
+def _site(root: Path) -> Generator[bool]:
+    """The doctors' directory; whether `root` had to be made. What was made is removed again."""
+    missing = [path for path in (root, *root.parents) if not retry("look for", path, path.exists)]
+    try:
+        files.make_directory(doctor_directory(root))
+        yield bool(missing)
+    finally:
+        for path in (doctor_directory(root), *missing):
+            with contextlib.suppress(OSError):  # others work in it
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def _work_in(work: Path) -> Generator[Path]:
+    """`work`, made for this process and removed again."""
+    try:
+        files.make_directory(work)
+        yield work
+    finally:
+        files.remove_tree(work)

@@ -1,0 +1,248 @@
+"""`run launch`: a node on each of several hosts over ssh, in one terminal.
+
+Nothing is started before the options are understood and every host has answered. From then on the nodes are
+what they are when each is started by hand: they tell each other how the run goes, and a node that is lost
+may be brought back by hand. Here we pass on signals and lines, and end all nodes that wait for one that
+cannot come.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from coordinator.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE, Remote
+from coordinator.protocol.exits import Exit
+from coordinator.protocol.records import MASTER
+from coordinator.settings import SettingsError
+
+POLL_S = 0.1
+PING_S = 10.0
+"""How often the hosts hear that we are still here."""
+ANSWER_S = 60.0
+"""How long a host may take from the first packet to its shell."""
+CUT_OFF_S = 5.0
+"""How long ssh may take to say that a node is killed, beyond its grace."""
+GIVEN = {"--master", "--worker", "--num-nodes", "--log-path", "cluster.num_nodes", "--version"}
+"""What --hosts decides, and what is no option of a run."""
+
+
+def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = "ssh", program: str | None = None) -> int:
+    """Start a node on each host, show what they say; the first exit code that is not 0.
+
+    `words` are options of `run` and `key=value`; `program` is the path of `run` on the hosts, `ssh` a
+    command with options. SettingsError: nothing was started.
+    """
+    names = _parse_hosts(hosts)
+    settings = _understood(words, len(names))
+    typed = [word for word in words if word != "--dry-run"]
+    commands = node_commands(program or _this_program(), len(names), root, typed)
+    if "--dry-run" in words:
+        for host, command in zip(names, commands, strict=True):
+            print(f"{host}: {shlex.join(command)}", file=sys.stderr)
+        print(settings, end="")
+        return Exit.DONE
+    client, interrupts, nodes = _parse_client(ssh), Interrupts(), list[Remote]()
+    try:
+        for rank, (host, command) in enumerate(zip(names, commands, strict=True)):
+            nodes.append(Remote(f"rank {rank}, {host}", host, command, os.getcwd(), client, _show))
+        return _connect(nodes, interrupts) or _follow(nodes, interrupts)
+    finally:
+        _close(nodes, interrupts)
+
+
+def _parse_client(ssh: str) -> list[str]:
+    """The words of --ssh."""
+    try:
+        words = shlex.split(ssh)
+    except ValueError as error:
+        raise SettingsError(f"--ssh '{ssh}': {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise SettingsError(f"--ssh '{ssh}': no such program here; install an ssh client, or name one")
+    return words
+
+
+def _parse_hosts(hosts: str) -> list[str]:
+    """The hosts in order of rank; one may come twice, and has two nodes then."""
+    names = [name.strip() for name in hosts.split(",")]
+    for name in names:
+        if not name or name.startswith("-") or len(name.split()) > 1:
+            raise SettingsError(
+                f"--hosts {hosts}: '{name}' is no host; give what ssh takes, e.g. node-a,me@node-b"
+            )
+    return names
+
+
+def _understood(words: Sequence[str], nodes: int) -> str:
+    """The settings that `words` come to, as `run --dry-run` prints them; SettingsError as it refuses them."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name in GIVEN:
+            raise SettingsError(
+                f"run launch: leave {name} out; each of --hosts has a node, the first the master"
+            )
+    command = [sys.executable, "-m", "coordinator.cli", "--master", "--num-nodes", str(nodes)]
+    asked = subprocess.run([*command, *words, "--dry-run"], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        raise SettingsError((asked.stderr.strip() or "run --dry-run failed").removeprefix("run: "))
+    return asked.stdout
+
+
+def _this_program() -> str:
+    """`run` as it is installed here: a shared home, or the same installation, has it in the same place."""
+    beside = Path(sys.executable).with_name("run")
+    return str(beside if beside.exists() else Path(sys.argv[0]).absolute())
+
+
+def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) -> list[list[str]]:
+    """What is started on each host, in order of rank; workers read their settings from the master."""
+    roles = [["--master", "--num-nodes", str(nodes)]] + [["--worker", str(rank)] for rank in range(1, nodes)]
+    return [
+        [program, *role, "--log-path", str(root), *(() if rank else words)] for rank, role in enumerate(roles)
+    ]
+
+
+class Interrupts:
+    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node; after
+    one more we wait for nobody.
+
+    The handler only notes the signal: it may interrupt anything, a lock included.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda received, _frame: self.received.append(received))
+
+    @property
+    def end_all(self) -> bool:
+        """Whether every node is to end by itself, without the master's word."""
+        return len(self.received) > 1 or any(number != signal.SIGINT for number in self.received)
+
+    @property
+    def end_waiting(self) -> bool:
+        """Whether one more has come since all nodes are to end: nobody wants to wait for them."""
+        return len(self.received) > (2 if self.received[:1] == [signal.SIGINT] else 1)
+
+
+def _connect(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
+    """Wait until every host has answered, then start all nodes; 0, or the exit code if one did not."""
+    deadline_s = time.monotonic() + ANSWER_S
+    while any(not node.is_ready and node.poll() is None for node in nodes) and time.monotonic() < deadline_s:
+        if interrupts.received:
+            return Exit.INTERRUPTED
+        time.sleep(POLL_S)
+    codes: list[int] = []
+    for node in nodes:
+        if not node.is_ready:
+            codes.append(_exit_code(node.poll() or LOST_CODE))
+            _say(f"{node.name}: {node.words}")
+    if codes:
+        _say("no node was started")
+        return codes[0]
+    for node in nodes:
+        node.tell("go")
+    return Exit.DONE
+
+
+def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
+    """Pass on signals until all nodes have ended; the first exit code that is not 0.
+
+    After SIGTERM from here a node has GRACE_S; then it is cut off.
+    """
+    codes: dict[int, int] = {}
+    passed_on, over_s, told_s, pinged_s = False, None, None, float("-inf")
+    while len(codes) < len(nodes) and not interrupts.end_waiting:
+        if told_s is not None and time.monotonic() - told_s >= GRACE_S:
+            break
+        now_s = time.monotonic()
+        _note_ended(nodes, codes)
+        if interrupts.received and not passed_on:
+            passed_on = True
+            if MASTER in codes or interrupts.end_all:
+                over_s = float("-inf")
+            else:
+                _say("interrupted: the master ends the run on all nodes; once more ends every node at once")
+                nodes[MASTER].tell("INT")
+        if over_s is None and is_over(codes, passed_on):
+            over_s = now_s
+        hopeless = interrupts.end_all or Exit.USAGE in codes.values()
+        if told_s is None and (hopeless or (over_s is not None and now_s - over_s >= GRACE_S)):
+            told_s = now_s
+            if interrupts.received:
+                _say(f"ending every node, which may take {GRACE_S} s; once more: without waiting for it")
+            _tell(nodes, "TERM")
+        if now_s - pinged_s >= PING_S:
+            pinged_s = now_s
+            _tell(nodes, "0")
+        time.sleep(POLL_S)
+    for rank, node in enumerate(nodes):
+        if rank not in codes:
+            waited = "is not waited for" if interrupts.end_waiting else f"has not ended within {GRACE_S} s"
+            _say(f"{node.name}: {waited} after SIGTERM, and is killed there")
+            codes[rank] = Exit.LOST
+    return next((code for code in codes.values() if code), Exit.DONE)
+
+
+def _close(nodes: Sequence[Remote], interrupts: Interrupts) -> None:
+    """End what still runs: all at once, and no wait for one is added to that for another."""
+    for node in nodes:
+        node.cut_off()
+    before, deadline_s = len(interrupts.received), time.monotonic() + GRACE_S + CUT_OFF_S
+    while any(node.is_ending for node in nodes) and time.monotonic() < deadline_s:
+        if interrupts.end_waiting or len(interrupts.received) > before:
+            break
+        time.sleep(POLL_S)
+    for node in nodes:
+        node.kill()
+    deadline_s = time.monotonic() + FLUSH_S
+    for node in nodes:
+        node.flush(max(0.0, deadline_s - time.monotonic()))
+
+
+def is_over(codes: Mapping[int, int], interrupted: bool) -> bool:
+    """Whether a run has ended for all nodes: soon they know of it, unless they came too late to be told.
+
+    `codes`: the exit code of each rank that has ended. That a node is lost (3), or was ended (130), is for
+    the others to judge: they may hold for it.
+    """
+    return Exit.FAILED in codes.values() or (interrupted and MASTER in codes)
+
+
+def _note_ended(nodes: Sequence[Remote], codes: dict[int, int]) -> None:
+    """Add the exit codes of nodes that have ended, and say what they cannot have said themselves."""
+    for rank, node in enumerate(nodes):
+        if rank in codes or (code := node.poll()) is None:
+            continue
+        codes[rank] = _exit_code(code)
+        if codes[rank] == Exit.LOST and code != Exit.LOST:
+            _say(f"{node.name}: was killed, or the connection is lost (then it is ended there)")
+        if codes[rank] == Exit.USAGE:
+            _say(f"{node.name}: cannot take part; the others are ended")
+
+
+def _exit_code(code: int) -> int:
+    """Of `run`, from one of ssh or bash."""
+    if code == LOST_CODE or code < 0:
+        return Exit.LOST
+    return Exit.USAGE if code in {126, NO_PROGRAM_CODE} else code
+
+
+def _tell(nodes: Sequence[Remote], word: str) -> None:
+    for node in nodes:
+        node.tell(word)
+
+
+def _say(text: str) -> None:
+    print(f"run: {text}", file=sys.stderr, flush=True)
+
+
+def _show(line: str) -> None:
+    """A line of a node; several threads call it."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,147 @@
+"""What an interrupted iteration left in a run directory: `plan`, from names alone."""
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from coordinator.directory import published
+from coordinator.directory.layout import (
+    REMOVED,
+    Beat,
+    Flag,
+    Record,
+    RunDir,
+    parse_part_name,
+    parse_protocol_name,
+    parse_staging_name,
+    parse_state_name,
+)
+from coordinator.protocol.snapshot import Board, parse
+from rollout.storage import files
+
+
+class What(StrEnum):
+    """What a leftover is; within a directory they go in this order."""
+
+    FLAG = "flag of the iteration"
+    ENDED = "flag of an ended epoch"
+    BEAT = "heartbeat before the newest"
+    TEMPORARY = "never published"
+    STAGING = "unpublished checkpoint"
+    STATE = "trainer state"
+    BATCH = "batch"
+    MANIFEST = "manifest"
+    PART = "part"
+    OPENING = "opening of the iteration"
+
+
+BY_THE_WAY = {What.ENDED, What.BEAT, What.TEMPORARY}
+"""What goes with an iteration, but need not be of it."""
+
+
+class Leftover(NamedTuple):
+    """A file, or a staging directory, that is to be removed."""
+
+    path: Path
+    what: What
+
+
+class Plan(NamedTuple):
+    """What is to be removed, in order; and what nobody knows in the iteration's own directories: it stays."""
+
+    leftovers: list[Leftover]
+    unknown: list[Path]
+
+    def has_nothing(self) -> bool:
+        """Whether nothing of the iteration itself is left."""
+        return all(leftover.what in BY_THE_WAY for leftover in self.leftovers)
+
+
+def look(run_dir: RunDir, iteration: int) -> dict[Path, list[str]]:
+    """The names in every directory where an iteration leaves something, in the order of removal."""
+    directories = (
+        run_dir.protocol,
+        run_dir.checkpoints,
+        run_dir.trainer_states,
+        run_dir.batch(iteration),
+        run_dir.trajectories("eval", iteration),
+        run_dir.trajectories("train", iteration),
+    )
+    return {directory: published.names(directory) for directory in directories}
+
+
+def plan(
+    run_dir: RunDir,
+    iteration: int,
+    claimed: int,
+    listed: Mapping[Path, Collection[str]],
+    keep: Collection[Path] = (),
+) -> Plan:
+    """What `iteration` left, as `listed` by `look`; the epochs below `claimed` have ended.
+
+    `keep` are files, and directories with all that lies in them, that stay.
+    """
+    board = parse(listed[run_dir.protocol])
+    leftovers: list[Leftover] = []
+    unknown: list[Path] = []
+    for directory, names in listed.items():
+        found: list[Leftover] = []
+        for path in sorted(directory / name for name in names):
+            if path in keep or directory in keep:
+                continue
+            if directory == run_dir.protocol:
+                what = _in_protocol(path.name, iteration, claimed, board)
+            elif directory == run_dir.checkpoints:
+                what = _in_checkpoints(path.name, iteration)
+            elif directory == run_dir.trainer_states:
+                saved = parse_state_name(path.name.removeprefix(REMOVED))
+                what = What.STATE if saved and saved[0] == iteration else None
+            elif (what := _in_own_directory(path.name)) is None:
+                unknown.append(path)
+            found += [Leftover(path, what)] if what else []
+        leftovers += sorted(found, key=lambda leftover: list(What).index(leftover.what))
+    return Plan(leftovers, unknown)
+
+
+def _in_protocol(name: str, iteration: int, claimed: int, board: Board) -> What | None:
+    """Epoch records and the newest beat of each rank stay: they are the memory of what was used."""
+    if files.is_temporary(name):
+        entry = parse_protocol_name(_published_name(name))
+        if isinstance(entry, Beat):  # of a process that was here, not of one that starts just now
+            return What.TEMPORARY if entry.incarnation <= board.highest_incarnation(entry.rank) else None
+        return What.TEMPORARY if isinstance(entry, Flag | Record) and entry.epoch < claimed else None
+    entry = parse_protocol_name(name)
+    if isinstance(entry, Flag) and entry.epoch < claimed:
+        return What.FLAG if entry.iteration == iteration else What.ENDED
+    return What.BEAT if isinstance(entry, Beat) and entry != board.beats[entry.rank] else None
+
+
+def _in_checkpoints(name: str, iteration: int) -> What | None:
+    """Staging directories: as training made them, set aside, or half removed."""
+    if files.is_temporary(name):
+        return What.TEMPORARY
+    if name.startswith(REMOVED):
+        name = f".{name.removeprefix(REMOVED)}"
+    staged = parse_staging_name(name.removesuffix(".damaged").removesuffix(".foreign"))
+    return What.STAGING if staged and staged[0] == iteration else None
+
+
+def _in_own_directory(name: str) -> What | None:
+    """Of the iteration's batch and trajectories, whatever nodes write there, set aside or not."""
+    if files.is_temporary(name):
+        return What.TEMPORARY
+    if name in {"batch.json", "batch.safetensors", "trained.json"}:
+        return What.BATCH
+    if name == "iteration.json":
+        return What.OPENING
+    if name.startswith("manifest."):
+        return What.MANIFEST
+    stem, _, suffix = name.rpartition(".")
+    is_part = suffix in {"safetensors", "jsonl", "damaged"} and parse_part_name(f"{stem}.safetensors")
+    return What.PART if is_part else None
+
+
+def _published_name(temporary: str) -> str:
+    """`x` of `.x.0123abcd.tmp`."""
+    return temporary[1:].rsplit(".", 2)[0]

@@ -1,0 +1,181 @@
+"""What one types about a run: `run status`, `run report` and the others. Parse, then call; nothing else."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+LogPath = Annotated[
+    Path,
+    typer.Option(
+        "--log-path", metavar="DIR", envvar="RUN_LOG_PATH", help="The run directory that all nodes share."
+    ),
+]
+
+
+def option(*names: str, help: str, metavar: str = "TEXT") -> Any:
+    """An option without a default to show."""
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+
+
+def new_app() -> typer.Typer:
+    """A command of its own, plain on any terminal."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+status_app = new_app()
+logs_app = new_app()
+report_app = new_app()
+doctor_app = new_app()
+cleanup_app = new_app()
+export_app = new_app()
+launch_app = new_app()
+
+
+@status_app.command()
+def status(
+    log_path: LogPath = Path("runs/default"),
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Live, until Ctrl+C.")] = False,
+) -> int:
+    """Who is where, what it waits for, tasks done, rewards so far."""
+    from coordinator.commands.status import show_status
+
+    show_status(log_path.absolute(), as_json, watch)
+    return 0
+
+
+@logs_app.command()
+def logs(
+    rank: Annotated[str | None, typer.Argument(metavar="[RANK]", help="Of this rank alone.")] = None,
+    log_path: LogPath = Path("runs/default"),
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=1, help="The last N lines of each file.")
+    ] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="And what comes, until Ctrl+C.")] = False,
+) -> int:
+    """What the nodes, or one node with its engine and trainer, have said."""
+    from coordinator.views.logs import show_logs
+
+    show_logs(log_path.absolute(), None if rank is None else _rank(rank), lines, follow)
+    return 0
+
+
+@report_app.command()
+def report(
+    log_path: LogPath = Path("runs/default"),
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", metavar="FILE.html", help="Default: report.html in the run directory."),
+    ] = None,
+) -> int:
+    """One page that tells the run: rewards, where the time goes, faults, samples to read."""
+    from coordinator.views.report import write_report
+
+    print(write_report(log_path.absolute(), out.absolute() if out else None))
+    return 0
+
+
+@launch_app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def launch(
+    context: typer.Context,
+    hosts: Annotated[str, option("--hosts", metavar="A,B,C", help="The first one is the master.")],
+    log_path: LogPath = Path("runs/default"),
+    ssh: Annotated[
+        str, typer.Option("--ssh", metavar="COMMAND", help='With its options, e.g. "ssh -p 2222 -i key".')
+    ] = "ssh",
+    program: Annotated[
+        str | None, option("--run", metavar="PATH", help="Where `run` is on the hosts; default: as here.")
+    ] = None,
+) -> int:
+    """Start a node on each host over ssh, show what they say, stop all with Ctrl+C; options as of `run`."""
+    from coordinator.commands.launch import launch as start
+
+    return start(hosts, log_path.absolute(), context.args, ssh, program)
+
+
+@cleanup_app.command()
+def cleanup(
+    iteration: Annotated[str, option("--iteration", metavar="N", help="The one that was interrupted.")] = "",
+    log_path: LogPath = Path("runs/default"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
+    keep_partial: Annotated[
+        bool, typer.Option("--keep-partial", help="Keep the finished groups, for training to use them.")
+    ] = False,
+) -> int:
+    """Remove what an interrupted iteration left; never a published checkpoint."""
+    from coordinator.commands.cleanup import cleanup as clean
+    from coordinator.protocol.exits import Ended
+
+    number = _iteration(iteration)
+    try:
+        clean(log_path.absolute(), number, dry_run, keep_partial)
+    except Ended as end:
+        print(f"run: {end.text}", file=sys.stderr)
+        return end.code
+    return 0
+
+
+@export_app.command()
+def export(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory for the model.")],
+    iteration: Annotated[str | None, option("--iteration", metavar="N", help="Default: the newest.")] = None,
+    log_path: LogPath = Path("runs/default"),
+) -> int:
+    """Copy a checkpoint's model, verified and with a model card, for the Hub or for a server."""
+    from coordinator.commands.export import export as copy
+
+    files = copy(log_path.absolute(), _iteration(iteration) if iteration else None, out.absolute())
+    print(f"{out}: {', '.join(files)}")
+    return 0
+
+
+def _iteration(given: str) -> int:
+    from coordinator.settings import SettingsError
+
+    if not (given.isdecimal() and int(given)):
+        raise SettingsError(f"--iteration {given}: give the number of an iteration, e.g. --iteration 5")
+    return int(given)
+
+
+def _rank(given: str) -> int:
+    from coordinator.settings import SettingsError
+
+    if not given.isdecimal():
+        raise SettingsError(f"run logs {given}: give the number of a rank, e.g. run logs 1")
+    return int(given)
+
+
+@doctor_app.command()
+def doctor(
+    log_path: LogPath = Path("runs/default"),
+    peers: Annotated[
+        int,
+        typer.Option("--peers", metavar="N", min=1, help="Nodes; type it on each, with its rank."),
+    ] = 1,
+    worker: Annotated[
+        str | None, option("--worker", metavar="RANK", help="This is rank RANK; rank 0 reports.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")
+    ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> int:
+    """Is this directory, this node, this network fit for a run? Each check with its figure and what to do."""
+    from coordinator.commands.doctor.run import doctor_rank, run_doctor
+
+    return run_doctor(log_path.absolute(), peers, doctor_rank(worker, peers, os.environ), deadline, as_json)
+
+
+COMMANDS = {
+    "status": (status_app, "--log-path DIR [--json] [--watch]: who is where"),
+    "report": (report_app, "--log-path DIR [-o FILE.html]: the run as a page"),
+    "logs": (logs_app, "[RANK] --log-path DIR [-f]: what the nodes say"),
+    "launch": (launch_app, "--hosts A,B,C [options]: a node on each host, over ssh"),
+    "doctor": (doctor_app, "--log-path DIR [--peers N]: is it fit for a run"),
+    "cleanup": (cleanup_app, "--iteration N --log-path DIR: remove what an interrupted iteration left"),
+    "export": (export_app, "--iteration N -o DIR: a checkpoint for the Hugging Face Hub"),
+}
+"""By name: the command, and what it does."""

@@ -1,0 +1,227 @@
+"""Part files: finished groups on the shared directory, written as they come, and the manifest over them."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.layout import Kind, PartName, RunDir, parse_part_name
+from coordinator.directory.published import Incomplete, names
+from rollout.quota import Quota
+from rollout.storage import files
+from rollout.trajectory import DamagedPart, Group, Sample, decode_part, encode_part, part_for_people
+
+log = logging.getLogger(__name__)
+
+
+class PartWriter:
+    """Makes the finished groups of one share durable, in immutable parts; numbers grow within an epoch."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        kind: Kind,
+        iteration: int,
+        rank: int,
+        epoch: int,
+        policy: str,
+        interval_s: float,
+        verify: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`verify` raises if what waits must not be written as made by `policy`."""
+        self.done = 0
+        self._verify = verify
+        self._directory = run_dir.trajectories(kind, iteration)
+        self._place = {"kind": kind, "iteration": iteration, "rank": rank, "epoch": epoch, "policy": policy}
+        self._name = PartName(epoch, rank, 0)
+        self._interval_s = interval_s
+        self._waiting: list[Group] = []
+        self._written_s = time.monotonic()
+
+    def add(self, group: Group) -> None:
+        """Take a finished group; everything waiting becomes a part when the interval is over."""
+        self._waiting.append(group)
+        self.done += 1
+        if time.monotonic() - self._written_s >= self._interval_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make what waits durable."""
+        self._written_s = time.monotonic()
+        if not self._waiting:
+            return
+        self._verify()
+        groups = list(self._waiting)
+        self._name = self._name._replace(part=self._name.part + 1)
+        path = self._directory / self._name.name
+        place: dict[str, Any] = self._place
+        files.publish(path, encode_part(groups, part=self._name.part, **place))
+        del self._waiting[: len(groups)]  # not before: a flush that failed can be repeated
+        people = part_for_people(groups, rank=self._name.rank, model_version=place["policy"])
+        files.publish(path.with_suffix(".jsonl"), people.encode(), durable=False)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part as read: verified, and of the policy that was asked for."""
+
+    name: PartName
+    bytes: int
+    sha256: str
+    groups: list[Group]
+
+    def entry(self, slots: Collection[int]) -> dict[str, Any]:
+        """How a manifest names the part, with the slots it takes from it."""
+        return {
+            "file": self.name.name,
+            "rank": self.name.rank,
+            "epoch": self.name.epoch,
+            "slots": sorted(slots),
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+        }
+
+
+def read_parts(
+    directory: Path,
+    policy: str,
+    named: Mapping[str, str] | None = None,
+    rank: int | None = None,
+    set_aside: bool = True,
+) -> Iterator[Part]:
+    """The whole parts made by `policy`, by (epoch, rank, part); a damaged one is set aside and named.
+
+    Of `rank` alone, if given; `named` are checksums that nodes have vouched for. `set_aside=False`: a
+    damaged one is named, and stays as it is.
+    """
+    named = named or {}
+    for name in sorted(filter(None, map(parse_part_name, {*names(directory), *named}))):
+        if rank not in {None, name.rank}:
+            continue
+        path = directory / name.name
+        try:
+            data = files.read(path)
+        except FileNotFoundError:
+            if name.name not in named:  # another node has set it aside since it was listed
+                continue
+            raise Incomplete(f"{path} was named by its node, but is not there") from None
+        try:
+            if named.get(name.name, sha256 := hashlib.sha256(data).hexdigest()) != sha256:
+                raise DamagedPart("it differs from what its node has named")
+            header, groups = decode_part(data)
+        except DamagedPart as error:
+            if not set_aside:
+                log.warning("%s is damaged: left out: %s", path, error)
+                continue
+            log.warning("%s is damaged and set aside; its groups are generated again: %s", path, error)
+            files.rename(path, path.with_suffix(".damaged"))
+            continue
+        if header.policy != policy:
+            log.warning("%s was made by policy %s, not %s: left out", path, header.policy, policy)
+            continue
+        yield Part(name, len(data), sha256, groups)
+
+
+def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
+    """Each part with the groups that count: of two groups of a slot, the one in the earlier part."""
+    taken: set[int] = set()
+    for part in parts:
+        groups = [group for group in part.groups if group.slot not in taken]
+        taken.update(group.slot for group in groups)
+        yield part, groups
+
+
+def finished_groups(directory: Path, policy: str) -> dict[int, Group]:
+    """By slot, the whole groups (or tombstones) of this policy."""
+    parts = first_finished(read_parts(directory, policy))
+    return {group.slot: group for _, groups in parts for group in groups}
+
+
+def manifest(
+    directory: Path,
+    iteration: int,
+    quota: Quota,
+    policy: str,
+    named: Mapping[str, str] | None = None,
+    short: int | None = 0,
+) -> dict[str, Any]:
+    """The manifest of an iteration: its groups, of those that are needed the first by (epoch, rank, part).
+
+    `named` holds the checksums of the parts that nodes have vouched for: a listing may still lack them.
+    `short`: how many of the needed groups the nodes say they could not make; Incomplete if more are missing.
+    None: whatever is finished will do, and damaged parts are left as they are.
+    """
+    entries: list[dict[str, Any]] = []
+    groups: list[Group] = []
+    missing = quota.needed
+    for part, found in first_finished(read_parts(directory, policy, named, set_aside=short is not None)):
+        taken: list[int] = []
+        for group in found:
+            counts = quota.counts(group)
+            if group.slot < quota.slots and (missing or not counts):
+                missing -= counts
+                taken.append(group.slot)
+                groups.append(group)
+        if taken:
+            entries.append(part.entry(taken))
+    if short is not None and missing > short:
+        unfinished = sorted(set(range(quota.slots)) - {group.slot for group in groups})
+        raise Incomplete(
+            f"{directory}: {missing - short} groups are not finished, e.g. of slots {unfinished[:5]}"
+        )
+    given_up = [{"slot": group.slot, "reason": group.given_up} for group in groups if group.given_up]
+    return {
+        "iteration": iteration,
+        "slots": quota.needed,
+        "groups": len(groups) - len(given_up),
+        "samples": sum(len(group.samples) for group in groups),
+        "policy": policy,
+        "parts": entries,
+        "given_up": sorted(given_up, key=lambda entry: entry["slot"]),
+        "short": missing,
+        "failed_samples": sum(len(group.failed) for group in groups),
+        "rewards": {str(group.slot): mean for group in groups if (mean := _mean_reward(group)) is not None},
+        **_figures([sample for group in groups for sample in group.samples]),
+    }
+
+
+def _mean_reward(group: Group) -> float | None:
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return round(sum(rewards) / len(rewards), 6) if rewards else None
+
+
+def _figures(samples: list[Sample]) -> dict[str, float | None]:
+    """What the metrics line says of the samples."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    cut = sum(sample.finish_reason == "length" for sample in samples)
+    return {
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "truncated": cut / len(samples) if samples else None,
+        "tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
+    }
+
+
+def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
+    """The groups that a manifest names, by slot; Incomplete if a part is gone or altered."""
+    groups: list[Group] = []
+    for entry in manifest["parts"]:
+        path = directory / entry["file"]
+        try:
+            data = files.read(path)
+            if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+                raise Incomplete(f"{path} differs from the manifest's checksum")
+            _header, found = decode_part(data)
+        except (FileNotFoundError, DamagedPart) as error:
+            raise Incomplete(f"{path}: {error}") from None
+        wanted = set(entry["slots"])
+        groups += [group for group in found if group.slot in wanted]
+    return sorted(groups, key=lambda group: group.slot)
+
+
+def publish_manifest(path: Path, document: Mapping[str, Any]) -> None:
+    """Create the manifest; one that is there already is adopted."""
+    files.create_once(path, json.dumps(document).encode())

@@ -1,0 +1,83 @@
+"""What happened on a node and when, for `run report`: events/rank_0001.jsonl, one JSON object a line.
+
+Every line has `t` (seconds of this node's monotonic clock), `n` (incarnation), `e` (epoch, 0 before the
+first) and `what`. Rows are `begin` and `end` (with `work_s`; the rest of the row was waiting for others,
+and `then_s` of the work, the master's conclusion, came after that);
+`process`, `epoch` and `exit` are a process's own; engines and trainers say `engine_start`, `engine_ready`,
+`reload`, `trainer_start`; and whatever the node logs as a warning or an error is an event too. Nothing here
+waits for the file system, and nothing is fsynced: a process that is killed loses the last second.
+"""
+
+import json
+import logging
+import platform
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.line_writer import LineWriter
+
+Say = Callable[..., None]
+"""`Events.add`."""
+
+LINGER_S = 1.0
+"""Lines are written together, so often."""
+PACKAGES = ("flagpost", "torch", "transformers", "vllm")
+CLOSE_S = 2.0
+"""How long the end of a process waits for its last lines to be written."""
+
+
+class Events(logging.Handler):
+    """Appends to a rank's file of events, for any thread; as a logging handler, with what is logged."""
+
+    def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
+        """`place`: the incarnation and the epoch of now."""
+        super().__init__(logging.DEBUG)
+        self._place = place
+        self._writer: LineWriter | None = None
+        self._one_by_one = threading.Lock()
+
+    def open(self, path: Path) -> None:
+        """From here on events are kept; its directory is there."""
+        self._writer = LineWriter(path, linger_s=LINGER_S, warns=False)
+        self._writer.put(b"\n")  # the process before may have been killed in mid-line
+
+    def add(self, what: str, **more: Any) -> None:
+        """Something has happened just now."""
+        writer = self._writer
+        if writer is None:
+            return
+        incarnation, epoch = self._place()
+        event = {"t": round(time.monotonic(), 4), "n": incarnation, "e": epoch, "what": what, **more}
+        line = json.dumps(event).encode() + b"\n"
+        with self._one_by_one:
+            writer.put(line)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A warning or an error; or any record that says, as `extra={"event": {...}}`, what it is."""
+        event: dict[str, Any] | None = getattr(record, "event", None)
+        if event is not None or record.levelno >= logging.WARNING:
+            self.add(**{"what": record.levelname.lower(), "text": record.getMessage(), **(event or {})})
+
+    def end(self) -> None:
+        """No more events; those that came are written, unless the shared directory hangs."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.end()
+            writer.join(CLOSE_S)
+
+
+def about_this_process() -> dict[str, Any]:
+    """What a report says of a process: the wall clock's time, for people; versions."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"at": at, "versions": versions}

@@ -1,0 +1,81 @@
+"""Log lines of a node: each says which rank, iteration and phase it comes from."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from coordinator.directory.line_writer import LineWriter
+
+CLOSE_S = 2.0
+"""How long the end of a node waits for its last lines to be in its log file."""
+
+
+class Prefix(logging.Formatter):
+    """`[rank 2 it 7 train_rollout] text`."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("%(message)s")
+        self._rank = rank
+        self._where: Callable[[], str] = lambda: ""
+        self._file: _File | None = None
+        self._events: logging.Handler | None = None
+
+    def follow(self, where: Callable[[], str]) -> None:
+        """Say where the node is: ` it 7 train_rollout`, or nothing."""
+        self._where = where
+
+    def keep(self, directory: Path, events: logging.Handler) -> None:
+        """From here on the lines also go to a file in `directory`, and warnings to the node's `events`."""
+        self._file, self._events = _File(directory / f"node.{os.getpid()}.log", self), events
+        logging.getLogger().addHandler(self._file)
+        logging.getLogger().addHandler(events)
+
+    def close(self) -> None:
+        """End the file."""
+        if self._events is not None:
+            logging.getLogger().removeHandler(self._events)
+        if self._file is not None:
+            self._file.close()
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"[rank {self._rank}{self._where()}] {level}{super().format(record)}"
+
+
+class _File(logging.Handler):
+    """A log file on the shared directory, which nothing waits for; with the time, for people."""
+
+    def __init__(self, path: Path, prefix: Prefix) -> None:
+        super().__init__(logging.INFO)
+        self._writer = LineWriter(path, warns=False)
+        self._prefix = prefix
+        self._time = logging.Formatter("%(asctime)s", "%Y-%m-%d %H:%M:%S")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._writer.put(
+            f"{self._time.formatTime(record, self._time.datefmt)} {self._prefix.format(record)}\n".encode()
+        )
+
+    def close(self) -> None:
+        logging.getLogger().removeHandler(self)
+        self._writer.end()
+        self._writer.join(CLOSE_S)
+        super().close()
+
+
+def set_up(rank: int) -> Prefix:
+    """Log to stderr, each line with the prefix that is returned."""
+    prefix = Prefix(rank)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(prefix)
+    handler.setLevel(logging.INFO)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    logging.getLogger("rollout.storage.retry").setLevel(logging.DEBUG)  # for the node's events alone
+    for name in ("asyncio", "aiohttp", "filelock", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it complains while it is being stopped
+    return prefix

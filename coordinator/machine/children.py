@@ -1,0 +1,284 @@
+"""The child processes of a node (engine servers, trainer, model builder). None of them outlives the node.
+
+Parent-death signals fire when a *thread* ends and miss grandchildren, and the trainer's workers run in
+sessions of their own. So every process group to kill is written down on the local disk, and a *keeper*
+(`keeper.py`), a process in a session of its own, holds the read end of a pipe to the node. At end of file
+(the node has exited, or was killed) it kills every group that is written down, removes the spool and exits.
+
+    /tmp/flagpost-x1y2z3/     Children.spool, mode 0700; the keeper removes it
+      trainer-3/              Child.spool, one for each child; also for files between the node and this child
+        pgid/4711, 4720       its process groups: its own, and those of grandchildren in other sessions
+
+*Who registers.* A group registers itself, by making the file named by its number before it does anything
+else: a child, and a trainer's worker, by a one-line shell (`trainer.job.launch.LAUNCHER`) that then
+becomes the program by exec. Whoever cannot make the file, because the directory is gone, exits.
+
+*Why that is airtight.* The keeper, and `Child.kill`, list `pgid/`, kill, forget what is gone and then try
+to remove the directory. A file made before that makes the removal fail, and the next pass kills its group;
+after it the file cannot be made, and the process exits. So there is no window between fork and
+registration, nor while the killing goes on. A killed group does not escape by forking: SIGKILL reaches all
+its members.
+
+*Reused numbers.* No process gets the pid P while anything, even a zombie, is in group P. A child's file is
+removed when it is reaped; workers' files go with their trainer, which ends when one of them does. So a file
+could name a stranger only if all pids went round in these moments.
+
+*Its limits.* A node that is killed while one of its threads sits in a hung mount keeps its pipe open until
+the mount lets go of that thread. A node that forks without exec shares the pipe, so it does not.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from coordinator.machine import keeper
+from coordinator.machine.child_output import Output
+from trainer.job.launch import LAUNCHER
+
+logger = logging.getLogger(__name__)
+
+KILL_S = 5.0
+"""How long killed processes may take to vanish before we say so and go on."""
+BURY_S = 0.2
+"""The same where a child has ended by itself and somebody polls it."""
+FLUSH_S = 1.0
+"""How long an ended child's last output may take."""
+PASSIVE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+"""Unless the user says otherwise: nodes on one machine must not spin on its cores while they wait. But a few
+microseconds of it are cheaper than sleeping between the many short parts of a step (measured: 150 against
+250 ms for one of 2 threads)."""
+
+
+class ChildError(RuntimeError):
+    """A child process cannot be started."""
+
+
+class Child:
+    """One child process, its process groups and its output. Made by `Children.start`; for any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        spool: Path,
+        log: Path | None,
+        echo: Callable[[str], None] | None,
+    ) -> None:
+        self.name = name
+        self.spool = spool
+        self._groups = str(spool / keeper.PGID_DIR)
+        self._started_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._buried = False
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", LAUNCHER, self._groups, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+        stdout = self._process.stdout
+        assert stdout is not None
+        self.pid = self._process.pid
+        self._output = Output(name, stdout, log, echo)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def dropped_lines(self) -> int:
+        """Lines of its output that did not get into its log file."""
+        return self._output.dropped_lines
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of its output; complete once `poll` or `wait` has said that it has exited."""
+        return self._output.tail(lines)
+
+    def poll(self) -> int | None:
+        """Its exit code (negative: the signal that ended it), or None while it runs.
+
+        Once it has exited, what is left of its groups is killed.
+        """
+        if self._process.poll() is None:
+            return None
+        self._bury(BURY_S)
+        return self._process.returncode
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for its exit, `timeout_s` at most; then as `poll`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.poll()
+
+    def terminate(self) -> None:
+        """SIGTERM to its own group."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGTERM)
+
+    def stop(self, grace_s: float) -> bool:
+        """`terminate`, then `kill` as soon as it has exited, after `grace_s` at the latest."""
+        self.terminate()
+        self.wait(grace_s)
+        return self.kill()
+
+    def kill(self) -> bool:
+        """SIGKILL all its groups at once, wait until they are gone, and remove its spool.
+
+        False, with a warning, if something is left after `KILL_S`: it sits in a hung mount and dies with
+        the answer.
+        """
+        self.kill_now()
+        if not self._bury(KILL_S):
+            logger.warning("%s (pid %d) is killed, but not gone after %.0f s", self.name, self.pid, KILL_S)
+            return False
+        shutil.rmtree(self.spool, ignore_errors=True)
+        return True
+
+    def kill_now(self) -> None:
+        """SIGKILL all its groups and wait for nothing."""
+        if self._process.poll() is None:  # it may not have registered yet
+            keeper.kill_group(self.pid)
+        keeper.sweep(self._groups)
+
+    def _bury(self, timeout_s: float) -> bool:
+        """Reap it, kill and forget its groups, take in its last output. False if time was too short."""
+        with self._lock:
+            if self._buried:
+                return True
+            deadline_s, pause_s = time.monotonic() + timeout_s, 0.001
+            while not (keeper.sweep(self._groups, _only_zombies) and self._process.poll() is not None):
+                if time.monotonic() > deadline_s:
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+            self._output.join(FLUSH_S)
+            self._buried = True
+            return True
+
+
+class Children:
+    """The child processes of this node and their keeper. A context manager: leaving it ends them all."""
+
+    def __init__(self) -> None:
+        self.spool = Path(tempfile.mkdtemp(prefix="flagpost-"))
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._children: list[Child] = []
+        self._closed = False
+        self._keeper = self._start_keeper()
+
+    def new_spool(self, name: str) -> Path:
+        """Make the spool of a child that is about to start, for arguments that must name it."""
+        spool = self.spool / f"{name}-{next(self._numbers)}"
+        (spool / keeper.PGID_DIR).mkdir(parents=True)
+        return spool
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        echo: Callable[[str], None] | None = None,
+        spool: Path | None = None,
+    ) -> Child:
+        """Start a program in a session of its own; its stdout and stderr go to `tail`, `log` and `echo`.
+
+        `env` is added to this process's environment. `log` is appended to and may lie on the shared mount:
+        if that hangs, neither the child nor the node does. `echo` is called with each line, in a thread of
+        its own. `spool` is from `new_spool`; without it one is made. ChildError if there is no such
+        program.
+        """
+        environment = {**PASSIVE_THREADS, **os.environ, **(env or {})}
+        if shutil.which(argv[0], path=environment.get("PATH")) is None:
+            raise ChildError(f"cannot start {name}: no program {argv[0]!r}; is it installed, and in PATH?")
+        with self._lock:
+            if self._closed:
+                raise ChildError(f"cannot start {name}: this node is ending its children")
+            self._ensure_keeper()
+            self._children = [child for child in self._children if child.spool.exists()]
+            spool = spool or self.new_spool(name)
+            child = Child(name, argv, env=environment, spool=spool, log=log, echo=echo)
+            self._children.append(child)
+            return child
+
+    def kill_groups(self) -> bool:
+        """SIGKILL all groups of all children at once, wait as `Child.kill`. False if something is left."""
+        with self._lock:
+            children = list(self._children)
+        for child in children:
+            child.kill_now()
+        return all([child.kill() for child in children])
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """End all children (SIGTERM, after `grace_s` SIGKILL), then the keeper, which removes the spool."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for child in self._children:
+            child.terminate()
+        deadline_s = time.monotonic() + grace_s
+        for child in self._children:
+            child.wait(max(0.0, deadline_s - time.monotonic()))
+        self.kill_groups()
+        self._ensure_keeper()
+        try:
+            self._keeper.communicate(timeout=FLUSH_S)  # closes the pipe
+        except subprocess.TimeoutExpired:
+            logger.warning("the keeper (pid %d) stays until what was killed is gone", self._keeper.pid)
+
+    def _start_keeper(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", keeper.__file__, str(self.spool)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def _ensure_keeper(self) -> None:
+        """Start another keeper if somebody killed it."""
+        if self._keeper.poll() is not None:
+            self._keeper = self._start_keeper()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _only_zombies(pgid: int) -> bool:
+    """Whether no process of a group is alive. Where process 1 reaps nobody, its zombies stay for good."""
+    for pid in psutil.pids():
+        try:
+            if os.getpgid(pid) == pgid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return False
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            continue
+    return True

@@ -1,0 +1,85 @@
+"""This node's GPUs: how many there are, and how they are used now.
+
+The use is read through NVML, which may hang where a driver is broken. So one thread alone calls it, and
+nobody ever waits for that thread.
+"""
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from importlib.util import find_spec
+from typing import Any
+
+
+def count_gpus() -> int:
+    """GPUs that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([item for item in visible.split(",") if item.strip() not in {"", "-1"}])
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30.0, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+class GpuSampler:
+    """Looks at this node's GPUs every `period_s`; no thread stays where there is no driver, or no package."""
+
+    def __init__(self, period_s: float, nvml: Any = None) -> None:
+        """`nvml`: in place of the module `pynvml`."""
+        self.latest: list[dict[str, Any]] = []
+        """Each GPU that CUDA_VISIBLE_DEVICES shows: {"name", "used_bytes", "total_bytes", "busy"}, `busy` a
+        fraction of the last moment (0.0 for a part of a GPU, of which the driver does not say it)."""
+        if nvml is not None or find_spec("pynvml"):
+            arguments = (period_s, nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            threading.Thread(target=self._run, args=arguments, name="gpus", daemon=True).start()
+
+    def _run(self, period_s: float, nvml: Any, visible: str | None) -> None:
+        if nvml is None:
+            import pynvml as nvml  # pyright: ignore
+        try:
+            nvml.nvmlInit()
+            handles = _visible_gpus(nvml, visible)
+        except nvml.NVMLError:  # no driver
+            return
+        while handles:
+            self.latest = [said for handle in handles if (said := _sample(nvml, handle))]
+            time.sleep(period_s)
+
+
+def _visible_gpus(nvml: Any, visible: str | None) -> list[Any]:
+    """The handles of what CUDA_VISIBLE_DEVICES shows: indices, UUIDs or how these begin, until a bad one."""
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    if visible is None:
+        return gpus
+    found: list[Any] = []
+    for item in (text.strip() for text in visible.split(",")):
+        if item.startswith("MIG-"):
+            found.append(nvml.nvmlDeviceGetHandleByUUID(item))
+            continue
+        named = [gpu for index, gpu in enumerate(gpus) if item == str(index)]
+        if item.startswith("GPU-"):
+            named = [gpu for gpu in gpus if nvml.nvmlDeviceGetUUID(gpu).startswith(item)]
+        if len(named) != 1:  # as CUDA does
+            break
+        found += named
+    return found
+
+
+def _sample(nvml: Any, handle: Any) -> dict[str, Any]:
+    """One GPU as it is now; {} if it does not answer."""
+    try:
+        name, memory = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError:
+        return {}
+    try:
+        busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    except nvml.NVMLError:
+        busy = 0.0
+    return {"name": name, "used_bytes": memory.used, "total_bytes": memory.total, "busy": busy}

@@ -1,0 +1,166 @@
+"""This node's part of the training job: launched once, asked every iteration, ended with the epoch."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.layout import RunDir
+from coordinator.journal.events import Say
+from coordinator.machine.children import Child, Children
+from coordinator.machine.network import free_port, interface_towards
+from coordinator.protocol.exits import TrainerFailed
+from coordinator.protocol.stopwatch import Stopwatch
+from rollout.storage import files
+from trainer.documents import TrainRequest
+from trainer.job import launch
+from trainer.job.doorbell import Doorbell
+from trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""How often a node looks at its trainers' progress, and at what ends the row, while nobody rings."""
+
+
+class TrainerHost:
+    """Starts, asks and ends the torchrun agent of this node."""
+
+    def __init__(self, children: Children, run_dir: RunDir, rank: int, say: Say) -> None:
+        self._children = children
+        self._say = say
+        self._run_dir = run_dir
+        self._rank = rank
+        self._child: Child | None = None
+        self._bell: Doorbell | None = None
+        self._meeting: dict[str, Any] = {}
+        self._launches = 0
+        self._number = 0
+
+    def meeting(self, job: str, address: str) -> dict[str, Any]:
+        """Where the job meets (the master's call): the one that runs, else `job` at a free port."""
+        if self.is_alive():
+            return self._meeting
+        return {"job": job, "address": address, "port": free_port(address)}
+
+    def is_alive(self) -> bool:
+        """Whether this node has a job, as far as it has noticed."""
+        return self._child is not None and self._child.poll() is None
+
+    def ensure(
+        self, config: Mapping[str, Any], processes: int, threads: int, settings: TrainerSettings
+    ) -> None:
+        """Have this node's part of the job that `config` (row 9's document) names."""
+        if self._meeting and self._meeting["job"] == config["job"]:
+            if not self.is_alive():
+                raise TrainerFailed(f"the training job ended between iterations: {self._tail()}")
+            return
+        self.leave_epoch()
+        spool = self._children.new_spool("trainer")
+        job = launch.Launch(
+            num_nodes=len(config["processes"]),
+            node_rank=config["node_ranks"][str(self._rank)],
+            processes=processes,
+            master_addr=config["address"],
+            master_port=config["port"],
+            interface=interface_towards(config["address"]),
+            spool=spool,
+            threads=threads,
+            start_timeout_s=settings.start_timeout_s,
+            collective_timeout_s=settings.collective_timeout_s,
+            ranks=tuple(sorted(map(int, config["node_ranks"]))),
+        )
+        self._bell = Doorbell(spool / launch.NODE_BELL)
+        self._launches += 1
+        self._number = 0
+        path = self._run_dir.logs(self._rank) / f"trainer.{config['job']}.{self._launches}.log"
+        self._child = self._children.start(
+            "trainer", launch.argv(job), env=launch.environment(job), log=path, echo=_echo_steps, spool=spool
+        )
+        self._say("trainer_start", job=config["job"])
+        self._meeting = {name: config[name] for name in ("job", "address", "port")}
+
+    def train(
+        self,
+        request: TrainRequest,
+        processes: int,
+        check: Callable[[], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """One training phase. TrainerFailed if it fails or stands still for `stall_timeout_s`.
+
+        While it lasts `check` is called, which may raise, and `progress` with the parts done and expected.
+        """
+        assert self._child is not None and self._bell is not None
+        bell = self._bell
+        self._number += 1
+        launch.submit(self._child.spool, self._number, request)
+        reached = (0, 0)
+        still, limit_s = Stopwatch(1.0), request.settings.stall_timeout_s
+        while True:
+            done, failure = self._outcome(processes)
+            if done:
+                return
+            if (parts := launch.progress(self._child.spool, self._number)) != reached:
+                reached = parts
+                progress(*reached)
+                still.restart()
+            if failure is None and limit_s is not None and still.look() > limit_s:
+                failure = (
+                    f"no progress for {still.look():.0f} s, with {reached[0]} of {reached[1]} parts done"
+                )
+            check()  # first: this node may have ended the job itself
+            if failure is not None:
+                self._keep_traces(self._child.spool, request)
+                raise TrainerFailed(failure)
+            bell.wait(LOOK_S)
+
+    def _outcome(self, processes: int) -> tuple[bool, str | None]:
+        """Whether this node's trainers have done what they were asked, and why they never will."""
+        assert self._child is not None
+        try:
+            if launch.outcome(self._child.spool, self._number, processes) == "done":
+                return True, None
+        except launch.TrainerFailed as error:
+            return False, _last_line(str(error))
+        if (code := self._child.poll()) is not None:
+            return False, f"torchrun ended with exit status {code}: {self._tail()}"
+        return False, None
+
+    def _keep_traces(self, spool: Path, request: TrainRequest) -> None:
+        """Copy what NCCL's flight recorder has left of a collective that hung to this node's logs."""
+        for trace in sorted(spool.glob(f"{launch.TRACE}*")):
+            name = f"e{request.epoch:04d}.i{request.iteration:06d}.{trace.name}"  # as torchfrtrace reads it
+            files.publish(self._run_dir.logs(self._rank) / name, trace.read_bytes(), durable=False)
+            log.error("what NCCL was doing is in %s", self._run_dir.logs(self._rank) / name)
+
+    def kill_now(self) -> None:
+        """Kill the job's processes here and wait for nothing; for any thread."""
+        if (child := self._child) is not None:
+            child.kill_now()
+
+    def leave_epoch(self) -> None:
+        """End the job: no trainer outlives the epoch that it was launched in."""
+        if self._child is not None:
+            self._child.kill()
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
+        self._child, self._meeting = None, {}
+
+    def _tail(self) -> str:
+        tail = self._child.tail(20) if self._child is not None else ""
+        return tail.strip() or "it printed nothing"
+
+
+def _echo_steps(line: str) -> None:
+    """The step line, for the terminal, and what a person must know; everything is in the log file."""
+    if line.startswith(("step ", "no step")):
+        log.info("%s", line)
+    elif launch.NOT_SAVED in line:
+        log.error("%s", line)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it gave no reason"

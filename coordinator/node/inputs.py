@@ -1,0 +1,134 @@
+"""What the settings name, loaded or found on this machine: tasks, reward, environment, model, GPUs."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator import config
+from coordinator.directory.layout import RunDir
+from coordinator.machine.gpus import count_gpus
+from coordinator.settings import TINY, RunSettings, SettingsError
+from rollout.engines.servers import ServerSettingError, check_server
+from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, policy_digest
+from rollout.environments.demonstration import check_demonstrations
+from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
+from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward
+from rollout.storage.files import checksums
+from rollout.tasks.sampling import check_sampling
+from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks
+
+NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
+"""Settings that say something of one machine: a worker's own hold for it, and contradict nothing."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the settings name, loaded."""
+
+    local: Mapping[str, Any]
+    """This node's own values of NODE_LOCAL settings."""
+    tasks: TaskSet
+    eval_tasks: TaskSet | None
+    reward: Reward
+    environment: Environment
+    model_digest: str
+    """Of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
+
+    def localize(self, published: Mapping[str, Any]) -> RunSettings:
+        """A record's settings, with this node's own over them."""
+        return config.overlay(RunSettings.published(published), self.local)
+
+
+def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
+    """Tasks, reward, environment; SettingsError says what is wrong with which."""
+    if settings.data_path is not None:
+        if not Path(settings.data_path).is_dir():
+            raise SettingsError(f"--data-path {settings.data_path}: no such directory")
+        os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
+    if settings.engine.url is None and settings.rl_phase != "update":
+        try:
+            check_server(settings.engine, count_gpus())
+        except ServerSettingError as error:
+            raise SettingsError(str(error)) from None
+    processes, size = local_processes(settings), settings.trainer.tensor_parallel_size
+    if settings.rl_phase != "rollout" and processes % size:
+        raise SettingsError(
+            f"trainer.tensor_parallel_size={size} does not divide the {processes} training processes of this "
+            "node; choose a divisor, or trainer.processes_per_node"
+        )
+    seed = settings.rollout.seed
+    try:
+        tasks = load_tasks(find_data(settings.tasks, settings), seed=seed, split="train")
+        check_sampling(tasks, settings.rollout)
+        if settings.rollout.environment == "demonstration":
+            check_demonstrations(tasks)
+        source = settings.evaluation_tasks
+        eval_tasks = load_tasks(find_data(source, settings), seed=seed, split="eval") if source else None
+        if settings.rollout_split == "eval-only" and eval_tasks is None:
+            raise SettingsError("--rollout-split eval-only needs --eval-tasks FILE")
+        model_digest = ""
+        if settings.model != TINY:
+            model = base_model_dir(settings, RunDir(Path()))
+            check_model_dir(model)
+            if is_adapter(model):
+                raise SettingsError(
+                    f"--model {settings.model}: is an adapter; merge it into its base model first "
+                    "(peft's merge_and_unload), or give the base model"
+                )
+            model_digest = policy_digest(checksums(model))
+        return Inputs(
+            local={key: value for key, value in given.items() if key in NODE_LOCAL},
+            tasks=tasks,
+            eval_tasks=eval_tasks,
+            reward=resolve_reward(settings.rollout.reward),
+            environment=resolve_environment(settings.rollout.environment),
+            model_digest=model_digest,
+        )
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
+    except WeightsError as error:
+        raise SettingsError(f"--model {settings.model}: {error}") from None
+    except RewardSettingError as error:
+        raise SettingsError(f"--reward {settings.rollout.reward}: {error}") from None
+    except EnvironmentSettingError as error:
+        raise SettingsError(f"--environment {settings.rollout.environment}: {error}") from None
+
+
+def find_data(source: str, settings: RunSettings) -> str:
+    """A task file's path: as given, else below --data-path."""
+    below = Path(settings.data_path or "") / source
+    is_elsewhere = settings.data_path and is_file(source) and not Path(source).exists()
+    return str(below) if is_elsewhere and below.exists() else source
+
+
+def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
+    """Where this node has the model that the run starts from; fetches a Hugging Face id."""
+    if settings.model == TINY:
+        return run_dir.base_model
+    for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
+        if candidate.is_dir():
+            return candidate
+    if settings.model.startswith((".", "/", "~")) or settings.model.count("/") > 1:
+        raise SettingsError(f"--model {settings.model}: no such directory")
+    return _fetch(settings.model)
+
+
+def local_processes(settings: RunSettings) -> int:
+    """Training processes on this machine: as set, else its GPUs, else one."""
+    return settings.trainer.processes_per_node or count_gpus() or 1
+
+
+def _fetch(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingsError(
+            f"--model {model}: no such directory, and fetching it from Hugging Face failed: {reason}"
+        ) from None

@@ -1,0 +1,237 @@
+"""START: what is checked before a node takes part, and nothing is written for a node that may not."""
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator import config
+from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.journal.trackers import check_sinks
+from coordinator.node.inputs import NODE_LOCAL, Inputs, load_inputs
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.records import MASTER, EpochRecord, Records
+from coordinator.protocol.snapshot import Board, parse
+from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
+from rollout.storage import files
+from rollout.storage.retry import retry
+from trainer.settings import LoraSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What START found."""
+
+    rank: int
+    run_dir: RunDir
+    run_id: str
+    settings: RunSettings
+    inputs: Inputs
+    incarnation_floor: int
+    """The highest incarnation of this rank so far."""
+    newest_epoch: int
+
+
+def start_master(root: Path, given: Mapping[str, Any]) -> Start:
+    """Check everything, then make the directory and run.json. SettingsError: nothing was written."""
+    given = _absolute(given)
+    settings = config.build(given)
+    run_dir = RunDir(root)
+    check_log_path(root)
+    inputs = load_inputs(settings, given)
+    check_sinks(settings.metrics)
+    if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
+        samples = settings.eval.samples_per_task
+        log.warning("eval.temperature=0: all %d samples of a task are the same, so pass@k is pass@1", samples)
+    if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
+        log.warning(
+            "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p
+        )
+    fixed = _fixed(settings, inputs)
+    if retry("look at", root, root.is_dir) and run_dir.run_json.name in files.listing(root):
+        run = read_run_json(run_dir)
+        _refuse_changes(run, fixed)
+    else:
+        run = _make_run(run_dir, fixed)
+    for directory in run_dir.fixed_directories:
+        files.make_directory(directory)
+    return _begin(MASTER, run_dir, run["run_id"], settings, inputs)
+
+
+def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
+    """Wait for a living master, take its settings, and refuse what contradicts them."""
+    run_dir = RunDir(root)
+    given = _absolute(given)
+    mine = config.check_each(given)
+    _refuse_rank(rank, mine.get("cluster.num_nodes", rank + 1), "")
+    defaults = ClusterSettings()
+    published = _await_master(
+        run_dir,
+        mine.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
+        mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
+    )
+    check_log_path(root)
+    settings = RunSettings.published(published.settings)
+    _refuse_rank(rank, settings.cluster.num_nodes, "the master's ")
+    shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}
+    if differences := config.contradictions(settings, shared):
+        raise SettingsError(f"{differences[0]}; leave it out: a worker takes its settings from the master")
+    local = {key: value for key, value in given.items() if key in NODE_LOCAL}
+    settings = config.overlay(settings, local)
+    inputs = load_inputs(settings, local)
+    run = read_run_json(run_dir)
+    _refuse_changes(run, _fixed(settings, inputs))
+    return _begin(rank, run_dir, run["run_id"], settings, inputs)
+
+
+def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths as every node can find them, whatever directory it was started in."""
+
+    def resolved(key: str, value: Any) -> Any:
+        is_path = key in {"model", "tasks", "eval_tasks", "data_path"} and Path(str(value)).exists()
+        return str(Path(value).absolute()) if is_path else value
+
+    return {key: resolved(key, value) for key, value in given.items()}
+
+
+def _refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
+    if rank >= num_nodes:
+        raise SettingsError(
+            f"--worker {rank} is outside {whose}--num-nodes {num_nodes} "
+            f"(workers are 1 to {num_nodes - 1}); leave this node out, or give it more"
+        )
+
+
+def check_log_path(root: Path) -> None:
+    """SettingsError unless `root` is, or can become, a directory that we may write."""
+    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
+    if not retry("look at", existing, existing.is_dir):
+        raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
+
+
+def read_run_json(run_dir: RunDir) -> dict[str, Any]:
+    """run.json of this format; SettingsError for another."""
+    try:
+        run = json.loads(files.read(run_dir.run_json))
+    except ValueError as error:
+        raise SettingsError(
+            f"{run_dir.run_json} is damaged ({error}); restore it or use another log path"
+        ) from None
+    found = run.get("format") if isinstance(run, dict) else None  # pyright: ignore
+    if found != FORMAT:
+        raise SettingsError(
+            f"--log-path {run_dir.root} holds a run of format {found}, this version writes "
+            f"format {FORMAT}; use another log path"
+        )
+    return run  # pyright: ignore[reportUnknownVariableType]
+
+
+def _fixed(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
+    """What may not change between two starts, each with what a person calls it."""
+    tiny = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
+    model = settings.model if inputs.model_digest else tiny
+    seed = str(settings.rollout.seed)
+    return {  # the seed first: the built-in tasks and model follow from it
+        "rollout.seed": {"name": seed, "digest": seed},
+        "model": {"name": model, "digest": inputs.model_digest or tiny},
+        "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest},
+        "trainer.lora": _adapters(settings.trainer.lora),
+    }
+
+
+def _adapters(lora: LoraSettings) -> dict[str, str]:
+    name = f"rank={lora.rank} alpha={lora.alpha:g} targets={lora.targets}" if lora.rank else "rank=0"
+    return {"name": name, "digest": name}
+
+
+def _refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    for key, now in fixed.items():
+        then = run["fixed"].get(key) or _adapters(LoraSettings())  # of a run older than adapters
+        if then["digest"] != now["digest"]:
+            content = " (same name, other content)" if then["name"] == now["name"] else ""
+            raise SettingsError(
+                f"{config.option_name(key)} is {now['name']}{content}, but this run was started with "
+                f"{then['name']}; to start anew, use another log path"
+            )
+
+
+def _make_run(run_dir: RunDir, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Create run.json; if another master was first, take its."""
+    files.make_directory(run_dir.root)
+    run = {"run_id": secrets.token_hex(6), "format": FORMAT, "fixed": fixed}
+    if files.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):
+        return run
+    run = read_run_json(run_dir)
+    _refuse_changes(run, fixed)
+    return run
+
+
+def _begin(rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, inputs: Inputs) -> Start:
+    board = parse(files.listing(run_dir.protocol))
+    newest = Records(run_dir).newest(board.records)
+    listed = newest.members[rank].incarnation if newest and rank in newest.members else 0
+    floor = max(board.highest_incarnation(rank), listed)
+    return Start(rank, run_dir, run_id, settings, inputs, floor, board.newest_epoch())
+
+
+def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
+    """The newest record of a master whose beat moves: what a dead run left does not count as one."""
+    records, first, said_s = Records(run_dir), None, 0.0
+    for waited_s in _patience(timeout_s):
+        board = _protocol(run_dir)
+        beat = board.beats.get(MASTER)
+        if first is None and waited_s == 0.0:
+            first = beat
+        newest = records.newest(board.records)
+        moved = beat is not None and (first is None or beat[2:] > first[2:])
+        if newest and beat and moved and newest.master_incarnation == beat.incarnation:
+            return newest
+        if newest and newest.kind == "finished" and waited_s > node_timeout_s:
+            raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
+        if waited_s == 0.0:
+            log.info("waiting for the master at %s", run_dir.root)
+        if waited_s > said_s + 30.0:
+            log.info("waiting for the master at %s for %.0f s", run_dir.root, waited_s)
+            said_s = waited_s
+    raise Ended(
+        Exit.LOST,
+        f"no master came within {timeout_s:.0f} s at {run_dir.root}; start it there with run --master, "
+        "and check that all nodes see the same directory",
+    )
+
+
+def _patience(timeout_s: float) -> Iterator[float]:
+    """Seconds waited so far, each a little later, until `timeout_s`."""
+    started_s = time.monotonic()
+    yield 0.0
+    while (waited_s := time.monotonic() - started_s) < timeout_s:
+        time.sleep(min(max(0.05 * waited_s, 0.01), 0.5))
+        yield waited_s
+
+
+def _protocol(run_dir: RunDir) -> Board:
+    """The board, or an empty one while the directory or its run.json is not there; SettingsError for a file
+    in its place, or a run of another format.
+
+    Each level is looked up only once its parent lists it: a client may cache "no such file" for a minute.
+    """
+    shown = next(path for path in run_dir.root.parents if os.path.isdir(path))
+    for part in run_dir.root.relative_to(shown).parts:
+        if part not in files.listing(shown):
+            return parse([])
+        shown = shown / part
+        if retry("look at", shown, shown.is_file):
+            raise SettingsError(f"--log-path {run_dir.root}: {shown} is a file; give a directory")
+    if {run_dir.run_json.name, run_dir.protocol.name} - set(files.listing(shown)):
+        return parse([])
+    read_run_json(run_dir)  # not before protocol/ is there, which is made later: it may be half written
+    return parse(files.listing(run_dir.protocol))

@@ -1,0 +1,62 @@
+"""One listing of protocol/, parsed into records, beats and flags."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordinator.directory.layout import Beat, Flag, Record, parse_protocol_name
+
+
+@dataclass(frozen=True)
+class Board:
+    """What one listing of protocol/ showed. Names only: numbers grow, nothing is deleted to signal."""
+
+    records: tuple[int, ...]
+    """Numbers of the epoch records, highest first."""
+    beats: dict[int, Beat]
+    """Of each rank, the newest beat of its newest incarnation."""
+    flags: frozenset[Flag]
+    calls: tuple[Flag, ...]
+    """Flags that say something else than `ok` or `enter`, in a fixed order."""
+
+    def flagged(self, epoch: int, iteration: int, phase: int, kind: str = "ok") -> set[int]:
+        """Ranks whose flag of this kind is up."""
+        return {
+            flag.rank for flag in self.flags if flag[:3] == (epoch, iteration, phase) and flag.kind == kind
+        }
+
+    def called(self, epoch: int, kind: str) -> list[Flag]:
+        """Calls of one kind in an epoch."""
+        return [flag for flag in self.calls if flag.epoch == epoch and flag.kind == kind]
+
+    def newest_epoch(self) -> int:
+        """The highest epoch that any name carries; 0 on an empty board."""
+        return max([0, *self.records, *(beat.epoch for beat in self.beats.values())])
+
+    def highest_incarnation(self, rank: int) -> int:
+        """The highest incarnation of `rank` that beats; 0 if none."""
+        return self.beats[rank].incarnation if rank in self.beats else 0
+
+
+def parse(names: Iterable[str]) -> Board:
+    """A board from a listing; names that are not ours are ignored."""
+    records: list[int] = []
+    beats: dict[int, Beat] = {}
+    flags: list[Flag] = []
+    for name in names:
+        entry = parse_protocol_name(name)
+        if isinstance(entry, Flag):
+            flags.append(entry)
+        elif isinstance(entry, Beat):
+            known = beats.get(entry.rank)
+            if known is None or (entry[2:], entry) > (known[2:], known):
+                beats[entry.rank] = entry
+        elif isinstance(entry, Record):
+            records.append(entry.epoch)
+    calls = tuple(sorted(flag for flag in flags if flag.kind not in {"ok", "enter"}))
+    return Board(tuple(sorted(records, reverse=True)), beats, frozenset(flags), calls)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 2`, `ranks 1, 2`."""
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"

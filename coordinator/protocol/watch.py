@@ -1,0 +1,317 @@
+"""What a node sees of the others and shows of itself: one thread that beats, lists, and judges.
+
+The main thread lists too while it waits; both go through `look`. A verdict sets `stop`, at which actions
+end, and `check` turns it into the exception that ends the row.
+"""
+
+import contextlib
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from coordinator.directory.layout import Flag, RunDir
+from coordinator.protocol import file_events
+from coordinator.protocol.fence import Fence, is_away
+from coordinator.protocol.heartbeat import Heart
+from coordinator.protocol.records import (
+    MASTER,
+    EpochRecord,
+    Event,
+    Records,
+    Silence,
+    Standstill,
+    Verdict,
+    decide,
+    read_beat,
+)  # fmt: skip
+from coordinator.protocol.snapshot import Board, parse
+from coordinator.settings import ClusterSettings
+from rollout.storage import files
+from rollout.storage.files import SharedFsError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ENDED = "ended"
+"""State in the last heartbeat of a process that ended in order."""
+STARTING_BEAT_S = 0.5
+LOOK_BEATS = 5
+"""After so many beats each, the others' progress is looked at: it is judged by the half hour."""
+SAY_AGAIN_S = 30.0
+"""A wait that goes on says so this often."""
+
+
+class Watch:
+    """Beats for one incarnation of one rank, and follows the board.
+
+    `admit` names the epoch that the node has entered; from then on every listing is judged.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        rank: int,
+        cluster: ClusterSettings,
+        describe: Callable[[], dict[str, Any]],
+        stall_limit_s: Callable[[str], float | None],
+        end_training: Callable[[], None],
+    ) -> None:
+        """`describe`: what a beat says; `stall_limit_s`: of a row, by its label; `end_training`: at once,
+        without a call on the shared directory.
+        """
+        self.run_dir = run_dir
+        self.rank = rank
+        self.cluster = cluster
+        self.records = Records(run_dir)
+        self.silence = Silence(cluster.beat_s)
+        self.standstill = Standstill(LOOK_BEATS * cluster.beat_s)
+        self.fence = Fence(cluster.beat_s, cluster.node_timeout_s, self._be_fenced)
+        self.heart = Heart(run_dir, rank, self._beat_content)
+        self.current: EpochRecord | None = None
+        self.board = parse([])
+        """The last listing."""
+        self.verdict: Verdict | None = None
+        self.trainer_failure_known = False
+        """Whether this node has already acted on the training job's failure."""
+        self.error: BaseException | None = None
+        self.signal: int | None = None
+        self.stop = threading.Event()
+        """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
+        self._describe = describe
+        self._stall_limit_s = stall_limit_s
+        self._end_training = end_training
+        self._looked_for_progress_s = 0.0
+        self._away: str | None = None
+        self._heard: set[Flag] = set()
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._looking = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._observer: Any = None
+
+    # ---- itself
+
+    def begin(self, incarnation_floor: int, epoch: int) -> None:
+        """Take the next free incarnation, beat, and watch."""
+        self.heart.begin(incarnation_floor, epoch)
+        self._observer = file_events.follow(self.run_dir.protocol, self._wake, self.rank)
+        self.fence.begin()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def incarnation(self) -> int:
+        """Which process of its rank this one is."""
+        return self.heart.incarnation
+
+    def close(self) -> None:
+        """Beat once more and stop; the last beat stays, so that the incarnation is never used again."""
+        self._closed.set()
+        self._wake.set()
+        self.fence.close()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+            if not self._thread.is_alive():  # else it sits in a mount that hangs, and so would we
+                with contextlib.suppress(SharedFsError):
+                    self.beat()
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.join(timeout=5.0)
+
+    def _be_fenced(self, why: str) -> None:
+        """In the guard thread: nothing here may touch the shared directory."""
+        self._end_training()
+        self.stop.set()
+        self._wake.set()
+        away = f" ({self._away})" if self._away else ""  # said last: the output may lie on that mount too
+        log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
+
+    def interrupt(self, signal: int) -> None:
+        """A signal has asked this node to end."""
+        self.signal = signal
+        self.stop.set()
+        self._wake.set()
+
+    # ---- the others
+
+    def know_trainer_failure(self) -> None:
+        """The training job's failure is being dealt with; look out for what else happens."""
+        with self._looking:
+            self.trainer_failure_known, self.verdict = True, None
+            if self.signal is None and self.error is None:
+                self.stop.clear()
+
+    def admit(self, record: EpochRecord) -> None:
+        """This node has entered `record`'s epoch; what came before is settled."""
+        with self._looking:
+            self.current = record
+            self.verdict = None
+            self.trainer_failure_known = False
+            self.silence.restart(record.members)
+            self.standstill.restart()
+            if self.signal is None and self.error is None:
+                self.stop.clear()
+
+    def look(self) -> Board:
+        """One listing, judged."""
+        with self._looking:
+            try:
+                self.board = board = parse(files.listing(self.run_dir.protocol))
+                if self.heart.is_back(board):
+                    self.fence.beat_is_back()
+            except FileNotFoundError as error:  # somebody removed the run, or unmounted it
+                raise SharedFsError("list", self.run_dir.protocol, error, 0.0) from error
+            ranks = self.current.members if self.current else board.beats
+            self.silence.observe(board, ranks, time.monotonic())
+            if self.current is not None:
+                self._observe_progress(board, self.current)
+                newest = self.records.newest(board.records, wait=False) or self.current
+                if self.verdict is None or self._is_held(self.verdict):
+                    self.verdict = self._judge(board, newest, self.current)
+                if self.verdict and not self._is_held(self.verdict):
+                    self.stop.set()
+                self._repeat_losses(self.current)
+            return board
+
+    def _repeat_losses(self, current: EpochRecord) -> None:
+        """Say once what the master has said of a node that is lost: this one holds, with its engine warm.
+
+        The lost one itself, if it still beats, has to come back as another incarnation.
+        """
+        for flag in self.board.called(current.epoch, "lost"):
+            if flag not in self._heard and self.rank != MASTER:
+                try:
+                    data = files.read(self.run_dir.protocol / flag.name, fleeting=True)
+                    document = json.loads(data)
+                except (FileNotFoundError, ValueError):
+                    continue  # the next look reads it
+                self._heard.add(flag)
+                log.warning("holding: %s", document["text"])
+                if document["stalled"] == self.rank:
+                    self.fence.trip("the others go on without this node: it made no progress")
+
+    def _judge(self, board: Board, newest: EpochRecord, current: EpochRecord) -> Verdict | None:
+        patience_s = None if self.cluster.on_node_failure == "abort" else self.cluster.master_patience_s
+        return decide(
+            board,
+            newest,
+            current,
+            self.rank,
+            self.incarnation,
+            self.silence.silent_s,
+            self.cluster.node_timeout_s,
+            self.trainer_failure_known,
+            patience_s,
+            # They had node_timeout to find it out themselves.
+            self.standstill.beyond(self._stall_limit_s, self.cluster.node_timeout_s),
+        )
+
+    def _observe_progress(self, board: Board, current: EpochRecord) -> None:
+        """Read, now and then, what those that this node judges say of their progress."""
+        now_s = time.monotonic()
+        if now_s - self._looked_for_progress_s < LOOK_BEATS * self.cluster.beat_s:
+            return
+        self._looked_for_progress_s = now_s
+        judged = set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
+        limit_s, silent_s = self.cluster.node_timeout_s, self.silence.silent_s
+        beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
+        self.standstill.forget(judged - beating)
+        said = {rank: read_beat(self.run_dir, board.beats[rank]) for rank in beating}
+        self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
+
+    def _is_held(self, verdict: Verdict) -> bool:
+        """Whether the row's work goes on: under `wait` a loss ends the master's waiting, not its share."""
+        lost = verdict.event in {Event.LEFT, Event.SILENT, Event.STALLED}
+        return lost and self.rank == MASTER and self.cluster.on_node_failure == "wait"
+
+    def wait(
+        self,
+        ready: Callable[[Board], T | None],
+        check: Callable[[], None],
+        missing: Callable[[Board], str],
+        timeout_s: float | None = None,
+    ) -> T | None:
+        """List until `ready` gives something, and return that; None when `timeout_s` has passed.
+
+        `check` raises what ends the wait early, and is called after each listing; `missing` says who is
+        waited for. Pauses are 5 % of the time waited so far, within 1 ms and poll_max_s, with jitter;
+        events cut them short.
+        """
+        started_s = time.monotonic()
+        say_s = SAY_AGAIN_S
+        while True:
+            self._wake.clear()
+            board = self.look()
+            if (result := ready(board)) is not None:
+                return result
+            check()
+            waited_s = time.monotonic() - started_s
+            if timeout_s is not None and waited_s > timeout_s:
+                return None
+            if waited_s > say_s:
+                log.info("waiting for %s for %.0f s", missing(board), waited_s)
+                say_s += SAY_AGAIN_S
+            pause_s = min(max(0.05 * waited_s, 0.001), self.cluster.poll_max_s)
+            self._wake.wait(pause_s * random.uniform(0.8, 1.2))
+
+    def leave(self) -> EpochRecord | None:
+        """This node is in no epoch any more; the one it was in."""
+        with self._looking:
+            left, self.current, self.verdict = self.current, None, None
+            if self.signal is None and self.error is None:
+                self.stop.clear()
+            return left
+
+    def newest_record(self) -> EpochRecord | None:
+        """The highest epoch record that parses."""
+        return self.records.newest(self.look().records)
+
+    def said(self, rank: int) -> dict[str, Any]:
+        """What `rank`'s newest beat says; {} if it has none, or just now none that is whole."""
+        for _attempt in range(3):  # the one that was listed may have given way to the next
+            beat = self.look().beats.get(rank)
+            if beat is None:
+                return {}
+            if content := read_beat(self.run_dir, beat):
+                return content
+        return {}
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.wait(self._pause_s()):
+                try:
+                    self.beat()
+                    self.look()
+                    self._away = None
+                except SharedFsError as error:
+                    if not is_away(error):
+                        raise
+                    self._away = str(error)
+        except SharedFsError as error:
+            self._abort(error)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _pause_s(self) -> float:
+        """Until an epoch is entered nodes look for each other's beats, so they come faster."""
+        return self.cluster.beat_s if self.current else min(self.cluster.beat_s, STARTING_BEAT_S)
+
+    def _abort(self, error: BaseException) -> None:
+        self.error = error
+        self.stop.set()
+        self._wake.set()
+
+    def beat(self) -> None:
+        """Publish the next heartbeat."""
+        self.heart.beat(self.current.epoch if self.current else None)
+
+    def _beat_content(self) -> dict[str, Any]:
+        observed = {rank: round(s, 1) for rank, s in dict(self.silence.silent_s).items()}
+        return {**self._describe(), **({"silent_s": observed} if self.rank == MASTER else {})}

@@ -1,0 +1,1 @@
+"""What each row of the protocol table does, and what rows share."""

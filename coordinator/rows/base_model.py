@@ -1,0 +1,95 @@
+"""builtin:tiny, made by the master once for a run directory, and kept in the user's cache."""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from coordinator.directory import published
+from coordinator.node.node import Node
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.settings import TINY
+from rollout.storage import files
+
+log = logging.getLogger(__name__)
+
+BUILD_TIMEOUT_S = 1800.0
+
+
+def prepare_base_model(node: Node) -> None:
+    """Have base_model/ in the run directory, if the run starts from the built-in model."""
+    target = node.run_dir.base_model
+    if node.settings.model != TINY or target.name in published.names(node.run_dir.root):
+        return
+    made = _from_cache(node)
+    staging = target.with_name(f".{target.name}.n{node.watch.incarnation}")
+    files.remove_tree(staging)
+    files.make_directory(staging)
+    for file in sorted(made.iterdir()):
+        files.publish(staging / file.name, file.read_bytes())
+    files.rename(staging, target)
+
+
+def _from_cache(node: Node) -> Path:
+    """The model in the cache; built there by one process of this machine at a time."""
+    steps, seed = node.settings.tiny.warmup_steps, node.settings.rollout.seed
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        root = Path(tempfile.gettempdir()) / f"flagpost-models-{os.getuid()}"
+        log.info("no cache (%s): keeping the built-in model in %s", error, root)
+        root.mkdir(mode=0o700, exist_ok=True)
+    made = root / f"tiny-{_recipe()}-seed{seed}-steps{steps}"
+    lock = FileLock(made.with_suffix(".lock"))
+    deadline_s = time.monotonic() + BUILD_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        node.check()
+        try:
+            with lock.acquire(timeout=0.5):
+                if not made.is_dir():
+                    _build(node, made, seed, steps)
+                return made
+        except Timeout:
+            continue
+    raise Ended(Exit.FAILED, f"another process builds {made} and does not end; end it", "failed")
+
+
+def _build(node: Node, made: Path, seed: int, steps: int) -> None:
+    log.info("making the built-in model: %d warm-up steps, once for this seed", steps)
+    argv = [
+        sys.executable,
+        "-m",
+        "trainer.model.tiny",
+        "--seed",
+        str(seed),
+        "--steps",
+        str(steps),
+        "--out",
+        str(made),
+    ]
+    path = node.run_dir.logs(node.rank) / "base_model.log"
+    env = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}  # it runs alone, whatever the nodes share later
+    child = node.children.start("base-model", argv, env=env, log=path, echo=_echo)
+    while child.wait(0.2) is None:
+        node.check()
+    if child.poll() != 0 or not made.is_dir():
+        raise Ended(Exit.FAILED, f"the built-in model could not be made:\n{child.tail(20)}", "failed")
+
+
+def _recipe() -> str:
+    """A digest of the program that makes it: another recipe is another model."""
+    spec = importlib.util.find_spec("trainer.model.tiny")
+    assert spec is not None and spec.origin is not None
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:8]
+
+
+def _echo(line: str) -> None:
+    if line.startswith("warm-up"):
+        log.info("%s", line)

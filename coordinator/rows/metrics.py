@@ -1,0 +1,83 @@
+"""Row 13: the metrics line of an iteration, and what is kept."""
+
+import json
+import logging
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.node.node import Node, Payload
+from coordinator.protocol.phases import Phase
+from coordinator.rows import resume
+from coordinator.rows.retention import retire_checkpoints
+from coordinator.rows.trainer_states import retire_states
+from rollout.storage import files
+
+log = logging.getLogger(__name__)
+
+TRAINED = ("loss", "grad_norm", "lr", "kl_engine", "kl_reference", "entropy", "clip_fraction")
+"""What training measures."""
+
+
+def report_timings(node: Node) -> Payload:
+    """What this node did and waited for in the iteration, in seconds."""
+    wait_s = sum(node.phase_s.values()) - sum(node.work_s.values())
+    return {"work_s": round(sum(node.work_s.values()), 4), "wait_s": round(wait_s, 4)}
+
+
+def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
+    """Write the metrics line, unless a valid one is there, and remove what is kept no longer."""
+    kind = resume.kind_of_run(node.settings)
+    written = published.metrics_lines(node.run_dir)
+    if not any(line["iteration"] == node.iteration and line.get("kind") == kind for line in written):
+        line = _metrics(node, kind, payloads)
+        node.watch.look()
+        node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
+        files.append_line(node.run_dir.metrics, json.dumps(line))
+        node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
+        log.info("%s", summary(line, node.settings.iterations))
+    node.remover.remove([*retire_checkpoints(node), *retire_states(node.run_dir)], node.check)
+
+
+def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, Any]:
+    run_dir, iteration = node.run_dir, node.iteration
+    train = published.read_manifest(run_dir, "train", iteration) or {}
+    evaluation = published.read_manifest(run_dir, "eval", iteration) or {}
+    trained: dict[str, float] = {}
+    if run_dir.checkpoint(iteration).name in published.names(run_dir.checkpoints):
+        trained = published.read_result(run_dir.checkpoint(iteration)).metrics
+    rollout_s = node.phase_s.get(Phase.TRAIN_ROLLOUT.label, 0.0)
+    # After a fault the row may have found groups that took their time in an epoch before.
+    is_of_now = bool(train) and all(part["epoch"] == node.record.epoch for part in train["parts"])
+    busy = [said["work_s"] / max(said["work_s"] + said["wait_s"], 1e-9) for said in payloads.values()]
+    return {
+        "iteration": iteration,
+        "kind": kind,
+        "reward": train.get("reward"),
+        "eval_reward": evaluation.get("reward"),
+        "eval_pass_at": evaluation.get("pass_at"),
+        "samples": train.get("samples"),
+        "given_up": len(train["given_up"]) if train else None,
+        "short": train.get("short"),
+        "failed_samples": train.get("failed_samples"),
+        "tokens_per_s": round(train["tokens"] / rollout_s, 1) if is_of_now and rollout_s else None,
+        "train_tokens_per_s": trained.get("tokens_per_s"),
+        **{name: trained.get(name) for name in TRAINED},
+        "truncated": train.get("truncated"),
+        "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,
+        "seconds": round(sum(node.phase_s.values()), 3),
+        "phase_seconds": {name: round(seconds, 4) for name, seconds in node.phase_s.items()},
+        "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},
+        "busy_fraction": round(sum(busy) / len(busy), 3),
+    }
+
+
+def summary(line: dict[str, Any], iterations: int | None) -> str:
+    """`iteration 3/16 | reward 0.61 | eval 0.93 | loss 0.0412 | 4.1 s | nodes busy 83 %`."""
+    of = f"/{iterations}" if iterations else ""
+    text = [f"iteration {line['iteration']}{of}"]
+    text += [f"reward {line['reward']:.3f}"] if line["reward"] is not None else []
+    text += [f"eval {line['eval_reward']:.3f}"] if line["eval_reward"] is not None else []
+    pass_at: dict[str, float] = line.get("eval_pass_at") or {}
+    text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
+    text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
+    return " | ".join([*text, f"{line['seconds']:.1f} s", f"nodes busy {100 * line['busy_fraction']:.0f} %"])

@@ -1,0 +1,63 @@
+"""Where a run goes on: the next iteration, and its first row that is not done, from what is published."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.protocol.phases import Phase, rows_of
+from coordinator.settings import RunSettings
+from rollout.quota import Quota
+
+
+def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
+    """Iterations older than `before` whose metrics say that they were trained."""
+    lines = published.metrics_lines(run_dir)
+    return [
+        line["iteration"]
+        for line in lines
+        if line.get("kind", "both") in {"both", "update"} and line["iteration"] < before
+    ]
+
+
+def kind_of_run(settings: RunSettings) -> str:
+    """What a metrics line says it measured: both, rollout, update, or eval."""
+    return "eval" if settings.rollout_split == "eval-only" else settings.rl_phase
+
+
+def next_iteration(run_dir: RunDir, settings: RunSettings) -> int:
+    """1 + the last iteration that this kind of run has finished."""
+    kind = kind_of_run(settings)
+    finishing = {"both": {"both", "update"}, "update": {"both", "update"}, "rollout": {"both", "rollout"}}
+    counted = finishing.get(kind, {"both", "rollout", "update", "eval"})
+    lines = published.metrics_lines(run_dir)
+    done = [line["iteration"] for line in lines if line.get("kind", "both") in counted]
+    return 1 + max(done, default=0)
+
+
+def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: str | None = None) -> Phase:
+    """The first row of `iteration` that its durable outputs do not show as done.
+
+    An evaluation counts only if it is one of `policy` (None: of any).
+    """
+    rows = rows_of(settings.rl_phase, settings.rollout_split)
+    if Phase.TRAINING in rows:
+        if run_dir.checkpoint(iteration).name in published.names(run_dir.checkpoints):
+            return Phase.ENGINE_RESTARTED
+        if published.complete_staging(run_dir, iteration) is not None:
+            return Phase.CHECKPOINT
+        if Phase.TRAIN_ROLLOUT not in rows:
+            return Phase.ENGINE_STOPPED
+    if Phase.TRAIN_ROLLOUT in rows and published.read_manifest(run_dir, "train", iteration) is None:
+        return Phase.TRAIN_PLAN
+    opened = published.read_json(run_dir.iteration_json(iteration)) or {}
+    due = opened.get("eval_slots") or settings.rollout_split == "eval-only"
+    evaluation = published.read_manifest(run_dir, "eval", iteration)
+    evaluated = not due or (evaluation is not None and policy in {None, evaluation.get("policy")})
+    return Phase.ENGINE_STOPPED if evaluated else Phase.EVAL_DECISION
+
+
+def quota(opened: Mapping[str, Any]) -> Quota:
+    """How many groups the iteration needs that iteration.json has opened."""
+    slots = len(opened["tasks"])
+    return Quota(opened.get("groups", slots), slots, opened.get("replace_flat", False))

@@ -1,0 +1,67 @@
+"""Which tasks an iteration is made of, given what the iterations before have begun and solved."""
+
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from rollout.settings import RolloutSettings
+from rollout.tasks.sampling import draw
+from rollout.tasks.task_set import TaskSet
+
+LATEST_SHARE = 0.5
+"""Weight of a task's latest reward in its success; older ones fade."""
+
+Past = dict[int, dict[int, float]]
+"""Mean reward by task, of past iterations: read once, since they do not change any more."""
+
+
+def draw_tasks(
+    run_dir: RunDir, iteration: int, settings: RolloutSettings, tasks: TaskSet, count: int, past: Past
+) -> dict[str, Any]:
+    """Of a new `iteration`, a function of what lies in the run directory: `tasks` of its slots; `drawn`, how
+    many every stream of tasks has given; `waiting`, tasks that were drawn and for which there is no slot yet.
+    """
+    before = published.read_json(run_dir.iteration_json(iteration - 1)) or {}
+    first = before.get("next_task", (iteration - 1) * settings.tasks_per_iteration)  # as format 1 began
+    deferred = _deferred(run_dir, iteration - 1, before)
+    drawn = draw(
+        tasks,
+        settings,
+        count,
+        state=before.get("drawn", {"": first}),
+        deferred=deferred,
+        success=_success(run_dir, iteration, past) if settings.task_sampling == "curriculum" else {},
+        iteration=iteration,
+    )
+    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": deferred[count:]}
+
+
+def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[int]:
+    """Tasks of slots that were not used (spare ones, and those for which time was too short), and those that
+    have waited since.
+    """
+    waiting: list[int] = opened.get("waiting", [])
+    manifest = published.read_manifest(run_dir, "train", iteration)
+    if manifest is None:
+        return waiting
+    used = {slot for part in manifest["parts"] for slot in part["slots"]}
+    return [task for slot, task in enumerate(opened.get("tasks", [])) if slot not in used] + waiting
+
+
+def _success(run_dir: RunDir, before: int, past: Past) -> dict[int, float]:
+    """By task, the mean rewards of iterations older than `before`, an exponential average."""
+    success: dict[int, float] = {}
+    for iteration in range(1, before):
+        if iteration not in past:
+            past[iteration] = _rewards(run_dir, iteration)
+        for task, reward in past[iteration].items():
+            success[task] = success.get(task, reward) * (1 - LATEST_SHARE) + reward * LATEST_SHARE
+    return success
+
+
+def _rewards(run_dir: RunDir, iteration: int) -> dict[int, float]:
+    opened = published.read_json(run_dir.iteration_json(iteration))
+    manifest = published.read_manifest(run_dir, "train", iteration)
+    if opened is None or manifest is None:
+        return {}
+    return {opened["tasks"][int(slot)]: reward for slot, reward in manifest.get("rewards", {}).items()}

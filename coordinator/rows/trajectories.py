@@ -1,0 +1,188 @@
+"""What the rollouts of training and of evaluation share: plan the slots, collect a share, aggregate."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from coordinator.directory import parts, published
+from coordinator.directory.layout import Kind
+from coordinator.directory.published import Incomplete
+from coordinator.node.node import Node, Payload
+from coordinator.protocol.shares import split_slots
+from rollout.collect import Slot, Stopped, collect
+from rollout.engines.client import EngineClient, Sampling
+from rollout.environments.demonstration import demonstration, end_of_sequence
+from rollout.environments.environment import Environment, single_turn
+from rollout.evaluation import evaluate
+from rollout.quota import Quota
+from rollout.settings import RolloutSettings
+from rollout.storage import files
+from rollout.tasks.task_set import TaskSet, group_seed
+from rollout.trajectory import Group
+
+log = logging.getLogger(__name__)
+
+
+def plan(node: Node, kind: Kind, quota: Quota) -> Payload:
+    """Split what no part holds yet by weight. By rank (as JSON writes it): `shares`, its slots in the order
+    in which it takes them, spare ones last; `needed`, how many groups of them it is to make. `short`: how
+    many are needed beyond the slots that are left.
+    """
+    directory = node.run_dir.trajectories(kind, node.iteration)
+    finished = parts.finished_groups(directory, node.header["policy"]) if quota.slots else {}
+    missing = quota.missing(finished.values())
+    if finished:
+        log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)
+    left = [slot for slot in range(quota.slots) if slot not in finished]
+    weights = {rank: member.weight for rank, member in node.record.members.items()}
+    shares = split_slots(left[:missing], weights)
+    spare = split_slots(left[missing:] if missing else [], weights)
+    return {
+        "shares": {str(rank): share + spare[rank] for rank, share in shares.items()},
+        "needed": {str(rank): len(share) for rank, share in shares.items()},
+        "short": max(0, missing - len(left)),
+    }
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a node is to generate: slot k is task `order[k]` of `tasks`."""
+
+    kind: Kind
+    slots: list[int]
+    needed: int
+    quota: Quota
+    order: Sequence[int]
+    tasks: TaskSet
+    sampling: Sampling
+    settings: RolloutSettings
+
+    @classmethod
+    def of(cls, plan: Payload, rank: int, **more: Any) -> Self:
+        """The share of `rank` in what `plan` has made."""
+        return cls(slots=plan["shares"][str(rank)], needed=plan["needed"][str(rank)], **more)
+
+
+def collect_share(node: Node, share: Share) -> Payload:
+    """Generate a share, and make its groups durable as they finish; says how many of them are short."""
+    node.progress(0, share.needed)
+    if not share.needed:
+        return {"short": 0}
+    policy = node.policy(node.header["policy_iteration"])
+    if policy.digest != node.header["policy"]:
+        raise Incomplete(
+            f"{policy.directory} holds policy {policy.digest} here, but {node.header['policy']} on the "
+            "master; give all nodes the same model"
+        )
+    node.engine.ensure(policy, node.settings.engine, node.check, node.adapters)
+    place = (share.kind, node.iteration, node.rank, node.record.epoch, policy.digest)
+    verify = node.engine.check_serves
+    writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
+    try:
+        return {"short": asyncio.run(_collect(node, share, writer))}
+    except Stopped:
+        node.check()
+        raise
+    finally:
+        node.persist(writer.flush)
+
+
+async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
+    """Collect the share; meanwhile make finished groups durable, and keep the engine alive."""
+    counted = tokens = 0
+    node.progress(0, share.needed)  # again: starting an engine is no part of the speed
+    seed, tasks = share.settings.seed, share.tasks.tasks
+    slots = [
+        Slot(slot, tasks[share.order[slot]], group_seed(seed, share.kind, node.iteration, slot))
+        for slot in share.slots
+    ]
+
+    def on_group(group: Group) -> None:
+        nonlocal counted, tokens
+        writer.add(group)
+        tokens += sum(int(sample.loss_mask.sum()) for sample in group.samples)
+        counted += share.quota.counts(group)
+        node.progress(counted, share.needed, tokens)
+
+    async def flush_regularly() -> None:
+        while True:  # a long tail must not keep back what is finished
+            await asyncio.sleep(share.settings.part_interval_s)
+            writer.flush()
+
+    async def collect_all() -> int:
+        engine = node.settings.engine
+        patience_s = node.engine.restart_patience_s(engine)
+        async with EngineClient(
+            node.engine.url,
+            model=node.engine.model,
+            request_timeout_s=engine.request_timeout_s,
+            retry_s=patience_s,
+        ) as client:
+            return await collect(
+                slots,
+                needed=share.needed,
+                counts=share.quota.counts,
+                client=client,
+                environment=_environment(node, share),
+                reward=node.inputs.reward,
+                sampling=share.sampling,
+                settings=share.settings,
+                on_group=on_group,
+                stop=node.watch.stop,
+            )
+
+    collecting = asyncio.create_task(collect_all())
+    minding = [
+        asyncio.create_task(flush_regularly()),
+        asyncio.create_task(node.engine.mind(node.settings.engine, node.check)),
+    ]
+    try:
+        done, _ = await asyncio.wait([collecting, *minding], return_when=asyncio.FIRST_COMPLETED)
+        if collecting not in done:
+            for task in done:
+                task.result()  # raises: these two never end by themselves
+        return collecting.result()
+    finally:
+        for task in (collecting, *minding):
+            task.cancel()
+        await asyncio.gather(collecting, *minding, return_exceptions=True)
+
+
+def _environment(node: Node, share: Share) -> Environment:
+    """What makes the share's groups. Demonstrations end as the model's sequences do, and are nothing to
+    evaluate a policy by: there it answers for itself.
+    """
+    environment = node.inputs.environment
+    if environment is not demonstration:
+        return environment
+    if share.kind == "eval":
+        return single_turn
+    return partial(demonstration, end_ids=end_of_sequence(node.policy(0).directory))
+
+
+def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
+    """How many of the needed groups are not made: for want of slots, and by all nodes together."""
+    short = plan["short"] + sum(said["short"] for said in payloads.values())
+    if short:
+        log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
+    return {"short": short}
+
+
+def aggregate(node: Node, kind: Kind, quota: Quota, short: int, named: Payload) -> None:
+    """Publish the manifest over the parts, those that flags have named and those that lie there."""
+    path = node.run_dir.manifest(kind, node.iteration)
+    if found := published.read_json(path):
+        if kind == "train" or found["policy"] == node.header["policy"]:
+            return
+        files.rename(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
+    elif path.name in published.names(path.parent) and published.read_json(path) is None:
+        log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
+        files.rename(path, path.with_suffix(".damaged"))
+    directory = node.run_dir.trajectories(kind, node.iteration)
+    document = parts.manifest(directory, node.iteration, quota, node.header["policy"], named, short)
+    if kind == "eval":
+        document |= evaluate(parts.read_groups(directory, document), node.settings.eval.success)
+    parts.publish_manifest(path, document)

@@ -1,0 +1,178 @@
+"""`run logs`: what the nodes have said, and what they say, from the files of the run directory.
+
+Directories are listed and files are opened anew each time, since a client may show an open file as it was;
+nothing is looked up that no listing has shown.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from coordinator.directory import published
+from coordinator.directory.layout import Beat, RunDir
+from coordinator.protocol.records import read_beat
+from coordinator.protocol.snapshot import parse
+from coordinator.settings import SettingsError
+from coordinator.views.run import Run
+from coordinator.views.status_text import plain
+
+POLL_S = 0.5
+LIST_POLLS = 4
+"""Directories are listed every so many polls, for new processes and files."""
+BLOCK_BYTES = 64 * 1024
+
+_RANK = re.compile(r"rank_(\d{4,})", re.ASCII)
+_NODE = re.compile(r"node\.(\d+)\.log", re.ASCII)
+_ENGINE = re.compile(r"engine\.(\d+)\.(\d+)\.log", re.ASCII)
+_TRAINER = re.compile(r"trainer\.e(\d+)\.i(\d+)\.(\d+)\.log", re.ASCII)
+
+
+def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
+    """Print the last `lines` of each log: of all nodes, or of `rank` with its engine and trainer; `follow`:
+    and what comes, until interrupted. SettingsError if there is none.
+    """
+    run_dir = Run(root).run_dir
+    ranks = ranks_with_logs(run_dir)
+    if not ranks or rank not in {None, *ranks}:
+        asked = "" if rank is None else f" of rank {rank}"
+        there = f"there are those of {', '.join(map(str, ranks))}" if ranks else "no node has written any yet"
+        raise SettingsError(f"{run_dir.root / 'logs'}: no logs{asked}; {there}")
+    printer = LogPrinter(run_dir, rank, sys.stdout)
+    try:
+        found = printer.begin(lines, whole=not follow)
+        if not (found or follow):
+            raise SettingsError(f"{run_dir.logs(rank or ranks[0])}: no logs there yet; -f waits for them")
+        polls = 0
+        while follow:
+            time.sleep(POLL_S)
+            polls += 1
+            printer.poll(look=polls % LIST_POLLS == 0)
+    except BrokenPipeError:  # `run logs | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def ranks_with_logs(run_dir: RunDir) -> list[int]:
+    """The ranks that have a directory for logs."""
+    found = map(_RANK.fullmatch, published.names(run_dir.logs(0).parent))
+    return sorted(int(match[1]) for match in found if match)
+
+
+class LogPrinter:
+    """Prints logs as `tail` does: each file under a line that names it, once more when the file changes."""
+
+    def __init__(self, run_dir: RunDir, rank: int | None, out: TextIO) -> None:
+        """`rank`: of this one alone, its engine and trainer included; None: of all, the nodes' own."""
+        self._run_dir = run_dir
+        self._rank = rank
+        self._out = out
+        self._offsets: dict[Path, int] = {}
+        """By file, how many bytes are printed."""
+        self._followed: list[Path] = []
+        self._last: Path | None = None
+
+    def begin(self, lines: int, whole: bool = False) -> int:
+        """The last lines of the newest process's files, of which there are so many; `whole`: also one that
+        has no end yet.
+        """
+        self._followed = self._files()
+        for path in self._followed:
+            try:
+                data, end = tail(path, lines)
+            except OSError:  # a moment's fault of the mount: from here on what comes
+                continue
+            unfinished = b"" if whole else data[data.rfind(b"\n") + 1 :]
+            self._offsets[path] = end - len(unfinished)
+            self._print(path, data[: len(data) - len(unfinished)])
+        return len(self._followed)
+
+    def poll(self, look: bool) -> None:
+        """What has come since; `look`: in new files too."""
+        if look:
+            self._followed += [path for path in self._files() if path not in self._followed]
+        for path in self._followed:
+            try:
+                with open(path, "rb") as file:
+                    file.seek(self._offsets.get(path, 0))
+                    data = file.read()
+            except OSError:  # it may be unreadable for a moment
+                continue
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            self._print(path, whole)
+
+    def _print(self, path: Path, data: bytes) -> None:
+        if not data:
+            return
+        if path != self._last:
+            between = "\n" if self._last else ""
+            self._out.write(f"{between}==> {path.relative_to(self._run_dir.root)} <==\n")
+            self._last = path
+        text = plain(data.decode("utf-8", "replace"))
+        self._out.write(text if text.endswith("\n") else f"{text}\n")
+        self._out.flush()
+
+    def _files(self) -> list[Path]:
+        ranks = ranks_with_logs(self._run_dir) if self._rank is None else [self._rank]
+        try:
+            beats = parse(published.names(self._run_dir.protocol)).beats
+            return [path for rank in ranks for path in self._files_of(rank, beats.get(rank))]
+        except OSError:
+            if not self._followed:
+                raise
+            return []
+
+    def _files_of(self, rank: int, beat: Beat | None) -> list[Path]:
+        directory = self._run_dir.logs(rank)
+        pid = read_beat(self._run_dir, beat).get("pid") if beat else None
+        names = newest_process(directory, published.names(directory), pid)
+        return [directory / name for name in names if self._rank is not None or _NODE.fullmatch(name)]
+
+
+def newest_process(directory: Path, names: Sequence[str], pid: int | None) -> list[str]:
+    """The logs of one process: the node's own, and the last ones of its engine and its trainer. Of engines
+    the one that was written last: in containers every process of a rank may have the same pid.
+
+    Of process `pid`, which beats; if it has none, of the one whose log was written last.
+    """
+    nodes = {number: name for (number,), name in _found(_NODE, names)}
+    engines = _found(_ENGINE, names)
+    if pid not in {*nodes, *(numbers[0] for numbers, _ in engines)}:
+        pid = max(nodes, key=lambda number: _written_s(directory / nodes[number]), default=None)
+    own = sorted(
+        (_written_s(directory / name), numbers, name)
+        for numbers, name in engines
+        if pid in {numbers[0], None}
+    )
+    trainers = [name for _, name in _found(_TRAINER, names)]
+    return [*([nodes[pid]] if pid in nodes else []), *(name for _, _, name in own[-1:]), *trainers[-1:]]
+
+
+def _found(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[tuple[int, ...], str]]:
+    """(its numbers, the name) of each that is of this kind, by the numbers."""
+    matches = filter(None, map(pattern.fullmatch, names))
+    return sorted((tuple(map(int, match.groups())), match[0]) for match in matches)
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def tail(path: Path, lines: int) -> tuple[bytes, int]:
+    """(the last `lines` of a file, an unfinished one included; its size), read from its end."""
+    with open(path, "rb") as file:
+        end = start = file.seek(0, os.SEEK_END)
+        data = b""
+        while start and data[:-1].count(b"\n") < lines:
+            step = min(BLOCK_BYTES, start)
+            start -= step
+            file.seek(start)
+            data = file.read(step) + data
+    pieces = data.split(b"\n")
+    return b"\n".join(pieces[-lines - data.endswith(b"\n") :]), end

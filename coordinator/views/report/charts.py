@@ -1,0 +1,245 @@
+"""Numbers as shapes: the geometry of the page's charts, which the template draws as SVG. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.views.report.timeline import CATEGORIES, Bar, Timeline
+from coordinator.views.report.values import TINY, is_number
+
+WIDTH, HEIGHT = 360, 190
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
+"""Of a chart, in its own units: one is a pixel on a phone."""
+
+POINTS = 240
+"""A longer line is drawn by the mean of so many stretches, with a band from the least to the most."""
+MARKED = 40
+"""Up to so many points are marked each."""
+
+SAME = 1e-9
+"""Values that differ by less than this, of the largest, are drawn as one."""
+
+Points = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart, in the chart's units."""
+
+    label: str
+    path: str
+    band: str
+    """The outline of what a mean hides; empty where every point is drawn."""
+    marks: list[tuple[float, float, str]]
+    """x, y, text."""
+    readings: list[tuple[float, int, str]]
+    """For whoever points at the chart: x, iteration, value."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A line chart over iterations."""
+
+    title: str
+    note: str
+    unit: str
+    curves: list[Curve]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    summary: str
+    """Its lines in words."""
+
+
+def nice_ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
+    """Round numbers in about `count` steps, the first <= low, the last >= high; `whole`: integers."""
+    span = high - low or abs(high) or 1.0
+    rough = max(span / count, 1.0) if whole else span / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(
+        power * factor
+        for factor in ((1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
+        if power * factor >= rough * (1 - 1e-9)
+    )
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
+
+
+def number_text(value: float) -> str:
+    """`0.61`, `1240`, `12.3k`, `1e-06`: three digits or so."""
+    if abs(value) >= 10_000:
+        scaled, unit = (value / 1e6, "M") if abs(value) >= 1e6 else (value / 1e3, "k")
+        return f"{scaled:.3g}{unit}"
+    return f"{value:.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]]) -> Chart:
+    """A chart of the lines (label, [(iteration, value)]); those without a value to draw are left out."""
+    lines = [(label, found) for label, points in lines if (found := _drawable(points))]
+    iterations = [iteration for _, points in lines for iteration, _ in points] or [0]
+    values = [value for _, points in lines for _, value in points] or [0.0]
+    first, last = min(iterations), max(iterations)
+    ticks = nice_ticks(*_range(values), 4)
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+    def x(iteration: float) -> float:
+        middle = (LEFT + right) / 2
+        return middle if first == last else LEFT + (right - LEFT) * (iteration - first) / (last - first)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - TOP) * (value - ticks[0]) / (ticks[-1] - ticks[0])
+
+    curves: list[Curve] = []
+    for label, points in lines:
+        stretches = _stretches(points)
+        means = [
+            (sum(n for n, _ in part) / len(part), sum(v for _, v in part) / len(part)) for part in stretches
+        ]
+        band = ""
+        if len(stretches) < len(points):
+            upper = [(n, max(v for _, v in part)) for (n, _), part in zip(means, stretches, strict=True)]
+            lower = [(n, min(v for _, v in part)) for (n, _), part in zip(means, stretches, strict=True)]
+            band = _path([(x(n), y(v)) for n, v in [*upper, *reversed(lower)]]) + "Z"
+        marks = points if len(points) <= MARKED else points[-1:]
+        text = f"iteration {{}}: {label} {{}}{unit}"
+        curves.append(
+            Curve(
+                label,
+                _path([(x(n), y(v)) for n, v in means]),
+                band,
+                [(round(x(n), 1), round(y(v), 1), text.format(n, number_text(v))) for n, v in marks],
+                [(round(x(n), 1), round(n), number_text(v)) for n, v in means],
+            )
+        )
+    return Chart(
+        title,
+        note,
+        unit,
+        curves,
+        [(round(x(n), 1), str(n)) for n in _iteration_ticks(first, last)],
+        [(round(y(tick), 1), number_text(tick)) for tick in ticks],
+        "; ".join(_words(label if len(lines) > 1 else "", points, unit) for label, points in lines),
+    )
+
+
+def _drawable(points: Points) -> Points:
+    return [(n, value if abs(value) >= TINY else 0.0) for n, value in points if is_number(value)]
+
+
+def _words(label: str, points: Points, unit: str) -> str:
+    """`training 0.1 to 0.8`."""
+    first, last = number_text(points[0][1]), number_text(points[-1][1])
+    return f"{label} {first} to {last}{unit}".strip() if len(points) > 1 else f"{label} {last}{unit}".strip()
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """From zero, unless all of it is far from there."""
+    low, high = min(values), max(values)
+    same = high - low <= SAME * max(abs(low), abs(high))
+    if low >= 0 and (low < 0.6 * high or same):
+        return 0.0, high or 1.0
+    return (2 * low, 0.0) if same else (low, high)
+
+
+def _iteration_ticks(first: int, last: int) -> list[int]:
+    ticks = {round(tick) for tick in nice_ticks(first, last, 6, whole=True)} if last > first else {first}
+    return sorted(tick for tick in ticks if first <= tick <= last)
+
+
+def _stretches(points: Points) -> list[Points]:
+    """The points, or stretches of as many neighbours each."""
+    size = math.ceil(len(points) / POINTS)
+    return [points[start : start + size] for start in range(0, len(points), size)]
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+SCALE = 1000.0
+"""A timeline's width in its own units; it is stretched to the page's."""
+VISIBLE = 0.7
+"""What is narrower than this is not drawn."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a lane, from x, so wide."""
+
+    x: float
+    width: float
+    lane: int
+    style: str
+    """Its category, and `wait`, `broken` or `open`."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A timeline as drawn: a lane a rank."""
+
+    title: str
+    seconds: float
+    ranks: list[int]
+    lane_px: int
+    blocks: list[Block]
+    ticks: list[tuple[float, str]]
+    """Percent of the width, text."""
+    missing: list[int]
+    """Ranks whose clock cannot be related to the master's."""
+
+    @property
+    def height_px(self) -> int:
+        return self.lane_px * len(self.ranks)
+
+    @property
+    def bar_px(self) -> int:
+        return self.lane_px - (1 if self.lane_px < 12 else 4)
+
+
+def lanes(timeline: Timeline, title: str) -> Lanes:
+    """The timeline of an iteration, its lanes the thinner the more nodes there are."""
+    ranks = sorted(timeline.bars)
+    lane_px = 22 if len(ranks) <= 8 else 14 if len(ranks) <= 24 else 6
+    scale = SCALE / max(timeline.seconds, 1e-6)
+    blocks = [
+        block
+        for lane, rank in enumerate(ranks)
+        for bar in timeline.bars[rank]
+        for block in _blocks(bar, lane, scale)
+        if block.width >= VISIBLE
+    ]
+    ticks = [tick for tick in nice_ticks(0.0, timeline.seconds, 4) if tick <= 0.88 * timeline.seconds]
+    return Lanes(
+        title,
+        timeline.seconds,
+        ranks,
+        lane_px,
+        blocks,
+        [(round(tick * scale / SCALE * 100, 2), f"{tick:g} s") for tick in ticks],
+        [rank for rank in ranks if not timeline.bars[rank]],
+    )
+
+
+def _blocks(bar: Bar, lane: int, scale: float) -> list[Block]:
+    """Work, waiting, and the work that concludes the row; a row without an end is one block."""
+    span, category = bar.span, CATEGORIES.get(bar.span.row, "other")
+    seconds = bar.end_s - bar.begin_s
+
+    def block(begin_s: float, end_s: float, style: str, what: str) -> Block:
+        text = f"rank {span.rank} {span.row}: {what}"
+        width = round((end_s - begin_s) * scale, 1)
+        return Block(round(begin_s * scale, 1), width, lane, f"{category} {style}".strip(), text)
+
+    if span.state != "whole":
+        said = "broken off after" if span.state == "broken" else "so far"
+        return [block(bar.begin_s, bar.end_s, span.state, f"{said} {seconds:.1f} s")]
+    lead_s = span.work_s - span.then_s
+    loaded_s = bar.begin_s + min(span.load_s, lead_s)
+    worked_s = min(bar.begin_s + lead_s, bar.end_s)
+    waited_s = max(worked_s, bar.end_s - span.then_s)
+    pieces = [block(loaded_s, worked_s, "", f"{lead_s:.1f} s of work")]
+    if span.load_s:
+        start = block(bar.begin_s, loaded_s, "", f"{span.load_s:.1f} s for the engine to start")
+        pieces.insert(0, Block(start.x, start.width, lane, "load", start.text))
+    pieces.append(block(worked_s, waited_s, "wait", f"{span.wait_s:.1f} s of waiting"))
+    return [*pieces, block(waited_s, bar.end_s, "", f"{span.then_s:.1f} s of work to conclude it")]

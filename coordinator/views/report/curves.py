@@ -1,0 +1,71 @@
+"""Which metrics are drawn, and how."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.views.report.charts import Chart, chart
+from coordinator.views.report.values import is_number, numbers
+
+CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Reward",
+        "mean of all samples",
+        "",
+        (("reward", "training"), ("eval_reward", "evaluation")),
+    ),
+    ("Loss", "mean over the optimizer's steps", "", (("loss", "loss"),)),
+    (
+        "KL",
+        "of the trainer, a token",
+        "",
+        (("kl_engine", "to the engine"), ("kl_reference", "to the reference")),
+    ),
+    ("Entropy", "nats a token", "", (("entropy", "entropy"),)),
+    ("Length", "tokens generated a sample", "", (("length", "tokens"),)),
+    ("Truncated", "samples cut at rollout.max_tokens", " %", (("truncated", "cut"),)),
+    ("Gradient norm", "before clipping", "", (("grad_norm", "norm"),)),
+    ("Clipped", "tokens whose ratio was clipped", " %", (("clip_fraction", "clipped"),)),
+    ("Seconds", "of an iteration", " s", (("seconds", "seconds"),)),
+    (
+        "Tokens per second",
+        "over all nodes",
+        "",
+        (("tokens_per_s", "generated"), ("train_tokens_per_s", "trained")),
+    ),
+    ("Nodes busy", "share of the time that is work", " %", (("busy_fraction", "busy"),)),
+)
+"""Title, what it is, unit, (field of a metrics line, label)."""
+
+PERCENT = {"truncated", "clip_fraction", "busy_fraction"}
+
+
+def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, float]]:
+    """(iteration, value) wherever a line has the field; a fraction that is drawn in percent, as such."""
+    scale = 100.0 if field in PERCENT else 1.0
+    return [(line["iteration"], scale * line[field]) for line in lines if is_number(line.get(field))]
+
+
+def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Those that have data, pass@k with them."""
+    found: list[Chart] = []
+    for title, note, unit, fields in CHARTS:
+        drawn = [(label, data) for field, label in fields if (data := points(lines, field))]
+        if drawn:
+            found.append(chart(title, note, unit, drawn))
+    if passed := _pass_at(lines):
+        found.insert(1, passed)
+    return found
+
+
+def _pass_at(lines: Sequence[Mapping[str, Any]]) -> Chart | None:
+    """pass@k of the evaluations, if they have more than one sample a task."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for k, rate in numbers(line, "eval_pass_at").items():
+            curves.setdefault(f"pass@{k}", []).append((line["iteration"], 100.0 * rate))
+    drawn = list(curves.items())[-4:]
+    return (
+        chart("Pass rate", "evaluation tasks solved by one of k samples", " %", drawn)
+        if len(curves) > 1
+        else None
+    )

@@ -1,0 +1,145 @@
+"""What went wrong in a run and how it went on, from the events. Pure."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.records import MASTER
+from coordinator.protocol.snapshot import ranks_text
+from coordinator.views.report.values import seconds_of
+
+Line = Mapping[str, Any]
+
+SHOWN = 150
+"""The page shows so many, the last ones."""
+_ROWS = {phase.label: int(phase) for phase in Phase}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of the table of faults."""
+
+    epoch: int
+    iteration: int
+    """0 before the first one."""
+    row: str
+    rank: int
+    host: str
+    what: str
+    """lost, error, warning, started again, new epoch, ended."""
+    text: str
+    times: int = 1
+    until: int = 0
+    """The iteration of the last one, if there were several."""
+    went_on_s: float | None = None
+    """Seconds until this node began the next row in a newer epoch; None if nothing stopped, or for good."""
+
+
+@dataclass(frozen=True)
+class Retries:
+    """Calls on the shared directory that failed and then worked."""
+
+    rank: int
+    host: str
+    times: int
+    seconds: float
+    text: str
+    """What the last one said."""
+
+
+def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
+    """The faults that a rank's events tell, in order."""
+    found: list[Fault] = []
+    host, place, processes, epochs = "", (0, ""), 0, 0
+    went_on = _went_on(lines)
+    for index, line in enumerate(lines):
+        what, text = line["what"], str(line.get("text", ""))
+        if what in {"begin", "end"}:
+            place = (line["it"], line["row"])
+            continue
+        said = ""
+        if what == "process":
+            host, processes = str(line.get("host", "")), processes + 1
+            said = "started again" if processes > 1 else ""
+            text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}"
+        elif what == "epoch" and rank == MASTER:
+            epochs += 1
+            said = "new epoch" if epochs > 1 else ""
+            text = f"epoch {line['e']} begins with {_ranks(line.get('members', []))}"
+        elif what == "exit" and line.get("code") not in (0, None):
+            said, text = "ended", f"exit code {line['code']}: {text}"
+        elif what in {"lost", "error", "warning"}:
+            said = what
+        if said:
+            stopped = said not in {"warning", "new epoch"}
+            whom = line["rank"] if what == "lost" and isinstance(line.get("rank"), int) else rank
+            seconds = went_on[index] if stopped else None
+            found.append(Fault(line["e"], *place, whom, host, said, text, went_on_s=seconds))
+    return found
+
+
+def _went_on(lines: Sequence[Line]) -> list[float | None]:
+    """For each line, seconds until the rank next began a row, if it did so in a newer epoch on that clock."""
+    hosts = list(itertools.accumulate(lines, _host_after, initial=""))[1:]
+    result: list[float | None] = [None] * len(lines)
+    begun: Line | None = None
+    begun_on = ""
+    for index in range(len(lines) - 1, -1, -1):
+        line = lines[index]
+        if line["what"] == "begin":
+            begun, begun_on = line, hosts[index]
+        elif begun is not None and begun_on == hosts[index] and begun["e"] > line["e"]:
+            result[index] = begun["t"] - line["t"] if begun["t"] >= line["t"] else None
+    return result
+
+
+def _host_after(host: str, line: Line) -> str:
+    return str(line.get("host", "")) if line["what"] == "process" else host
+
+
+def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
+    """Those of all ranks, in order; warnings that differ in numbers alone are one line."""
+    hosts = {rank: _host(found) for rank, found in lines.items()}
+    faults = [
+        replace(fault, host=hosts.get(fault.rank, "")) if fault.what == "lost" else fault
+        for rank, found in lines.items()
+        for fault in faults_of(rank, found)
+    ]
+    faults.sort(key=lambda fault: (fault.epoch, fault.iteration, _ROWS.get(fault.row, 0)))
+    merged: dict[object, Fault] = {}
+    for fault in faults:
+        key: object = fault
+        if fault.what == "warning":
+            key = (fault.rank, re.sub(r"\d+", "0", fault.text))
+        first = merged.setdefault(key, fault)
+        if first is not fault:
+            merged[key] = replace(first, times=first.times + 1, until=fault.iteration)
+    return list(merged.values())
+
+
+def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:
+    """Per rank, the calls that had to be repeated."""
+    found: list[Retries] = []
+    for rank, events in sorted(lines.items()):
+        said = [line for line in events if line["what"] == "retry"]
+        if said:
+            seconds = sum(seconds_of(line, "seconds") for line in said)
+            found.append(Retries(rank, _host(events), len(said), seconds, str(said[-1].get("text", ""))))
+    return found
+
+
+def _host(lines: Sequence[Line]) -> str:
+    return next((str(line.get("host", "")) for line in reversed(lines) if line["what"] == "process"), "")
+
+
+def _ranks(members: Any) -> str:
+    """`rank 0`, `ranks 0, 1, 2`, `64 nodes`."""
+    if not isinstance(members, list):
+        return "its members"
+    ranks = [rank for rank in members if isinstance(rank, int)]  # pyright: ignore[reportUnknownVariableType]
+    if not ranks:
+        return "its members"
+    return ranks_text(ranks) if len(ranks) <= 8 else f"{len(ranks)} nodes"

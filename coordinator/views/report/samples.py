@@ -1,0 +1,149 @@
+"""Groups to read: of an iteration the one with the best mean reward, the worst and the median one."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.views.report.values import is_number, numbers
+from rollout.storage import files
+from rollout.trajectory import DamagedPart, decode_part, part_for_people
+
+SAMPLES = 4
+"""Of a group so many are shown: the best, the worst, and some between."""
+PROMPT_CHARACTERS, TEXT_CHARACTERS = 1_200, 1_600
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """A sample as shown."""
+
+    text: str
+    reward: float | None
+    tokens: int | None
+    cut: bool
+    """By rollout.max_tokens."""
+
+
+@dataclass(frozen=True)
+class GroupText:
+    """A group as shown; `place` is best, median or worst."""
+
+    place: str
+    task_id: str
+    prompt: str
+    reward: float
+    """The mean."""
+    size: int
+    samples: list[SampleText]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The groups of an iteration; none if its files are gone."""
+
+    iteration: int
+    groups: list[GroupText]
+
+
+def reading(run_dir: RunDir, iteration: int) -> Reading:
+    """The groups to read of an iteration's training trajectories."""
+    manifest = published.read_manifest(run_dir, "train", iteration) or {}
+    found: list[GroupText] = []
+    means = numbers(manifest, "rewards")
+    rewards = {str(int(slot)): mean for slot, mean in means.items() if slot.isdecimal()}
+    for place, slot in chosen_slots(rewards).items():
+        record = _record(run_dir.trajectories("train", iteration), manifest, slot)
+        if record is not None:
+            found.append(group_text(place, record, rewards[str(slot)]))
+    return Reading(iteration, found)
+
+
+def chosen_slots(rewards: Mapping[str, float]) -> dict[str, int]:
+    """{"best": slot, "median": slot, "worst": slot} by mean reward; fewer if there are fewer groups."""
+    order = sorted(rewards, key=lambda slot: (-rewards[slot], int(slot)))
+    places = {"best": 0, "worst": len(order) - 1, "median": len(order) // 2}
+    slots: dict[str, int] = {}
+    for place, index in places.items():
+        if order and int(order[index]) not in slots.values():
+            slots[place] = int(order[index])
+    return {place: slots[place] for place in ("best", "median", "worst") if place in slots}
+
+
+def _record(directory: Path, manifest: Mapping[str, Any], slot: int) -> dict[str, Any] | None:
+    """A slot's group as the file for people has it, from there or from the part; None without either."""
+    for entry in manifest.get("parts", []):
+        if slot not in entry["slots"]:
+            continue
+        path = directory / str(entry["file"])
+        there = published.names(directory)
+        try:
+            if path.with_suffix(".jsonl").name in there:
+                lines = files.read(path.with_suffix(".jsonl")).splitlines()
+                if (record := _of_slot(lines, slot)) is not None:
+                    return record
+            if path.name in there:
+                groups = decode_part(files.read(path))[1]
+                return _of_slot(part_for_people(groups, rank=0, model_version="").encode().splitlines(), slot)
+        except (OSError, DamagedPart):
+            continue
+    return None
+
+
+def _of_slot(lines: Sequence[bytes], slot: int) -> dict[str, Any] | None:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("slot") == slot:  # pyright: ignore[reportUnknownMemberType]
+            return record  # pyright: ignore[reportUnknownVariableType]
+    return None
+
+
+def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:
+    """What the page shows of a group: long texts are cut."""
+    samples = _samples(record)
+    samples.sort(key=_worse)
+    last = len(samples) - 1
+    count = min(SAMPLES, len(samples))
+    wanted = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+    texts = [
+        SampleText(
+            shortened(str(sample.get("text", "")), TEXT_CHARACTERS),
+            _number(sample, "reward"),
+            tokens if isinstance(tokens := sample.get("tokens"), int) else None,
+            sample.get("finish_reason") == "length",
+        )
+        for sample in (samples[index] for index in wanted)
+    ]
+    prompt = shortened(str(record.get("prompt", "")), PROMPT_CHARACTERS)
+    return GroupText(place, str(record.get("task_id", "")), prompt, reward, len(samples), texts)
+
+
+def _samples(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    said: Any = record.get("samples")
+    return [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []  # pyright: ignore
+
+
+def _worse(sample: Mapping[str, Any]) -> float:
+    """The larger, the worse; the worst has no reward."""
+    reward = _number(sample, "reward")
+    return float("inf") if reward is None else -reward
+
+
+def _number(sample: Mapping[str, Any], name: str) -> float | None:
+    value = sample.get(name)
+    return float(value) if value is not None and is_number(value) else None
+
+
+def shortened(text: str, characters: int) -> str:
+    """The beginning and the end, if it is longer."""
+    if len(text) <= characters:
+        return text
+    head, tail = 2 * characters // 3, characters // 3
+    left_out = len(text) - head - tail
+    return f"{text[:head]}\n[... {left_out:,} characters left out ...]\n{text[-tail:]}"

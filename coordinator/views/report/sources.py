@@ -1,0 +1,124 @@
+"""What the page is made from, as read from the run directory: events, the newest epoch's record."""
+
+import json
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.protocol.records import EpochRecord, Records
+from coordinator.protocol.snapshot import parse
+from coordinator.views.report.values import is_number
+from rollout.storage.retry import retry
+
+Line = dict[str, Any]
+"""An event; `t`, `n`, `e` and `what` are there, and `it` and `row` in a `begin` or `end`."""
+
+BUDGET_BYTES = 48_000_000
+"""Of the events of all nodes together so much is read whole; of what is older, the rows are skipped."""
+TOGETHER = 1024
+"""So many lines are parsed at a time."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """By rank, the events in the order of its file."""
+
+    lines: dict[int, list[Line]]
+    skipped: bool
+    """The files are long, and older iterations' rows were skipped (all other events are there)."""
+    unreadable: list[str]
+    """Names that are there and could not be read, whatever the filesystem said."""
+
+    @property
+    def whole(self) -> bool:
+        return not self.skipped and not self.unreadable
+
+
+def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
+    """The events of every rank that has some; lines that are torn or not events are left out."""
+    directory = run_dir.events(0).parent
+    try:
+        names = published.names(directory)
+    except OSError:
+        return Events({}, False, [directory.name])
+    ranks = {rank: path for name in names if (rank := _rank(path := directory / name)) >= 0}
+    lines: dict[int, list[Line]] = {}
+    unreadable: list[str] = []
+    skipped = False
+    for rank, path in sorted(ranks.items()):
+        try:
+            texts, all_of_it = _texts(path, budget_bytes // len(ranks))
+        except OSError:
+            unreadable.append(path.name)
+            continue
+        skipped = skipped or not all_of_it
+        if found := list(_events(texts)):
+            lines[rank] = found
+    return Events(lines, skipped, unreadable)
+
+
+def _rank(path: Path) -> int:
+    """Of `rank_0001.jsonl`; -1 for another name."""
+    number = path.stem.removeprefix("rank_")
+    return int(number) if path.suffix == ".jsonl" and number.isascii() and number.isdecimal() else -1
+
+
+def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
+    """The lines of a file that may be events, and whether that is all: of what lies before the last
+    `budget_bytes` only those that are not rows. OSError if it cannot be read, or is no file.
+    """
+
+    def read() -> tuple[list[str], bool]:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer
+            raise OSError(f"{path} is no file")
+        skip, place = about.st_size - budget_bytes, 0
+        texts: list[str] = []
+        with path.open("rb") as file:
+            for text in file:
+                place += len(text)
+                if text.startswith(b"{") and (place > skip or b'"row"' not in text):
+                    texts.append(text.decode("utf-8", "replace"))
+        return texts, skip <= 0
+
+    return retry("read", path, read)
+
+
+def _events(texts: list[str]) -> Iterator[Line]:
+    """What the lines tell, if they are events."""
+    for start in range(0, len(texts), TOGETHER):
+        yield from filter(is_event, _parsed(texts[start : start + TOGETHER]))
+
+
+def _parsed(texts: list[str]) -> list[Any]:
+    """What the lines say; those that are torn are left out."""
+    try:
+        found = json.loads(f"[{','.join(texts)}]")  # many together take half the time
+        if len(found) == len(texts):
+            return found
+    except ValueError:
+        pass
+    if len(texts) <= 1:
+        return []
+    middle = len(texts) // 2
+    return _parsed(texts[:middle]) + _parsed(texts[middle:])
+
+
+def is_event(line: Any) -> bool:
+    """Whether it has what every event has."""
+    try:
+        whole = all(is_number(line[name]) for name in ("t", "n", "e")) and isinstance(line["what"], str)
+        if line["what"] in {"begin", "end"}:
+            whole = whole and isinstance(line["it"], int) and line["it"] >= 0 and isinstance(line["row"], str)
+        return whole and (line["what"] != "end" or (is_number(line["work_s"]) and line["work_s"] >= 0.0))
+    except (TypeError, KeyError):
+        return False
+
+
+def newest_record(run_dir: RunDir) -> EpochRecord | None:
+    """The current epoch's record: its settings and members."""
+    return Records(run_dir).newest(parse(published.names(run_dir.protocol)).records)

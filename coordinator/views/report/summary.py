@@ -1,0 +1,137 @@
+"""The top of the page: how the run stands, in numbers that anybody understands, and what to do next. Pure."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.views import status_text
+from coordinator.views.report.curves import points
+from coordinator.views.report.figures import Balance
+from coordinator.views.report.values import is_number
+
+Lines = Sequence[Mapping[str, Any]]
+
+RECENT = 10
+"""Iterations that advice is based on."""
+MUCH_TRUNCATED = 0.1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do next, and the command or option that does it, if there is one."""
+
+    text: str
+    command: str = ""
+
+
+def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
+    """Rewards, iterations, hours, how busy the nodes were; those that there are."""
+    found = [
+        _change("Reward", points(lines, "reward")),
+        _change("Evaluation", points(lines, "eval_reward")),
+    ]
+    done = len({line["iteration"] for line in lines})
+    of = f" of {status['iterations']}" if status["iterations"] else ""
+    found.append(Tile("Iterations", f"{done}{of}", f"with {nodes_text(status['num_nodes'])}"))
+    seconds = [value for _, value in points(lines, "seconds")]
+    if seconds:
+        each = f"{duration(sorted(seconds)[len(seconds) // 2])} an iteration"
+        found.append(Tile("Time", duration(sum(seconds)), each))
+    busy = [
+        (line["busy_fraction"], line["seconds"]) for line in lines if _has(line, "busy_fraction", "seconds")
+    ]
+    if total := sum(spent for _, spent in busy):
+        share = sum(fraction * spent for fraction, spent in busy) / total
+        found.append(Tile("Nodes busy", f"{100 * share:.0f} %", "of the time; the rest they waited"))
+    if speeds := points(lines, "tokens_per_s"):
+        found.append(Tile("Generated", f"{speeds[-1][1]:,.0f}", "tokens a second, last iteration"))
+    return [tile for tile in found if tile is not None]
+
+
+def _change(label: str, values: Sequence[tuple[int, float]]) -> Tile | None:
+    """`0.120 -> 0.810`."""
+    if not values:
+        return None
+    (first, before), (last, after) = values[0], values[-1]
+    if first == last:
+        return Tile(label, f"{after:.3f}", f"iteration {last}")
+    return Tile(label, f"{before:.3f} \N{RIGHTWARDS ARROW} {after:.3f}", f"iteration {first} to {last}")
+
+
+def _has(line: Mapping[str, Any], *names: str) -> bool:
+    return all(is_number(line.get(name)) for name in names)
+
+
+def duration(seconds: float) -> str:
+    """`4.1 s`: many rows take less than a second."""
+    return status_text.duration(seconds, digits=1)
+
+
+def nodes_text(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"
+
+
+def advice(
+    root: Path, status: status_text.Status, lines: Lines, weights: Balance | None, checkpoint: int | None
+) -> list[Advice]:
+    """What a person would do next."""
+    found: list[Advice] = []
+    path = shlex.quote(str(root))
+    if status["state"] == "holding":
+        found += _holding(root, status)
+    elif status["state"] == "stopped":
+        where = f"iteration {status['iteration']}" if status["iteration"] else "the start"
+        text = (
+            f"It stopped in {where}. The same command again on each node goes on from there. What they said:"
+        )
+        found.append(Advice(text, f"run logs --log-path {path}"))
+    elif status["state"] == "finished" and checkpoint:
+        command = f"run export --iteration {checkpoint} --log-path {path} -o DIR"
+        found.append(
+            Advice("It is done. A copy of the newest model, verified, for the Hub or a server:", command)
+        )
+    if weights is not None and weights.worth_it:
+        saved = weights.now_s - weights.then_s
+        found.append(
+            Advice(
+                f"The rollout waits for its slowest node. These weights, from the next start on, would save "
+                f"about {duration(saved)} of {duration(weights.now_s)} an iteration:",
+                weights.option,
+            )
+        )
+    cut = [line["truncated"] for line in lines if _has(line, "truncated")][-RECENT:]
+    if cut and sum(cut) / len(cut) > MUCH_TRUNCATED:
+        share = 100 * sum(cut) / len(cut)
+        found.append(
+            Advice(
+                f"{share:.0f} % of the samples of late are cut before they end; if their answers are meant "
+                "to be so long, give them more tokens:",
+                "rollout.max_tokens=...",
+            )
+        )
+    return found
+
+
+def _holding(root: Path, status: status_text.Status) -> list[Advice]:
+    """The command that brings each node back that it holds for; of many the first ones."""
+    command = f"run status --log-path {shlex.quote(str(root))} --watch"
+    found = [line.partition(": ") for line in status_text.repairs(status, root)]
+    if not found:
+        return [Advice("It holds until its nodes are there.", command)]
+    shown = [
+        Advice(f"It holds. {what[:1].upper()}{what[1:]}:", repair)
+        for what, _, repair in found[: status_text.NAMED]
+    ]
+    more = len(found) - len(shown)
+    return [*shown, Advice(f"It holds for {nodes_text(more)} more:", command)] if more else shown

@@ -1,0 +1,188 @@
+"""Events as spans of time, and the spans of an iteration on one clock. Pure: no file is read here.
+
+No two machines' clocks are compared by what they show. A worker sees the end of a row at once after the
+master's flag for it, so the least of (worker's end - master's end) over the rows of an iteration is how far
+its clock is ahead of the master's; clocks drift, so it is taken for each iteration anew.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.records import MASTER
+from coordinator.views.report.values import seconds_of
+
+Category = Literal["rollout", "load", "train", "save", "other"]
+
+
+def _category(phase: Phase) -> Category:
+    if phase in {Phase.ENGINE_STOPPED, Phase.ENGINE_RESTARTED}:
+        return "load"
+    if phase == Phase.CHECKPOINT:
+        return "save"
+    if phase in {Phase.ITERATION_START, Phase.ITERATION_END}:
+        return "other"
+    return "rollout" if phase < Phase.ENGINE_STOPPED else "train"
+
+
+CATEGORIES: dict[str, Category] = {phase.label: _category(phase) for phase in Phase}
+"""What a row is counted as."""
+
+BREAKS = frozenset({"epoch", "process", "exit", "begin"})
+"""What ends a row that has no end of its own."""
+
+
+class Span(NamedTuple):
+    """A row on a node, in seconds of that node's clock."""
+
+    rank: int
+    clock: str
+    """Host, and how often its clock has begun anew. Times of one clock can be compared."""
+    process: int
+    """Counts the processes of the rank."""
+    epoch: int
+    iteration: int
+    row: str
+    begin_s: float
+    end_s: float
+    work_s: float
+    """Own work, engine starts and the conclusion included; 0 in a row that was broken off."""
+    load_s: float
+    """Of the work: starts of an engine."""
+    then_s: float
+    """Of the work: the master's conclusion, at the end of the row, when it has waited for the others."""
+    state: Literal["whole", "broken", "open"]
+    """broken: another line came before its end; open: nothing came after it."""
+
+    @property
+    def wait_s(self) -> float:
+        """Waiting for others; the time of a broken row is neither work nor waiting."""
+        return max(0.0, self.end_s - self.begin_s - self.work_s) if self.state == "whole" else 0.0
+
+
+def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """The rows of a rank from its events; what a superseded process still said is left out."""
+    found: list[Span] = []
+    clocks: dict[str, int] = defaultdict(int)
+    host, process, newest, last_s, load_s = "", 0, 0, 0.0, 0.0
+    begun: Mapping[str, Any] | None = None
+
+    def span(
+        end_s: float, state: Literal["whole", "broken", "open"], work_s: float = 0.0, then_s: float = 0.0
+    ) -> Span:
+        assert begun is not None
+        place = (begun["e"], begun["it"], begun["row"], begun["t"])
+        return Span(rank, f"{host}#{clocks[host]}", process, *place, end_s, work_s, load_s, then_s, state)
+
+    for line in lines:
+        if line["n"] < newest:
+            continue
+        newest, what = line["n"], line["what"]
+        if begun is not None and what in BREAKS:
+            found.append(span(last_s if what == "process" else line["t"], "broken"))
+            begun = None
+        if what == "process":
+            process += 1
+            clocks[str(line.get("host", ""))] += line["t"] < last_s and line.get("host") == host
+            host = str(line.get("host", ""))
+        elif what == "begin":
+            begun, load_s = line, 0.0
+        elif (
+            what == "end" and begun is not None and line["it"] == begun["it"] and line["row"] == begun["row"]
+        ):
+            seconds = max(0.0, line["t"] - begun["t"])
+            work_s = min(line["work_s"], seconds)
+            found.append(span(line["t"], "whole", work_s, min(seconds_of(line, "then_s"), work_s)))
+            begun = None
+        elif what == "engine_ready" and begun is not None:
+            load_s += max(0.0, min(seconds_of(line, "seconds"), line["t"] - begun["t"]))
+        last_s = line["t"]
+    return [*found, span(last_s, "open")] if begun is not None else found
+
+
+class Bar(NamedTuple):
+    """A span on the clock of its iteration: seconds since the iteration began."""
+
+    begin_s: float
+    end_s: float
+    span: Span
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The nodes of an iteration side by side."""
+
+    iteration: int
+    seconds: float
+    bars: dict[int, list[Bar]]
+    """By rank; a rank whose clock cannot be related to the master's has none."""
+
+
+class Timelines:
+    """The iterations of a run, from the spans of its ranks."""
+
+    def __init__(
+        self, spans: Mapping[int, Sequence[Span]], here_s: Mapping[int, float] | None = None
+    ) -> None:
+        """`here_s`: how long the ranks have been in the rows that are open, where it is known."""
+        self._spans: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+        for rank, found in spans.items():
+            for span in found:
+                if span.state == "open":
+                    span = span._replace(end_s=max(span.end_s, span.begin_s + (here_s or {}).get(rank, 0.0)))
+                self._spans[span.iteration][rank].append(span)
+
+    @property
+    def iterations(self) -> list[int]:
+        """Those that the master has begun, in order."""
+        return sorted(number for number, ranks in self._spans.items() if MASTER in ranks)
+
+    def seconds(self, iteration: int) -> float:
+        """How long it took, by the master's clock."""
+        spans = self._masters(iteration)
+        return max(span.end_s for span in spans) - min(span.begin_s for span in spans)
+
+    def of(self, iteration: int) -> Timeline:
+        """All nodes; if the master went on upon another machine, from there on."""
+        zero_s = min(span.begin_s for span in self._masters(iteration))
+        bars: dict[int, list[Bar]] = {}
+        for rank, spans in sorted(self._spans[iteration].items()):
+            ahead = {clock: self._ahead_s(iteration, rank, clock) for clock in {span.clock for span in spans}}
+            bars[rank] = [
+                Bar(max(0.0, span.begin_s - ahead_s - zero_s), span.end_s - ahead_s - zero_s, span)
+                for span in spans
+                if (ahead_s := ahead[span.clock]) is not None and span.end_s - ahead_s >= zero_s
+            ]
+        seconds = max((bar.end_s for found in bars.values() for bar in found), default=0.0)
+        return Timeline(iteration, seconds, bars)
+
+    def _masters(self, iteration: int) -> list[Span]:
+        """The master's spans on the last clock that it had in this iteration."""
+        spans = self._spans[iteration][MASTER]
+        return [span for span in spans if span.clock == spans[-1].clock]
+
+    def _ahead_s(self, iteration: int, rank: int, clock: str) -> float | None:
+        """How far this clock of the rank is ahead of the master's; None if that is not known."""
+        masters = self._masters(iteration)[-1].clock
+        if clock == masters:
+            return 0.0
+        by_distance = sorted(self._spans, key=lambda number: abs(number - iteration))
+        for number in by_distance[:NEIGHBOURS]:
+            ends = _ends(self._spans[number].get(MASTER, []), masters)
+            seen = _ends(self._spans[number].get(rank, []), clock)
+            if common := ends.keys() & seen.keys():
+                return min(seen[row] - ends[row] for row in common)
+        return None
+
+
+def _ends(spans: Sequence[Span], clock: str) -> dict[tuple[int, str], float]:
+    """When the rows (by epoch and name) ended that have an end, by one clock."""
+    return {
+        (span.epoch, span.row): span.end_s for span in spans if span.state == "whole" and span.clock == clock
+    }
+
+
+NEIGHBOURS = 9
+"""In so many iterations around it a common row is looked for."""

@@ -1,0 +1,176 @@
+"""The state of a run in words: for `run status`, and for what is shown while it goes on. Pure."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from coordinator.protocol.records import MASTER
+
+NAMED = 3
+"""So many of the ranks that are waited for are named."""
+WAITED_S = 1.0
+"""Shorter waits are not worth a word."""
+GIB = 2**30
+
+Status = dict[str, Any]
+Node = dict[str, Any]
+
+
+_SEEN = {
+    **{code: f"^{chr(code ^ 64)}" for code in (*range(32), 127) if chr(code) not in "\t\n"},
+    **{code: f"\\x{code:02x}" for code in range(128, 160)},
+}
+
+
+def plain(text: str) -> str:
+    """`text` with its control characters spelled (`^[` for ESC), all but tabs and line ends: what others
+    have written must not move the cursor, or rename the window, of a terminal that shows it.
+    """
+    return text.replace("\r\n", "\n").translate(_SEEN)
+
+
+def one_line(text: str) -> str:
+    """As `plain`, without tabs and line ends."""
+    return plain(text).replace("\n", "^J").replace("\t", "^I")
+
+
+def all_plain(content: Any) -> Any:
+    """JSON, as it was read, with `one_line` of all its strings but the keys."""
+    if isinstance(content, str):
+        return one_line(content)
+    if isinstance(content, dict):
+        return {key: all_plain(value) for key, value in cast("dict[str, Any]", content).items()}
+    if isinstance(content, list):
+        return [all_plain(value) for value in cast("list[Any]", content)]
+    return content
+
+
+def duration(seconds: float, digits: int = 0) -> str:
+    """`34 s` (with so many `digits` after the point), `12 min`, `3.2 h`, `2.1 days`."""
+    if seconds < 100:
+        return f"{seconds:.{digits}f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def is_going(status: Status) -> bool:
+    """Whether there is anything to wait for."""
+    return status["state"] in {"running", "holding"}
+
+
+def where(status: Status) -> str:
+    """`iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
+    of = f" of {status['iterations']}" if status["iterations"] else ""
+    text = f"iteration {status['iteration']}{of}, {status['phase']}"
+    if not is_going(status):
+        return text
+    master = status["nodes"][MASTER]
+    text += f" for {duration(master['row_s'])}" if master["row_s"] >= WAITED_S else ""
+    left_s = status["rollout_left_s"]
+    return text if left_s is None or left_s < WAITED_S else f"{text}, about {duration(left_s)} left"
+
+
+def waiting(status: Status) -> str:
+    """`waiting for rank 2 (node-c) for 34 s`; nothing if nobody is waited for."""
+    ranks: list[int] = status["waiting_for"]
+    if not ranks or not is_going(status):
+        return ""
+    hosts = {node["rank"]: node["host"] for node in status["nodes"]}
+    several = len(set(hosts.values())) > 1
+    names = [
+        f"{rank} ({hosts[rank]})" if several and hosts.get(rank) else f"{rank}" for rank in ranks[:NAMED]
+    ]
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    since = f" for {duration(status['waiting_s'])}" if status["waiting_s"] >= WAITED_S else ""
+    return f"waiting for rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}{more}{since}"
+
+
+def repairs(status: Status, root: Path) -> list[str]:
+    """Of each node that a run holds for: the command that brings it back."""
+    if status["state"] != "holding":
+        return []
+    path = shlex.quote(str(root))
+    missing = [node for node in status["nodes"] if node["rank"] in status["waiting_for"]]
+    lines: list[str] = []
+    for node in missing:
+        if node["state"] == "alive":
+            continue
+        role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master ..."
+        place = f"on {node['host']}" if node["host"] else "on its machine"
+        lines.append(f"to bring rank {node['rank']} back, {place}: run {role} --log-path {path}")
+    return lines
+
+
+def tasks(node: Node) -> str:
+    """`37/64`."""
+    return f"{node['tasks_done']}/{node['tasks_assigned']}" if node["tasks_assigned"] else ""
+
+
+def tokens(node: Node) -> str:
+    """Tokens per second, of a node that generates: what a lost one said last is no speed."""
+    return f"{node['tokens_per_s']:,.0f}" if node["tokens_per_s"] and node["state"] == "alive" else ""
+
+
+def gpus(node: Node) -> str:
+    """`8 x 61/80 GiB 97 %`: memory and use, of one on average."""
+    found: list[dict[str, Any]] = node["gpus"]
+    if not found:
+        return ""
+    used, total = (sum(gpu.get(key) or 0 for gpu in found) / len(found) / GIB for key in _MEMORY)
+    busy = [gpu["busy"] for gpu in found if gpu.get("busy") is not None]
+    use = f" {100 * sum(busy) / len(busy):.0f} %" if busy else ""
+    return f"{f'{len(found)} x ' if len(found) > 1 else ''}{used:.0f}/{total:.0f} GiB{use}"
+
+
+_MEMORY = ("used_bytes", "total_bytes")
+
+
+def rewards(line: dict[str, Any] | None) -> str:
+    """`last finished: iteration 4, reward 0.612, eval_reward 0.900`."""
+    if line is None:
+        return ""
+    found = [f"{name} {line[name]:.3f}" for name in ("reward", "eval_reward") if line.get(name) is not None]
+    return ", ".join([f"last finished: iteration {line['iteration']}", *found])
+
+
+def render(status: Status, root: Path) -> str:
+    """The state for a person, a line a node; columns only where there is something to show."""
+    status = all_plain(status)
+    going = is_going(status)
+    place = ", ".join(filter(None, [where(status), waiting(status)]))
+    nodes: list[Node] = status["nodes"]
+    columns = [
+        _column("rank", [str(node["rank"]) for node in nodes], ">"),
+        _column("host", [node["host"][:20] for node in nodes]),
+        _column("address", [node["address"] for node in nodes]),
+        _column("state", [node["state"] for node in nodes]),
+        _column("phase", [node["phase"] for node in nodes]),
+        _column("tasks", [tasks(node) for node in nodes], ">"),
+        _column("tokens/s", [tokens(node) for node in nodes], ">"),
+        _column("GPUs", [gpus(node) for node in nodes]),
+        _column("weight", [f"{node['weight']:g}" for node in nodes], ">"),
+        _column("silent", [f"{node['silent_s']:.1f} s" for node in nodes], ">"),
+    ]
+    table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
+    lines = [
+        f"{root}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
+        place if going else f"it was last in {place}",
+        *repairs(status, root),
+        "",
+        *table,
+    ]
+    return "\n".join([*lines, *_after_a_blank(rewards(status["last_metrics"]))])
+
+
+def _column(title: str, cells: Sequence[str], align: str = "<") -> list[str]:
+    """Title and cells at one width; [] if all cells are empty."""
+    if not any(cells):
+        return []
+    width = max(map(len, [title, *cells]))
+    return [f"{text:{align}{width}}" for text in (title, *cells)]
+
+
+def _after_a_blank(*lines: str) -> Iterable[str]:
+    return ["", *lines] if any(lines) else []

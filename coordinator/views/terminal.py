@@ -1,0 +1,308 @@
+"""The live view of a run at the bottom of a terminal, under whatever else is written there.
+
+One thread reads the run directory, which may hang for minutes, and another one alone writes to the terminal,
+which may take nothing (Ctrl+S, a program behind it that no longer reads); neither a log line nor the end of
+the process ever waits for one of them. The cursor is never hidden and no mode of the terminal is changed, so
+nothing has to be restored by a process that is killed: the cursor stands at the beginning of an empty line
+below the view, where a shell's prompt may follow.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from coordinator.settings import SettingsError
+from coordinator.views.status import StatusReader
+from coordinator.views.status_text import one_line, plain
+from coordinator.views.terminal_lines import ASCII, UNICODE, filled_columns, rows_of, view
+
+READ_S = 1.5
+"""How long a reading is after the one before; longer where readings take long."""
+PAINT_S = 0.25
+OLD_S = 5.0
+"""A directory that has not answered for so long is said not to answer."""
+PATIENCE_S = 2.0
+"""How long the end may wait for a terminal that takes nothing."""
+QUEUE_TEXTS = 10_000
+"""Texts that wait for the terminal. When it has let so many pile up, further ones are dropped."""
+BATCH_TEXTS = 1_000
+"""Texts that are written at once, at most."""
+
+
+def is_terminal(file: TextIO) -> bool:
+    """Whether `file` can show a view: a terminal, and one that moves its cursor."""
+    return file.isatty() and os.environ.get("TERM", "dumb") not in {"dumb", "unknown"}
+
+
+class _Readings:
+    """The newest status of a run, read in a thread of its own: at most one reading is under way."""
+
+    def __init__(self, root: Path) -> None:
+        self.newest: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
+        """(status, lines of metrics.jsonl); replaced as a whole."""
+        self.asked_s: float | None = None
+        """When the reading that is under way was begun; None between two."""
+        self.error = ""
+        self._reader = StatusReader(root)
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="live view: read", daemon=True).start()
+
+    def end(self) -> None:
+        """No reading after the one that is under way, which nobody waits for."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._ended.wait(pause_s):
+            self.asked_s = started_s = time.monotonic()
+            try:
+                status = self._reader.read()
+                self.newest, self.error = (status, self._reader.lines), ""
+            except SettingsError as error:
+                is_there = os.path.exists(self._reader.run_dir.run_json)
+                self.error = str(error) if is_there else ""  # there may be no run yet
+            except (OSError, ValueError) as error:
+                self.error = str(error)
+            self.asked_s = None
+            pause_s = max(READ_S, 10 * (time.monotonic() - started_s))
+
+
+class LiveView:
+    """Shows a run at the bottom of a terminal from `start` to `stop`; `say` writes above it. For any thread.
+
+    Where there is no terminal, `say` just writes.
+    """
+
+    def __init__(self, root: Path, file: TextIO, share: float = 0.5, keep: bool = False) -> None:
+        """`share`: of the terminal's height, that the view may take; `keep`: leave it there at the end."""
+        self._root = root
+        self._file = file
+        self._share = share
+        self._keep = keep
+        self._console = Console(file=file, highlight=False, soft_wrap=True)
+        self._signs = UNICODE if "utf" in (file.encoding or "").lower() else ASCII
+        self._columns: set[str] = set()
+        self._readings: _Readings | None = None
+        self._painted: list[Text] = []
+        """This and `_partial` are the thread's."""
+        self._partial = ""
+        self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """Pieces of text in order; None: the end."""
+        self._dropped = 0
+        """Lines that were dropped since it was last said how many."""
+        self._lock = threading.RLock()  # a signal handler may say something
+        self._thread = threading.Thread(target=self._run, name="live view: write", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read and to paint, if the file is a terminal."""
+        if is_terminal(self._file):
+            self._file.flush()  # what follows goes past its buffer
+            self._readings = _Readings(self._root)
+            self._thread.start()
+
+    def stop(self) -> bool:
+        """Leave the terminal as if there had been no view, or with its last state (`keep`); False if it has
+        not taken that, and what was said, within PATIENCE_S.
+        """
+        if self._readings is None:
+            return True
+        self._readings.end()
+        self._said.put(None)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            return False
+        with contextlib.suppress(OSError, ValueError):  # the terminal may have gone
+            self.say("")
+        return True
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def say(self, text: str) -> None:
+        """Write `text` above the view, with what would move the cursor made visible; an unfinished line
+        waits for its end. It is dropped where the terminal has fallen too far behind: nobody waits for it.
+        Without a view `text` is written as it is; OSError, ValueError.
+        """
+        with self._lock:
+            if not self._thread.is_alive():
+                rest, _ = self._next(0.0)  # said when the thread was about to end
+                self._file.write(rest + self._partial + text)
+                self._partial = ""
+                self._file.flush()
+            elif self._said.qsize() < QUEUE_TEXTS:
+                self._said.put(text)
+            else:
+                self._dropped += text.count("\n")
+
+    def say_line(self, line: str) -> None:
+        """As `say`."""
+        self.say(f"{line}\n")
+
+    def _run(self) -> None:
+        due_s, ended = 0.0, False
+        with contextlib.suppress(OSError, ValueError):  # without a terminal there is nothing to paint
+            while not ended:
+                above, ended = self._next(max(0.0, due_s - time.monotonic()))
+                lines = self._painted
+                if ended:
+                    lines = self._lines() if self._keep else []
+                elif time.monotonic() >= due_s:
+                    lines, due_s = self._lines(), time.monotonic() + PAINT_S
+                if above or lines != self._painted:
+                    self._write(lines, above)
+
+    def _next(self, timeout_s: float) -> tuple[str, bool]:
+        """(the whole lines that wait, "" if there is none after `timeout_s`; whether `stop` has come)"""
+        texts, ended = [self._partial], False
+        with contextlib.suppress(queue.Empty):
+            while len(texts) <= BATCH_TEXTS and not ended:
+                text = self._said.get(timeout=0.0 if len(texts) > 1 else timeout_s)
+                texts.append(text or "")
+                ended = text is None
+        with self._lock:  # texts are dropped behind those that wait: the note comes when none waits
+            missing = self._dropped if self._said.empty() else 0
+            self._dropped -= missing
+        text = "".join(texts)
+        if (missing or ended) and not text.endswith("\n"):
+            text += "\n" if text else ""
+        if missing:
+            text += f"[{missing} lines are missing here: the terminal did not take them]\n"
+        whole, end, self._partial = text.rpartition("\n")
+        return plain(whole + end), ended
+
+    def _lines(self) -> list[Text]:
+        """What to show now; nothing while a shell has the terminal, or there is no run yet."""
+        if self._readings is None or not _in_foreground(self._file):
+            return []
+        note = self._note(self._readings)
+        if self._readings.newest is None:
+            return [Text(one_line(note), "red")] if note else []
+        status, metrics = self._readings.newest
+        self._columns |= filled_columns(status)
+        size = _size(self._file)
+        return view(
+            status,
+            metrics,
+            self._root,
+            width=size.columns,
+            height=int(size.lines * self._share) - 1,
+            shown=self._columns,
+            note=note,
+            signs=self._signs,
+        )
+
+    def _note(self, readings: _Readings) -> str:
+        asked_s = readings.asked_s
+        since_s = 0.0 if asked_s is None else time.monotonic() - asked_s
+        return f"no answer from {self._root} for {since_s:.0f} s" if since_s >= OLD_S else readings.error
+
+    def _write(self, lines: list[Text], above: str = "") -> None:
+        """Replace what is painted by `above`, which stays, and `lines`: in one write, so nothing flickers."""
+        width = _size(self._file).columns
+        up = sum(
+            rows_of(line, width) for line in self._painted
+        )  # of now: a narrower terminal has folded them
+        if up and not _in_foreground(self._file):  # what a shell has written since is not ours
+            up, lines = 0, []
+        with self._console.capture() as capture:
+            for line in lines:
+                self._console.print(line)
+        erase = f"\r\x1b[{up}A\x1b[J" if up else ""
+        self._painted = lines
+        data = (erase + above + capture.get()).encode(self._file.encoding or "utf-8", "replace")
+        while data:  # past the file's buffer: whoever flushes that, as Python does at its end, would wait
+            try:
+                data = data[os.write(self._file.fileno(), data) :]
+            except BlockingIOError:  # another program has made the terminal so
+                time.sleep(PAINT_S)
+
+
+def _in_foreground(file: TextIO) -> bool:
+    """Whether the terminal is this process's, or nobody knows."""
+    try:
+        return os.tcgetpgrp(file.fileno()) == os.getpgrp()
+    except OSError:
+        return True
+
+
+def _size(file: TextIO) -> os.terminal_size:
+    with contextlib.suppress(OSError):
+        size = os.get_terminal_size(file.fileno())
+        if size.columns and size.lines:  # a serial line does not know
+            return size
+    return os.terminal_size((80, 24))
+
+
+def show_until_interrupted(root: Path) -> None:
+    """The view of a run alone, on stdout; ends by KeyboardInterrupt, and leaves its last state there."""
+    with LiveView(root, sys.stdout, share=1.0, keep=True):
+        threading.Event().wait()
+
+
+class _Above(io.TextIOBase):
+    """What stands for a stream of the process while a view is below it."""
+
+    def __init__(self, shown: LiveView, stream: TextIO) -> None:
+        self._shown = shown
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        self._shown.say(text)
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+
+@contextlib.contextmanager
+def live_view(root: Path) -> Generator[None]:
+    """Show the run below what this process logs and prints; where stderr is no terminal, change nothing."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    stdout, stderr = sys.stdout, sys.stderr
+    shown = LiveView(root, stderr)
+    above = _Above(shown, stderr)
+    handlers = _handlers_of(stderr)
+    shown.start()
+    for handler in handlers:
+        handler.setStream(above)
+    sys.stderr = above
+    sys.stdout = _Above(shown, stdout) if stdout.isatty() else stdout
+    try:
+        yield
+    finally:
+        if shown.stop():  # else nothing that is said from here on is to wait for the terminal either
+            sys.stdout, sys.stderr = stdout, stderr
+            for handler in handlers:
+                handler.setStream(stderr)
+
+
+def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[Any]]:
+    handlers = [
+        cast("logging.StreamHandler[Any]", handler)
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler)
+    ]
+    return [handler for handler in handlers if handler.stream is stream]

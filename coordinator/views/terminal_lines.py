@@ -1,0 +1,203 @@
+"""The live view of a run as lines of a terminal: a line a node, what is waited for, the rewards. Pure."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from coordinator.views import status_text as words
+from coordinator.views.status_text import Node, Status, duration
+
+QUIET_S = 5.0
+"""A node is said to be silent for so long, not for less: beats and readings are seconds apart."""
+HISTORY = 40
+"""The rewards of so many iterations are drawn."""
+BAR = (6, 30)
+"""Cells of a progress bar: at least, or it is left out, and at most."""
+HOST_LETTERS = 8
+"""A host's name is not cut further than to this."""
+LEAST_ROWS = 4
+"""Of the table: its head, two nodes, and the line about the others; the rewards give way to them."""
+GAP = "  "
+STATES = {"alive": "green", "left": "red", "silent": "red", "never_seen": "yellow", "waits": "dim"}
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The characters that a terminal can show."""
+
+    done: str
+    open: str
+    levels: str
+
+
+UNICODE = Signs("━", "─", "▁▂▃▄▅▆▇█")
+ASCII = Signs("#", ".", "_.-=+*#@")
+
+
+def view(
+    status: Status,
+    lines: Sequence[dict[str, Any]],
+    root: Path,
+    *,
+    width: int,
+    height: int,
+    shown: Collection[str] = (),
+    note: str = "",
+    signs: Signs = UNICODE,
+) -> list[Text]:
+    """Lines that take `height` rows at most, as long as that leaves room for a node. They fit into `width`
+    cells, all but commands, which a person copies: a terminal folds those without a line end.
+
+    `lines`: of metrics.jsonl. `shown`: columns that stay though they are empty now (see `filled_columns`).
+    `note`: what is wrong with the reading itself.
+    """
+    status = words.all_plain(status)
+    state: str = status["state"]
+    head = Text.assemble(
+        (root.name, "bold"),
+        ": ",
+        (state, "red" if state == "holding" and status["waiting_for"] else ""),
+        f", {words.where(status)}",
+    )
+    epoch = f", epoch {status['epoch']}"
+    head.append(epoch if head.cell_len + len(epoch) <= width else "")
+    waits = Text(words.waiting(status), "red" if state == "holding" else "dim")
+    notes = [Text(words.one_line(note), "red")] if note else []
+    repairs = [Text(command) for command in words.repairs(status, root)][: max(1, height // 8)]
+    curve = _rewards(lines, width, signs)
+    around = [head, *notes, waits, *repairs]
+    room = height - sum(rows_of(line, width) for line in around)
+    curve = curve if room - len(curve) >= LEAST_ROWS else []
+    room -= len(curve)
+    table = _table(status, width, room, {*shown, *filled_columns(status)}, signs)
+    for line in (head, waits, *table, *curve):
+        line.truncate(width, overflow="crop")
+    return [*around, *table, *curve]
+
+
+def filled_columns(status: Status) -> set[str]:
+    """The columns that not every run needs, and for which this one has something to show."""
+    nodes: list[Node] = status["nodes"]
+    found = {name for name, cell in OPTIONAL.items() if any(cell(node) for node in nodes)}
+    return found | ({"host"} if len({node["host"] for node in nodes}) > 1 else set[str]())
+
+
+OPTIONAL: dict[str, Callable[[Node], str]] = {
+    "tasks": words.tasks,
+    "tokens/s": words.tokens,
+    "GPUs": words.gpus,
+}
+
+
+def _state(node: Node) -> tuple[str, str]:
+    """How a node is and for how long, and the colour of that."""
+    state: str = node["state"]
+    if state in {"alive", "silent"} and node["silent_s"] >= QUIET_S:
+        return f"silent {duration(node['silent_s'])}", STATES["silent"] if state == "silent" else ""
+    if state == "alive" and node["waiting_s"] >= words.WAITED_S:
+        return f"waits {duration(node['waiting_s'])}", STATES["waits"]
+    return state.replace("_", " "), STATES[state]
+
+
+def _table(status: Status, width: int, room: int, names: Collection[str], signs: Signs) -> list[Text]:
+    """The head and a line a node; where there is no room for all, those first that need a person's eye."""
+    nodes: list[Node] = status["nodes"]
+    rest: list[Node] = []
+    if len(nodes) + 1 > room:
+        wanted: list[int] = status["waiting_for"]
+        nodes = sorted(
+            nodes, key=lambda node: (node["state"] == "alive", node["rank"] not in wanted, node["rank"])
+        )
+        keep = max(1, room - 2)  # less the head and the line about the others
+        nodes, rest = nodes[:keep], nodes[keep:]
+    states = [_state(node) for node in nodes]
+    columns: dict[str, list[Text]] = {
+        "rank": [Text(str(node["rank"])) for node in nodes],
+        "host": [Text(node["host"]) for node in nodes],
+        "state": [Text(f"{text:<11}", style) for text, style in states],
+        "phase": [
+            Text(f"{node['phase']:<13}", style if style != "green" else "")
+            for node, (_, style) in zip(nodes, states, strict=True)
+        ],
+        **{name: [Text(cell(node)) for node in nodes] for name, cell in OPTIONAL.items()},
+    }
+    columns = {
+        name: cells for name, cells in columns.items() if name not in {"host", *OPTIONAL} or name in names
+    }
+    spare = width + len(GAP) - sum(_width(name, cells) + len(GAP) for name, cells in columns.items())
+    if spare < 0 and "host" in columns:
+        most = max(HOST_LETTERS, _width("host", columns["host"]) + spare)
+        for cell in columns["host"]:
+            cell.truncate(most, overflow="ellipsis" if signs is UNICODE else "crop")
+        spare = 0
+    if "tasks" in columns and spare > BAR[0]:
+        bars = [_bar(node, min(spare - 1, BAR[1]), signs) for node in nodes]
+        numbers = _aligned("tasks", columns["tasks"], right=True)
+        columns["tasks"] = [
+            Text.assemble(bar, " ", number) for bar, number in zip(bars, numbers[1:], strict=True)
+        ]
+    table = [_aligned(name, cells, name in {"rank", "tokens/s"}) for name, cells in columns.items()]
+    rows = [Text(GAP).join(row) for row in zip(*table, strict=True)]
+    rows[0].stylize("dim")
+    return [*rows, *([_rest(rest)] if rest else [])]
+
+
+def _rest(nodes: Sequence[Node]) -> Text:
+    alive = sum(node["state"] == "alive" for node in nodes)
+    how = "all alive" if alive == len(nodes) else f"{alive} of them alive"
+    return Text(f"... and {len(nodes)} more, {how}", "dim")
+
+
+def _width(name: str, cells: Sequence[Text]) -> int:
+    return max(len(name), *(cell.cell_len for cell in cells))
+
+
+def _aligned(name: str, cells: Sequence[Text], right: bool = False) -> list[Text]:
+    """The title and the cells, padded to one width."""
+    width = _width(name, cells)
+    padded = [Text(name), *(cell.copy() for cell in cells)]
+    for cell in padded:
+        cell.align("right" if right else "left", width)
+    return padded
+
+
+def _bar(node: Node, cells: int, signs: Signs) -> Text:
+    total = node["tasks_assigned"]
+    if not total:
+        return Text(" " * cells)
+    done = min(cells, cells * node["tasks_done"] // total)
+    return Text.assemble((signs.done * done, "green"), (signs.open * (cells - done), "dim"))
+
+
+def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[Text]:
+    """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 in iteration 9`; nothing before the first one."""
+    rewards = [line["reward"] for line in lines if line.get("reward") is not None]
+    scores = [line for line in lines if line.get("eval_reward") is not None]
+    text = Text()
+    if scores:
+        last = scores[-1]
+        text.append(f"evaluation {last['eval_reward']:.3f} in iteration {last['iteration']}")
+    if rewards:
+        room = width - text.cell_len - len("reward -0.000  -0.000    ")
+        levels = sparkline(rewards[-max(1, min(HISTORY, room)) :], signs.levels)
+        drawn = rewards[-len(levels) :]
+        first = f"{drawn[0]:.3f} " if len(drawn) > 1 else ""
+        text = Text.assemble(f"reward {first}", (levels, "green"), f" {drawn[-1]:.3f}   ", text)
+    return [Text(), text] if text else []
+
+
+def sparkline(values: Sequence[float], levels: str) -> str:
+    """A character a value, from the lowest of them to the highest; of equal ones all at half the height."""
+    low, high = min(values), max(values)
+    if high == low:
+        return levels[len(levels) // 2 - 1] * len(values)
+    top = len(levels) - 1
+    return "".join(levels[round((value - low) / (high - low) * top)] for value in values)
+
+
+def rows_of(line: Text, width: int) -> int:
+    """How many rows a line takes in a terminal of this width."""
+    return max(1, -(-line.cell_len // width))

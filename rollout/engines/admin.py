@@ -1,0 +1,295 @@
+"""The administrator of a server that generates: its health, its weights, its memory.
+
+The paths are those that vLLM opens under VLLM_SERVER_DEV_MODE=1; the embedded server has them too.
+"""
+
+import http.client
+import json
+import os
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollout.engines.client import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, excerpt, parse_answer
+from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, tensor_names
+
+LOADING = "loading"
+"""The weight version of an engine whose weights are being replaced; no policy has it as its digest."""
+DROPPED = "dropped"
+"""The weight version of an engine that sleeps without its weights."""
+PROBE = "probe.json"
+"""Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, what `prompt_logprobs` must be."""
+
+_ADAPTER = "policy-"
+
+
+def adapter_name(digest: str) -> str:
+    """The model that a request names to be answered by the adapter of this policy, and by no other."""
+    return f"{_ADAPTER}{digest}"
+
+
+class EngineDead(EngineError):
+    """The server answers, but what generates behind it has ended (503)."""
+
+
+class EngineAdmin:
+    """The engine's health and weights; plain blocking calls, each with a timeout. Raises EngineError."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        after_reload: Sequence[str] = (),
+        timeout_s: float = 30.0,
+        drain_timeout_s: float = 1800.0,
+    ) -> None:
+        """`after_reload`: as rollout.engines.servers.Server has it; `timeout_s`: of a quick call;
+        `drain_timeout_s`: of those that wait for running requests or move weights.
+        """
+        parts = urllib.parse.urlsplit(base_url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"engine URL {base_url!r} must look like http://127.0.0.1:8000")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/")
+        self._base_url = base_url.rstrip("/")
+        self._after_reload = after_reload
+        self._timeout_s = timeout_s
+        self._drain_timeout_s = drain_timeout_s
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether the engine answers that it is well."""
+        return self.health(timeout_s) is True
+
+    def health(self, timeout_s: float = 5.0) -> bool | None:
+        """True: it is well; False: it says that it is dead, and does not come back; None: no such answer."""
+        try:
+            self._call("GET", "/health", timeout_s=timeout_s)
+        except EngineDead:
+            return False
+        except EngineError:
+            return None
+        return True
+
+    def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
+        """Wait until the engine answers; EngineError after `timeout_s`, or once `alive()` says its process is
+        gone.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        pause_s = FIRST_RETRY_S
+        while not self.healthy():
+            if not alive():
+                raise EngineError(f"the engine for {self._base_url} exited before it answered; see its log")
+            if time.monotonic() + pause_s > give_up_at:
+                raise EngineError(
+                    f"{self._base_url} did not become healthy within {timeout_s:g} s; see its log"
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, LONGEST_RETRY_S)
+
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return str(self._get("/v1/models", "data")[0]["id"])
+
+    def policy(self) -> str | None:
+        """The weight version: the digest given at the last reload; None while weights are being replaced, or
+        after that has failed, or when they were dropped.
+        """
+        version = self._version()
+        return None if version in (LOADING, DROPPED) else version
+
+    def name_policy(self, digest: str) -> None:
+        """Say which policy the weights are that the engine was started with."""
+        self._set_version(digest)
+
+    def reload(
+        self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Replace the weights by those of a model directory; from then on `policy()` is `digest`.
+
+        The files are verified first, against the tensors (names and shapes) of the model directory `like` if
+        given, since vLLM accepts a directory with tensors missing and then generates garbage; WeightsError
+        leaves the engine as it was, serving. An EngineError may leave it with half of the weights: it stays
+        paused and has no policy, so that it cannot serve them. Reload a good checkpoint, or restart it. A
+        sleeping engine is woken.
+        """
+        if is_adapter(path):
+            raise WeightsError(f"{os.fspath(path)}: is an adapter, not a whole model; load its model first")
+        _check(path, like)
+        asleep = self.is_sleeping()
+        # vLLM calls a paused engine asleep too, and waking it would resume it: not one with half of the
+        # weights, which an earlier reload has left paused.
+        if asleep and self._version() != LOADING:
+            self.wake("weights")
+        self._admin("/pause?mode=wait")
+        self._set_version(LOADING)
+        reload_weights = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
+        try:
+            self._admin("/collective_rpc", reload_weights)
+            for method in self._after_reload:
+                self._admin("/collective_rpc", {"method": method})
+            # Without it vLLM goes on with keys and values of the old weights: wrong outputs, no error.
+            if not self._admin("/reset_prefix_cache").get("success", True):
+                raise EngineError("the prefix cache was not reset: requests are still running")
+            if asleep:
+                self.wake("kv_cache")  # which resumes vLLM, so it comes last
+        except EngineError as error:
+            raise EngineError(
+                f"loading {os.fspath(path)} into {self._base_url} failed, it stays paused; "
+                f"reload a good checkpoint or restart it: {error}"
+            ) from error
+        self._set_version(digest)
+        self._admin("/resume")
+
+    def load_adapter(
+        self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Serve an adapter to the engine's model, under `adapter_name(digest)`, in the place of any adapter
+        before it; from then on `policy()` is `digest`. The files are verified first, as by `reload`.
+
+        WeightsError, or EngineError where the engine refuses it, leaves what was served before. A sleeping
+        engine is woken; one whose weights are not whole has to `reload` its model first.
+        """
+        if not is_adapter(path):
+            raise WeightsError(f"{os.fspath(path)}: is a whole model, not an adapter")
+        _check(path, like)
+        if self._version() in (LOADING, DROPPED):
+            raise EngineError(f"{self._base_url} has no weights to add an adapter to: reload its model first")
+        if self.is_sleeping():
+            self.wake()
+        name = adapter_name(digest)
+        self._admin("/pause?mode=wait")
+        try:
+            body = {"lora_name": name, "lora_path": os.fspath(path), "load_inplace": True}
+            self._adapters("/v1/load_lora_adapter", body)
+            # vLLM's prefix cache knows adapters by name and path, which are the same if it is loaded again.
+            if not self._admin("/reset_prefix_cache").get("success", True):
+                raise EngineError("the prefix cache was not reset: requests are still running")
+            for model in self._get("/v1/models", "data"):
+                if model["id"].startswith(_ADAPTER) and model["id"] != name:
+                    self._adapters("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+            self._set_version(digest)
+        finally:
+            self._admin("/resume")
+
+    def sleep(self, level: int) -> None:
+        """Free the accelerator's memory: 1 keeps the weights in host memory, 2 drops them. Running requests
+        end first.
+        """
+        if level == 2:
+            self._set_version(DROPPED)  # waking alone brings no weights back: nothing says so otherwise
+        self._admin(f"/sleep?level={level}&mode=wait")
+
+    def wake(self, *tags: str) -> None:
+        """Undo sleep, for `weights` or `kv_cache` alone if named."""
+        self._admin("/wake_up" + "".join(f"{'&' if n else '?'}tags={tag}" for n, tag in enumerate(tags)))
+
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps, in whole or in part; to vLLM a paused engine does too."""
+        return bool(self._get("/is_sleeping", "is_sleeping"))
+
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], replica: int = 0, *, model: str | None = None
+    ) -> list[float]:
+        """Natural logprobs, at temperature 1, of `token_ids[1:]`, each after all before it.
+
+        `replica`: which of the copies of the model behind a data-parallel server is asked; `model`: the name
+        of an adapter.
+        """
+        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        if model is not None:
+            body["model"] = model
+        path = "/v1/completions"
+        answer = self._call(
+            "POST",
+            path,
+            body,
+            timeout_s=self._drain_timeout_s,
+            headers={"X-data-parallel-rank": str(replica)},
+        )
+        try:
+            _first, *entries = answer["choices"][0]["prompt_logprobs"]
+            pairs = zip(entries, token_ids[1:], strict=True)
+            return [float(entry[str(token_id)]["logprob"]) for entry, token_id in pairs]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"POST {self._base_url}{path} answered without the prompt's logprobs ({error!r}): "
+                f"{json.dumps(answer)[:500]}"
+            ) from error
+
+    def _version(self) -> str:
+        return str(self._get("/weight_info", "weight_version"))
+
+    def _set_version(self, version: str) -> None:
+        self._admin("/update_weight_version", {"new_version": version})
+
+    def _get(self, path: str, key: str) -> Any:
+        answer = self._call("GET", path, timeout_s=self._timeout_s)
+        if key not in answer:
+            raise EngineError(f"GET {self._base_url}{path} answered without {key!r}: {answer}")
+        return answer[key]
+
+    def _admin(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._call("POST", path, body, timeout_s=self._drain_timeout_s)
+
+    def _adapters(self, path: str, body: dict[str, Any]) -> None:
+        """A call that vLLM has only if it was started for it, and answers with plain text."""
+        status, data = self._send("POST", path, body, timeout_s=self._drain_timeout_s)
+        if status >= 400:
+            raise EngineError(
+                f"POST {self._base_url}{path} {body['lora_name']}: {status}: {excerpt(data)}; for adapters a "
+                "vLLM server must see the run's directory, and run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+                "and with --enable-lora --max-lora-rank=(trainer.lora.rank or more)"
+            )
+
+    def _call(self, method: str, path: str, *request: Any, **settings: Any) -> dict[str, Any]:
+        """As `_send`; the answer's JSON, or EngineError."""
+        status, data = self._send(method, path, *request, **settings)
+        if status == 404:
+            raise EngineError(
+                f"{method} {self._base_url}{path}: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"
+            )
+        return parse_answer(f"{method} {self._base_url}{path}", status, data)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """The status of the answer and its body; EngineDead for 503."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(
+                method, self._prefix + path, data, {"Content-Type": "application/json", **(headers or {})}
+            )
+            response = connection.getresponse()
+            answer = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{method} {self._base_url}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status == 503:
+            raise EngineDead(f"{method} {self._base_url}{path}: 503: {excerpt(answer)}")
+        return response.status, answer
+
+
+def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) -> None:
+    check_model_dir(path)
+    if like is not None:
+        _check_same_tensors(path, like)
+
+
+def _check_same_tensors(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
+    found = {name: shape for name, (_, shape) in tensor_names(path).items()}
+    wanted = {name: shape for name, (_, shape) in tensor_names(like).items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise WeightsError(
+                f"{os.fspath(path)}: tensor {name!r} has shape {found.get(name, 'none (it is missing)')}, "
+                f"in {os.fspath(like)} it has {wanted.get(name, 'none (it is missing)')}"
+            )

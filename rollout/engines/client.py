@@ -1,0 +1,227 @@
+"""A server that generates, seen by who generates: a client for completions.
+
+Both servers, vLLM and the embedded one, speak the OpenAI completions API with token ids.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic_core import from_json
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_EXCERPT = 500
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 1.0
+_FAILING_S = 60.0
+"""For how long an engine may answer with errors: one that dies does so before its process is gone (vLLM's
+front end for 8 s after its engine core, longer on a busy machine)."""
+
+
+class EngineError(RuntimeError):
+    """The engine failed: it is not there, does not answer in time, or answers with an error."""
+
+
+class RequestRefused(EngineError):
+    """The engine is well, but this request is not (400, 413, 422): its prompt is too long, say."""
+
+
+class AdapterMissing(EngineError):
+    """The engine has no such adapter (404): one that was started anew gets it in a moment."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled. `seed`: completion j of `n` is drawn with seed + j; None: any."""
+
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion; `logprobs`: natural, one for each of `token_ids`, of the distribution sampled from."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+
+
+class EngineClient:
+    """Completions over HTTP, as many at once as are asked for. An async context manager; one event loop only.
+
+    A connection that is refused or breaks is tried again until `retry_s` has passed since it began to fail
+    (a server may be restarting): with a seed the answer is the same, so a repeat does no harm.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        request_timeout_s: float = 1800.0,
+        retry_s: float = 10.0,
+    ) -> None:
+        """`model`: the adapter that is asked (rollout.engines.admin.adapter_name); None: the model itself."""
+        self._base_url = base_url.rstrip("/")
+        self._model = model
+        self._request_timeout_s = request_timeout_s
+        self._retry_s = retry_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        import aiohttp  # here, because it takes 0.15 s and `run --help` imports this module too
+
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self._request_timeout_s),
+        )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
+        """The `sampling.n` completions of a prompt (text, or token ids that are taken as they are).
+
+        Raises RequestRefused or another EngineError.
+        """
+        request = completion_request(prompt, sampling)
+        answer = await self._post(
+            "/v1/completions", request | ({"model": self._model} if self._model else {})
+        )
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            completions = [_completion(choice) for choice in choices]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
+                f"{json.dumps(answer)[:_EXCERPT]}; it must support return_token_ids and logprobs"
+            ) from error
+        if len(completions) != sampling.n:
+            raise EngineError(
+                f"{self._base_url} returned {len(completions)} completions, asked for {sampling.n}"
+            )
+        return completions
+
+    async def tokenize(self, text: str | Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of chat messages (through the chat template, with the generation prompt), or of plain
+        text that continues something (no special tokens are added).
+        """
+        if isinstance(text, str):
+            body: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
+        else:
+            body = {"messages": list(text), "add_generation_prompt": True}
+        return await self._tokenize(body)
+
+    async def tokenize_whole(self, text: str | Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a sequence that nothing is to follow: chat messages without the generation prompt, or
+        plain text with the special tokens of a sequence, as `generate` reads a text.
+        """
+        if isinstance(text, str):
+            return await self._tokenize({"prompt": text, "add_special_tokens": True})
+        return await self._tokenize({"messages": list(text), "add_generation_prompt": False})
+
+    async def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        answer = await self._post("/tokenize", body)
+        if "tokens" not in answer:
+            raise EngineError(f"{self._base_url}/tokenize returned no tokens: {str(answer)[:_EXCERPT]}")
+        return answer["tokens"]
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        import aiohttp
+
+        url = self._base_url + path
+        pause_s, failing_since_s = FIRST_RETRY_S, None
+        while True:
+            started_s = time.monotonic()
+            try:
+                return await self._post_once(url, body)
+            except TimeoutError as error:
+                raise EngineError(f"POST {url}: no answer within {self._request_timeout_s:g} s") from error
+            except RequestRefused:
+                raise
+            except (aiohttp.ClientError, EngineError) as error:  # the latter: it answers 500 while it dies
+                now_s = time.monotonic()
+                answers = isinstance(error, EngineError)
+                was_well = not answers and now_s - started_s > LONGEST_RETRY_S  # it had taken the request
+                if failing_since_s is None or was_well:
+                    pause_s, failing_since_s = FIRST_RETRY_S, now_s
+                fails = answers and not isinstance(error, AdapterMissing)
+                patience_s = min(self._retry_s, _FAILING_S) if fails else self._retry_s
+                if now_s + pause_s > failing_since_s + patience_s:
+                    raise EngineError(
+                        f"POST {url}: {type(error).__name__}: {error}; tried again for {patience_s:g} s. "
+                        "Is the engine still running? Its log says more"
+                    ) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    async def _post_once(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._session is None:
+            raise RuntimeError("EngineClient is used outside of `async with`")
+        async with self._session.post(url, json=body) as response:
+            data = await response.read()
+        if response.status == 404 and "model" in body:
+            raise AdapterMissing(f"POST {url}: 404: {excerpt(data)}")
+        return parse_answer(f"POST {url}", response.status, data)
+
+
+def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:
+    """The body of a request for completions."""
+    return {
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop": list(sampling.stop),
+        "seed": sampling.seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+        # vLLM takes what a request leaves open from the model's generation_config.json, and e.g. Qwen2.5
+        # ships a repetition penalty there: the logprobs would be of another policy than the trainer's.
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def _completion(choice: dict[str, Any]) -> Completion:
+    token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    if len(token_ids) != len(logprobs):
+        raise ValueError(f"{len(token_ids)} token ids, {len(logprobs)} logprobs")
+    return Completion(
+        choice["prompt_token_ids"], token_ids, logprobs, choice["text"], str(choice["finish_reason"])
+    )
+
+
+def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
+    """The JSON of an answer; RequestRefused or another EngineError where it is none, or says no."""
+    if status >= 400:
+        kind = RequestRefused if status in (400, 413, 422) else EngineError
+        raise kind(f"{call}: {status}: {excerpt(data)}")
+    try:
+        # Pydantic's is twice as fast as json.loads.
+        answer = from_json(data.decode(errors="replace")) if data else {}
+    except ValueError as error:
+        raise EngineError(f"{call}: {status}, but no JSON: {excerpt(data)}") from error
+    return answer if isinstance(answer, dict) else {"answer": answer}
+
+
+def excerpt(data: bytes) -> str:
+    """The beginning of an answer, for a message."""
+    return data[:_EXCERPT].decode(errors="replace")

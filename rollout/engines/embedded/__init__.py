@@ -1,0 +1,1 @@
+"""The embedded engine: a server on PyTorch that needs neither a GPU nor vLLM."""

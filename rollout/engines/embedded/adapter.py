@@ -1,0 +1,110 @@
+"""An adapter (LoRA) in the embedded engine: merged into its model, W + scale B A for each layer it names.
+
+The layers' own weights are kept beside, for the next adapter: as much memory again as these layers take, and
+once more while an adapter is being loaded.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rollout.engines.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightsError, check_model_dir, is_adapter
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."
+_ALLOWED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # How training began, unless it changed the model's own weights as `pissa` and others do.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
+"""Values of adapter_config.json that a plain sum of W and B A computes."""
+_UNIMPORTANT = {
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
+    *("r", "lora_alpha", "use_rslora", "megatron_core", "qalora_group_size"),
+}
+"""What does not change the sum, or is read. Anything else may: only a value that asks for nothing passes."""
+
+
+class MergedAdapter:
+    """The adapter in a model's weights; none at first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own: dict[str, nn.Parameter] = {}
+        """Weights of layers as they are without an adapter, by the layer's name."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the model's weights are other than its own."""
+        return bool(self._own)
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """Put this adapter in the place of the one before. WeightsError leaves everything as it was."""
+        check_model_dir(directory)
+        if not is_adapter(directory):
+            raise WeightsError(f"{directory}: has no {ADAPTER_CONFIG}, so it is no adapter")
+        scale = _scale(Path(directory) / ADAPTER_CONFIG)
+        try:
+            tensors = load_file(Path(directory) / ADAPTER_WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{directory}: {ADAPTER_WEIGHTS} cannot be read: {error}") from error
+        merged: dict[str, nn.Parameter] = {}
+        for name in sorted({name.removesuffix(_A).removesuffix(_B) for name in tensors}):
+            if not {name + _A, name + _B} <= tensors.keys():
+                raise WeightsError(f"{directory}: {name!r} is not a pair of lora_A and lora_B")
+            layer = name.removeprefix(_PREFIX)
+            own: Tensor = self._own[layer] if layer in self._own else self._weight(layer, directory)
+            merged[layer] = _sum(own, scale, tensors[name + _B], tensors[name + _A], name, directory)
+        for layer, weight in {**self._own, **merged}.items():
+            module: Any = self._model.get_submodule(layer)
+            self._own.setdefault(layer, module.weight)
+            module.weight = weight
+
+    def _weight(self, layer: str, directory: str | os.PathLike[str]) -> Tensor:
+        try:
+            module: Any = self._model.get_submodule(layer)
+        except AttributeError:
+            raise WeightsError(f"{directory}: the model has no layer {layer!r}") from None
+        if not isinstance(module, nn.Linear):
+            raise WeightsError(
+                f"{directory}: layer {layer!r} is a {type(module).__name__}; the embedded engine takes "
+                "adapters of linear layers only, use vLLM"
+            )
+        return module.weight
+
+
+def _sum(
+    own: Tensor, scale: float, b: Tensor, a: Tensor, name: str, directory: str | os.PathLike[str]
+) -> nn.Parameter:
+    """`own` + scale B A, (out, in), computed in float32 at least."""
+    if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != own.shape or a.shape[0] != b.shape[1]:
+        raise WeightsError(
+            f"{directory}: {name!r} is {tuple(b.shape)} x {tuple(a.shape)}, "
+            f"the model's weight there is {tuple(own.shape)}"
+        )
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    total = torch.addmm(own.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
+    return nn.Parameter(total.to(own.dtype), requires_grad=False)
+
+
+def _scale(file: Path) -> float:
+    """What B A is multiplied by; WeightsError if the adapter is more than that."""
+    config: dict[str, Any] = json.loads(file.read_bytes())
+    for key, value in config.items():
+        fits = value in _ALLOWED[key] if key in _ALLOWED else key in _UNIMPORTANT or not value
+        if not fits:
+            raise WeightsError(f"{file}: {key}={value!r} is not supported by the embedded engine, use vLLM")
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise WeightsError(f"{file}: gives no r and lora_alpha to scale by: {error!r}") from error

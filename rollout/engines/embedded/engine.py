@@ -1,0 +1,282 @@
+"""The embedded engine: one thread that owns a model and decodes everybody's requests together.
+
+Rows join the running batch and leave it at every step (continuous batching). Whatever else is to be done with
+the model (pausing, new weights) is done by the same thread, between two steps.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Literal, TypeVar
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from rollout.engines.embedded.adapter import MergedAdapter
+from rollout.engines.embedded.batch import Batch, Generation, Row
+from rollout.engines.embedded.weights import ModelWeights
+from rollout.engines.weights import WeightsError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+QUIET_S, GATHER_S = 0.004, 0.1
+"""Decoding begins once no request has come for so long, or has been waited for for so long."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine's thread ended; the cause says why."""
+
+
+class EngineBusy(RuntimeError):
+    """Not while requests are running: pause first."""
+
+
+class TorchEngine(threading.Thread):
+    """`start()` it; every method may be called from any thread and returns a future."""
+
+    def __init__(self, model_dir: str | os.PathLike[str], *, dtype: torch.dtype, max_batch: int) -> None:
+        super().__init__(name="engine", daemon=True)
+        self._dtype = dtype
+        self._max_batch = max_batch
+        self._weights = ModelWeights(model_dir, dtype)
+        model = self._weights.model
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.max_model_len = int(
+            getattr(model.config.get_text_config(), "max_position_embeddings", 2**31 - 1)
+        )
+        self._eos_ids = _eos_ids(model)
+        # Its own, for stop strings: a tokenizer is not made to be used by two threads.
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self._batch = Batch(model)
+        self._adapter = MergedAdapter(model)
+        self._waiting: deque[Row] = deque()
+        self._paused = False
+        self._drained: list[Future[None]] = []
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return self._failure is None and self.is_alive()
+
+    def submit(self, generation: Generation) -> "Future[list[Row]]":
+        """Queue a request, first come first served. Its future fails with EngineStopped."""
+        self._post(lambda: self._waiting.extend(generation.rows), generation.future)
+        return generation.future
+
+    def pause(self, mode: Literal["abort", "wait"]) -> "Future[None]":
+        """Start no further request; done when those that had started are finished (`abort`: cut short, and
+        the waiting ones with them).
+        """
+        drained: Future[None] = Future()
+
+        def pause() -> None:
+            self._paused = True
+            if mode == "abort":
+                self._abort()
+            self._drained.append(drained)
+
+        self._post(pause, drained)
+        return drained
+
+    def resume(self) -> "Future[None]":
+        """Start requests again; a pause that still waits fails with EngineBusy."""
+
+        def resume() -> None:
+            self._paused = False
+            for drained in self._drained:
+                _fail(drained, EngineBusy("resumed before the running requests were finished"))
+            self._drained.clear()
+
+        return self._call(resume)
+
+    def prompt_logprobs(self, token_ids: list[int]) -> "Future[list[float]]":
+        """Logprobs, at temperature 1, of `token_ids[1:]`."""
+        return self._call(lambda: self._batch.prompt_logprobs(token_ids))
+
+    def reload(self, model_dir: str | os.PathLike[str]) -> "Future[None]":
+        """Replace the weights. The new ones are read beside the old ones and take their place only when they
+        are whole: WeightsError, or EngineBusy while requests run, leave everything as it was.
+        """
+        return self._call(lambda: self._reload(model_dir))
+
+    def load_adapter(self, adapter_dir: str | os.PathLike[str]) -> "Future[None]":
+        """Merge an adapter into the model's own weights, in the place of the one before, with the same care
+        as `reload`.
+        """
+
+        def load() -> None:
+            self._check_drained()
+            self._adapter.load(adapter_dir)
+
+        return self._call(load)
+
+    def run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while True:
+                    self._work_off_inbox()
+                    if not self._batch.rows and self._is_worth_waiting():
+                        self._let_them_come()
+                    self._admit()
+                    if self._batch.rows:
+                        self._take(0, *self._batch.step())
+                    self._tell_drained()
+        except Exception as error:  # the thread's last resort: nobody may wait for it any longer
+            log.critical("the engine stopped", exc_info=True)
+            self._stop(error)
+
+    def _is_worth_waiting(self) -> bool:
+        """Whether what waits would share steps with what comes: a prompt that is scored takes only one."""
+        return self._may_start_next() and any(row.generation.max_tokens > 1 for row in self._waiting)
+
+    def _let_them_come(self) -> None:
+        """Before anything is decoded, take what is on its way: rows that join one by one cost a step each."""
+        give_up_at = time.monotonic() + GATHER_S
+        with contextlib.suppress(queue.Empty):
+            while time.monotonic() < give_up_at:
+                message, _ = self._inbox.get(timeout=QUIET_S)
+                message()
+
+    def _work_off_inbox(self) -> None:
+        """Do what was asked for; with nothing to decode, wait for something."""
+        idle = not self._batch.rows and not self._may_start_next()
+        try:
+            message, _ = self._inbox.get(block=idle)
+            message()
+            while True:
+                message, _ = self._inbox.get_nowait()
+                message()
+        except queue.Empty:
+            pass
+
+    def _admit(self) -> None:
+        free = self._max_batch - len(self._batch.rows)
+        # A prefill costs as much as a step: while more rows wait than fit, collect places for it.
+        if len(self._waiting) > free and free < self._max_batch // 8:
+            return
+        rows: list[Row] = []
+        while len(rows) < free and self._may_start_next():
+            row = self._waiting.popleft()
+            if not row.generation.future.cancelled():
+                row.generation.started = True
+                rows.append(row)
+        if rows:
+            begin = len(self._batch.rows)
+            self._take(begin, *self._batch.join(rows))
+
+    def _may_start_next(self) -> bool:
+        """Whether the first waiting row may start: while paused, only if its request has started already."""
+        return bool(self._waiting) and (not self._paused or self._waiting[0].generation.started)
+
+    def _take(self, begin: int, tokens: list[int], logprobs: list[float]) -> None:
+        """Give the rows from `begin` on what was drawn for them; those that are finished leave the batch."""
+        rows = self._batch.rows
+        going_on = list(range(begin))
+        for i, (row, token, logprob) in enumerate(zip(rows[begin:], tokens, logprobs, strict=True), begin):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.finish_reason = self._finish_reason(row)
+            if row.finish_reason is not None:
+                _deliver(row.generation)
+            elif not row.generation.future.cancelled():
+                going_on.append(i)
+        if len(going_on) < len(rows):
+            self._batch.keep(going_on)
+
+    def _finish_reason(self, row: Row) -> str | None:
+        generation = row.generation
+        if row.token_ids[-1] in self._eos_ids:
+            return "stop"
+        if generation.stop:
+            row.stop_string = self._completed_stop_string(row)
+            if row.stop_string is not None:
+                return "stop"
+        return "length" if len(row.token_ids) >= generation.max_tokens else None
+
+    def _completed_stop_string(self, row: Row) -> str | None:
+        # A token may hold less than a character (bytes of UTF-8 at worst), so four tokens a character and a
+        # few for the tokenizer's context are enough; earlier ones were looked at in earlier steps.
+        window = 4 * max(len(stop) for stop in row.generation.stop) + 4
+        text = self._tokenizer.decode(row.token_ids[-window:], skip_special_tokens=True)
+        return next((stop for stop in row.generation.stop if stop in text), None)
+
+    def _abort(self) -> None:
+        for row in [*self._batch.rows, *self._waiting]:
+            row.finish_reason = "abort"
+            _deliver(row.generation)
+        self._waiting.clear()
+        self._batch.keep([])
+
+    def _tell_drained(self) -> None:
+        if self._paused and not self._batch.rows and not self._may_start_next():
+            for drained in self._drained:
+                _settle(drained, None)
+            self._drained.clear()
+
+    def _check_drained(self) -> None:
+        if self._batch.rows or any(row.generation.started for row in self._waiting):
+            raise EngineBusy("requests are running: POST /pause?mode=wait first")
+
+    def _reload(self, model_dir: str | os.PathLike[str]) -> None:
+        self._check_drained()
+        if self._adapter.is_there or not self._weights.take(model_dir):
+            self._weights = ModelWeights(model_dir, self._dtype, like=self._batch.model)
+        model = self._weights.model
+        self._batch, self._adapter = Batch(model), MergedAdapter(model)
+
+    def _call(self, function: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                _settle(future, function())
+            except (WeightsError, EngineBusy) as error:
+                _fail(future, error)
+
+        self._post(call, future)
+        return future
+
+    def _post(self, message: Callable[[], None], future: "Future[Any]") -> None:
+        self._inbox.put((message, future))
+        if self._failure is not None:  # looked at after the put: _stop sets it and then empties the inbox
+            _fail(future, EngineStopped(f"the engine stopped: {self._failure}"))
+
+    def _stop(self, failure: Exception) -> None:
+        self._failure = failure
+        futures: list[Future[Any]] = [row.generation.future for row in [*self._batch.rows, *self._waiting]]
+        futures += self._drained
+        while not self._inbox.empty():
+            futures.append(self._inbox.get_nowait()[1])
+        for future in futures:
+            _fail(future, EngineStopped(f"the engine stopped: {type(failure).__name__}: {failure}"))
+
+
+def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _deliver(generation: Generation) -> None:
+    if all(row.finish_reason is not None for row in generation.rows):
+        _settle(generation.future, generation.rows)
+
+
+def _settle(future: "Future[Any]", result: Any) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled, or failed already
+        future.set_result(result)
+
+
+def _fail(future: "Future[Any]", error: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)

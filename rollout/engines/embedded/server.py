@@ -1,0 +1,298 @@
+"""The embedded engine's server: the OpenAI completions API on loopback, with the paths of vLLM that we use.
+
+    python -m rollout.engines.embedded.server --model DIR --port P --weight-version DIGEST
+
+It needs neither a GPU nor vLLM. Unlike vLLM it builds new weights beside the old ones and takes them only
+when they are whole, refuses (400) what it cannot do instead of ignoring it, and on /pause?mode=wait finishes
+every request that has started and starts no other.
+"""
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from aiohttp import web
+from pydantic_core import to_json
+from transformers.utils import logging as transformers_logging
+
+from rollout.engines.embedded import protocol as protocol
+from rollout.engines.embedded.batch import Generation, Row
+from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
+from rollout.engines.embedded.text import Texts
+from rollout.engines.weights import WeightsError
+
+log = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 256 * 2**20
+_MEMORY = frozenset({"weights", "kv_cache"})
+"""What sleeps and wakes. Here both stay where they are: on a CPU there is nothing to free."""
+
+
+class Server:
+    """The routes, around one engine."""
+
+    def __init__(self, engine: TorchEngine, model_dir: str, weight_version: str) -> None:
+        self._engine = engine
+        self._model_dir = model_dir
+        self._weight_version = weight_version
+        self._asleep: set[str] = set()
+        self._adapter: str | None = None
+        """The name of the adapter that is merged into the weights."""
+        self._texts = Texts(model_dir)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_openai])
+        get, post = app.router.add_get, app.router.add_post
+        get("/health", self.health)
+        get("/v1/models", self.models)
+        post("/v1/completions", self.completions)
+        post("/tokenize", self.tokenize)
+        post("/detokenize", self.detokenize)
+        post("/pause", self.pause)
+        post("/resume", self.resume)
+        post("/sleep", self.sleep)
+        post("/wake_up", self.wake_up)
+        get("/is_sleeping", self.is_sleeping)
+        post("/collective_rpc", self.collective_rpc)
+        post("/v1/load_lora_adapter", self.load_lora_adapter)
+        post("/reset_prefix_cache", self.reset_prefix_cache)
+        post("/update_weight_version", self.update_weight_version)
+        get("/weight_info", self.weight_info)
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._engine.healthy else 503)
+
+    async def models(self, request: web.Request) -> web.Response:
+        limit = self._engine.max_model_len
+        return web.json_response(protocol.model_list(self._model_dir, self._adapter, limit))
+
+    async def completions(self, request: web.Request) -> web.Response:
+        body = await self._body(request, protocol.CompletionBody)
+        if self._adapter is not None and body.model != self._adapter:
+            raise web.HTTPNotFound(text=f"Only `{self._adapter}` is served: it is merged into the weights.")
+        protocol.check_completion(body)
+        prompts = body.prompts(lambda text: self._texts.encode(text, body.add_special_tokens))
+        seed = protocol.new_seed() if body.seed is None else body.seed
+        generations = [
+            Generation(
+                prompt_ids=prompt_ids,
+                n=body.n,
+                max_tokens=protocol.check_prompt(
+                    prompt_ids,
+                    body.max_tokens,
+                    vocab_size=self._engine.vocab_size,
+                    max_model_len=self._engine.max_model_len,
+                ),
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p,
+                stop=body.stop_strings,
+                seed=seed,
+            )
+            for prompt_ids in prompts
+        ]
+        # A client that goes away cancels this handler, and so the futures: the engine drops the rows.
+        finished = await asyncio.gather(*(asyncio.wrap_future(self._engine.submit(g)) for g in generations))
+        asked = body.prompt_logprobs is not None
+        scored = [await self._prompt_logprobs(prompt_ids) if asked else None for prompt_ids in prompts]
+        answer = protocol.completion_body(
+            self._model_dir,
+            [
+                self._choice(row, body, of_prompt)
+                for rows, of_prompt in zip(finished, scored, strict=True)
+                for row in rows
+            ],
+            prompt_tokens=sum(map(len, prompts)),
+            completion_tokens=sum(len(row.token_ids) for rows in finished for row in rows),
+        )
+        # Rust's: a group's answer takes json.dumps 0.2 ms of the thread that all requests share.
+        return web.Response(body=to_json(answer), content_type="application/json")
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await self._body(request, protocol.TokenizeBody)
+        tokens = self._texts.tokenize(body)
+        limit = self._engine.max_model_len
+        return web.json_response(
+            {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = await self._body(request, protocol.DetokenizeBody)
+        if any(not 0 <= token < self._engine.vocab_size for token in body.tokens):
+            raise protocol.BadRequest(f"tokens: must lie in [0, {self._engine.vocab_size})")
+        return web.json_response({"prompt": self._texts.decode(body.tokens)})
+
+    async def pause(self, request: web.Request) -> web.Response:
+        await self._pause(request)
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        if self._asleep:
+            raise protocol.BadRequest(f"{sorted(self._asleep)} are asleep: POST /wake_up first")
+        await asyncio.wrap_future(self._engine.resume())
+        return web.json_response({"status": "resumed"})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        level = request.query.get("level", "1")
+        if level not in ("0", "1", "2"):
+            raise protocol.BadRequest(f"level: must be 0, 1 or 2, got {level!r}")
+        await self._pause(request)
+        self._asleep = set() if level == "0" else set(_MEMORY)
+        return web.json_response({"status": "sleeping", "level": int(level)})
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        tags = request.query.getall("tags", []) or None
+        self._asleep -= _MEMORY if tags is None else set(tags)
+        if not self._asleep:
+            await asyncio.wrap_future(self._engine.resume())
+        return web.json_response({"status": "sleeping" if self._asleep else "awake", "tags": tags})
+
+    async def is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": bool(self._asleep)})
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        body = await self._body(request, protocol.RpcBody)
+        path = body.kwargs.get("weights_path")
+        if body.method != "reload_weights" or not isinstance(path, str) or len(body.kwargs) != 1:
+            raise protocol.BadRequest(
+                "only reload_weights with kwargs.weights_path, a directory, is supported"
+            )
+        await asyncio.wrap_future(self._engine.reload(path))
+        self._adapter = None
+        return web.json_response({"results": [None]})
+
+    async def load_lora_adapter(self, request: web.Request) -> web.Response:
+        body = await self._body(request, protocol.AdapterBody)
+        await asyncio.wrap_future(self._engine.load_adapter(body.lora_path))
+        self._adapter = body.lora_name
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True})  # nothing is kept from one request to the next
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        self._weight_version = (await self._body(request, protocol.VersionBody)).new_version
+        return web.json_response({"success": True, "new_version": self._weight_version})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self._weight_version})
+
+    async def _body(self, request: web.Request, kind: type[protocol.AnyBody]) -> protocol.AnyBody:
+        body = protocol.parse_body(kind, await request.read())
+        if body.model not in (None, "", self._model_dir, self._adapter):
+            raise web.HTTPNotFound(text=f"The model `{body.model}` does not exist.")
+        return body
+
+    async def _pause(self, request: web.Request) -> None:
+        mode = request.query.get("mode", "abort")
+        if mode != "abort" and mode != "wait":
+            raise protocol.BadRequest(f"mode: only abort and wait are supported, got {mode!r}")
+        await asyncio.wrap_future(self._engine.pause(mode))
+
+    async def _prompt_logprobs(self, prompt_ids: list[int]) -> list[Any]:
+        logprobs = await asyncio.wrap_future(self._engine.prompt_logprobs(prompt_ids))
+        return protocol.prompt_logprobs_body(prompt_ids, self._texts.of_each(prompt_ids), logprobs)
+
+    def _choice(
+        self, row: Row, body: protocol.CompletionBody, prompt_logprobs: list[Any] | None
+    ) -> dict[str, Any]:
+        prompt_ids = row.generation.prompt_ids
+        with_ids = bool(body.return_token_ids)
+        logprobs = protocol.logprobs_body(self._texts.of_each(row.token_ids), row.logprobs)
+        return {
+            "text": self._texts.completion(row),
+            "logprobs": None if body.logprobs is None else logprobs,
+            "finish_reason": row.finish_reason,
+            "stop_reason": row.stop_string,
+            "token_ids": row.token_ids if with_ids else None,
+            "prompt_logprobs": prompt_logprobs,
+            "prompt_token_ids": prompt_ids if with_ids else None,
+        }
+
+
+@web.middleware
+async def _errors_as_openai(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (protocol.BadRequest, WeightsError) as error:
+        status, kind, message = 400, "BadRequestError", str(error)
+    except EngineBusy as error:
+        status, kind, message = 409, "ConflictError", str(error)
+    except EngineStopped as error:
+        status, kind, message = 500, "InternalServerError", str(error)
+    except web.HTTPException as error:
+        status, kind, message = error.status, error.reason, error.text or error.reason
+    return web.json_response(protocol.error_body(message, kind, status), status=status)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until killed; 1 if the model cannot be loaded or the port is taken, 2 for wrong arguments."""
+    args = _parse_args(argv)
+    # At once: a request in the making is worth nothing to whoever ends the engine.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    transformers_logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        engine = TorchEngine(args.model, dtype=getattr(torch, args.dtype), max_batch=args.max_batch)
+        server = Server(engine, args.model, args.weight_version)
+        engine.start()
+        asyncio.run(_serve(server, args.model, args.host, args.port))
+    except (WeightsError, OSError) as error:
+        print(f"torch_server: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(server: Server, model: str, host: str, port: int) -> None:
+    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    port = runner.addresses[0][1]
+    print(f"serving {model} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    await asyncio.Event().wait()
+
+
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rollout.engines.embedded.server", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("--port", required=True, type=int, help="0: any free one")
+    parser.add_argument("--host", default="127.0.0.1", type=_loopback, help="a loopback address")
+    parser.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
+    parser.add_argument("--max-batch", default=256, type=_positive, help="sequences decoded together")
+    parser.add_argument(
+        "--weight-version", default="default", help="name of the weights, until they are replaced"
+    )
+    parser.add_argument(
+        "--threads", default=0, type=int, help="CPU threads of the model; 0: as torch decides"
+    )
+    return parser.parse_args(argv)
+
+
+def _loopback(host: str) -> str:
+    if not ipaddress.ip_address(host).is_loopback:
+        raise argparse.ArgumentTypeError(
+            f"{host}: the server has no authentication, it listens on loopback only"
+        )
+    return host
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Text and token ids, as the embedded engine's server reads and writes them."""
+
+import os
+from collections.abc import Sequence
+
+from transformers import AutoTokenizer
+
+from rollout.engines.embedded.batch import Row
+from rollout.engines.embedded.protocol import BadRequest, TokenizeBody
+
+_CONTEXT_TOKENS = 6
+"""Prompt tokens decoded with a completion: some tokenizers write a token otherwise where a text begins."""
+
+
+class Texts:
+    """The tokenizer of one model. Used by one thread."""
+
+    def __init__(self, model_dir: str | os.PathLike[str]) -> None:
+        self._model_dir = model_dir
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self._token_text: dict[int, str] = {}
+        self._context: list[int] = []
+        self._before = ""
+
+    def encode(self, text: str, special_tokens: bool) -> list[int]:
+        """Token ids of a text; `special_tokens`: with those that the tokenizer puts around a text."""
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included."""
+        return self._tokenizer.decode(token_ids)
+
+    def tokenize(self, body: TokenizeBody) -> list[int]:
+        """Token ids of a text or of chat messages; BadRequest if neither or both are given, or the chat
+        template refuses them.
+        """
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("give either prompt or messages")
+        if body.prompt is not None:
+            return self.encode(body.prompt, body.add_special_tokens is not False)
+        if not self._tokenizer.chat_template:
+            raise BadRequest(f"messages: the tokenizer of {self._model_dir} has no chat template")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                body.messages, tokenize=False, add_generation_prompt=body.add_generation_prompt
+            )
+        except Exception as error:  # the template is the model's own code: jinja's errors, and any other
+            raise BadRequest(f"messages: the chat template refuses them: {error}") from error
+        return self.encode(text, bool(body.add_special_tokens))
+
+    def completion(self, row: Row) -> str:
+        """What a finished row adds to its prompt, up to its stop string."""
+        context = row.generation.prompt_ids[-_CONTEXT_TOKENS:]
+        if context != self._context:  # the samples of a group have the same
+            self._context = list(context)
+            self._before = self._tokenizer.decode(context, skip_special_tokens=True)
+        text = self._tokenizer.decode(context + row.token_ids, skip_special_tokens=True)[len(self._before) :]
+        return text if row.stop_string is None else text.partition(row.stop_string)[0]
+
+    def of_each(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        for token_id in token_ids:
+            if token_id not in self._token_text:
+                self._token_text[token_id] = self._tokenizer.decode([token_id])
+        return [self._token_text[token_id] for token_id in token_ids]

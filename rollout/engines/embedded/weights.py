@@ -1,0 +1,119 @@
+"""The weights of the embedded engine's model: read from a directory, and replaced by those of another one."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout.engines.weights import WeightsError, check_model_dir, is_adapter
+
+_UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+"""What config.json may say differently of the same model."""
+
+
+class ModelWeights:
+    """A model, and what it was read from."""
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str],
+        dtype: torch.dtype,
+        like: PreTrainedModel | None = None,
+    ) -> None:
+        """Read the model as transformers does. WeightsError as load_model, and for tensors of other shapes
+        than those of `like`.
+        """
+        self.model = load_model(model_dir, dtype)
+        self._dtype = dtype
+        self._config = _config(model_dir)
+        if like is None:
+            return
+        old, new = (
+            {name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (like, self.model)
+        )
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                raise WeightsError(
+                    f"{model_dir}: tensor {name!r} has shape {new.get(name)}, in the model served it has "
+                    f"{old.get(name)}: another architecture is no new version of it"
+                )
+
+    def take(self, model_dir: str | os.PathLike[str]) -> bool:
+        """Put the tensors of another version into the model, if its files name them as the model does.
+
+        False, and nothing is changed, if they do not (transformers renames some as it reads them, or the
+        configuration is another one): read it anew. WeightsError if a file is damaged.
+        """
+        check_model_dir(model_dir)
+        if is_adapter(model_dir) or _config(model_dir) != self._config:
+            return False
+        tensors: dict[str, Tensor] = {}
+        try:
+            for file in sorted(Path(model_dir).glob("*.safetensors")):
+                tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{model_dir}: cannot be read: {error}") from error
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        given = {id(parameters[name]) for name in tensors.keys() & parameters.keys()}
+        fits = (
+            tensors.keys() <= parameters.keys()
+            and len(given) == len(tensors)  # a tied one under one name
+            and all(tensors[name].shape == parameters[name].shape for name in tensors)
+            and given == {id(parameter) for parameter in parameters.values()}
+            and not _saved_buffers(self.model)
+        )
+        if not fits:
+            return False
+        for name, tensor in tensors.items():
+            parameters[name].data = tensor.to(self._dtype)
+        return True
+
+
+def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
+    """The model, ready to generate. WeightsError if files are damaged, tensors are missing or have other
+    shapes, or the architecture is one that this engine's cache does not fit.
+    """
+    check_model_dir(model_dir)
+    if is_adapter(model_dir):
+        raise WeightsError(f"{model_dir}: is an adapter, not a whole model; give the model that it adds to")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # a library's loader: ValueError, RuntimeError, OSError, SafetensorError, ...
+        raise WeightsError(f"{model_dir}: cannot be loaded: {type(error).__name__}: {error}") from error
+    model, info = loaded
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            raise WeightsError(
+                f"{model_dir}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))[:5]}"
+            )
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if layer_types != {"full_attention"} or (sliding and not hasattr(config, "layer_types")):
+        raise WeightsError(
+            f"{model_dir}: has layers of type {sorted(layer_types)}, sliding window {sliding}; the "
+            "embedded engine serves full attention only, use vLLM"
+        )
+    return model.eval()
+
+
+def _config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(model_dir) / "config.json").read_bytes())
+    return {key: value for key, value in config.items() if key not in _UNIMPORTANT}
+
+
+def _saved_buffers(model: PreTrainedModel) -> set[str]:
+    """What a file may hold beside parameters."""
+    return model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()

@@ -1,0 +1,193 @@
+"""Which server generates, and how it is started: its command line and environment. Imports no server."""
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from rollout.settings import EngineSettings
+
+ServerKind = Literal["vllm", "torch"]
+LOOPBACK = "127.0.0.1"
+
+ON_CPU: dict[str, Any] = {
+    "kv-cache-memory-bytes": 2 * 2**30,
+    "worker-extension-cls": "rollout.engines.vllm_worker.CpuWorkerExtension",
+    # With it 0.32 dies ("CPU Generator does not use offset") when it splits a prompt that has a seed.
+    "enable-chunked-prefill": False,
+}
+"""What vLLM needs where there is no GPU. Its own cache of keys and values would take nine tenths of the
+machine's memory, and leave nothing to the trainer or a second node; VLLM_CPU_KVCACHE_SPACE overrides ours."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as --max-lora-rank."""
+REFUSED = {
+    "model": "the engine serves the run's policy; give --model",
+    "host": "the server has no authentication, it listens on 127.0.0.1",
+    "port": "every start takes a free one",
+    "uds": "the server listens on 127.0.0.1",
+    "api-key": "the server listens on 127.0.0.1 and is asked without a key",
+    "headless": "nobody could ask it",
+    "tensor-parallel-size": "the number of replicas follows from it; give engine.tensor_parallel_size",
+}
+"""Arguments of vLLM that are not the user's to set, and why."""
+
+
+class ServerSettingError(ValueError):
+    """No server can be started with these settings on this machine: one line, with what to do."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server is started, and what it is once it runs."""
+
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    """Beside the environment that it inherits."""
+    on_gpu: bool = False
+    """Whether it holds memory of a GPU, which sleeping frees."""
+    replicas: int = 1
+    """Copies of the model in it, each with weights of its own."""
+    after_reload: tuple[str, ...] = ()
+    """Methods of its workers that have to follow a reload of weights (rollout.engines.vllm_worker)."""
+
+
+def server_kind(settings: EngineSettings, gpus: int) -> ServerKind:
+    """The kind of server that a node with so many GPUs starts.
+
+    `auto` takes the distribution `vllm` where there are GPUs; another one of the module (`vllm-cpu`) serves
+    only when it is asked for.
+    """
+    if settings.kind != "auto":
+        return settings.kind
+    return "vllm" if gpus and _is_importable() and _is_distribution() else "torch"
+
+
+def check_server(settings: EngineSettings, gpus: int) -> None:
+    """Raise ServerSettingError unless a server can be started with these settings on this machine."""
+    if server_kind(settings, gpus) != "vllm":
+        return
+    for key, value in settings.args.items():
+        name = _dashed(key)
+        if name in REFUSED:
+            raise ServerSettingError(f"engine.args.{key}: {REFUSED[name]}")
+        if name == "data-parallel-size" and not (isinstance(value, int) and value >= 1):
+            raise ServerSettingError(f"engine.args.{key}={value}: must be a number, 1 or more")
+    if not _is_importable():
+        raise ServerSettingError(
+            f"--engine vllm: vLLM is not installed for {sys.executable}; install the extra 'vllm' "
+            "(pip install -e '.[vllm]'), or give --engine torch"
+        )
+    if gpus % settings.tensor_parallel_size:
+        raise ServerSettingError(
+            f"engine.tensor_parallel_size={settings.tensor_parallel_size} does not divide the {gpus} GPUs of "
+            "this node; give a divisor, or choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def server_command(
+    settings: EngineSettings,
+    model_dir: str | os.PathLike[str],
+    port: int,
+    gpus: int,
+    lora_rank: int = 0,
+) -> Server:
+    """A server of `model_dir` on 127.0.0.1:`port`, of a node with so many GPUs.
+
+    `lora_rank`: of the adapters that it will be given, 0 for none.
+    """
+    if server_kind(settings, gpus) == "torch":
+        argv = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
+        argv += ["--port", str(port), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
+        # Threads that wait sleep: spinning, they take the cores from those who ask for and use the answers.
+        return Server(argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"})
+    args = {
+        "host": LOOPBACK,
+        "port": port,
+        # Raw ones are not of the distribution that was sampled from.
+        "logprobs-mode": "processed_logprobs",
+        # So that nothing which a request leaves open, such as a penalty or a limit on tokens, comes from
+        # the model's generation_config.json, unknown to the trainer. Its end-of-sequence ids hold anyway.
+        "generation-config": "vllm",
+        "disable-uvicorn-access-log": True,
+        "tensor-parallel-size": settings.tensor_parallel_size,
+        "data-parallel-size": max(1, gpus // settings.tensor_parallel_size),
+        **(_on_gpus(settings) if gpus else ON_CPU),
+        **(_for_adapters(lora_rank) if lora_rank else {}),
+        **{_dashed(key): value for key, value in settings.args.items()},
+    }
+    one_process = {}
+    if not gpus and args["data-parallel-size"] == settings.tensor_parallel_size == 1:
+        # Else the processes that schedule and compute would each spin on a core for the other's answer.
+        args = {"distributed-executor-backend": "uni", **args}
+        one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return Server(
+        [sys.executable, "-m", *_program(os.fspath(model_dir)), *_arguments(args)],
+        # The first opens the calls that load weights, sleep and wake. A key from the user's environment
+        # would lock us out. On a CPU each server would bind its threads to the same first core.
+        {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_API_KEY": "",
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            **one_process,
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {}),
+        },
+        on_gpu=gpus > 0,
+        replicas=args["data-parallel-size"],
+        after_reload=() if gpus else ("repack_kept_weights",),
+    )
+
+
+def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
+    return {"gpu-memory-utilization": 0.85, "enable-sleep-mode": settings.sleep != "restart"}
+
+
+def _for_adapters(lora_rank: int) -> dict[str, Any]:
+    fits = (rank for rank in LORA_RANKS if rank >= lora_rank)
+    return {"enable-lora": True, "max-lora-rank": next(fits, lora_rank)}
+
+
+def _program(model_dir: str) -> list[str]:
+    """`vllm serve`; it asks for the version of the distribution `vllm`, so another one goes around it."""
+    if _is_distribution():
+        return ["vllm.entrypoints.cli.main", "serve", model_dir]
+    return ["vllm.entrypoints.launchers.api_server.entry", "--model", model_dir]
+
+
+def _arguments(args: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments by name as vLLM's parser takes them; one that is null is left out."""
+    for name, value in args.items():
+        if value is None:
+            continue
+        if isinstance(value, list | tuple):
+            yield from (f"--{name}", *map(_text, value))
+        elif isinstance(value, bool) and "." not in name:
+            yield f"--{name}" if value else f"--no-{name}"
+        else:
+            yield f"--{name}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _dashed(key: str) -> str:
+    """vLLM's own spelling of an argument; what follows a dot is a field of its value."""
+    name, dot, field = key.partition(".")
+    return name.replace("_", "-") + dot + field
+
+
+def _is_importable() -> bool:
+    return find_spec("vllm") is not None
+
+
+def _is_distribution() -> bool:
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

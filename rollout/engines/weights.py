@@ -1,0 +1,143 @@
+"""Facts about a directory of weights, read without torch: is it whole, what is in it, which policy is it.
+
+It is a Hugging Face model directory, or an adapter's: low-rank additions to a model that lies elsewhere, as
+peft writes them. That one has an adapter_config.json and no config.json.
+"""
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.storage.files import FileFacts
+
+_ITEM_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+_HEADER_LIMIT_BYTES = 100_000_000  # the limit of the safetensors library
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+class WeightsError(ValueError):
+    """A model directory that must not be loaded; the message names the file and the reason."""
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether the directory holds an adapter and not a whole model. It is listed, for negative caches."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return ADAPTER_CONFIG in names and "config.json" not in names
+
+
+def check_model_dir(path: str | os.PathLike[str]) -> None:
+    """Raise WeightsError unless the directory of a model or of an adapter is whole: its configuration parses,
+    every *.safetensors file is whole (its header parses, its tensors fill the file exactly) and the index
+    file, if there is one, tells the truth. Reads headers only.
+    """
+    tensor_names(path)
+
+
+def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensor name -> (dtype as in safetensors, shape), over all files; checks as check_model_dir does."""
+    root = Path(path)
+    if not root.is_dir():
+        raise WeightsError(f"{root}: is no directory; give a Hugging Face model directory")
+    _read_json(root / (ADAPTER_CONFIG if is_adapter(root) else "config.json"))
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{root}: holds no *.safetensors file, so there are no weights to load")
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    file_of: dict[str, str] = {}
+    for file in files:
+        for name, facts in _read_tensors(file).items():
+            if name in file_of:
+                raise WeightsError(f"{file}: tensor {name!r} is in {file_of[name]} already")
+            tensors[name], file_of[name] = facts, file.name
+    for index in sorted(root.glob("*.safetensors.index.json")):
+        _check_index(index, file_of)
+    return tensors
+
+
+def policy_digest(checksums: Mapping[str, FileFacts]) -> str:
+    """16 hex characters that name a policy: a digest over its *.safetensors files (names, contents)."""
+    weights = sorted(
+        (name, facts["sha256"]) for name, facts in checksums.items() if name.endswith(".safetensors")
+    )
+    if not weights:
+        raise WeightsError(f"no *.safetensors file among {sorted(checksums)}: a policy is its weights")
+    return hashlib.sha256("".join(f"{name} {sha256}\n" for name, sha256 in weights).encode()).hexdigest()[:16]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise WeightsError(f"{file}: is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{file}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{file}: must hold a JSON object")
+    return value
+
+
+def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The header of one safetensors file, checked against the file's size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(size - 8, _HEADER_LIMIT_BYTES):
+            raise WeightsError(
+                f"{file}: is truncated or no safetensors file ({size} bytes, header of {length})"
+            )
+        text = stream.read(length)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    spans: list[tuple[int, int, str]] = []
+    try:
+        for name, entry in json.loads(text).items():
+            if name == "__metadata__":
+                continue
+            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if (end - begin) * 8 != math.prod(shape) * _ITEM_BITS[dtype]:
+                raise WeightsError(
+                    f"{file}: tensor {name!r}, {dtype} {list(shape)}, cannot have {end - begin} bytes"
+                )
+            tensors[name] = (dtype, shape)
+            spans.append((begin, end, name))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{file}: its header is damaged: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise WeightsError(f"{file}: its header is damaged: {error}") from error
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise WeightsError(f"{file}: tensor {name!r} begins at {begin}, expected {position}")
+        position = end
+    if 8 + length + position != size:
+        raise WeightsError(f"{file}: has {size} bytes, its header describes {8 + length + position}")
+    return tensors
+
+
+def _check_index(index: Path, file_of: Mapping[str, str]) -> None:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise WeightsError(f"{index}: has no `weight_map`")
+    for name, file in weight_map.items():
+        if file_of.get(name) != file:
+            found = f"is in {file_of[name]}" if name in file_of else "is in no file"
+            raise WeightsError(f"{index}: tensor {name!r} should be in {file}, it {found}")
+    if left_out := sorted(set(file_of) - set(weight_map)):
+        raise WeightsError(
+            f"{index}: leaves out {len(left_out)} tensors that are there, e.g. {left_out[0]!r}"
+        )

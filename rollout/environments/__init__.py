@@ -1,0 +1,1 @@
+"""Environments: what turns a task into samples, in one turn or many."""

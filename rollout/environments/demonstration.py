@@ -1,0 +1,102 @@
+"""The environment `demonstration`: a task and its answer as the group's one trajectory. Nothing is generated.
+
+So supervised fine-tuning is an iteration like any other: demonstrations lie in parts, are resumed, split over
+the nodes and trained on as samples are. The engine only turns text into tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+
+from rollout.engines.client import Sampling
+from rollout.environments.chat import Message
+from rollout.environments.policy import Policy
+from rollout.tasks.task_set import Task, TaskError, TaskSet
+from rollout.trajectory import Sample
+
+
+async def demonstration(
+    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = ()
+) -> list[Sample]:
+    """One sample of reward 1, whatever `sampling.n`: the prompt, the answer, the end of the sequence; the
+    last two are trained. Its logprobs are 0, as no engine has sampled it.
+
+    The answer is the last message where that is the assistant's (rendered by the chat template), else the
+    field `answer`. What is trained begins where the tokens of the whole part from those of the prompt alone,
+    and ends with the first of the tokens `end_ids`, or with `end_ids[0]` where the template writes none.
+    Raises TaskError, which names the task, without an answer, or with one longer than `sampling.max_tokens`.
+    """
+    if not end_ids:
+        raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
+    answer = _answer(task)
+    if "prompt" in task:
+        asked = await policy.tokenize_whole(task["prompt"])
+        whole = await policy.tokenize_whole(task["prompt"] + answer)
+    else:
+        messages = _messages_before(task)
+        asked = await policy.tokenize(messages)
+        whole = await policy.tokenize_whole([*messages, {"role": "assistant", "content": answer}])
+    begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False)))
+    trained = list(takewhile(lambda token: token not in end_ids, whole[begin:]))
+    trained.append(next((token for token in whole[begin:] if token in end_ids), end_ids[0]))
+    if len(trained) > sampling.max_tokens:
+        raise TaskError(
+            f"task {task['id']!r}: its answer has {len(trained)} tokens with the end of the sequence, more "
+            f"than rollout.max_tokens={sampling.max_tokens}; raise that, or leave the task out"
+        )
+    return [_sample(whole[:begin], trained, answer)]
+
+
+def check_demonstrations(tasks: TaskSet) -> None:
+    """Raise TaskError, which names the task, if one has no answer to demonstrate."""
+    for task in tasks.tasks:
+        _answer(task)
+
+
+def end_of_sequence(model_dir: Path) -> tuple[int, ...]:
+    """The ids of the tokens at which an engine ends a sequence of the model, its own first; none if the
+    directory names none.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        ids = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def _answer(task: Task) -> str:
+    """What the task demonstrates."""
+    last: Message = task["messages"][-1] if "messages" in task else {}
+    answer = str(last["content"] if last.get("role") == "assistant" else task.get("answer", ""))
+    if not answer:
+        raise TaskError(
+            f"task {task['id']!r} has no answer to demonstrate: give it an `answer`, or `messages` that end "
+            "with the assistant's"
+        )
+    if "messages" in task and not _messages_before(task):
+        raise TaskError(
+            f"task {task['id']!r}: its one message is the answer, and there is nothing it answers"
+        )
+    return answer
+
+
+def _messages_before(task: Task) -> list[Message]:
+    messages = task["messages"]
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
+def _sample(prompt_ids: list[int], trained: list[int], text: str) -> Sample:
+    loss_mask = np.zeros(len(prompt_ids) + len(trained), dtype=np.uint8)
+    loss_mask[len(prompt_ids) :] = 1
+    return Sample(
+        token_ids=np.array(prompt_ids + trained, dtype=np.int32),
+        loss_mask=loss_mask,
+        logprobs=np.zeros(len(loss_mask), dtype=np.float32),
+        finish_reason="stop",
+        text=text,
+        reward=1.0,
+    )

@@ -1,0 +1,60 @@
+"""Environments: how a task becomes samples. One generation by default, or any number of turns of the user's
+own.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from rollout.engines.client import Sampling
+from rollout.environments.calculator import calculator
+from rollout.environments.demonstration import demonstration
+from rollout.environments.policy import Policy, sample_of
+from rollout.plugins import PluginError, load_function
+from rollout.tasks.task_set import Task
+from rollout.trajectory import Sample
+
+if TYPE_CHECKING:
+    from rollout.environments.openai_proxy import Session
+
+Environment = Callable[[Task, Policy, Sampling], Awaitable[list[Sample]]]
+"""Makes the group of a task: `sampling.n` samples."""
+
+
+class EnvironmentSettingError(ValueError):
+    """The setting `environment` names nothing usable."""
+
+
+async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+    """The task's prompt, or its messages through the chat template, answered `sampling.n` times."""
+    prompt = task["prompt"] if "prompt" in task else task["messages"]
+    return [sample_of(completion) for completion in await policy.generate(prompt, n=sampling.n)]
+
+
+def serve(policy: Policy, j: int = 0) -> "Session":
+    """Sample j, played by an agent written elsewhere: `async with serve(policy, j) as session:` opens an
+    OpenAI-compatible `session.base_url`; see Session.
+    """
+    from rollout.environments.openai_proxy import Session  # here, because aiohttp is slow to import
+
+    return Session(policy.for_sample(j))
+
+
+BUILT_IN: dict[str, Environment] = {
+    "single_turn": single_turn,
+    "calculator": calculator,
+    "demonstration": demonstration,
+}
+
+
+def resolve_environment(name: str) -> Environment:
+    """One of BUILT_IN, or `module:function` with an async function. Raises EnvironmentSettingError."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" not in name:
+        raise EnvironmentSettingError(
+            f"environment {name!r}: there is {', '.join(BUILT_IN)}, or give module:function"
+        )
+    try:
+        return load_function(name)
+    except PluginError as error:
+        raise EnvironmentSettingError(f"environment: {error}") from error

@@ -1,0 +1,209 @@
+"""The policy as an OpenAI-compatible server on loopback, for agents written elsewhere."""
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from aiohttp import web
+
+from rollout.engines.client import Completion, EngineError, RequestRefused
+from rollout.engines.embedded.protocol import BadRequest, error_body, parse_body
+from rollout.environments.chat import Message
+from rollout.environments.openai_chat import IGNORED, ChatBody, answer_body, answer_events, check_chat
+from rollout.environments.policy import Episode, Policy, warn_once
+from rollout.trajectory import Sample
+
+MODEL = "policy"
+"""The one model that is listed; requests may name any."""
+_MAX_BODY_BYTES = 64 * 2**20
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(eq=False)
+class _Node:
+    """A reply, and with it the conversation up to it."""
+
+    episode: Episode
+    replied: bool = False
+    continued: int = 0
+    """By how many requests."""
+
+
+class Session:
+    """`async with serve(policy, j) as session:` an agent talks to `session.base_url` with `session.api_key`
+    through any OpenAI client; `session.samples()` is what came of it.
+
+    POST {base_url}/chat/completions and GET {base_url}/models; answers are text (no `tools`), streamed or
+    not. Sampling is the run's: temperature, top_p and seed of a request are ignored (a warning says so once).
+    `max_tokens` counts up to the setting, which is the budget of a conversation as in Episode; `stop` adds to
+    the setting's.
+
+    A request whose messages repeat an earlier request and its reply, and go on, continues that conversation
+    in its very tokens; any other begins a new one, with the replies in it as part of its prompt. Seeds follow
+    from the messages, so the same conversations come of it whichever of an agent's requests is faster.
+
+    Leaving the context cancels the requests in progress and closes the port. It raises EngineError in place
+    of the agent's own error if the engine failed meanwhile.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.base_url = ""
+        """http://127.0.0.1:PORT/v1, inside of the context."""
+        self.api_key = secrets.token_urlsafe(24)
+        """Requests must carry it, since other users of the machine reach the port too."""
+        self._policy = policy
+        self._nodes: list[_Node] = []
+        self._known: dict[str, list[_Node]] = {}
+        self._asked: Counter[str] = Counter()
+        self._requests: set[asyncio.Task[None]] = set()
+        self._engine_failure: EngineError | None = None
+        self._ended = False
+        self._runner = web.AppRunner(
+            self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self._ended = True
+        for request in self._requests:
+            request.cancel()
+        try:
+            await asyncio.gather(*self._requests, return_exceptions=True)
+        finally:
+            await self._runner.cleanup()
+        if self._engine_failure is not None and kind is not asyncio.CancelledError:
+            raise self._engine_failure
+
+    def samples(self) -> list[Sample]:
+        """One sample a conversation, in the order in which their last requests came. Where a conversation
+        forks, the branches share its beginning; only the first of them trains it.
+        """
+        samples: list[Sample] = []
+        trained: set[int] = set()
+        for node in self._nodes:
+            if not node.replied or node.continued:
+                continue
+            sample = node.episode.sample()
+            for turn in node.episode.turns:
+                if id(turn) in trained:
+                    begin = len(turn.prompt_ids)
+                    sample.loss_mask[begin : begin + len(turn.token_ids)] = 0
+                    sample.logprobs[begin : begin + len(turn.token_ids)] = 0
+                trained.add(id(turn))
+            if sample.loss_mask.any():
+                samples.append(sample)
+        return samples
+
+    async def _reply(
+        self, messages: Sequence[Message], *, max_tokens: int | None = None, stop: Iterable[str] = ()
+    ) -> Completion:
+        """What a request with these messages is answered with."""
+        digests = _digests(messages)
+        parent, known = self._find(digests[:-1])
+        turns = parent.episode.turns if parent else []
+        repeat, self._asked[digests[-1]] = self._asked[digests[-1]], self._asked[digests[-1]] + 1
+        node = _Node(Episode(self._policy.derived(f"{digests[-1]}/{repeat}"), turns))
+        self._nodes.append(node)
+        if parent:
+            parent.continued += 1
+        try:
+            turn = await node.episode.generate(messages[known:], max_tokens=max_tokens, stop=stop)
+            node.replied = True
+        finally:
+            if parent and not node.replied:
+                parent.continued -= 1
+        given = _digest(digests[-1], {"role": "assistant", "content": turn.text})
+        self._known.setdefault(given, []).append(node)
+        return turn
+
+    def _find(self, digests: Sequence[str]) -> tuple[_Node | None, int]:
+        """The longest conversation that begins the messages, and how many of them it is."""
+        for known in range(len(digests), 0, -1):
+            if nodes := self._known.get(digests[known - 1]):
+                return min(nodes, key=lambda node: node.continued), known
+        return None, 0
+
+    def _app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_openai, self._authorized]
+        )
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_get("/v1/models", self._models)
+        return app
+
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
+            raise web.HTTPUnauthorized(text="the API key is not this session's: use session.api_key")
+        if self._ended:
+            raise web.HTTPServiceUnavailable(text="the session has ended")
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests.add(task)
+        try:
+            return await handler(request)
+        except RequestRefused:
+            raise
+        except EngineError as error:
+            self._engine_failure = error
+            raise
+        finally:
+            self._requests.discard(task)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flagpost"}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        body = parse_body(ChatBody, await request.read())
+        messages = check_chat(body)
+        for name in IGNORED:
+            ours = getattr(self._policy.sampling, name, 0)
+            if (body.model_extra or {}).get(name) not in (None, ours):
+                warn_once(name, f"an agent asks for its own {name}: ignored, the run's sampling holds")
+        turn = await self._reply(messages, max_tokens=body.limit, stop=body.stop_strings)
+        if not body.stream:
+            return web.json_response(answer_body(body.model or MODEL, turn))
+        events = answer_events(body.model or MODEL, turn, usage=body.wants_usage)
+        return web.Response(body=events, content_type="text/event-stream", charset="utf-8")
+
+
+@web.middleware
+async def _errors_as_openai(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (BadRequest, RequestRefused) as error:
+        status, kind, message = 400, "invalid_request_error", str(error)
+    except EngineError as error:
+        status, kind, message = 503, "server_error", str(error)
+    except web.HTTPException as error:
+        status, kind, message = error.status, "invalid_request_error", error.text or error.reason
+    # Clients would ask again, for up to a minute, an engine that was given up after retries already.
+    headers = {"x-should-retry": "false"}
+    return web.json_response(error_body(message, kind, status), status=status, headers=headers)
+
+
+def _digests(messages: Sequence[Message]) -> list[str]:
+    """For each message a digest of the conversation up to it."""
+    digests, digest = [], ""
+    for message in messages:
+        digest = _digest(digest, message)
+        digests.append(digest)
+    return digests
+
+
+def _digest(before: str, message: Message) -> str:
+    if message["role"] == "assistant":  # agents often strip what they were given
+        message = {**message, "content": str(message.get("content", "")).strip()}
+    return hashlib.sha256((before + json.dumps(message, sort_keys=True)).encode()).hexdigest()

@@ -1,0 +1,196 @@
+"""The model as an environment sees it: single generations, and conversations that grow token by token."""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from typing_extensions import TypeIs
+
+from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
+from rollout.environments.chat import ChatTemplate, Message
+from rollout.trajectory import Sample
+
+log = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+
+Messages = Sequence[Message]
+Prompt = str | Sequence[int] | Messages
+"""Text, token ids, or chat messages."""
+
+
+class Policy:
+    """The model, bound to one group; every call draws with a seed of its own.
+
+    The first call uses the group's seed itself, so that completion j of it has seed + j; later calls hash it
+    with their number. An environment that runs its samples at the same time gives each `episode(j)` or
+    `for_sample(j)`, so that the seeds do not depend on which of them is faster.
+    """
+
+    def __init__(
+        self, client: EngineClient, sampling: Sampling, seed: int, *, template: ChatTemplate | None = None
+    ) -> None:
+        self.sampling = sampling
+        self._client = client
+        self._seed = seed
+        self._calls = 0
+        self._template = template or ChatTemplate(client)
+
+    def for_sample(self, j: int) -> "Policy":
+        """A policy for sample j alone: its first call with n=1 draws what completion j of one call for all
+        draws.
+        """
+        return Policy(self._client, self.sampling, self._seed + j, template=self._template)
+
+    def derived(self, name: str) -> "Policy":
+        """A policy whose seed depends on this one's and on `name` alone, not on the calls made so far."""
+        seed = _hashed_seed(f"{name}/{self._seed}")
+        return Policy(self._client, self.sampling, seed, template=self._template)
+
+    def episode(self, j: int = 0) -> "Episode":
+        """An empty conversation, which will be sample j. Ask for each j once: equal j draw equally."""
+        return Episode(self.for_sample(j))
+
+    async def generate(
+        self, prompt: Prompt, *, n: int = 1, max_tokens: int | None = None, stop: Iterable[str] = ()
+    ) -> list[Completion]:
+        """`n` completions of a text, of token ids, or of chat messages; `max_tokens` if fewer than the
+        setting; `stop`: strings that end it beside the setting's. Raises RequestRefused (the prompt is too
+        long, say) or another EngineError.
+        """
+        limit = self.sampling.max_tokens
+        sampling = replace(
+            self.sampling,
+            n=n,
+            seed=self._next_seed(),
+            max_tokens=limit if max_tokens is None else min(max_tokens, limit),
+            stop=tuple(dict.fromkeys([*self.sampling.stop, *stop])),
+        )
+        tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
+        return await self._client.generate(tokens_or_text, sampling)
+
+    async def tokenize(self, text: str | Messages) -> list[int]:
+        """Token ids of a text that continues something (no special tokens are added), or of messages as the
+        beginning of a conversation.
+        """
+        return await self._client.tokenize(text)
+
+    async def tokenize_whole(self, text: str | Messages) -> list[int]:
+        """Token ids of a text with its special tokens, or of messages that no generation is to follow."""
+        return await self._client.tokenize_whole(text)
+
+    async def continuation(self, new: Prompt, after: Completion) -> list[int]:
+        """Token ids of what is new after a completion; see Episode.generate."""
+        if _is_chat(new):
+            return await self._template.continuation(new, after)
+        return await self._client.tokenize(new) if isinstance(new, str) else list(new)
+
+    def _next_seed(self) -> int:
+        call, self._calls = self._calls, self._calls + 1
+        return self._seed if call == 0 else _hashed_seed(f"call/{self._seed}/{call}")
+
+
+class Episode:
+    """One conversation, append-only; it becomes one Sample.
+
+    `sampling.max_tokens` (the setting rollout.max_tokens) is the budget of all its turns together.
+    """
+
+    def __init__(self, policy: Policy, turns: Sequence[Completion] = ()) -> None:
+        self._policy = policy
+        self.turns = list(turns)
+        """What was generated so far; each turn's prompt_ids hold all that came before it."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far: prompt, what was generated, observations."""
+        return self.turns[-1].prompt_ids + self.turns[-1].token_ids if self.turns else []
+
+    @property
+    def tokens_left(self) -> int:
+        """What is left of the budget of generated tokens."""
+        return self._policy.sampling.max_tokens - sum(len(turn.token_ids) for turn in self.turns)
+
+    async def generate(
+        self, new: Prompt, *, max_tokens: int | None = None, stop: Iterable[str] = ()
+    ) -> Completion:
+        """The model's next turn, after `new`: the prompt at first, later only what is to be appended to the
+        tokens so far: messages (the chat template closes the assistant's turn and opens the next), a text or
+        token ids (appended as they are). What was generated is never tokenised again.
+
+        When the budget is used up, or the engine refuses the tokens because they outgrew its context, the
+        turn is empty with finish_reason `length` and nothing is appended: a conversation that stops at
+        `length` needs no other check. Raises RequestRefused when the prompt itself is refused or the chat
+        template refuses the messages, another EngineError when the engine fails.
+        """
+        if not self.turns:
+            (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop)
+        elif (left := self.tokens_left) <= 0:
+            turn = self._out_of_room()
+        else:
+            limit = left if max_tokens is None else min(max_tokens, left)
+            token_ids = self.token_ids + await self._policy.continuation(new, after=self.turns[-1])
+            try:
+                (turn,) = await self._policy.generate(token_ids, max_tokens=limit, stop=stop)
+            except RequestRefused as error:
+                warn_once("refused", f"a conversation ends after {len(self.turns)} turns: {error}")
+                turn = self._out_of_room()
+        self.turns.append(turn)
+        return turn
+
+    def sample(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> Sample:
+        """The conversation as a sample: trained where generated; its text is the last turn's. With a `reward`
+        the reward function is not asked. ValueError before the first turn.
+        """
+        if not self.turns:
+            raise ValueError("an episode without a turn is no sample: await episode.generate(prompt) first")
+        sample = sample_of(*self.turns)
+        sample.reward = reward
+        sample.metrics = dict(metrics or {})
+        return sample
+
+    def _out_of_room(self) -> Completion:
+        return Completion(self.token_ids, [], [], "", "length")
+
+
+def sample_of(*turns: Completion) -> Sample:
+    """The sample of one completion, or of several turns: each turn's prompt is the tokens of the turn before,
+    prompt and completion, and then an observation. Observations get loss mask 0. Its text is the last turn's.
+    ValueError if a turn's prompt does not continue the turn before, i.e. text was tokenised again.
+    """
+    last = turns[-1]
+    token_ids = last.prompt_ids + last.token_ids
+    loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
+    logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    for number, turn in enumerate(turns):
+        begin, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
+        if token_ids[:end] != turn.prompt_ids + turn.token_ids:
+            raise ValueError(
+                f"turn {number} is not continued by the prompt of the last: append token ids, not text"
+            )
+        loss_mask[begin:end] = 1
+        logprobs[begin:end] = turn.logprobs
+    return Sample(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        finish_reason=last.finish_reason,
+        text=last.text,
+    )
+
+
+def warn_once(kind: str, message: str) -> None:
+    """A warning, the first of its kind in this process: environments run thousands of times."""
+    if kind not in _warned:
+        _warned.add(kind)
+        log.warning("%s (said once)", message)
+
+
+def _is_chat(prompt: Prompt) -> TypeIs[Messages]:
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def _hashed_seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2

@@ -1,0 +1,1 @@
+"""Rewards: the built-in ones, and those that run in processes of their own."""

@@ -1,0 +1,1 @@
+"""Where tasks come from, and which of them an iteration draws."""

@@ -1,0 +1,191 @@
+"""Tasks and reward of Reasoning Gym (extra `gym`), which generates questions and scores answers.
+
+    --tasks reasoning_gym:leg_counting,size=5000,max_animals=8+chain_sum,size=2000 --reward reasoning_gym
+
+Both run in processes of their own: generators draw on sets and global random state, which a fresh process
+without hash randomisation has the same everywhere, and some scorers evaluate what the model wrote.
+"""
+
+import functools
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.reward import ProcessReward, missing
+
+SOURCE = "reasoning_gym:"
+GENERATE_TIMEOUT_S = 1800.0
+"""The slowest data sets take a third of a second a question."""
+HELD_OUT = 10
+"""One question in so many is evaluation's, by its hash: never training's, whatever the parameters."""
+SYSTEM = "system"
+"""Our own parameter: the library's system prompt of that name; without it the question is all there is."""
+
+_LIBRARY = {"library": "reasoning_gym", "extra": "gym"}
+
+
+def gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
+    """The tasks of `NAME,PARAMETER=VALUE,...`, several joined by `+`: the data set's configuration with VALUE
+    in JSON or as it is; `size` (500) is the number of questions generated, for both splits together, `seed`
+    by default the run's. ValueError with the reason, in one line, what else is wrong.
+    """
+    tasks: list[dict[str, Any]] = []
+    for part in re.split(r"\+(?=[a-z])", text):
+        name, config = _parse(part, seed)
+        if any(task["source"] == name for task in tasks):
+            raise ValueError(f"{name} is named twice; name every data set once")
+        system, items = _generated(name, json.dumps(config, sort_keys=True))
+        before = len(tasks)
+        seen: set[str] = set()
+        for index, (question, answer) in enumerate(items):
+            if question in seen or _is_held_out(question) != (split == "eval"):
+                continue
+            seen.add(question)
+            tasks.append(_task(name, config, index, question, answer, system))
+        if len(tasks) == before:
+            raise ValueError(
+                f"{name} gives no {split} task out of {len(items)} questions; raise size (one question in "
+                f"{HELD_OUT} is evaluation's)"
+            )
+    return tasks
+
+
+def _is_held_out(question: str) -> bool:
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "little") % HELD_OUT == 0
+
+
+def _parse(part: str, seed: int) -> tuple[str, dict[str, Any]]:
+    name, *pairs = re.split(r",(?=[A-Za-z_]\w*=)", part)
+    config: dict[str, Any] = {"seed": seed}
+    if not re.fullmatch(r"\w+", name):
+        raise ValueError(f"{name!r} is not of the form NAME,PARAMETER=VALUE")
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        try:
+            config[key] = json.loads(value)
+        except ValueError:
+            config[key] = value
+    return name, config
+
+
+@functools.lru_cache(maxsize=8)  # training's and evaluation's tasks are two halves of the same questions
+def _generated(name: str, config: str) -> tuple[str | None, tuple[tuple[str, str | None], ...]]:
+    if reason := missing(**_LIBRARY):
+        raise ValueError(reason)
+    pool = ProcessPool("rollout.tasks.reasoning_gym:make_generator", size=1)
+    try:
+        system, items = pool.call(name, json.loads(config), deadline_s=GENERATE_TIMEOUT_S)
+    except CallFailed as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except CallLost as error:
+        raise ValueError(f"{name} could not be generated: {error}; lower size") from None
+    finally:
+        pool.close()
+    return system, tuple((question, answer) for question, answer in items)
+
+
+def _task(
+    name: str, config: dict[str, Any], index: int, question: str, answer: str | None, system: str | None
+) -> dict[str, Any]:
+    task: dict[str, Any] = {"id": f"{name}/{index}", "source": name}
+    if system is None:
+        task["prompt"] = question
+    else:
+        messages = (("system", system), ("user", question))
+        task["messages"] = [{"role": role, "content": content} for role, content in messages]
+    if answer is not None:  # else many answers are right
+        task["answer"] = answer
+    return {**task, "reasoning_gym": {"dataset": name, "config": config, "index": index}}
+
+
+# ---- in the processes
+
+
+def make_generator() -> Callable[[str, dict[str, Any]], Any]:
+    """(name, config) -> the system prompt or None, and [question, answer or None] of all items."""
+    dataset = _dataset_maker()
+
+    def generate(name: str, config: dict[str, Any]) -> Any:
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        prompt = config.get(SYSTEM)
+        if prompt is not None and prompt not in SYSTEM_PROMPTS:
+            raise ValueError(f"{SYSTEM}={prompt}: there is {', '.join(SYSTEM_PROMPTS)}")
+        made = dataset(name, json.dumps(config))
+        items = [_item(made, index) for index in range(len(made))]
+        return SYSTEM_PROMPTS[prompt] if prompt else None, [[i["question"], i["answer"]] for i in items]
+
+    return generate
+
+
+def make_scorer() -> Callable[..., float]:
+    """(data set, config, index, question, tagged, completion) -> the data set's own score of the answer:
+    what stands in the last <answer> tag; unless `tagged`, the whole completion where there is none. 0 for
+    an answer that the scorer cannot read.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    dataset = _dataset_maker()
+
+    @functools.lru_cache(maxsize=1024)  # a group's samples share it
+    def item(name: str, config: str, index: int) -> dict[str, Any]:
+        return _item(dataset(name, config), index)
+
+    def score(
+        name: str, config: dict[str, Any], index: int, question: str, tagged: bool, completion: str
+    ) -> float:
+        text = json.dumps(config)
+        entry = item(name, text, index)
+        if entry["question"] != question:
+            raise ValueError(f"question {index} of {name} is another one with this version of reasoning_gym")
+        answer = extract_answer(completion)
+        if answer is None and not tagged:
+            answer = completion.strip()
+        if answer is None:
+            return 0.0
+        try:
+            return float(dataset(name, text).score_answer(answer, entry))
+        except Exception:  # a few scorers raise where the answer is no number, or no list
+            return 0.0
+
+    return score
+
+
+def _dataset_maker() -> Callable[[str, str], Any]:
+    import dataclasses
+
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    @functools.lru_cache(maxsize=64)
+    def dataset(name: str, config: str) -> Any:
+        if name not in DATASETS:
+            raise ValueError(f"no data set {name!r}; there is {', '.join(sorted(DATASETS))}")
+        settings = {key: value for key, value in json.loads(config).items() if key != SYSTEM}
+        names = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+        if unknown := [key for key in settings if key not in names]:
+            raise ValueError(f"{name} has no parameter {unknown[0]!r}; there is {', '.join(names)}, {SYSTEM}")
+        return reasoning_gym.create_dataset(name, **settings)
+
+    return dataset
+
+
+def _item(dataset: Any, index: int) -> dict[str, Any]:
+    random.seed(index)  # of the generators that use the global one
+    return dataset[index]
+
+
+def _arguments(task: dict[str, Any], completion: str) -> tuple[Any, ...]:
+    made = task.get("reasoning_gym")
+    if made is None:
+        raise ValueError(f"it is no task of Reasoning Gym; give --tasks {SOURCE}NAME")
+    tagged = "messages" in task  # the system prompt asked for <answer> tags
+    question = task["messages"][-1]["content"] if tagged else task["prompt"]
+    return made["dataset"], made["config"], made["index"], question, tagged, completion
+
+
+gym_reward = ProcessReward("rollout.tasks.reasoning_gym:make_scorer", _arguments, **_LIBRARY)

@@ -1,0 +1,173 @@
+"""Which tasks come next: uniform, in shares of classes, or by past success. Pure, no state but what is
+handed in and out, so a resumed run goes on in the same order.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from rollout.counter_rng import uniforms
+from rollout.settings import RolloutSettings
+from rollout.tasks.task_set import Task, TaskError, TaskSet, task_order
+
+UNSEEN_SUCCESS = 0.5
+"""A task that was never tried counts as the most instructive there is."""
+WEIGHT_FLOOR = 0.05
+"""Of the curriculum, whose largest weight is 1: what is always or never solved is looked at now and then."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tasks of an iteration."""
+
+    tasks: list[int]
+    """Indices into TaskSet.tasks, in the order in which they should be begun."""
+    state: dict[str, int]
+    """How many tasks every stream has given so far: `state` for the next iteration's draw."""
+
+
+def draw(
+    tasks: TaskSet,
+    settings: RolloutSettings,
+    count: int,
+    *,
+    state: Mapping[str, int],
+    deferred: Sequence[int],
+    success: Mapping[int, float],
+    iteration: int,
+) -> Drawn:
+    """The next `count` tasks, by `settings.task_sampling`.
+
+    `state` is what the draw before has returned; streams of other settings keep their place in it. `deferred`
+    are tasks that were drawn and not begun: they come first, except in a curriculum, which chooses anew.
+    `success` maps a task to its mean success, 0 to 1, as far as it was tried; for the curriculum alone.
+    Raises TaskError as `check_sampling` does.
+    """
+    if settings.task_sampling == "curriculum":
+        return Drawn(_curriculum(len(tasks.tasks), settings.seed, iteration, count, success), dict(state))
+    if settings.task_sampling == "ratio":
+        return _ratio(tasks, settings, count, state, deferred)
+    waiting = list(deferred[:count])
+    first, new = state.get("", 0), count - len(waiting)
+    order = task_order(len(tasks.tasks), settings.seed, first, new)
+    return Drawn(waiting + order, {**state, "": first + new})
+
+
+def check_sampling(tasks: TaskSet, settings: RolloutSettings) -> None:
+    """Raise TaskError, one line, if `tasks` cannot be drawn by `settings`: a task without the class's field,
+    a class without a share, a share without tasks, no share above 0.
+    """
+    if settings.task_sampling == "ratio":
+        _classes(tasks, settings)
+
+
+# ---- ratio
+
+
+def _ratio(
+    tasks: TaskSet, settings: RolloutSettings, count: int, state: Mapping[str, int], deferred: Sequence[int]
+) -> Drawn:
+    """Every class is an endless stream of its own. A stream belongs to the whole ratio, so that another one
+    starts with clean accounts instead of making up for what the old one did not draw.
+    """
+    classes = _classes(tasks, settings)
+    shares = {name: Fraction(str(settings.ratio[name])) for name in classes}
+    ratio = ",".join(f"{name}:{settings.ratio[name]}" for name in classes)
+    keys = {name: f"{name} of {ratio}" for name in classes}
+    drawn = {name: state.get(keys[name], 0) for name in classes}
+    members = {index for indices in classes.values() for index in indices}
+    waiting = [index for index in deferred if index in members][:count]
+    sequence = _interleave(shares, drawn, count - len(waiting))
+    new = {name: sequence.count(name) for name in classes}
+    streams = {
+        name: iter(task_order(len(indices), settings.seed, drawn[name], new[name], stream=name))
+        for name, indices in classes.items()
+    }
+    order = [classes[name][next(streams[name])] for name in sequence]
+    return Drawn(waiting + order, {**state, **{keys[name]: drawn[name] + new[name] for name in classes}})
+
+
+def _interleave(shares: Mapping[str, Fraction], drawn: Mapping[str, int], count: int) -> list[str]:
+    """The classes of the next `count` draws. After N draws in all, a class with share s of the sum has been
+    drawn s N times, to within less than one.
+
+    Draw number j of a class may come at floor(j / s) and must come before ceil((j + 1) / s); the earliest
+    deadline goes first, which keeps all of them (Baruah, Cohen, Plaxton, Varvel 1996, for one processor).
+    """
+    total = sum(shares.values(), Fraction(0))
+    share = {name: value / total for name, value in shares.items()}
+    ready: list[tuple[int, str, int]] = []  # deadline, class, number
+    coming = [(int(drawn[name] // share[name]), name, drawn[name]) for name in share]  # from when on, ...
+    heapq.heapify(coming)
+    sequence: list[str] = []
+    now = sum(drawn.values())
+    for at in range(now, now + count):
+        while coming and coming[0][0] <= at:
+            _, name, number = heapq.heappop(coming)
+            heapq.heappush(ready, (-int(-(number + 1) // share[name]), name, number))
+        _, name, number = heapq.heappop(ready)
+        sequence.append(name)
+        heapq.heappush(coming, (int((number + 1) // share[name]), name, number + 1))
+    return sequence
+
+
+def _classes(tasks: TaskSet, settings: RolloutSettings) -> dict[str, list[int]]:
+    """The task indices of each class whose share is above 0, by name."""
+    classes: dict[str, list[int]] = {}
+    for index, task in enumerate(tasks.tasks):
+        classes.setdefault(_class_of(task, settings.ratio_field), []).append(index)
+    found = ", ".join(f"{name} ({len(indices)} tasks)" for name, indices in sorted(classes.items()))
+    there = f"by {settings.ratio_field!r} (rollout.ratio_field) there are: {found}"
+    if not any(settings.ratio.values()):
+        raise TaskError(
+            f"rollout.task_sampling=ratio needs shares above 0, e.g. rollout.ratio.{min(classes)}=1; {there}"
+        )
+    for name in settings.ratio:
+        if name not in classes:
+            raise TaskError(f"rollout.ratio.{name}={settings.ratio[name]:g}: no such class; {there}")
+    for name in classes:
+        if name not in settings.ratio:
+            raise TaskError(
+                f"rollout.ratio has no share for the class {name!r}; give rollout.ratio.{name}=0 to leave it "
+                f"out; {there}"
+            )
+    return {name: indices for name, indices in sorted(classes.items()) if settings.ratio[name] > 0}
+
+
+def _class_of(task: Task, field: str) -> str:
+    value = task.get(field)
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    what = f"its field {field!r} is {value!r}" if field in task else f"it has no field {field!r}"
+    raise TaskError(
+        f"rollout.task_sampling=ratio: task {task['id']!r} has no class: {what}; give every task a string or "
+        "a number there, or set rollout.ratio_field"
+    )
+
+
+# ---- curriculum
+
+
+def _curriculum(size: int, seed: int, iteration: int, count: int, success: Mapping[int, float]) -> list[int]:
+    """Tasks whose success p varies most from sample to sample are preferred: weight 4 p (1 - p), the variance
+    of a success ("learnability", Foster et al. 2025, arXiv 2502.12272).
+
+    Without replacement until all have come once: the `count` smallest -ln(u) / weight with u uniform
+    (Efraimidis and Spirakis 2006), hashed from seed, iteration, pass and task.
+    """
+    p = np.full(size, UNSEEN_SUCCESS)
+    p[np.fromiter(success.keys(), np.intp, len(success))] = np.fromiter(success.values(), float, len(success))
+    p = p.clip(0.0, 1.0)
+    weight = np.maximum(4.0 * p * (1.0 - p), WEIGHT_FLOOR)
+    chosen: list[int] = []
+    while len(chosen) < count:
+        text = f"curriculum/{seed}/{iteration}/{len(chosen) // size}"
+        key = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], "<u8")
+        u = 1.0 - uniforms(key, np.arange(size, dtype=np.uint64))  # in (0, 1]
+        order = np.argsort(-np.log(u) / weight, kind="stable")
+        chosen += order[: count - len(chosen)].tolist()
+    return chosen

@@ -1,0 +1,96 @@
+"""What a node's events hold: what was added and logged, whole lines, after whatever lay there before."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.journal.events import Events, about_this_process
+from rollout.storage.retry import retry
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank_0001.jsonl"
+
+
+def test_events_carry_clock_incarnation_and_epoch(path: Path) -> None:
+    events = Events(lambda: (3, 2))
+    events.open(path)
+    events.add("begin", it=5, row="training")
+    events.add("end", it=5, row="training", work_s=1.5)
+    events.end()
+    first, second = lines(path)
+    assert (first["n"], first["e"], first["what"], first["row"]) == (3, 2, "begin", "training")
+    assert second["t"] >= first["t"] and second["work_s"] == 1.5
+
+
+def test_a_torn_line_of_the_process_before_spoils_nothing(path: Path) -> None:
+    path.write_text('{"t": 1.0, "what": "beg')
+    events = Events(lambda: (2, 0))
+    events.open(path)
+    events.add("exit", code=0, text="")
+    events.end()
+    torn, whole = path.read_text().splitlines()
+    assert torn == '{"t": 1.0, "what": "beg' and json.loads(whole)["code"] == 0
+
+
+def test_warnings_errors_and_passing_failures_are_events(path: Path) -> None:
+    events, log = Events(lambda: (1, 1)), logging.getLogger("rollout.storage.retry")
+    events.open(path)
+    log.addHandler(events)
+    log.setLevel(logging.DEBUG)
+    failures = [OSError(116, "Stale file handle")]
+
+    def call() -> int:
+        if failures:
+            raise failures.pop()
+        return 7
+
+    try:
+        log.warning("the %s is slow", "mount")
+        log.info("nothing to keep")
+        assert retry("read", path, call) == 7
+    finally:
+        log.removeHandler(events)
+        log.setLevel(logging.NOTSET)
+    events.end()
+    warning, passed = lines(path)
+    assert (warning["what"], warning["text"]) == ("warning", "the mount is slow")
+    assert passed["what"] == "retry" and "Stale file handle" in passed["text"] and passed["seconds"] >= 0
+
+
+def test_nothing_waits_for_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    events = Events(lambda: (1, 1))
+    events.open(tmp_path / "gone" / "rank_0000.jsonl")
+    events.add("begin", it=1, row="training")
+    events.end()
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_process_says_when_it_began_and_what_it_runs_on() -> None:
+    about = about_this_process()
+    assert about["at"].endswith("+00:00") and about["versions"]["torch"]
+
+
+def add_many(events: Events) -> None:
+    for _ in range(200):
+        events.add("warning", text="late")
+
+
+def test_what_is_added_while_the_file_ends_harms_nobody(path: Path) -> None:
+    for _round in range(20):
+        events = Events(lambda: (1, 1))
+        events.open(path)
+        adding = threading.Thread(target=add_many, args=(events,))
+        adding.start()
+        events.end()
+        adding.join()
+    assert all(line["what"] == "warning" for line in lines(path))

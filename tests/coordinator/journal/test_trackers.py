@@ -1,0 +1,136 @@
+"""Trackers beside metrics.jsonl: they get every line once, go on after a restart, and never hold a run."""
+
+import logging
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+from coordinator.config import build
+from coordinator.journal import trackers
+from coordinator.journal.trackers import About, Sinks, check_sinks, scalars
+from coordinator.settings import MetricsSettings, SettingsError
+
+LINES: list[dict[str, Any]] = [
+    {
+        "iteration": n,
+        "kind": "both",
+        "reward": n / 10,
+        "eval_reward": None,
+        "phase_seconds": {"training": 0.5},
+    }
+    for n in range(1, 5)
+]
+
+
+def about(directory: Path, names: str) -> About:
+    return About("c0ffee", directory, build({"metrics.sinks": names}))
+
+
+class Recorded:
+    """A tracker that keeps what it gets."""
+
+    def __init__(self, _about: About) -> None:
+        self.got: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = False
+
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        self.got.append((iteration, values))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def events(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """The scalars of all event files, by name."""
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted((directory / "tensorboard").iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += length + 16
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, round(value.simple_value, 6)))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def test_scalars_are_the_numbers_of_a_line_by_name() -> None:
+    assert scalars(LINES[0]) == {"reward": 0.1, "phase_seconds/training": 0.5}
+
+
+def test_tensorboard_has_the_curves_of_a_run_and_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
+    first = Sinks(about(tmp_path, "tensorboard"))
+    first.write(LINES[:1])
+    first.write(LINES[:2])
+    first.close()
+    # Its master died after line 3 was written and before it was sent.
+    second = Sinks(about(tmp_path, "tensorboard"))
+    second.write(LINES[2:4])
+    second.close()
+    assert events(tmp_path)["reward"] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert events(tmp_path)["phase_seconds/training"] == [(n, 0.5) for n in (1, 2, 3, 4)]
+
+
+def test_tracker_that_raises_is_said_once_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Recorded):
+        def write(self, iteration: int, values: Mapping[str, float]) -> None:
+            raise ConnectionError(f"no route for iteration {iteration}")
+
+    made: list[Recorded] = []
+    monkeypatch.setitem(trackers.SINKS, "trackio", (Broken, "json"))
+    monkeypatch.setitem(
+        trackers.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
+    )
+    with caplog.at_level(logging.WARNING):
+        both = Sinks(about(tmp_path, "trackio,wandb"))
+        both.write(LINES[:1])
+        both.write(LINES[:3])
+        both.close()
+    assert [iteration for iteration, _ in made[0].got] == [1, 2, 3] and made[0].closed
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("trackio failed") and "no route for iteration 1" in said
+
+
+def test_tracker_that_hangs_holds_neither_an_iteration_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+
+    class Hanging(Recorded):
+        def write(self, iteration: int, values: Mapping[str, float]) -> None:
+            release.wait(60)
+
+    monkeypatch.setitem(trackers.SINKS, "wandb", (Hanging, "json"))
+    hanging = Sinks(about(tmp_path, "wandb"))
+    hanging.write(LINES[:1])
+    hanging.write(LINES[:4])
+    hanging.close(timeout_s=0.05)
+    release.set()
+    assert "wandb did not take all metrics within 0 s" in caplog.text
+
+
+def test_run_without_trackers_starts_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    none = Sinks(about(tmp_path, ""))
+    none.write(LINES)
+    assert threading.active_count() == before
+    none.close()
+
+
+def test_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trackers.SINKS, "trackio", (Recorded, "no_such_module"))
+    with pytest.raises(SettingsError, match=r"metrics.sinks=trackio: .* pip install -e '\.\[trackio\]'"):
+        check_sinks(MetricsSettings(sinks=("trackio",)))
+
+
+def test_unknown_tracker_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(SettingsError, match=r"metrics.sinks=mlflow: .*'tensorboard', 'wandb' or 'trackio'"):
+        build({"metrics.sinks": "mlflow"})

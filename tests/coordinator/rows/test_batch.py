@@ -1,0 +1,150 @@
+"""Row 8: the batch on disk, and the replay window it is drawn from."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.config import build
+from coordinator.directory import parts, published
+from coordinator.directory.layout import RunDir
+from coordinator.directory.published import Incomplete
+from coordinator.rows.batch import ensure_batch
+from rollout.quota import Quota
+from tests.coordinator.made_up import POLICY, group, run_dir_at
+from trainer.batch.batch import Batch
+
+SLOTS = 6
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Three iterations with their manifests; the first trained token of a sample is 10 x the iteration's."""
+    run_dir = run_dir_at(tmp_path)
+    for iteration in (1, 2, 3):
+        publish(run_dir, iteration)
+    return run_dir
+
+
+def publish(run_dir: RunDir, iteration: int) -> None:
+    directory = run_dir.trajectories("train", iteration)
+    directory.mkdir()
+    run_dir.batch(iteration).mkdir()
+    policy = f"{POLICY}{iteration}"
+    writer = parts.PartWriter(run_dir, "train", iteration, 0, 1, policy, interval_s=100.0)
+    for slot in range(SLOTS):
+        writer.add(group(slot, mark=10 * iteration))
+    writer.flush()
+    document = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
+    parts.publish_manifest(run_dir.manifest("train", iteration), document)
+
+
+def make(run_dir: RunDir, iteration: int, **settings: Any) -> tuple[Batch, dict[str, Any]]:
+    """The batch of an iteration, and its batch.json."""
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    ensure_batch(run_dir, iteration, build(given), base_policy=f"{POLICY}{iteration}")
+    directory = run_dir.batch(iteration)
+    about = json.loads((directory / "batch.json").read_text())
+    return Batch.decode((directory / "batch.safetensors").read_bytes()), about
+
+
+def iterations_in(batch: Batch) -> set[int]:
+    return {int(token) // 10 for token in batch.token_ids[batch.offsets[:-1] + 2]}
+
+
+def test_batch_is_of_its_own_iteration_by_default(run_dir: RunDir) -> None:
+    batch, about = make(run_dir, 3)
+    assert iterations_in(batch) == {3} and len(batch) == 2 * SLOTS
+    assert batch.policy == f"{POLICY}3" and about["window"] == [3]
+    assert batch.manifest_sha256 == about["manifest_sha256"] == published.manifest_digest(run_dir, 3)
+
+
+def test_window_reaches_back_as_far_as_it_is_long(run_dir: RunDir) -> None:
+    seen: dict[int, set[int]] = {}
+    for window in (2, 3, 10):
+        found = [make(run_dir, 3, trainer__replay_window=window, rollout__seed=k) for k in range(4)]
+        assert {about["window"][0] for _, about in found} == {max(1, 4 - window)}
+        seen[window] = set().union(*(iterations_in(batch) for batch, _ in found))
+    assert seen == {2: {2, 3}, 3: {1, 2, 3}, 10: {1, 2, 3}}
+
+
+def test_replayed_batch_says_what_is_of_this_iteration(run_dir: RunDir) -> None:
+    batch, about = make(run_dir, 3, trainer__replay_window=3)
+    assert len(batch) == 2 * SLOTS and batch.policy == f"{POLICY}3"
+    assert batch.counts.groups == SLOTS and batch.counts.reward == about["reward"] == 0.5
+    of_others = int((batch.token_ids[batch.offsets[:-1] + 2] != 30).sum())
+    assert about["samples_replayed"] == of_others > 0
+
+
+def test_damaged_or_missing_iteration_shrinks_the_window_with_a_warning(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir.manifest("train", 1).unlink()
+    (part,) = run_dir.trajectories("train", 2).glob("*.safetensors")
+    part.write_bytes(part.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING):
+        batch, about = make(run_dir, 3, trainer__replay_window=3)
+    assert about["window"] == [3] and iterations_in(batch) == {3}
+    assert [record.getMessage()[:41] for record in caplog.records] == [
+        "iteration 1 is not replayed in iteration ",
+        "iteration 2 is not replayed in iteration ",
+    ]
+    assert run_dir.manifest("train", 2).exists()
+
+
+def test_damaged_part_of_the_iteration_itself_sends_it_back_to_its_rollout(run_dir: RunDir) -> None:
+    (part,) = run_dir.trajectories("train", 3).glob("*.safetensors")
+    part.write_bytes(b"")
+    with pytest.raises(Incomplete, match=part.name):
+        make(run_dir, 3)
+    assert not run_dir.manifest("train", 3).exists()
+
+
+def stamp(run_dir: RunDir) -> int:
+    return (run_dir.batch(3) / "batch.safetensors").stat().st_ino
+
+
+def test_batch_that_is_there_is_adopted(run_dir: RunDir) -> None:
+    make(run_dir, 3, trainer__replay_window=2)
+    before = stamp(run_dir)
+    run_dir.manifest("train", 2).unlink()  # gone since
+    make(run_dir, 3, trainer__replay_window=2, trainer__learning_rate=0.5)
+    assert stamp(run_dir) == before
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"trainer__advantage": "standardised"},
+        {"trainer__algorithm": "dapo"},
+        {"trainer__replay_window": 3},
+        {"trainer__reward_threshold": 1.0},
+        {"rollout__temperature": 0.7},
+        {"rollout__seed": 1},
+    ],
+)
+def test_batch_is_made_anew_when_a_setting_that_shapes_it_has_changed(
+    run_dir: RunDir, changed: dict[str, Any]
+) -> None:
+    make(run_dir, 3)
+    batch, _ = make(run_dir, 3, **changed)
+    (run_dir.batch(3) / "batch.json").unlink()
+    again, _ = make(run_dir, 3, **changed)
+    assert batch.encode() == again.encode()
+
+
+def test_damaged_batch_is_made_anew(run_dir: RunDir) -> None:
+    batch, _ = make(run_dir, 3)
+    path = run_dir.batch(3) / "batch.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert make(run_dir, 3)[0].encode() == batch.encode()
+
+
+def test_policy_other_than_the_one_training_starts_from_is_warned_of(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        ensure_batch(run_dir, 3, build({}), base_policy="another")
+    assert f"off-policy: iteration 3 was generated by {POLICY}3" in caplog.text

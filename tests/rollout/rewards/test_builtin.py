@@ -1,0 +1,192 @@
+"""Rewards: what the built-in ones count, and what a user's function may and may not do."""
+
+import asyncio
+import importlib.util
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.rewards.builtin import RewardError, RewardSettingError, resolve_reward, score
+from rollout.trajectory import Sample
+
+USER_CODE = """
+import asyncio, threading, time
+import numpy as np
+
+def half(task, completion): return 0.5
+def one(task, completion): return np.float32(1)
+def parts(task, completion): return {"reward": 1, "digits": len(completion)}
+async def slow(task, completion):
+    await asyncio.sleep(0)
+    return 0.25
+class Judge:
+    async def __call__(self, task, completion): return 0.75
+judge = Judge()
+def nan(task, completion): return float("nan")
+def text(task, completion): return "1"
+def nothing(task, completion): return None
+def no_reward(task, completion): return {"digits": 1}
+def bad_metric(task, completion): return {"reward": 1, "digits": None}
+def raises(task, completion): raise KeyError("answer")
+def stops(task, completion): raise StopIteration
+def exits(task, completion): raise SystemExit(3)
+def thread(task, completion): return float(threading.current_thread() is threading.main_thread())
+def hangs(task, completion): time.sleep(5)
+constant = 3
+"""
+
+
+@pytest.fixture
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the current directory; a name of its own for each test, as modules are imported once."""
+    name = f"rewards_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def make_sample(text: str) -> Sample:
+    empty = np.zeros(0)
+    return Sample(
+        empty.astype(np.int32),
+        empty.astype(np.uint8),
+        empty.astype(np.float32),
+        finish_reason="stop",
+        text=text,
+    )
+
+
+def scored(name: str, text: str, **task: Any) -> Sample:
+    sample = make_sample(text)
+    asyncio.run(score(resolve_reward(name), {"id": "t1", "prompt": "p", **task}, sample))
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "task", "expected"),
+    [
+        ("exact", " 58\n", {"answer": "58"}, 1),
+        ("exact", "(58)", {"answer": "58"}, 0),
+        ("exact", "3", {"answer": 3}, 1),
+        ("numeric", "The sum is 85.", {"answer": "85"}, 1),
+        ("numeric", "85 and then 86", {"answer": "85"}, 0),
+        ("numeric", "it is $1,200.50!", {"answer": "#### 1200.5"}, 1),
+        ("numeric", "18.0", {"answer": 18}, 1),
+        ("numeric", "x = -5", {"answer": "-5"}, 1),
+        ("numeric", "8-5", {"answer": "5"}, 1),
+        ("numeric", "1e3", {"answer": "1000"}, 1),
+        ("numeric", ".5", {"answer": "0.5"}, 1),
+        ("numeric", "none", {"answer": "0"}, 0),
+        ("regex", "well, yes!", {"pattern": "yes|ja"}, 1),
+        ("regex", "well, yes!", {"pattern": r"\Ayes"}, 0),
+        ("regex", "abc", {"answer": "a.c"}, 1),
+        ("regex", "abc", {"answer": "abc", "pattern": "x"}, 0),
+        ("length", "x" * 10, {"target_length": 10}, 1),
+        ("length", "x" * 5, {"target_length": 10}, 0.5),
+        ("length", "x" * 15, {"target_length": 10}, 0.5),
+        ("length", "x" * 50, {"target_length": 10}, 0),
+    ],
+)
+def test_built_in_reward(name: str, text: str, task: dict[str, Any], expected: float) -> None:
+    assert scored(name, text, **task).reward == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "reason"),
+    [
+        ("exact", {}, "it has no `answer`"),
+        ("numeric", {"answer": "none"}, "its answer 'none' holds no number"),
+        ("regex", {}, "neither a `pattern` nor an `answer`"),
+        ("regex", {"pattern": "("}, "is no regular expression"),
+        ("length", {}, "`target_length` must be a number of characters above 0, got None"),
+        ("length", {"target_length": 0}, "got 0"),
+        ("length", {"target_length": True}, "got True"),
+    ],
+)
+def test_task_that_a_built_in_reward_cannot_use_is_an_error(
+    name: str, task: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RewardError) as raised:
+        scored(name, "x", **task)
+    assert f"reward '{name}', task 't1'" in str(raised.value) and reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [("half", 0.5), ("one", 1.0), ("slow", 0.25), ("judge", 0.75), ("thread", 0.0)]
+)
+def test_function_of_the_user_scores(user_code: str, function: str, expected: float) -> None:
+    reward = scored(f"{user_code}:{function}", "abc").reward
+    assert reward == expected and type(reward) is float
+
+
+def test_dict_gives_the_reward_and_metrics(user_code: str) -> None:
+    sample = scored(f"{user_code}:parts", "abc")
+    assert (sample.reward, sample.metrics) == (1.0, {"digits": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("nan", "returned reward = nan, expected a finite number"),
+        ("text", "returned reward = '1'"),
+        ("nothing", "returned reward = None"),
+        ("no_reward", "returned a dict without 'reward'"),
+        ("bad_metric", "returned digits = None"),
+        ("raises", "KeyError: 'answer'"),
+        ("stops", "StopIteration"),
+        ("exits", "SystemExit(3)"),
+    ],
+)
+def test_function_that_fails_is_named_with_the_task(user_code: str, function: str, reason: str) -> None:
+    with pytest.raises(RewardError) as raised:
+        scored(f"{user_code}:{function}", "abc")
+    assert f"reward '{user_code}:{function}', task 't1'" in str(raised.value) and reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("exakt", "there is exact, numeric, regex, length, math, reasoning_gym, or give module:function"),
+        ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
+        ("{user}:absent", "no such name in"),
+        ("{user}:constant", "a int, no function"),
+        (":f", "is not of the form module:function"),
+    ],
+)
+def test_name_that_is_no_reward_is_an_error(user_code: str, name: str, reason: str) -> None:
+    with pytest.raises(RewardSettingError) as raised:
+        resolve_reward(name.replace("{user}", user_code))
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("math", "math"), ("reasoning_gym", "gym")])
+def test_reward_of_a_library_that_is_not_there_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, name: str, extra: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RewardSettingError, match=rf"not installed; .* pip install -e '\.\[{extra}\]'"):
+        resolve_reward(name)
+
+
+def test_module_that_fails_when_imported_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RewardSettingError, match="ZeroDivisionError"):
+        resolve_reward("broken_reward:f")
+
+
+def test_sync_function_that_hangs_blocks_neither_the_loop_nor_its_end(user_code: str) -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await score(resolve_reward(f"{user_code}:hangs"), {"id": "t1"}, make_sample("x"))
+
+    before = threading.active_count()
+    started = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - started < 2
+    assert threading.active_count() > before  # it does still hang

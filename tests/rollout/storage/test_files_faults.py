@@ -1,0 +1,374 @@
+"""Files of the shared directory over a filesystem that misbehaves: what shared_fs makes of each fault."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.storage import files, retry
+from rollout.storage.files import (
+    SharedFsError,
+    append_line,
+    create_once,
+    make_directory,
+    publish,
+    remove_tree,
+)
+from tests.faultfs import FaultFs, unavailable
+
+LONG_S = 1000.0
+LYING = {"lie_rate": 0.3}
+FAILING = {"error_rate": 0.1}
+
+
+def facts_of(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of the files in `directory`, by other means."""
+    found = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    return {
+        name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in found.items()
+    }
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[FaultFs]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with FaultFs(tmp_path / "fs", 2) as mounts:
+        yield mounts
+        mounts.thaw()
+
+
+@pytest.fixture(autouse=True)
+def soon_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "TORN_S", 0.3)
+
+
+def eventually(call: Callable[[], object], limit_s: float = 30.0) -> float:
+    """Seconds until `call()` is true."""
+    started_s = time.monotonic()
+    while not call():
+        assert time.monotonic() - started_s < limit_s
+        time.sleep(0.02)
+    return time.monotonic() - started_s
+
+
+# ---- what a client remembers
+
+
+def test_file_that_was_absent_is_read_at_once_where_listing_asks_the_server(shared: FaultFs) -> None:
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    shared.set(negative_s=LONG_S)
+    assert not two.exists()
+    publish(one, b"data")
+    assert not two.exists()
+    assert files.read(two) == b"data"
+
+
+def test_listed_file_is_waited_for_until_the_client_no_longer_denies_it(shared: FaultFs) -> None:
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    shared.set(negative_s=2, stubborn=True)
+    assert not two.exists()
+    publish(one, b"data")
+    with pytest.raises(FileNotFoundError):
+        files.read(two, fleeting=True)
+    assert files.read(two) == b"data"
+
+
+def test_listed_file_that_is_denied_for_too_long_is_not_found(
+    shared: FaultFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "CACHED_S", 0.3)
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    shared.set(negative_s=LONG_S, stubborn=True)
+    assert not two.exists()
+    publish(one, b"data")
+    with pytest.raises(FileNotFoundError):
+        files.read(two)
+
+
+def test_file_that_is_gone_is_not_waited_for(shared: FaultFs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _s: pytest.fail("waits"))
+    for gone in (shared[0].path / "a", shared[0].path / "b" / "a"):
+        with pytest.raises(FileNotFoundError):
+            files.read(gone)
+        with pytest.raises(FileNotFoundError):
+            files.listing(gone)
+        files.remove(gone)
+        remove_tree(gone)
+
+
+def test_own_publishing_refreshes_an_old_listing(shared: FaultFs) -> None:
+    one, two = (mount.path for mount in shared.mounts)
+    shared.set(listing_s=LONG_S)
+    assert files.listing(two) == []
+    publish(one / "flag", b"1", durable=False)
+    assert files.listing(two) == []
+    publish(two / "beat", b"1", durable=False)
+    assert sorted(files.listing(two)) == ["beat", "flag"]
+
+
+def test_document_that_grew_is_read_whole_with_old_attributes(shared: FaultFs) -> None:
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    shared.set(attributes_s=LONG_S)
+    publish(one, b"x")
+    assert two.stat().st_size == 1
+    publish(one, b"y" * 300_000)
+    assert files.read(two) == b"y" * 300_000
+    assert files.checksums(two.parent) == facts_of(shared.backing)
+
+
+def test_directory_that_another_client_has_just_made_is_used(shared: FaultFs) -> None:
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    shared.set(negative_s=LONG_S)
+    assert not two.exists()
+    make_directory(one)
+    make_directory(two / "b")
+    publish(two / "b" / "file", b"data")
+    assert files.read(one / "b" / "file") == b"data"
+
+
+def test_two_clients_make_the_same_directories_at_once(shared: FaultFs) -> None:
+    shared.set(negative_s=1, attributes_s=1, listing_s=1, **FAILING)
+
+    def make(mount: int) -> None:
+        for number in range(30):
+            directory = shared[mount].path / f"{number}" / "a"
+            make_directory(directory)
+            publish(directory / f"{mount}", b"x", durable=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(make, range(2))) == [None, None]
+    for number in range(30):
+        assert sorted(os.listdir(shared.backing / f"{number}" / "a")) == ["0", "1"]
+
+
+# ---- what is reported, and what happened
+
+
+@pytest.mark.parametrize("faults", [FAILING, LYING, FAILING | LYING], ids=["errors", "lies", "both"])
+def test_nothing_is_lost_or_done_twice(shared: FaultFs, faults: dict[str, float]) -> None:
+    shared.set(**faults)
+    root = shared[0].path / "run"
+    make_directory(root)
+    for number in range(30):
+        name = f"{number:02d}"
+        assert create_once(root / f"once_{name}", json.dumps({"number": number}).encode())
+        publish(root / name, name.encode() * 1000)
+        assert files.read(root / name) == name.encode() * 1000
+        make_directory(root / f"staging_{name}" / "below")
+        files.rename(root / f"staging_{name}", root / f"final_{name}")
+        append_line(root / "metrics.jsonl", json.dumps({"number": number}))
+        if number % 2:
+            files.remove(root / name)
+            remove_tree(root / f"final_{name}")
+    shared.set(error_rate=0, lie_rate=0)
+    even = [f"{number:02d}" for number in range(0, 30, 2)]
+    once = [f"once_{number:02d}" for number in range(30)]
+    left = sorted(name for name in os.listdir(shared.backing / "run") if not files.is_temporary(name))
+    assert left == sorted([*even, *once, *(f"final_{name}" for name in even), "metrics.jsonl"])
+    found: list[int] = []
+    for line in (shared.backing / "run" / "metrics.jsonl").read_text().splitlines():
+        try:
+            found.append(json.loads(line)["number"])
+        except ValueError:
+            continue  # what a failed attempt left, which readers pass over
+    assert found == list(range(30))
+
+
+def test_line_whose_reply_was_lost_is_not_appended_twice(shared: FaultFs) -> None:
+    shared.set(lie_rate=0.6, lies=("write", "fsync", "create"))
+    lines = [f'{{"number": {number}}}' for number in range(30)]
+    for line in lines:
+        append_line(shared[0].path / "metrics.jsonl", line)
+    assert (shared.backing / "metrics.jsonl").read_text().splitlines() == lines
+
+
+def test_error_that_stays_says_how_long_it_was_tried(
+    shared: FaultFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "RETRY_S", 0.3)
+    publish(shared[0].path / "a", b"data")
+    shared.set(error_rate=1.0, errors=("ESTALE",), errors_below="/a")
+    with pytest.raises(SharedFsError, match=r"cannot read .*/a: Stale file handle \(tried for 0\.\d s\)"):
+        files.read(shared[0].path / "a")
+
+
+def test_checksums_survive_errors(shared: FaultFs) -> None:
+    (shared.backing / "below").mkdir()
+    for name in "abc":
+        (shared.backing / name).write_bytes(random.randbytes(500_000))
+    shared.set(**FAILING)
+    assert files.checksums(shared[0].path) == facts_of(shared.backing)
+
+
+# ---- who has created it
+
+
+def race(shared: FaultFs, rounds: int) -> None:
+    """Two clients claim the same numbers; of each, exactly one has won, and its record is whole."""
+    claimed = [shared[mount].path for mount in range(2)]
+    barrier = threading.Barrier(2)
+
+    def claim(mount: int) -> list[bool]:
+        won: list[bool] = []
+        for number in range(rounds):
+            barrier.wait(60)
+            record = json.dumps({"by": mount, "number": number, "more": "x" * 200})
+            won.append(create_once(claimed[mount] / f"{number}", record.encode()))
+        return won
+
+    with ThreadPoolExecutor(2) as pool:
+        winners = list(pool.map(claim, range(2)))
+    shared.set(error_rate=0, lie_rate=0)
+    for number in range(rounds):
+        by = json.loads((shared.backing / f"{number}").read_bytes())["by"]
+        assert [winners[0][number], winners[1][number]] == [by == 0, by == 1]
+
+
+@pytest.mark.parametrize("faults", [{}, FAILING, LYING], ids=["calm", "errors", "lies"])
+@pytest.mark.parametrize("no_links", ["", "EPERM"], ids=["links", "no links"])
+def test_race_has_one_winner_who_knows_it(shared: FaultFs, no_links: str, faults: dict[str, float]) -> None:
+    shared.set(no_links=no_links, **faults)
+    race(shared, 40 if no_links and faults else 100)
+
+
+@pytest.mark.parametrize("refusal", ["EPERM", "ENOSYS", "EOPNOTSUPP"])
+def test_filesystem_without_hard_links_creates_once(shared: FaultFs, refusal: str) -> None:
+    shared.set(no_links=refusal)
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    assert create_once(one, b'{"by": 1}') and not create_once(two, b'{"by": 2}')
+    assert files.read(two) == b'{"by": 1}'
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"iteration": 1, "ta'], ids=["empty", "half"])
+def test_torn_file_of_a_dead_creator_is_set_aside(shared: FaultFs, torn: bytes) -> None:
+    path = shared[0].path / "iteration.json"
+    path.write_bytes(torn)
+    assert create_once(path, b'{"iteration": 1}')
+    assert files.read(path) == b'{"iteration": 1}'
+    (aside,) = set(os.listdir(shared.backing)) - {path.name}
+    assert files.is_temporary(aside) and (shared.backing / aside).read_bytes() == torn
+
+
+def test_creator_that_finishes_in_time_is_waited_for(
+    shared: FaultFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "TORN_S", 30.0)
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    with open(one, "xb", buffering=0) as slow, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(create_once, two, b'{"by": 2}')
+        slow.write(b'{"by"')
+        assert not other.done()
+        slow.write(b": 1}")
+        assert other.result(20) is False
+    assert files.read(two) == b'{"by": 1}'
+
+
+def test_creator_that_comes_too_late_learns_that_it_has_lost(shared: FaultFs) -> None:
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    with open(one, "xb", buffering=0) as paused:
+        assert create_once(two, b'{"by": 2}')
+        paused.write(b'{"by": 1}')
+    assert files.read(one) == b'{"by": 2}'
+
+
+def test_file_that_was_finished_while_it_was_set_aside_is_put_back(
+    shared: FaultFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shared[0].path / "a"
+    path.write_bytes(b'{"by')
+    rename = files.rename
+
+    def finished_meanwhile(source: Path, target: Path) -> None:
+        if source == path:
+            path.write_bytes(b'{"by": 1}')
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", finished_meanwhile)
+    assert create_once(path, b'{"by": 2}') is False
+    assert files.read(path) == b'{"by": 1}' and os.listdir(shared.backing) == ["a"]
+
+
+# ---- a filesystem that does not take it
+
+
+def test_full_disk_is_told_at_once_with_the_space_that_is_left(shared: FaultFs) -> None:
+    path = shared[0].path / "a"
+    publish(path, b"old")
+    shared.set(full=True)
+    with pytest.raises(
+        SharedFsError, match=rf"cannot write {path}: No space .* \(0\.0 of [\d.]+ GB free\); free"
+    ):
+        publish(path, b"new")
+    with pytest.raises(SharedFsError, match=r"0\.0 of"):
+        append_line(path, "more")
+    assert files.read(path) == b"old" and os.listdir(shared.backing) == ["a"]
+    shared.set(full=False)
+    publish(path, b"new")
+    assert files.read(path) == b"new"
+
+
+def test_read_only_mount_is_told_at_once(shared: FaultFs) -> None:
+    shared.set(read_only=True)
+    with pytest.raises(SharedFsError, match="it is mounted read-only") as caught:
+        publish(shared[0].path / "a", b"data")
+    assert caught.value.errno == errno.EROFS
+
+
+def test_frozen_filesystem_is_waited_for(shared: FaultFs) -> None:
+    shared.freeze()
+    with ThreadPoolExecutor(1) as pool:
+        published = pool.submit(publish, shared[0].path / "a", b"data")
+        time.sleep(0.3)
+        assert not published.done()
+        shared.thaw()
+        published.result(30)
+    assert files.read(shared[1].path / "a") == b"data"
+
+
+def test_rename_that_copies_ends_with_the_whole_file_and_directory(shared: FaultFs) -> None:
+    one, two = (mount.path for mount in shared.mounts)
+    shared.set(halves_s=0.1, lie_rate=0.5, lies=("rename",))
+    make_directory(one / "staging")
+    for name in "abcd":
+        publish(one / "staging" / name, name.encode() * 1000)
+    files.rename(one / "staging", one / "final")
+    for name in "abcd":
+        assert files.read(two / "final" / name) == name.encode() * 1000
+    assert files.listing(two) == ["final"]
+
+
+def test_what_another_client_holds_open_is_left_for_the_next_time(
+    shared: FaultFs, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = shared[0].path / "old"
+    (tree / "below").mkdir(parents=True)
+    for name in ("a", ".nfs0001", "below/b"):
+        (tree / name).touch()
+    with caplog.at_level(logging.WARNING):
+        remove_tree(tree)
+    assert "old is left for the next time: " in caplog.text
+    assert os.listdir(tree) == [".nfs0001"]
+    (tree / ".nfs0001").unlink()
+    remove_tree(tree)
+    assert os.listdir(shared.backing) == []
+
+
+def test_clocks_do_not_matter(shared: FaultFs) -> None:
+    shared[0].set(clock_offset_s=3600)
+    shared[1].set(clock_offset_s=-3600)
+    publish(shared[0].path / "a", b"one")
+    publish(shared[1].path / "a", b"two")
+    append_line(shared[0].path / "b", "1")
+    assert files.read(shared[0].path / "a") == b"two"
+    assert not create_once(shared[1].path / "b", b"{}")

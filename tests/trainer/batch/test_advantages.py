@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.batch.advantages import group_advantages, whiten
+
+KINDS = ["centred", "standardised", "leave_one_out", "whitened", "one"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("centred", [0.75, -0.25, -0.25, -0.25]),
+        ("standardised", [1.5, -0.5, -0.5, -0.5]),  # the deviation of the sample is 1/2
+        ("leave_one_out", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        ("whitened", [0.75, -0.25, -0.25, -0.25]),
+        ("one", [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_advantages_of_a_group_are_those_of_the_papers(kind: str, expected: list[float]) -> None:
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], kind) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("rewards", [[], [1.0], [0.3, 0.3, 0.3], [0.0] * 8])
+def test_group_without_a_lesson_has_no_advantages_or_zeros(rewards: list[float], kind: str) -> None:
+    assert group_advantages(rewards, kind) is None
+    assert group_advantages(rewards, kind, keep_flat=True) == pytest.approx([0.0] * len(rewards))
+
+
+@pytest.mark.parametrize("rewards", [[1.0], [0.3, 0.3, 0.3]])
+def test_any_group_is_a_lesson_where_every_sample_counts_the_same(rewards: list[float]) -> None:
+    assert group_advantages(rewards, "one") == pytest.approx([1.0] * len(rewards))
+
+
+def test_rewards_that_differ_by_rounding_alone_are_not_blown_up() -> None:
+    advantages = group_advantages([0.3, 0.3, 0.1 + 0.2], "standardised")
+    assert advantages is not None and abs(advantages).max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reward_that_is_not_a_number_is_refused_with_the_values(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"nan.*reward function"):
+        group_advantages([1.0, float("nan")], kind)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=16), st.sampled_from(KINDS[:-1]))
+def test_advantages_sum_to_zero_and_rank_as_the_rewards(rewards: list[int], kind: str) -> None:
+    advantages = group_advantages(rewards, kind)
+    if advantages is not None:
+        assert abs(advantages.sum()) < 1e-6
+        assert advantages.argmax() in np.flatnonzero(np.array(rewards) == max(rewards))
+
+
+def test_whitened_batch_has_mean_0_and_deviation_1() -> None:
+    values = whiten([0.5, -0.5, 2.0, -2.0, 0.1])
+    assert (values.mean(), values.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
+    assert whiten([]).shape == (0,)
+    assert whiten([0.25, 0.25]).tolist() == [0.0, 0.0]

@@ -1,0 +1,319 @@
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+from rollout.engines.weights import WeightsError, check_model_dir, policy_digest, tensor_names
+from rollout.storage.files import checksums
+from trainer.batch.batch import Batch, build_batch
+from trainer.checkpoint import checkpoint, hub_weights
+from trainer.checkpoint.checkpoint import CheckpointError
+from trainer.checkpoint.state import StateSaver
+from trainer.documents import SavedState, TrainRequest, TrainResult
+from trainer.job.launch import NOT_SAVED
+from trainer.model.model import Learner, build_learner
+from trainer.settings import LoraSettings, TrainerSettings
+from trainer.update.step import train
+
+CPU = torch.device("cpu")
+
+
+def run_phase(learner: Learner, batch: Batch, request: TrainRequest) -> TrainResult:
+    """Train as a single rank does, and write."""
+    stats = train(learner, batch, request.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+    saver = StateSaver(timeout_s=60)
+    result = checkpoint.write(learner, Path(request.staging_dir), request, len(stats), {"loss": 0.0}, saver)
+    saver.finish()
+    return result
+
+
+def with_settings(request: TrainRequest, **changes: Any) -> TrainRequest:
+    return request.model_copy(update={"settings": request.settings.model_copy(update=changes)})
+
+
+def load_base(request: TrainRequest) -> Learner:
+    return checkpoint.load(Path(request.base_dir), request.base_policy, CPU, request.settings)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
+
+
+@pytest.fixture
+def trained(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> tuple[Learner, TrainRequest, TrainResult]:
+    request = make_request(batch)
+    learner = load_base(request)
+    return learner, request, run_phase(learner, batch, request)
+
+
+def test_checkpoint_loads_with_transformers_and_holds_the_trained_weights(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    learner, request, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(request.staging_dir, dtype="auto")
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == learner.parameters.keys()
+    for name, parameter in learner.parameters.items():
+        torch.testing.assert_close(loaded[name], parameter, rtol=0, atol=0)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in tensor_names(request.staging_dir)
+    tokenizer = AutoTokenizer.from_pretrained(request.staging_dir)
+    assert tokenizer.decode(tokenizer.encode("27+58=")) == "27+58="
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(request.base_dir).chat_template
+
+
+def test_result_names_every_file_with_its_checksum_and_the_new_policy(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    staging_dir = Path(request.staging_dir)
+    assert TrainResult.from_json((staging_dir / "result.json").read_bytes()) == result
+    on_disk = {str(path.relative_to(staging_dir)) for path in staging_dir.rglob("*") if path.is_file()}
+    assert on_disk == {*result.files, "result.json"}
+    top = {name: facts for name, facts in checksums(staging_dir).items() if name != "result.json"}
+    assert {name: facts for name, facts in result.files.items() if "/" not in name} == top
+    check_model_dir(staging_dir)
+    assert result.policy == policy_digest(top) != request.base_policy
+    assert (result.steps, result.optimizer_step, result.iteration) == (3, 3, 1)
+    assert (result.base_policy, result.batch_sha256) == (request.base_policy, request.batch_sha256)
+
+
+def test_result_is_written_after_everything_else_is_durable(
+    batch: Batch, make_request: Callable[..., TrainRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request(batch)
+    staging_dir = Path(request.staging_dir)
+    synced: list[str] = []
+    real_fsync = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        assert not (staging_dir / "result.json").exists() or synced[-1] == str(staging_dir)
+        real_fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    result = run_phase(load_base(request), batch, request)
+    *before, last_file, last = [os.path.relpath(path, staging_dir) for path in synced]
+    state_document = "trainer_state/state.json"
+    assert {*result.files, "trainer_state"} - {state_document} == {*before} - {
+        "trainer_state/.state.json.tmp"
+    }
+    assert before[-2:] == ["trainer_state/.state.json.tmp", "trainer_state"]
+    assert (last_file, last) == (".result.json.tmp", ".")
+
+
+def test_every_file_has_the_mode_of_an_ordinary_one(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    modes = {
+        (Path(request.staging_dir) / name).stat().st_mode & 0o777 for name in [*result.files, "result.json"]
+    }
+    assert len(modes) == 1
+
+
+def test_resumed_training_goes_on_exactly_as_an_uninterrupted_one(
+    batch: Batch,
+    make_request: Callable[..., TrainRequest],
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    uninterrupted, first, _ = trained
+    second = make_request(batch, base=Path(first.staging_dir))
+    resumed = load_base(second)
+    assert resumed.optimizer_step == 3
+    for learner in (uninterrupted, resumed):
+        train(learner, batch, second.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+    for name, parameter in weights(uninterrupted).items():
+        torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=1e-6)
+    assert resumed.optimizer_step == uninterrupted.optimizer_step == 6
+
+
+def test_without_trainer_state_the_optimizer_starts_afresh(
+    batch: Batch,
+    make_request: Callable[..., TrainRequest],
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    shutil.rmtree(Path(trained[1].staging_dir) / "trainer_state")
+    learner = load_base(make_request(batch, base=Path(trained[1].staging_dir)))
+    assert learner.optimizer_step == 0
+    assert not learner.optimizer.state
+
+
+def test_lower_precision_checkpoint_keeps_the_master_weights(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    request = with_settings(make_request(batch), save_dtype="bfloat16")
+    learner = load_base(request)
+    result = run_phase(learner, batch, request)
+    staging_dir = Path(request.staging_dir)
+    assert {dtype for dtype, _ in tensor_names(staging_dir).values()} == {"BF16"}
+    assert "lm_head.weight" not in tensor_names(staging_dir)
+    assert json.loads((staging_dir / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(staging_dir, dtype="auto").dtype == torch.bfloat16
+    resumed = checkpoint.load(staging_dir, result.policy, CPU, request.settings)
+    for name, parameter in weights(learner).items():
+        assert parameter.dtype == torch.float32
+        torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=0)
+        assert resumed.parameters[name].grad is not None
+
+
+def test_empty_batch_leaves_the_weights_byte_for_byte_and_the_digest(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    empty = build_batch([], manifest_sha256="m", policy="p", temperature=1.0, seed=0)
+    base = with_settings(make_request(batch), save_dtype="bfloat16")
+    learner = load_base(base)
+    run_phase(learner, batch, base)
+    request = make_request(empty, base=Path(base.staging_dir))
+    result = run_phase(learner, empty, request)
+    assert result.policy == request.base_policy
+    assert (result.steps, result.optimizer_step) == (0, 3)
+    before, after = checksums(Path(base.staging_dir)), checksums(Path(request.staging_dir))
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == {"result.json"}
+    resumed = checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
+    assert resumed.optimizer_step == 3
+    for name, parameter in weights(learner).items():
+        torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=0)
+
+
+def test_weights_with_another_digest_are_refused(base_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds policy \w+, the request wants 0123"):
+        checkpoint.load(base_dir, "0123", CPU, TrainerSettings())
+
+
+def test_trainer_state_of_other_weights_is_refused(
+    base_dir: Path, tmp_path: Path, trained: tuple[Learner, TrainRequest, TrainResult]
+) -> None:
+    mixed = shutil.copytree(base_dir, tmp_path / "mixed")
+    shutil.copytree(Path(trained[1].staging_dir) / "trainer_state", mixed / "trainer_state")
+    with pytest.raises(
+        CheckpointError, match=r"belongs to policy .* restore the pair, or remove .*/mixed/trainer_state"
+    ):
+        checkpoint.load(mixed, trained[1].base_policy, CPU, TrainerSettings())
+
+
+def test_trainer_state_of_another_model_is_refused(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    directory = Path(request.staging_dir) / "trainer_state"
+    path = directory / "state-00001-of-00001.safetensors"
+    with safe_open(path, framework="pt") as saved:
+        names, metadata = sorted(saved.keys()), saved.metadata()
+        save_file({name: saved.get_tensor(name) for name in names[1:]}, path, metadata)
+    document = SavedState.from_json((directory / "state.json").read_bytes())
+    files = document.model_copy(update={"files": {path.name: checksums(directory)[path.name]}})
+    (directory / "state.json").write_bytes(files.to_json())
+    with pytest.raises(
+        CheckpointError, match=rf"is not the trainer state of this model, e.g. \['{names[0]}'"
+    ):
+        checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
+
+
+def test_damaged_trainer_state_is_refused(trained: tuple[Learner, TrainRequest, TrainResult]) -> None:
+    _, request, result = trained
+    path = Path(request.staging_dir) / "trainer_state" / "state-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"00001.safetensors .* differs .* fresh optimizer"):
+        checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
+
+
+def test_trainer_state_of_an_older_format_is_refused(
+    trained: tuple[Learner, TrainRequest, TrainResult],
+) -> None:
+    _, request, result = trained
+    document = {"format": 1, "policy": result.policy, "optimizer_step": 3}
+    (Path(request.staging_dir) / "trainer_state" / "state.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"format 1, this version reads 2; remove .*trainer_state"):
+        checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
+
+
+def test_directory_that_is_no_whole_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError):
+        checkpoint.load(tmp_path, "0123", CPU, TrainerSettings())
+
+
+def test_state_that_cannot_be_saved_in_the_background_is_named_and_training_goes_on(
+    trained: tuple[Learner, TrainRequest, TrainResult], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner, _, result = trained
+    saver = StateSaver(timeout_s=60)
+    document = SavedState(format=2, iteration=1, policy=result.policy, optimizer_step=3, files={})
+    saver.start(learner, tmp_path / "missing", document)
+    saver.finish()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(NOT_SAVED) and "No such file" in said and "missing" in said
+
+
+def test_iteration_whose_state_is_due_needs_a_directory_for_it(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    request = with_settings(make_request(batch), save_interval=1 + make_request(batch).iteration)
+    request = request.model_copy(update={"iteration": request.settings.save_interval})
+    with pytest.raises(CheckpointError, match="has no state_dir"):
+        run_phase(load_base(request), batch, request)
+    assert not any(Path(request.staging_dir).iterdir())
+
+
+def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        moe_intermediate_size=8,
+        intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "base")
+    learner = build_learner(tmp_path / "base", CPU, TrainerSettings())
+    (tmp_path / "shares").mkdir()
+    monkeypatch.setattr(hub_weights, "WHOLE_BYTES", 0)
+    for rank in range(3):
+        monkeypatch.setattr(hub_weights, "rank_and_world", lambda rank=rank: (rank, 3))
+        hub_weights.write_weights(learner, tmp_path / "shares", torch.float32)
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "shares")
+    found = tensor_names(tmp_path / "shares")
+    assert found == tensor_names(tmp_path / "base")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in found
+    sizes = [path.stat().st_size for path in (tmp_path / "shares").glob("*.safetensors")]
+    assert len(sizes) == 3 and max(sizes) < 0.5 * sum(sizes)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "shares").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_adapters_are_written_as_peft_does_and_go_on_with_their_state(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    first = with_settings(make_request(batch), lora=LoraSettings(rank=2))
+    learner = load_base(first)
+    result = run_phase(learner, batch, first)
+    names = {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "trainer_state/state.json"}
+    assert names <= result.files.keys() and "config.json" not in result.files
+    second = make_request(batch, base=Path(first.staging_dir)).model_copy(update={"settings": first.settings})
+    resumed = load_base(second)
+    assert resumed.optimizer_step == 3
+    for name, parameter in weights(learner).items():
+        assert torch.equal(resumed.parameters[name], parameter)
+    assert (
+        run_phase(resumed, batch, second).files["adapter_config.json"] == result.files["adapter_config.json"]
+    )

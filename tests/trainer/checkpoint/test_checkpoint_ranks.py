@@ -1,0 +1,142 @@
+"""Checkpoints that several ranks write together, and that other numbers of ranks continue."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rollout.engines.weights import check_model_dir, policy_digest, tensor_names
+from rollout.storage.files import checksums
+from tests.paths import REPOSITORY
+from tests.trainer.checkpoint.test_probe import logprobs_of
+from trainer.batch.batch import Batch
+from trainer.documents import SavedState, TrainRequest, TrainResult
+
+JOB_TIMEOUT_S = 120.0
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("job")
+
+
+@pytest.fixture
+def root(job: Path, make_request: Callable[..., TrainRequest], batch: Batch) -> Path:
+    """The directory of the job of checkpoint_ranks.py, which has come to its end."""
+    if not any(job.iterdir()):
+        for k in (1, 2, 3):
+            request = make_request(batch)
+            settings = request.settings.model_copy(update={"save_dtype": "bfloat16"})
+            (job / f"request_{k}.json").write_bytes(
+                request.model_copy(update={"settings": settings}).to_json()
+            )
+        _run(job)
+    return job
+
+
+def _run(job: Path) -> None:
+    child = Path(__file__).with_name("checkpoint_ranks.py")
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    with (job / "log").open("w+") as log:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, child, str(rank), str(job)],
+                env=os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(RANKS)
+        ]
+        try:
+            codes = [process.wait(JOB_TIMEOUT_S) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        assert codes == [0] * RANKS, (job / "log").read_text()
+
+
+def claim(root: Path, name: str) -> float:
+    return json.loads((root / "claims" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("other", ["two_2", "copies_2", "alone_2", "back_3"])
+def test_run_goes_on_exactly_on_another_number_of_ranks_and_in_another_layout(root: Path, other: str) -> None:
+    assert claim(root, other) <= 1e-6
+
+
+def test_every_rank_writes_a_share_of_whole_tensors_that_transformers_loads(root: Path) -> None:
+    directory = root / "main_1"
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    assert files == [f"model-{k:05d}-of-00003.safetensors" for k in (1, 2, 3)]
+    index = json.loads((directory / "model.safetensors.index.json").read_bytes())
+    assert index["metadata"]["total_size"] == sum(
+        2 * math.prod(shape) for _, shape in tensor_names(directory).values()
+    )
+    assert {dtype for dtype, _ in tensor_names(directory).values()} == {"BF16"}
+    check_model_dir(directory)
+    assert tensor_names(directory).keys() == tensor_names(root / "alone_2").keys()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    saved = load_file(directory / files[0])
+    parameters = dict(model.named_parameters())
+    assert saved and all(torch.equal(parameters[name], tensor) for name, tensor in saved.items())
+
+
+def test_result_names_the_files_of_all_ranks(root: Path) -> None:
+    directory = root / "main_1"
+    result = TrainResult.from_json((directory / "result.json").read_bytes())
+    found = checksums(directory)
+    found |= {
+        f"trainer_state/{name}": facts for name, facts in checksums(directory / "trainer_state").items()
+    }
+    assert {**result.files, "result.json": found["result.json"]} == found
+    assert policy_digest(checksums(directory)) == result.policy
+
+
+def test_ranks_write_only_their_part_of_the_trainer_state(root: Path) -> None:
+    sizes = [path.stat().st_size for path in (root / "main_1" / "trainer_state").glob("*.safetensors")]
+    whole = (root / "alone_2" / "trainer_state" / "state-00001-of-00001.safetensors").stat().st_size
+    assert len(sizes) == RANKS and max(sizes) < 0.4 * whole
+    assert sum(sizes) == pytest.approx(whole, rel=0.05)
+
+
+def test_probe_of_a_sharded_model_holds_the_logprobs_of_the_weights_as_they_are_saved(root: Path) -> None:
+    probe = json.loads((root / "main_1" / "probe.json").read_bytes())
+    assert probe["logprobs"] == pytest.approx(logprobs_of(root / "main_1", probe["token_ids"]), abs=1e-5)
+
+
+def test_state_is_saved_in_the_background_beside_the_checkpoint_of_its_iteration(root: Path) -> None:
+    for iteration in (2, 3):
+        result = TrainResult.from_json((root / f"main_{iteration}" / "result.json").read_bytes())
+        assert not any("trainer_state" in name for name in result.files)
+    document = SavedState.from_json((root / "state_2" / "state.json").read_bytes())
+    found = checksums(root / "state_2")
+    assert {**document.files, "state.json": found["state.json"]} == found
+    assert (document.iteration, document.optimizer_step) == (2, 6)
+    assert document.policy == policy_digest(checksums(root / "main_2"))
+
+
+def test_iteration_without_a_state_is_trained_again_from_an_earlier_one(root: Path) -> None:
+    assert claim(root, "repeated_3") <= 1e-6
+    log = (root / "log").read_text()
+    assert log.count("training again on iteration 3") == 2, "the second time from the start of the run"
+    assert re.search(r"iterations 3 to 3 were trained again .*single one at most .* on a way of", log)
+
+
+def test_before_the_first_state_training_is_repeated_from_the_start_of_the_run(root: Path) -> None:
+    assert claim(root, "from_start") <= 1e-5
+
+
+def test_training_again_that_ends_elsewhere_is_refused(root: Path) -> None:
+    refusal = (root / "claims" / "refusal.txt").read_text()
+    assert re.search(r"was not the same training. .* fresh optimizer, remove .*state_2", refusal)

@@ -1,0 +1,92 @@
+"""Trains one model in several layouts and over several worlds: `python layout_job.py DIR`.
+
+DIR holds model/, reference/, batch and cases.json, a list of {name, ranks, rank_weights, settings}. For each
+case DIR/<name>.safetensors gets the whole parameters, and DIR/<name>.json the statistics of the steps. The
+ranks are forked, which saves importing torch in each.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from trainer.batch.batch import Batch
+from trainer.model.model import build_learner
+from trainer.settings import TrainerSettings
+from trainer.update.step import train
+
+CPU = torch.device("cpu")
+LIMIT_S = 120.0
+
+
+def run_rank(directory: Path, rank: int) -> None:
+    """All cases that this rank is in, one after the other."""
+    torch.set_num_threads(1)
+    batch = Batch.decode((directory / "batch").read_bytes())
+    for case in json.loads((directory / "cases.json").read_text()):
+        if rank >= case["ranks"]:
+            continue
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory}/meeting_{case['name']}",
+            rank=rank,
+            world_size=case["ranks"],
+            timeout=timedelta(seconds=LIMIT_S),
+        )
+        settings = TrainerSettings(**case["settings"])
+        learner = build_learner(directory / "model", CPU, settings)
+        if rank and not learner.layout.sharded:  # a machine of another kind, whose replica has drifted
+            with torch.no_grad():
+                next(iter(learner.parameters.values())).view(-1)[rank] += 0.5
+        learner.take_over_lead()
+        if settings.kl != "off":
+            learner.load_reference(directory / "reference", settings)
+        stats = train(
+            learner,
+            batch,
+            settings,
+            temperature=1.0,
+            max_tokens=24,
+            rank_weights=case["rank_weights"],
+            report=lambda line: None,
+        )
+        whole = {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().contiguous()
+            for name, value in learner.parameters.items()
+        }
+        if rank == 0:
+            held = sum(v.to_local().numel() for v in learner.parameters.values() if isinstance(v, DTensor))
+            save_file(whole, directory / f"{case['name']}.safetensors")
+            about = {"sharded": learner.layout.sharded, "held": held, "steps": [asdict(s) for s in stats]}
+            (directory / f"{case['name']}.json").write_text(json.dumps(about))
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Fork the ranks and wait for them; exit status 1 if one fails."""
+    directory = Path(sys.argv[1])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = max(case["ranks"] for case in json.loads((directory / "cases.json").read_text()))
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=run_rank, args=(directory, rank), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    running = list(processes)
+    while running and not any(process.exitcode for process in processes):
+        if not wait([process.sentinel for process in running], LIMIT_S):
+            sys.exit(f"the ranks were not done within {LIMIT_S} s")
+        running = [process for process in running if process.exitcode is None]
+    sys.exit(any(process.exitcode for process in processes))  # ends those that wait for a failed one
+
+
+if __name__ == "__main__":
+    main()

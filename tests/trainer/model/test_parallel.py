@@ -1,0 +1,139 @@
+"""One model in several layouts: the update is the same in all of them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from tests.models import make_model
+from tests.paths import REPOSITORY
+from trainer.batch.batch import Batch
+from trainer.model.model import Learner, build_learner, fingerprint
+from trainer.model.parallel import Layout, LayoutError
+from trainer.settings import TrainerSettings
+from trainer.update.step import train
+
+CPU = torch.device("cpu")
+JOB = Path(__file__).with_name("layout_job.py")
+ROOT = REPOSITORY
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 5e-4,
+    "warmup_steps": 2,
+    "global_batch_size": 16,
+    "max_tokens_per_microbatch": 64,
+    "kl": "k3",
+    "kl_coefficient": 0.1,
+}
+SHARDED = {"layout": "sharded"}
+CASES = [
+    {"name": "replicated", "ranks": 3, "rank_weights": [1, 1, 1], "settings": {}},
+    {"name": "replicated_uneven", "ranks": 3, "rank_weights": [2, 1, 1], "settings": {}},
+    {"name": "sharded", "ranks": 3, "rank_weights": [1, 1, 1], "settings": SHARDED},
+    {"name": "sharded_uneven", "ranks": 3, "rank_weights": [2, 1, 1], "settings": SHARDED},
+    {"name": "large", "ranks": 3, "rank_weights": [9, 1, 1], "settings": {"shard_from_parameters": 1000}},
+    {"name": "tensor", "ranks": 4, "rank_weights": [2, 1, 1, 1], "settings": {"tensor_parallel_size": 2}},
+]
+
+
+@pytest.fixture(scope="module")
+def small_batch(batch: Batch) -> Batch:
+    """With tokens that the model knows."""
+    return replace(batch, token_ids=batch.token_ids % 48)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, small_batch: Batch) -> Path:
+    """Directory of a finished layout_job over CASES."""
+    directory = tmp_path_factory.mktemp("layouts")
+    make_model(directory / "model", seed=0)
+    make_model(directory / "reference", seed=1)
+    (directory / "batch").write_bytes(small_batch.encode())
+    cases = [case | {"settings": SETTINGS | case["settings"]} for case in CASES]
+    (directory / "cases.json").write_text(json.dumps(cases))
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", JOB, directory], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(job: Path, small_batch: Batch) -> tuple[Learner, list[Any]]:
+    """The same training in one process."""
+    settings = TrainerSettings(**SETTINGS)
+    learner = build_learner(job / "model", CPU, settings)
+    learner.load_reference(job / "reference", settings)
+    stats = train(learner, small_batch, settings, temperature=1.0, max_tokens=24, report=lambda line: None)
+    return learner, stats
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_update_is_the_same_in_every_layout(
+    job: Path, alone: tuple[Learner, list[Any]], case: Mapping[str, Any]
+) -> None:
+    learner, stats = alone
+    about = json.loads((job / f"{case['name']}.json").read_text())
+    assert about["sharded"] == (not case["name"].startswith("replicated"))
+    assert len(about["steps"]) == len(stats) == 3
+    whole = load_file(job / f"{case['name']}.safetensors")
+    assert whole.keys() == learner.parameters.keys(), "the model's own names"
+    for name, value in whole.items():
+        torch.testing.assert_close(value, learner.parameters[name].detach(), rtol=0, atol=1e-5)
+    for mine, theirs in zip(stats, about["steps"], strict=True):
+        for name in ("loss", "entropy", "kl_engine", "kl_reference", "clip_fraction", "grad_norm"):
+            assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-4, abs=1e-5), name
+    assert stats[0].kl_reference > 0.01
+
+
+def test_sharded_layout_without_a_job_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"trainer.layout=sharded needs a process group"):
+        Layout.of(1000, TrainerSettings(layout="sharded"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"layout": "replicated", "tensor_parallel_size": 2}, "tensor_parallel_size=2 shards the model"),
+        ({"layout": "replicated", "cpu_offload": True}, "cpu_offload=true is for a sharded model"),
+        ({"lora": {"rank": 4}, "tensor_parallel_size": 2}, "adapters are not split"),
+        ({"keep_alive": False, "save_interval": 2}, "would repeat the training"),
+        ({"betas": [2, 3]}, "betas=2,3: each must lie in"),
+        ({"algorithm": [1]}, "trainer.algorithm=.1.: there is default, grpo"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TrainerSettings(**given)
+
+
+def test_fingerprint_tells_replicas_apart_that_differ_in_the_last_bit_of_a_weight() -> None:
+    weights = torch.randn(1000, 10, generator=torch.Generator().manual_seed(0))
+    drifted, swapped, up_and_down = weights.clone(), weights.clone(), weights.clone()
+    drifted[7, 3] = torch.nextafter(drifted[7, 3], torch.tensor(9.0))
+    swapped[[1, 2]] = weights[[2, 1]]
+    up_and_down.view(-1).view(torch.int32)[5] += 1
+    up_and_down.view(-1).view(torch.int32)[6] -= 1
+    prints = [int(fingerprint(each)) for each in (weights, drifted, swapped, up_and_down)]
+    assert len(set(prints)) == 4 and prints[0] == int(fingerprint(weights.clone()))
+
+
+def test_tensor_group_has_the_weight_of_its_ranks() -> None:
+    layout = Layout(rank=3, world_size=6, tensor_parallel_size=2, sharded=True)
+    assert (layout.data_rank, layout.data_size) == (1, 3)
+    assert layout.data_weights([2, 1, 1, 1, 0.5, 1]) == [3, 2, 1.5]
+    with pytest.raises(LayoutError, match="2 rank weights for 6 ranks"):
+        layout.data_weights([1, 1])
+
+
+def test_large_model_of_a_single_rank_is_not_sharded() -> None:
+    assert not Layout.of(10**12, TrainerSettings(), CPU).sharded

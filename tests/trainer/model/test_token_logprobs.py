@@ -1,0 +1,114 @@
+"""The chunked head: the model's own logprobs and gradients, without its logits."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.models import GPT2_LIKE, LLAMA_LIKE
+from trainer.model import token_logprobs
+from trainer.model.token_logprobs import Scorer, UnsupportedModel
+
+VOCABULARY = LLAMA_LIKE["vocab_size"]
+CHUNK_ROWS = 5
+OPT_LIKE = {**LLAMA_LIKE, "ffn_dim": 64, "word_embed_proj_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Config": {**LLAMA_LIKE, "tie_word_embeddings": True},
+    "Gemma2Config": {**LLAMA_LIKE, "final_logit_softcapping": 2.0},
+    "GraniteConfig": {**LLAMA_LIKE, "logits_scaling": 3.0},
+    "CohereConfig": {**LLAMA_LIKE, "logit_scale": 0.3},
+    "MixtralConfig": LLAMA_LIKE,
+    "GPT2Config": {**GPT2_LIKE, "bos_token_id": 0, "eos_token_id": 0},
+    "OPTConfig": OPT_LIKE,
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", CHUNK_ROWS * VOCABULARY)
+
+
+def make(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**MODELS[name])).float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(5)  # logits far from 0, where a cap would not show
+    return model
+
+
+def pack() -> tuple[Tensor, ...]:
+    """Two rows of 12 tokens, 13 of them scored: token ids, positions, where, targets."""
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(3, VOCABULARY, (2, 12), generator=generator)
+    scored_at = torch.tensor([0, 1, 2, 3, 5, 7, 8, 12, 13, 14, 20, 21, 22])
+    return token_ids, torch.arange(12).repeat(2, 1), scored_at, token_ids.flatten()[scored_at + 1]
+
+
+def plain(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
+    token_ids, position_ids, scored_at, targets = pack()
+    logits = model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits
+    log_p = torch.log_softmax(logits.flatten(0, 1)[scored_at] / temperature, dim=-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_give_the_models_own_logprobs_and_gradients(name: str) -> None:
+    model = make(name)
+    scorer = Scorer(model, CPU)
+    expected = plain(model, 0.8)
+    found = scorer(*pack(), 0.8)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # The mean, so that gradients are of the order of 1.
+    mine, theirs = (torch.autograd.grad(lp.square().mean(), parameters) for lp in (found[0], expected[0]))
+    scale = max(gradient.abs().max().item() for gradient in theirs)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6 * max(1.0, scale))
+    assert scale > 1e-2
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many rows of logits a tensor has held at most."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            # The head's weight, transposed, is no logits.
+            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (VOCABULARY,) and len(tensor) != 32:
+                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+        return out
+
+
+def test_logits_of_a_whole_pack_never_exist() -> None:
+    model = make("GraniteConfig")
+    with LargestTensor() as largest:
+        Scorer(model, CPU)(*pack(), 0.8)[0].sum().backward()
+    assert largest.rows == CHUNK_ROWS
+    with LargestTensor() as largest:
+        plain(model, 0.8)[0].sum().backward()
+    assert largest.rows == 24
+
+
+def test_nothing_scored_still_reaches_every_parameter() -> None:
+    model = make("Qwen3Config")
+    none = torch.zeros(0, dtype=torch.int64)
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    logprobs, entropy = Scorer(model, CPU)(one, one, none, none, 1.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_model_that_does_not_end_in_its_decoder_is_refused() -> None:
+    model = make("Qwen3Config")
+    copied = make("Qwen3Config").get_decoder()
+    model.get_decoder = lambda: copied  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModel, match=r"Qwen3Model is not what the logits .* Qwen3ForCausalLM"):
+        Scorer(model, CPU)(*pack(), 1.0)

@@ -1,0 +1,176 @@
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.settings import TrainerSettings
+from trainer.update.loss import STATS, Totals, policy_loss
+
+SETTINGS = TrainerSettings(clip_low=0.2, clip_high=0.28, engine_correction_cap=2.0)
+#             inside, above+, below+, above-, below-, cap
+NEW = [-1.00, -0.50, -2.00, -0.50, -2.00, -1.00]
+OLD = [-1.05, -1.00, -1.00, -1.00, -1.00, -1.00]
+ENGINE = [-1.00, -1.10, -0.90, -1.00, -1.20, -3.00]
+REFERENCE = [-1.10, -0.70, -1.00, -0.40, -1.00, -1.30]
+ADVANTAGES = [0.50, 0.70, 0.70, -0.40, -0.40, 0.25]
+SEQUENCES = [0, 0, 1, 1, 1, 2]
+TOTALS = Totals(tokens=10, sequences=5, max_tokens=8)
+COMBINATIONS = list(
+    itertools.product(
+        ["token", "sequence"],
+        ["ppo", "dual", "cispo", "none", "likelihood"],
+        ["token", "sequence", "constant"],
+        ["off", "truncated", "masked"],
+        ["off", "k1", "k2", "k3"],
+    )
+)
+
+
+def compute(
+    settings: TrainerSettings = SETTINGS, *, dtype: Any = torch.float64, **changed: Any
+) -> tuple[float, list[float], dict[str, float]]:
+    """Loss, gradient and statistics of the tokens above; `changed` takes the place of theirs."""
+    lists = {"new": NEW, "old": OLD, "engine": ENGINE, "reference": REFERENCE, "advantages": ADVANTAGES}
+    tensors: dict[str, Tensor] = {k: torch.tensor(changed.get(k, v), dtype=dtype) for k, v in lists.items()}
+    logprobs = tensors["new"].requires_grad_()
+    loss, stats = policy_loss(
+        logprobs,
+        tensors["old"],
+        tensors["engine"],
+        tensors["reference"] if settings.kl != "off" else None,
+        tensors["advantages"],
+        torch.tensor(changed.get("sequences", SEQUENCES), dtype=torch.int64),
+        TOTALS,
+        settings,
+    )
+    assert not stats.requires_grad and stats.shape == (len(STATS),)
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.item(), logprobs.grad.tolist(), dict(zip(STATS, stats.tolist(), strict=True))
+
+
+def golden() -> tuple[float, float, float]:
+    """Loss, KL and clip fraction, token by token from the formulas, in Python's float64."""
+    loss = kl = clipped = 0.0
+    for new, old, engine, advantage in zip(NEW, OLD, ENGINE, ADVANTAGES, strict=True):
+        ratio = math.exp(new - old)
+        bounded = min(max(ratio, 1 - 0.2), 1 + 0.28)
+        loss -= min(math.exp(old - engine), 2.0) * min(ratio * advantage, bounded * advantage)
+        kl += math.exp(old - engine) - 1 - (old - engine)
+        clipped += (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
+    return loss / TOTALS.tokens, kl / TOTALS.tokens, clipped / TOTALS.tokens
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_loss_and_statistics_match_the_formulas(dtype: torch.dtype, tolerance: float) -> None:
+    loss, _, stats = compute(dtype=dtype)
+    assert (loss, stats["kl_engine"], stats["clip_fraction"]) == pytest.approx(golden(), rel=tolerance)
+    assert stats["kl_reference"] == 0
+
+
+def test_known_loss_of_a_single_token() -> None:
+    token = torch.tensor([-1.0]).double()
+    one = torch.zeros(1, dtype=torch.int64)
+    loss, _ = policy_loss(token, token, token, None, 0.5 * torch.ones(1), one, Totals(1, 1, 1), SETTINGS)
+    assert loss.item() == -0.5
+
+
+def test_clipped_tokens_have_no_gradient() -> None:
+    assert [slope != 0 for slope in compute()[1]] == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+def test_microbatches_add_up_to_the_step(combination: tuple[str, ...]) -> None:
+    names = ("ratio", "clip", "aggregation", "engine_correction", "kl")
+    settings = TrainerSettings(**dict(zip(names, combination, strict=True)))  # pyright: ignore
+    whole = compute(settings)
+    everything = {"new": NEW, "old": OLD, "engine": ENGINE, "reference": REFERENCE, "advantages": ADVANTAGES}
+    first = {name: values[:2] for name, values in everything.items()}
+    second = {name: values[2:] for name, values in everything.items()}
+    parts = [
+        compute(settings, **first, sequences=[0, 0]),
+        compute(settings, **second, sequences=[0, 0, 0, 1]),
+    ]
+    empty = compute(settings, **{name: [] for name in everything}, sequences=[])
+    assert empty == (0.0, [], dict.fromkeys(STATS, 0.0))
+    assert whole[0] == pytest.approx(sum(part[0] for part in parts), rel=1e-9)
+    assert whole[1] == pytest.approx(parts[0][1] + parts[1][1], rel=1e-6)
+    for name in STATS:
+        assert whole[2][name] == pytest.approx(sum(part[2][name] for part in parts), rel=1e-9)
+
+
+def test_first_update_is_the_policy_gradient_though_old_is_the_policy_itself() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([0.5, -0.25], dtype=torch.float64)
+    mismatch = torch.tensor([0.1, 3.0], dtype=torch.float64)
+    engine = logprobs.detach() - mismatch
+    sequences = torch.tensor([0, 1])
+    loss, stats = policy_loss(
+        logprobs, logprobs, engine, None, advantages, sequences, Totals(2, 2, 9), SETTINGS
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, -mismatch.exp().clamp(max=2) * advantages / 2)
+    assert stats[STATS.index("clip_fraction")] == 0
+
+
+def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
+    far_above = {"new": [-0.5], "old": [-3.0], "engine": [-3.0], "advantages": [-0.4], "sequences": [0]}
+    assert math.exp(2.5) > 3
+    ppo, slopes, _ = compute(**far_above)
+    assert ppo == pytest.approx(math.exp(2.5) * 0.4 / 10) and slopes[0] != 0
+    dual, slopes, stats = compute(TrainerSettings(clip="dual", dual_clip=3.0), **far_above)
+    assert dual == pytest.approx(3 * 0.4 / 10) and slopes == [0]
+    assert stats["clip_fraction"] == pytest.approx(1 / 10)
+    assert compute(TrainerSettings(clip="dual", dual_clip=3.0)) == compute(TrainerSettings())
+
+
+def test_masked_correction_leaves_out_what_the_engine_saw_otherwise() -> None:
+    mismatches = [0.5, 0.8, -0.5, -0.8]  # the cap is e^0.69
+    engine = [-1.0 - mismatch for mismatch in mismatches]
+    tokens = {"new": [-1.0] * 4, "old": [-1.0] * 4, "engine": engine, "advantages": [1.0] * 4}
+    _, slopes, _ = compute(TrainerSettings(engine_correction="masked"), **tokens, sequences=[0] * 4)
+    assert slopes == pytest.approx([-math.exp(0.5) / 10, 0, -math.exp(-0.5) / 10, 0])
+
+
+def test_likelihood_is_the_negative_log_likelihood_however_far_the_policy_has_moved() -> None:
+    settings = TrainerSettings(algorithm="sft")
+    loss, slopes, stats = compute(settings, advantages=[1.0] * 6, engine=[0.0] * 6)
+    assert loss == pytest.approx(-sum(NEW) / 10)
+    assert slopes == pytest.approx([-1 / 10] * 6)
+    assert stats == dict.fromkeys(STATS, 0.0)
+
+
+def test_token_that_no_engine_has_sampled_is_not_corrected() -> None:
+    same = [new if engine == 0 else engine for new, engine in zip(OLD, [0.0] * 6, strict=True)]
+    assert compute(engine=[0.0] * 6) == compute(engine=same)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_has_the_value_of_its_estimator_and_a_gradient_towards_the_reference(estimator: str) -> None:
+    settings = TrainerSettings.model_validate({"kl": estimator, "kl_coefficient": 0.5})
+    loss, slopes, stats = compute(settings, advantages=[0.0] * 6)
+    log_ratios = [new - reference for new, reference in zip(NEW, REFERENCE, strict=True)]
+    k3 = [math.exp(-x) - 1 + x for x in log_ratios]
+    values = {"k1": log_ratios, "k2": [x * x / 2 for x in log_ratios], "k3": k3}[estimator]
+    towards = [1 - math.exp(-x) for x in log_ratios] if estimator == "k3" else log_ratios
+    assert loss == pytest.approx(0.5 * sum(values) / 10)
+    assert slopes == pytest.approx([0.5 * slope / 10 for slope in towards])
+    assert stats["kl_reference"] == pytest.approx(sum(k3) / 10)
+
+
+def test_kl_without_a_reference_is_an_error() -> None:
+    token = torch.tensor([-1.0])
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="kl=k3 needs the logprobs of a reference"):
+        policy_loss(token, token, token, None, token, one, Totals(1, 1, 1), TrainerSettings(kl="k3"))
+
+
+def test_absurd_token_leaves_the_statistics_finite() -> None:
+    tokens = {"new": [-1.0], "old": [-1.0], "engine": [-2000.0], "advantages": [1.0], "sequences": [0]}
+    loss, _, stats = compute(**tokens, dtype=torch.float32)
+    assert loss == pytest.approx(-2 / 10)
+    assert math.isfinite(stats["kl_engine"])

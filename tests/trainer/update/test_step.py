@@ -1,0 +1,168 @@
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.batch.batch import Batch, build_batch
+from trainer.batch.packing import Bundle, fill
+from trainer.model.model import Learner, build_learner, learning_rate
+from trainer.settings import TrainerSettings
+from trainer.update.step import StepStats, TrainingDiverged, summary, train
+
+CPU = torch.device("cpu")
+SETTINGS = TrainerSettings()
+LINE = re.compile(
+    r"step (\d)/3 \| loss -?\d+\.\d{4} \| reward 0\.62 \| norm \d+\.\d\d "
+    r"\| lr \d\.\de[+-]\d\d \| \d+\.\d\d s \| [\d,]+ tok/s"
+)
+
+
+@pytest.fixture
+def learner(base_dir: Path) -> Learner:
+    return build_learner(base_dir, CPU, SETTINGS)
+
+
+def parameters(learner: Learner) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in learner.parameters.values()])
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def run(
+    learner: Learner, batch: Batch, settings: TrainerSettings, report: Callable[[str], None] = quiet
+) -> list[StepStats]:
+    return train(learner, batch, settings, temperature=1.0, max_tokens=24, report=report)
+
+
+def test_training_makes_rewarded_tokens_likelier_and_others_less_likely(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    microbatch = fill(batch, [[Bundle([k], int(batch.input_tokens[k]))] for k in range(len(batch))])
+    better = torch.from_numpy(microbatch.advantages > 0)
+    before = learner.logprobs(microbatch, 1.0)[0].detach()
+    run(learner, batch, settings)
+    gain = learner.logprobs(microbatch, 1.0)[0].detach() - before
+    assert gain[better].mean() > 0 > gain[~better].mean()
+
+
+def test_update_does_not_depend_on_the_microbatches(
+    base_dir: Path, batch: Batch, settings: TrainerSettings
+) -> None:
+    results = []
+    for max_tokens in (16, 64, 8192):
+        learner = build_learner(base_dir, CPU, SETTINGS)
+        resized = settings.model_copy(update={"max_tokens_per_microbatch": max_tokens})
+        stats = run(learner, batch, resized)
+        results.append((parameters(learner), [step.loss for step in stats], [s.grad_norm for s in stats]))
+    for other in results[1:]:
+        torch.testing.assert_close(other[0], results[0][0], rtol=0, atol=1e-5)
+        assert other[1] == pytest.approx(results[0][1], abs=1e-5)
+        assert other[2] == pytest.approx(results[0][2], rel=1e-3)
+
+
+def test_later_steps_compare_with_the_policy_before_the_first_update(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    bold = settings.model_copy(update={"learning_rate": 1e-2, "warmup_steps": 0})
+    first, *later = run(learner, batch, bold)
+    assert first.clip_fraction == 0
+    assert all(step.clip_fraction > 0 for step in later)
+
+
+def test_each_step_prints_its_line(learner: Learner, batch: Batch, settings: TrainerSettings) -> None:
+    lines: list[str] = []
+    run(learner, batch, settings, lines.append)
+    assert [LINE.fullmatch(line)[1] for line in lines] == ["1", "2", "3"]  # type: ignore[index]
+
+
+def test_empty_batch_takes_no_step_and_says_so(learner: Learner, settings: TrainerSettings) -> None:
+    batch = build_batch([], manifest_sha256="m", policy="p", temperature=1.0, seed=0)
+    before = parameters(learner)
+    lines: list[str] = []
+    assert run(learner, batch, settings, lines.append) == []
+    assert lines == [
+        "no step: the batch is empty, no group of this iteration has an advantage; the weights stay"
+    ]
+    assert torch.equal(parameters(learner), before)
+    assert learner.optimizer_step == 0
+    assert set(summary([], 0, 1e-6, 0.5).values()) == {0.0, 1e-6, 0.5}
+
+
+def test_gradient_is_clipped_and_its_norm_reported_before_clipping(
+    base_dir: Path, batch: Batch, settings: TrainerSettings
+) -> None:
+    norms = []
+    for clip_norm in (1e-3, 1e3):
+        learner = build_learner(base_dir, CPU, SETTINGS)
+        one_step = settings.model_copy(update={"clip_norm": clip_norm, "global_batch_size": 64})
+        (step,) = run(learner, batch, one_step)
+        norms.append((step.grad_norm, learner.gradients.norm().item()))
+    assert norms[0][0] == pytest.approx(norms[1][0])
+    assert norms[0][1] == pytest.approx(1e-3, rel=1e-3)
+    assert norms[1][1] == pytest.approx(norms[1][0])
+
+
+def test_broken_logprobs_stop_the_training_before_the_weights_change(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    broken = Batch.decode(batch.encode())
+    logprobs = broken.logprobs.copy()
+    logprobs[broken.loss_mask == 1] = float("nan")
+    object.__setattr__(broken, "logprobs", logprobs)
+    before = parameters(learner)
+    with pytest.raises(TrainingDiverged, match="optimizer step 1: loss nan"):
+        run(learner, broken, settings)
+    assert torch.equal(parameters(learner), before)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0.25), (1, 0.5), (3, 1.0), (1000, 1.0)])
+def test_learning_rate_rises_linearly_and_stays(steps: int, expected: float) -> None:
+    assert learning_rate(steps, TrainerSettings(learning_rate=1.0, warmup_steps=4)) == expected
+
+
+def test_warm_up_goes_on_over_phases(learner: Learner, batch: Batch, settings: TrainerSettings) -> None:
+    slow = settings.model_copy(update={"warmup_steps": 6, "learning_rate": 6e-4})
+    rates = [s.lr for _ in range(3) for s in run(learner, batch, slow)]
+    assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 6e-4, 6e-4, 6e-4])
+
+
+def test_norms_do_not_decay_and_matrices_do(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    def values() -> Iterator[tuple[str, float]]:
+        for name, parameter in learner.parameters.items():
+            yield name, parameter.detach().abs().sum().item()
+
+    before = dict(values())
+    learner.summed.zero_()
+    learner.apply(settings.model_copy(update={"weight_decay": 100.0}))
+    for name, value in values():
+        assert (value < before[name]) == ("norm" not in name), name
+
+
+def test_settings_may_change_between_phases(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    run(learner, batch, settings)
+    changed = settings.model_copy(update={"learning_rate": 5e-4, "betas": (0.8, 0.9)})
+    assert run(learner, batch, changed)[-1].lr == 5e-4
+    assert {group["betas"] for group in learner.optimizer.param_groups} == {(0.8, 0.9)}
+
+
+def test_summary_weighs_steps_by_their_trained_tokens(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    stats = run(learner, batch, settings)
+    metrics = summary(stats, len(batch), 0.0, 2.0)
+    trained = [step.trained_tokens for step in stats]
+    assert sum(trained) == batch.loss_mask.sum()
+    weighted = sum(s.entropy * n for s, n in zip(stats, trained, strict=True)) / sum(trained)
+    assert metrics["entropy"] == pytest.approx(weighted)
+    assert metrics["tokens"] == len(batch.token_ids)
+    assert metrics["tokens_per_s"] == len(batch.token_ids) / 2
+    assert metrics["sequences"] == 48
+    assert all(isinstance(value, float) for value in metrics.values())

@@ -1,0 +1,1 @@
+"""From groups to tensors: selection, advantages, the batch, packing."""

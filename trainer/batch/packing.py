@@ -1,0 +1,249 @@
+"""An optimizer step's sequences: which rank takes which, and how they lie in microbatches. Torch-free.
+
+A bundle is a sequence, or several that share a prompt: the prompt once, then what follows it in each, for
+which the attention needs a mask (`shared_prompts`). A microbatch is a rectangle of tokens, rows x columns, as
+wide as its longest bundle. Shorter ones share a row; `position_ids` restart where one begins, and without an
+attention mask that keeps neighbours apart (an all-ones mask would let them see each other). What is left of a
+row continues its last sequence with padding, which nothing sees because it comes last: where every row holds
+a single sequence, plain causal attention does. A sequence's last trained token, and what comes after it, is
+not among its tokens here: nothing is predicted from it.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.batch.batch import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """R rows of C columns, N of whose tokens are trained; N = 0 and no rows for an empty one."""
+
+    token_ids: NDArray[np.int64]
+    """(R, C), padding is 0."""
+    position_ids: NDArray[np.int64]
+    """(R, C)"""
+    scored_at: NDArray[np.int64]
+    """(N,) index, into the flattened rows, of the logit that scores each trained token: one before it."""
+    targets: NDArray[np.int64]
+    """(N,) the trained tokens."""
+    engine_logprobs: NDArray[np.float32]
+    """(N,)"""
+    advantages: NDArray[np.float32]
+    """(N,)"""
+    sequences: NDArray[np.int64]
+    """(N,) which of the microbatch's sequences the token belongs to, numbered from 0."""
+    segments: NDArray[np.int64] | None = None
+    """(2, R, C) the segment that each token is in, numbered from 0, and the one before it that it sees as
+    well, its own where there is none; None where no prompt is shared."""
+
+
+@dataclass
+class Bundle:
+    """A sequence of the batch, or several that share their prompt."""
+
+    sequences: list[int]
+    """By index."""
+    tokens: int
+    shared: int = 0
+    """Tokens of the prompt that lies there once for all of them; 0 for a single sequence."""
+
+
+CAUSAL, MASKED = 0.5, 2.0
+"""Pairs that attention costs for the square of the tokens: half of them without a mask; all with one, at half
+the speed.
+"""
+FAIR = 1.1
+"""Of its fair share of a step, what the slowest rank may get."""
+
+
+def split_steps(sequences: int, global_batch_size: int) -> list[range]:
+    """Cut a batch into optimizer steps of nearly equal size, none larger than `global_batch_size` sequences.
+
+    Equal, because a small remainder would be a noisy step at the full learning rate.
+    """
+    steps = -(-sequences // global_batch_size)
+    bounds = [sequences * k // max(steps, 1) for k in range(steps + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def split_ranks(lengths: Sequence[int], weights: Sequence[float]) -> list[list[int]]:
+    """Deal sequences of `lengths` tokens to ranks so that each one's tokens follow its weight.
+
+    Longest first, each to the rank that is furthest behind its share: every sequence exactly once, and a pure
+    function of its arguments, so all ranks agree without talking. Returns the indices of each rank.
+    """
+    shares: list[list[int]] = [[] for _ in weights]
+    tokens = [0] * len(weights)
+    for k in sorted(range(len(lengths)), key=lambda k: (-lengths[k], k)):
+        rank = min(range(len(weights)), key=lambda r: ((tokens[r] + lengths[k]) / weights[r], r))
+        shares[rank].append(k)
+        tokens[rank] += lengths[k]
+    return shares
+
+
+def pack_rows(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
+    """Arrange sequences in microbatches of rows: the result's [microbatch][row] is a list of indices.
+
+    rows x longest <= `max_tokens`, padding included; a sequence longer than that is a microbatch of its own.
+    """
+    microbatches = []
+    waiting = sorted(range(len(lengths)), key=lambda k: (-lengths[k], k))
+    while waiting:
+        width = lengths[waiting[0]]
+        rows: list[list[int]] = []
+        roomiest: list[tuple[int, int]] = []  # heap of (-free tokens, row)
+        left = []
+        for k in waiting:
+            if roomiest and -roomiest[0][0] >= lengths[k]:
+                free, row = heapq.heappop(roomiest)
+                rows[row].append(k)
+                heapq.heappush(roomiest, (free + lengths[k], row))
+            elif not rows or (len(rows) + 1) * width <= max_tokens:
+                heapq.heappush(roomiest, (lengths[k] - width, len(rows)))
+                rows.append([k])
+            else:
+                left.append(k)
+        microbatches.append(rows)
+        waiting = left
+    return microbatches
+
+
+def plan_step(
+    batch: Batch,
+    step: range,
+    rank_weights: Sequence[float],
+    rank: int,
+    max_tokens: int,
+    pairs_per_token: float = 0.0,
+) -> list[Microbatch]:
+    """The microbatches of one rank in one optimizer step; as many on every rank, some of them empty.
+
+    `pairs_per_token`: as `bundle` has it; the same on every rank.
+    """
+    plans = [
+        [[[share[b] for b in row] for row in rows] for rows in packed]
+        for share in deal(batch, step, rank_weights, max_tokens, pairs_per_token)
+        for packed in [pack_rows([one.tokens for one in share], max_tokens)]
+    ]
+    count = max(len(plan) for plan in plans)
+    mine = plans[rank]
+    return [fill(batch, mine[k] if k < len(mine) else []) for k in range(count)]
+
+
+def deal(
+    batch: Batch, step: range, weights: Sequence[float], max_tokens: int, pairs_per_token: float
+) -> list[list[Bundle]]:
+    """Each rank's bundles: as large as pays, but where that leaves a rank behind, smaller ones.
+
+    Large bundles save the most tokens, small ones can be dealt out evenly; the slowest rank decides.
+    """
+    best: list[list[Bundle]] = []
+    least = math.inf
+    fair = int(batch.input_tokens[step.start : step.stop].sum()) / len(weights)
+    for limit in (max_tokens, fair / 2, fair / 4, fair / 8, 0):
+        bundles = bundle(batch, step, pairs_per_token, min(limit, max_tokens))
+        tokens = [one.tokens for one in bundles]
+        shares = split_ranks(tokens, weights)
+        loads = [sum(tokens[b] for b in share) for share in shares]
+        slowest = max(load / weight for load, weight in zip(loads, weights, strict=True))
+        if slowest < least:
+            best, least = [[bundles[b] for b in share] for share in shares], slowest
+        if slowest <= FAIR * sum(tokens) / sum(weights) or not pairs_per_token:
+            break
+    return best
+
+
+def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float) -> list[Bundle]:
+    """The step's sequences; those with one prompt together where that is cheaper, of at most `max_tokens`.
+
+    It saves the prompt and costs attention: a mask hides pairs of tokens, but they are computed.
+    `pairs_per_token`: so many pairs cost as much as all else that is done with a token; 0: nothing is shared.
+    No bundle has more tokens than that: its mask stays small against what a layer keeps of them.
+    """
+    max_tokens = min(max_tokens, pairs_per_token)
+    prompts, tokens = batch.prompt_tokens.tolist(), batch.input_tokens.tolist()
+    bundles: list[Bundle] = []
+    latest: dict[bytes, Bundle] = {}  # of each prompt
+
+    def cost(count: int, several: bool) -> float:
+        return count + (MASKED if several else CAUSAL) * count**2 / pairs_per_token
+
+    for k in sorted(step, key=lambda k: (-tokens[k], k)):
+        bundles.append(alone := Bundle([k], tokens[k]))
+        if not pairs_per_token or not prompts[k]:
+            continue
+        begin = int(batch.offsets[k])
+        prompt = batch.token_ids[begin : begin + prompts[k]].tobytes()
+        mine = latest.setdefault(prompt, alone)
+        together = mine.tokens + tokens[k] - prompts[k]
+        costs_apart = cost(mine.tokens, mine.shared > 0) + cost(tokens[k], several=False)
+        if mine is not alone and together <= max_tokens and cost(together, several=True) < costs_apart:
+            mine.sequences.append(k)
+            mine.tokens, mine.shared = together, prompts[k]
+            bundles.pop()
+        else:
+            latest[prompt] = alone
+    return bundles
+
+
+def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
+    """Lay bundles of the batch's sequences into the rows of a microbatch."""
+    offsets, inputs = batch.offsets.tolist(), batch.input_tokens.tolist()
+    width = max((sum(one.tokens for one in row) for row in rows), default=0)
+    segments: list[list[int]] = []
+    """[index of its first token in the batch, tokens, padding behind them, first position, segment before]"""
+    laid: list[tuple[int, int, int, int]] = []
+    """(index of a sequence in the batch, tokens shared, where they begin in the rows, where its own do)"""
+    for r, row in enumerate(rows):
+        at = r * width
+        for one in row:
+            start, prompt = at, len(segments)
+            if one.shared:
+                segments.append([offsets[one.sequences[0]], one.shared, 0, 0, prompt])
+                at += one.shared
+            for k in one.sequences:
+                own = inputs[k] - one.shared
+                before = prompt if one.shared else len(segments)
+                segments.append([offsets[k] + one.shared, own, 0, one.shared, before])
+                laid.append((k, one.shared, start, at))
+                at += own
+        segments[-1][2] = (r + 1) * width - at
+    shape = len(rows), width
+    first, tokens, padding, position, before = np.array(segments, np.int64).reshape(-1, 5).T
+    numbers = np.repeat(np.arange(len(segments)), tokens + padding)
+    within = _ranges(np.zeros(len(segments), np.int64), tokens + padding)
+    real = within < tokens[numbers]
+    is_masked = any(one.shared for row in rows for one in row)
+    token_ids = np.zeros(len(numbers), np.int64)
+    token_ids[real] = batch.token_ids[(first[numbers] + within)[real]]
+    sequences, shared, start, own = np.array(laid, np.int64).reshape(-1, 4).T
+    begins, lengths = batch.offsets[sequences], batch.lengths()[sequences]
+    trained = _ranges(begins, lengths)
+    of = np.repeat(np.arange(len(sequences)), lengths)
+    is_trained = batch.loss_mask[trained] == 1
+    trained, of = trained[is_trained], of[is_trained]
+    scoring = trained - begins[of] - 1  # in the sequence
+    return Microbatch(
+        token_ids=token_ids.reshape(shape),
+        # Padding counts on, as one sequence does; masked, it could count beyond what the model knows.
+        position_ids=np.where(real | (not is_masked), position[numbers] + within, 0).reshape(shape),
+        scored_at=scoring + np.where(scoring < shared[of], start[of], own[of] - shared[of]),
+        targets=batch.token_ids[trained].astype(np.int64),
+        engine_logprobs=batch.logprobs[trained],
+        advantages=batch.advantages[sequences][of],
+        sequences=of,
+        segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
+    )
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, ..., `length` numbers from each start, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)

@@ -1,0 +1,128 @@
+"""Which samples of which groups are trained on, with what advantage. Torch-free.
+
+A *lesson* is what is left of a group: its trained samples with their advantages. Group statistics are over
+the samples that exist, whether they are trained on or not; a group without a trained sample is no lesson.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from rollout.trajectory import Group, Sample
+from trainer.batch.advantages import group_advantages, whiten
+from trainer.settings import TrainerSettings
+
+SHAPING = (
+    "advantage",
+    "keep_flat_groups",
+    "overlong",
+    "overlong_buffer",
+    "reward_threshold",
+    "replay_window",
+    "replay_power",
+)
+"""The settings of `trainer` that a batch depends on."""
+
+_T = TypeVar("_T")
+
+
+class Trained(NamedTuple):
+    """One sample of a batch."""
+
+    slot: int
+    sample: Sample
+    reward: float
+    advantage: float
+
+
+Lesson = list[Trained]
+
+
+def lessons(groups: Iterable[Group], settings: TrainerSettings, max_tokens: int | None) -> list[Lesson]:
+    """The lessons of one iteration's groups, by slot. ValueError for two groups of one slot, or a penalty for
+    length without `max_tokens`.
+    """
+    ordered = sorted(groups, key=lambda group: group.slot)
+    for one, other in pairwise(ordered):
+        if one.slot == other.slot:
+            raise ValueError(
+                f"slot {one.slot} has two groups ({one.task_id}, {other.task_id}); a slot is one group"
+            )
+    found = [_lesson(group, settings, max_tokens) for group in ordered if group.given_up is None]
+    return [lesson for lesson in found if lesson]
+
+
+def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None) -> Lesson:
+    scored = [(sample, sample.reward) for sample in group.samples if sample.reward is not None]
+    shaped = [reward - _overlong_penalty(sample, settings, max_tokens) for sample, reward in scored]
+    advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups)
+    if advantages is None:
+        return []
+    return [
+        Trained(group.slot, sample, reward, advantage)
+        for (sample, reward), advantage in zip(scored, advantages.tolist(), strict=True)
+        if _is_trained(sample, reward, settings)
+    ]
+
+
+def _is_trained(sample: Sample, reward: float, settings: TrainerSettings) -> bool:
+    if settings.overlong == "drop" and sample.finish_reason == "length":
+        return False
+    is_good = settings.reward_threshold is None or reward >= settings.reward_threshold
+    return is_good and bool(sample.loss_mask.any())
+
+
+def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int | None) -> float:
+    """0 to 1: how far into the last `overlong_buffer` tokens before `max_tokens` the sample reaches (soft
+    overlong punishment: DAPO, arXiv 2503.14476, equation 13).
+    """
+    if settings.overlong != "penalise":
+        return 0.0
+    if max_tokens is None:
+        raise ValueError("trainer.overlong=penalise: the longest completion (rollout.max_tokens) is needed")
+    buffer = settings.overlong_buffer * max_tokens
+    generated = int(sample.loss_mask.sum())
+    return min(1.0, max(0.0, (generated - (max_tokens - buffer)) / buffer))
+
+
+def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
+    """The advantages of all of a batch: what needs more than one group is done here."""
+    advantages = [one.advantage for one in trained]
+    return whiten(advantages).tolist() if settings.advantage == "whitened" else advantages
+
+
+def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int) -> list[list[Lesson]]:
+    """`count` lessons out of those of a window of iterations, oldest first, without replacement; each with
+    the weight (p + 1)^power, p the position of its iteration. In the same shape as `window`.
+
+    The smallest -ln(u) / weight, with u uniform (Efraimidis and Spirakis 2006); u is hashed from the seed,
+    the iteration's distance from the last one, and the slot.
+    """
+    keyed: list[tuple[float, int, int]] = []
+    for p, of_iteration in enumerate(window):
+        for k, lesson in enumerate(of_iteration):
+            u = _uniform(f"replay/{seed}/{len(window) - 1 - p}/{lesson[0].slot}")
+            # The logarithm of -ln(u) / (p + 1)^power, which cannot overflow.
+            keyed.append((math.log(-math.log(u)) - power * math.log(p + 1), p, k))
+    chosen = sorted((p, k) for _, p, k in sorted(keyed)[:count])
+    return [[window[p][k] for q, k in chosen if q == p] for p in range(len(window))]
+
+
+def shuffled(items: Sequence[_T], seed: int) -> list[_T]:
+    """A permutation that depends on the seed and the number of items alone.
+
+    By hashes: the stream of numpy's generators may change between its versions (NEP 19).
+    """
+    keys = [_hash(f"batch/{seed}/{k}") for k in range(len(items))]
+    return [items[k] for k in sorted(range(len(items)), key=keys.__getitem__)]
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _uniform(text: str) -> float:
+    """A number in (0, 1), neither end included."""
+    return ((int.from_bytes(_hash(text)[:8], "little") >> 11) + 0.5) * 2.0**-53

@@ -1,0 +1,84 @@
+"""A prompt that lies once in a microbatch for several samples: its attention mask, and who heeds it.
+
+Groups of samples share their prompt, so that its share of the computation falls by their number; the idea is
+that of Prefix Grouper (arXiv 2506.05433).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.batch.batch import Batch, Counts
+from trainer.batch.packing import Bundle, Microbatch, fill
+from trainer.peers import waiting_for_peers
+
+_TOLERANCE = 0.1
+"""Of the difference that leaving out the mask makes: more than rounding in bfloat16, less than a mistake."""
+
+
+def attention_mask(segments: Tensor) -> Tensor:
+    """(R, 1, C, C) bool, which tokens (last) each token sees, of the `segments` (2, R, C) of a Microbatch."""
+    own, before = segments
+    seen = own[:, :, None] == own[:, None, :]
+    seen |= before[:, :, None] == own[:, None, :]
+    return seen.tril_()[:, None]
+
+
+def pairs_per_token(config: Any, logprobs: Callable[[Microbatch], Tensor], world_size: int) -> float:
+    """What `packing.bundle` asks for of the model with this `config`, whose `logprobs` answers with
+    those of the trained tokens (N,); 0 if it does not heed the mask. The same on all ranks, which call this
+    together.
+
+    A layer has about 12 h^2 weights, two operations each, and spends 4 h of them on a pair: 6 h.
+    """
+    heeds = torch.tensor(int(_heeds_mask(config, logprobs)))
+    if world_size > 1:
+        with waiting_for_peers("agreeing on whether prompts are shared"):
+            dist.all_reduce(heeds, dist.ReduceOp.MIN)
+    return 6.0 * config.hidden_size * int(heeds)
+
+
+@torch.no_grad()
+def _heeds_mask(config: Any, logprobs: Callable[[Microbatch], Tensor]) -> bool:
+    """Whether two sequences score with a common prompt as they do alone. A window over the past would get
+    lost in a mask of our own, longer than what is tried; so a model with one, or with attention other than
+    torch's own, is refused by its configuration.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = kinds != {"full_attention"} or getattr(config, "sliding_window", None)
+    if windowed or config._attn_implementation != "sdpa":
+        return False
+    batch = _two_sequences(config.vocab_size)
+    tokens = int(batch.input_tokens[0])
+    alone = fill(batch, [[Bundle([0], tokens)], [Bundle([1], tokens)]])
+    prompt = int(batch.prompt_tokens[0])
+    together = fill(batch, [[Bundle([0, 1], 2 * tokens - prompt, prompt)]])
+    wanted, found, without = (logprobs(m) for m in (alone, together, replace(together, segments=None)))
+    return bool((found - wanted).abs().max() < _TOLERANCE * (without - wanted).abs().max())
+
+
+def _two_sequences(vocabulary: int) -> Batch:
+    """Of eight tokens each, the first four the same."""
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, vocabulary, (2, 8))
+    second[:4] = first[:4]
+    nothing = np.zeros(2, np.float32)
+    return Batch(
+        token_ids=np.concatenate([first, second]).astype(np.int32),
+        loss_mask=np.tile(np.repeat([0, 1], 4), 2).astype(np.uint8),
+        logprobs=np.zeros(16, np.float32),
+        offsets=np.array([0, 8, 16]),
+        advantages=nothing,
+        rewards=nothing,
+        slots=np.zeros(2, np.int32),
+        counts=Counts(0, 0, 0, 0, 0, 0.0, 0.0),
+        manifest_sha256="",
+        policy="",
+        temperature=1.0,
+        seed=0,
+    )

@@ -1,0 +1,247 @@
+"""A Hugging Face directory and, inside it, `trainer_state/`: what it takes to go on training.
+
+model.safetensors (or shards), config.json, tokenizer files ...   loads as it is in transformers and vLLM;
+                                    of a run that trains adapters: what peft saves, see trainer.lora
+probe.json                          a few tokens, and the logprobs that an engine must find with these weights
+trainer_state/                      see `state`; with trainer.save_interval above 1 it lies elsewhere
+result.json                         TrainResult; written last, so its presence says that all of it is here
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rollout.engines.admin import PROBE
+from rollout.engines.weights import ADAPTER_CONFIG, check_model_dir, policy_digest
+from rollout.storage.files import FileFacts, checksums
+from trainer.checkpoint import hub_weights, state
+from trainer.checkpoint.probe import probe_logprobs, write_probe
+from trainer.checkpoint.rank_files import gather_json, make_durable, publish, rank_and_world
+from trainer.checkpoint.retrain import Beginning, train_again
+from trainer.checkpoint.state import CheckpointError, StateSaver
+from trainer.documents import Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
+from trainer.model.model import Learner, build_learner
+from trainer.model.parallel import local_part
+from trainer.resume import saves_in_background
+from trainer.settings import TrainerSettings
+
+RESULT = "result.json"
+STATE_DIR = "trainer_state"
+AT_HAND = Resume()
+"""The trainer state is the base's own, if it has one."""
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    base_dir: Path,
+    policy: str,
+    device: torch.device,
+    settings: TrainerSettings,
+    resume: Resume = AT_HAND,
+    repeat: Callable[[Learner, TrainedBatch], object] | None = None,
+    *,
+    model_dir: Path | None = None,
+) -> Learner:
+    """The policy of `base_dir`, ready to go on: with its optimizer where there is a trainer state.
+
+    Collective. `model_dir`: as build_learner has it. Where `resume` names batches, the state is that of an
+    earlier policy: `repeat` trains the learner on each of them. Raises CheckpointError unless the weights
+    have the digest `policy`, the state belongs to them and the repeated training has come back to them, and
+    rollout.engines.weights.WeightsError for a directory that is not a whole model.
+    """
+    check_model_dir(base_dir)
+    found = policy_digest(checksums(base_dir))
+    if found != policy:
+        raise CheckpointError(
+            f"{base_dir} holds policy {found}, the request wants {policy}; name its checkpoint"
+        )
+    learner = build_learner(base_dir, device, settings, model_dir)
+    if resume.from_start:
+        assert repeat is not None and model_dir is not None, "whoever names batches to repeat says how"
+        go_back = partial(_start_again, learner, model_dir, settings)
+        begin = Beginning(go_back, f"{model_dir}", "trained.json beside their batches")
+        train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
+        return learner
+    if resume.state_dir is None and STATE_DIR not in os.listdir(base_dir):
+        # A model that nobody has trained yet has none.
+        if (base_dir / RESULT).is_file() and rank_and_world()[0] == 0:
+            logger.info("%s has no trainer state: a fresh optimizer goes on from it", base_dir)
+        return learner
+    state_dir = Path(resume.state_dir or base_dir / STATE_DIR)
+    document = state.read_document(state_dir)
+    wanted = resume.state_policy or policy
+    if document.policy != wanted:
+        raise CheckpointError(
+            f"{state_dir} belongs to policy {document.policy}, the weights to go on from are {wanted}; "
+            f"restore the pair, or remove {state_dir} to start with a fresh optimizer"
+        )
+    go_back = partial(state.restore, learner, state_dir, document)
+    if resume.repeat:
+        assert repeat is not None, "whoever names batches to repeat says how"
+        begin = Beginning(go_back, f"{state_dir}", f"{state_dir}")
+        train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
+    else:
+        go_back()
+    return learner
+
+
+def _start_again(learner: Learner, model_dir: Path, settings: TrainerSettings) -> None:
+    """Put the weights that the run started from into `learner`, which has no optimizer state. Collective."""
+    start = build_learner(model_dir, learner.device, settings, model_dir)
+    with torch.no_grad():
+        for name, parameter in learner.parameters.items():
+            local_part(parameter).copy_(local_part(start.parameters[name]))
+
+
+def save_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:
+    """Of the weights that are served."""
+    if settings.save_dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if settings.save_dtype == "bfloat16" else torch.float32
+
+
+def write(
+    learner: Learner,
+    staging_dir: Path,
+    request: TrainRequest,
+    steps: int,
+    metrics: dict[str, float],
+    saver: StateSaver,
+    probe: Sequence[int] = (),
+) -> TrainResult:
+    """Write the whole checkpoint into the empty `staging_dir`, durably, and its result file last.
+
+    Collective: every rank writes its share, and gets the result once the checkpoint is whole. `probe`: token
+    ids whose logprobs are written with new weights. The trainer state goes into the checkpoint, or in the
+    background with `saver` into request.state_dir (settings.save_interval): until `saver.finish` has
+    returned, the learner must not change.
+    """
+    lead = rank_and_world()[0] == 0
+    state_dir = _state_dir(request)
+    inside = request.settings.save_interval == 1
+    if lead and inside:
+        (staging_dir / STATE_DIR).mkdir()
+    mine = _write_parts(learner, staging_dir, request, steps, probe)
+    if inside:
+        if not state.lead_writes_all(learner):
+            gather_json(None, "making the checkpoint's directories")
+        mine += state.write_pieces(state.pieces(learner), staging_dir / STATE_DIR)
+    shares = gather_json(make_durable(mine, staging_dir), "writing the checkpoint")
+    files: dict[str, FileFacts] = {name: facts for share in shares for name, facts in share.items()}
+    document = SavedState(
+        format=state.FORMAT,
+        iteration=request.iteration,
+        policy=policy_digest({name: facts for name, facts in files.items() if "/" not in name}),
+        optimizer_step=learner.optimizer_step,
+        files={Path(name).name: facts for name, facts in sorted(files.items()) if "/" in name},
+    )
+    if inside:
+        data = document.to_json()
+        facts: FileFacts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        files[f"{STATE_DIR}/{state.DOCUMENT}"] = facts
+        if lead:
+            publish(staging_dir / STATE_DIR / state.DOCUMENT, data)
+    result = TrainResult(
+        iteration=request.iteration,
+        policy=document.policy,
+        base_policy=request.base_policy,
+        batch_sha256=request.batch_sha256,
+        files=dict(sorted(files.items())),
+        steps=steps,
+        optimizer_step=learner.optimizer_step,
+        settings=request.settings,
+        max_tokens=request.max_tokens,
+        metrics=metrics,
+    )
+    if lead:
+        publish(staging_dir / RESULT, result.to_json())
+    gather_json(None, "waiting for the checkpoint's result file")
+    if state_dir is not None:
+        saver.start(learner, state_dir, document)
+    return result
+
+
+def _state_dir(request: TrainRequest) -> Path | None:
+    """Where the trainer state goes in the background, if this iteration's does."""
+    if not saves_in_background(request.iteration, request.settings.save_interval):
+        return None
+    if request.state_dir is None:
+        raise CheckpointError(
+            f"iteration {request.iteration} saves its trainer state (trainer.save_interval="
+            f"{request.settings.save_interval}), and the request has no state_dir for it"
+        )
+    return Path(request.state_dir)
+
+
+def _write_parts(
+    learner: Learner, staging_dir: Path, request: TrainRequest, steps: int, probe: Sequence[int]
+) -> list[Path]:
+    """Write what serves the model; returns the files that this rank has written. Collective."""
+    lead = rank_and_world()[0] == 0
+    if not steps:
+        return _copy_model(Path(request.base_dir), staging_dir) if lead else []
+    dtype = save_dtype(request.settings, learner.device)
+    files = _write_model(learner, staging_dir, request, dtype)
+    if probe:
+        logprobs = probe_logprobs(learner, probe, dtype)
+        if lead:
+            files.append(write_probe(probe, logprobs, staging_dir))
+    return files
+
+
+def _write_model(
+    learner: Learner, staging_dir: Path, request: TrainRequest, dtype: torch.dtype
+) -> list[Path]:
+    """Save the weights as `dtype`; everything else that serves the model comes from the base unchanged.
+
+    Returns the files that this rank has written. Collective.
+    """
+    lead = rank_and_world()[0] == 0
+    adapters = hasattr(learner.model, "peft_config")
+    if adapters:
+        files = hub_weights.write_adapter(learner, staging_dir, request.model_dir, dtype)
+    else:
+        files = hub_weights.write_weights(learner, staging_dir, dtype)
+    if not lead:
+        return files
+    there = _companions(Path(request.base_dir))
+    companions = [path for path in there if path.name not in {"config.json", PROBE}]
+    if not adapters:
+        # Copied where there is one: transformers refuses to save some that it has loaded.
+        with_generation = all(path.name != "generation_config.json" for path in companions)
+        files += hub_weights.write_config(learner.model, staging_dir, dtype, with_generation)
+    for path in companions:
+        if adapters and path.name == ADAPTER_CONFIG:
+            continue
+        files.append(Path(shutil.copyfile(path, staging_dir / path.name)))
+    return files
+
+
+def _copy_model(base_dir: Path, staging_dir: Path) -> list[Path]:
+    """Take over the model as it is, byte for byte: no step was taken, so the digest must stay."""
+    weights = [path for path in base_dir.iterdir() if path.suffix == ".safetensors"]
+    indices = list(base_dir.glob("*.safetensors.index.json"))
+    paths = [*weights, *indices, *_companions(base_dir)]
+    return [Path(shutil.copyfile(path, staging_dir / path.name)) for path in paths]
+
+
+def _companions(base_dir: Path) -> list[Path]:
+    """The files of a model directory that go with its weights: configuration, tokenizer, probe."""
+    return [
+        path
+        for path in sorted(base_dir.iterdir())
+        if path.is_file()
+        and path.suffix not in _WEIGHT_SUFFIXES
+        and not path.name.endswith(".index.json")
+        and not path.name.startswith(".")
+        and path.name != RESULT
+    ]

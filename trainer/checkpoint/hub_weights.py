@@ -1,0 +1,154 @@
+"""The weights as they are served: Hugging Face safetensors, with the names and shapes of the Hub."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from rollout.engines.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.checkpoint.rank_files import rank_and_world, spread, write_tensors
+from trainer.model.model import Learner
+
+WHOLE_BYTES = 1 << 26
+"""A smaller model is one file, which rank 0 writes."""
+
+_BLOCK = re.compile(r"(.*?\.\d+)\.")
+
+
+def write_weights(learner: Learner, staging_dir: Path, dtype: torch.dtype) -> list[Path]:
+    """Write this rank's share of the weights as `dtype`; returns the files that this rank has written.
+
+    Collective. Whole tensors go to one rank each, shared out by bytes: a rank holds its own share in host
+    memory, and of the others' one tensor at a time. The lead writes the index.
+    """
+    rank, world = rank_and_world()
+    model = learner.model
+    tensors = saved_tensors(model)
+    blocks = _blocks(model, tensors)
+    saved = {block: _reverted(model, _meta(tensors, names, dtype)) for block, names in blocks.items()}
+    sizes = {block: sum(tensor.nbytes for tensor in shapes.values()) for block, shapes in saved.items()}
+    ranks = 1 if sum(sizes.values()) < WHOLE_BYTES else min(world, len(blocks))
+    owner = spread(sizes, ranks)
+    mine: dict[str, Tensor] = {}
+    for block, names in blocks.items():  # in one order on all ranks: a DTensor is gathered by all
+        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, owner[block] == rank)
+        if owner[block] == rank:
+            mine |= _reverted(model, whole)
+    files = []
+    if rank < ranks:
+        files.append(write_tensors(staging_dir / _file_name(rank, ranks), mine, {"format": "pt"}))
+    if rank == 0 and ranks > 1:
+        weight_map = {
+            name: _file_name(owner[block], ranks) for block, shapes in saved.items() for name in shapes
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        files.append(staging_dir / "model.safetensors.index.json")
+        files[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return files
+
+
+def write_adapter(learner: Learner, staging_dir: Path, base: str, dtype: torch.dtype) -> list[Path]:
+    """Write the adapters as peft does, for the model `base`: rank 0 alone, they are small. Collective."""
+    rank, _ = rank_and_world()
+    whole = _whole(learner.parameters, learner.device, dtype, rank == 0)
+    if rank:
+        return []
+    from trainer.model import lora  # peft takes a while to import
+
+    lora.adapter_files(learner.model, whole, staging_dir, base)
+    shutil.copymode(staging_dir / ADAPTER_CONFIG, staging_dir / ADAPTER_WEIGHTS)  # safetensors makes it 0600
+    return [staging_dir / ADAPTER_CONFIG, staging_dir / ADAPTER_WEIGHTS]
+
+
+def write_config(model: Any, staging_dir: Path, dtype: torch.dtype, generation: bool) -> list[Path]:
+    """Write config.json, as save_pretrained does, and if wanted the generation config; returns the files."""
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 changes the class
+    model.config.save_pretrained(staging_dir)
+    path = staging_dir / "config.json"
+    config = json.loads(path.read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if not (generation and model.can_generate()):
+        return [path]
+    (model.generation_config or GenerationConfig()).save_pretrained(staging_dir)
+    return [path, staging_dir / "generation_config.json"]
+
+
+def saved_tensors(model: Any) -> dict[str, Tensor]:
+    """Name -> parameter or persistent buffer that belongs into a checkpoint, tied ones once, by the name that
+    transformers ties the others to.
+    """
+    tied = model.all_tied_weights_keys
+    left_out = set(model._keys_to_ignore_on_save or ())
+    chosen: dict[int, str] = {}
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if name not in left_out and (id(tensor) not in chosen or chosen[id(tensor)] in tied):
+            chosen[id(tensor)] = name
+    return {name: tensor for name, tensor in state.items() if chosen.get(id(tensor)) == name}
+
+
+def _blocks(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The tensors in groups that are reverted to the Hub's names and shapes by themselves: a layer, say,
+    whose merged experts become many tensors.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in tensors:
+        match = _BLOCK.match(name)
+        blocks.setdefault(match[1] if match else name, []).append(name)
+    apart = {
+        name: tensor.shape
+        for names in blocks.values()
+        for name, tensor in _reverted(model, _meta(tensors, names)).items()
+    }
+    together = {name: tensor.shape for name, tensor in _reverted(model, _meta(tensors, tensors)).items()}
+    return blocks if apart == together else {"": list(tensors)}
+
+
+def _meta(
+    tensors: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The shapes of tensors, as they would be saved, without their contents."""
+    return {
+        name: torch.empty(
+            tensors[name].shape,
+            dtype=dtype if tensors[name].is_floating_point() and dtype else tensors[name].dtype,
+            device="meta",
+        )
+        for name in names
+    }
+
+
+def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the Hub's names and shapes: transformers changes some when it loads them."""
+    return revert_weight_conversion(model, tensors)
+
+
+def _whole(
+    tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, keep: bool
+) -> dict[str, Tensor]:
+    """The tensors as `dtype`, whole and on the CPU; none unless this rank is to `keep` them.
+
+    Collective for DTensors, which are put together on `device`, one by one.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        if keep or isinstance(tensor, DTensor):
+            value = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            if keep:
+                kept[name] = value.to("cpu")
+    return kept
+
+
+def _file_name(rank: int, ranks: int) -> str:
+    return "model.safetensors" if ranks == 1 else f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"

@@ -1,0 +1,71 @@
+"""What an engine that has loaded a checkpoint must compute: logprobs of a few tokens, written beside it."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollout.engines.admin import PROBE
+from trainer.batch.batch import Batch
+from trainer.batch.packing import Microbatch
+from trainer.model.model import Learner
+
+MAX_TOKENS = 64
+
+
+def probe_tokens(batch: Batch) -> list[int]:
+    """The beginning of the batch's first sequence; empty if there is no logprob in it.
+
+    One token less than all of it at most: an engine is asked for these and one more, which must fit its
+    context as the whole did.
+    """
+    length = min(MAX_TOKENS, int(batch.lengths()[0]) - 1) if len(batch) else 0
+    return batch.token_ids[:length].tolist() if length > 1 else []
+
+
+def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtype) -> list[float]:
+    """The logprobs of `token_ids[1:]` under the weights as they are saved, in `dtype`. Collective."""
+    ids = np.array(token_ids, dtype=np.int64)
+    unused = np.zeros(len(ids) - 1, dtype=np.float32)
+    microbatch = Microbatch(
+        token_ids=ids[None],
+        position_ids=np.arange(len(ids))[None],
+        scored_at=np.arange(len(ids) - 1),
+        targets=ids[1:],
+        sequences=np.zeros(len(ids) - 1, dtype=np.int64),
+        engine_logprobs=unused,
+        advantages=unused,
+    )
+    with torch.no_grad(), _rounded(learner, dtype):
+        logprobs, _ = learner.logprobs(microbatch, temperature=1.0)
+    return logprobs.tolist()
+
+
+def write_probe(token_ids: Sequence[int], logprobs: Sequence[float], directory: Path) -> Path:
+    """Write the probe file of a checkpoint."""
+    path = directory / PROBE
+    path.write_text(json.dumps({"token_ids": list(token_ids), "logprobs": list(logprobs)}) + "\n")
+    return path
+
+
+@contextmanager
+def _rounded(learner: Learner, dtype: torch.dtype) -> Iterator[None]:
+    """The weights as `dtype` holds them; the exact ones wait in host memory.
+
+    A sharded model on GPUs computes with bfloat16 weights in any case.
+    """
+    if dtype == torch.float32 or (learner.layout.sharded and learner.device.type == "cuda"):
+        yield
+        return
+    parameters = learner.parameters.values()
+    exact = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.to(dtype))
+    try:
+        yield
+    finally:
+        for parameter, kept in zip(parameters, exact, strict=True):
+            parameter.copy_(kept)

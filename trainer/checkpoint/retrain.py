@@ -1,0 +1,103 @@
+"""Training again what was published without its trainer state (trainer.save_interval above 1)."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.rank_files import gather_json, rank_and_world
+from trainer.checkpoint.state import CheckpointError
+from trainer.documents import TrainedBatch
+from trainer.model.model import Learner
+from trainer.model.parallel import local_part
+
+TOLERANCE = 0.1
+"""How far from the published weights the repeated ones may end, as a fraction of the way that they went."""
+
+logger = logging.getLogger(__name__)
+
+
+class Beginning(NamedTuple):
+    """Where repeated training begins."""
+
+    go_back: Callable[[], None]
+    """Puts that state into the learner."""
+    name: str
+    remove: str
+    """What to remove so that nothing is repeated."""
+
+
+def train_again(
+    learner: Learner,
+    begin: Beginning,
+    batches: Sequence[TrainedBatch],
+    repeat: Callable[[Learner, TrainedBatch], object],
+    dtype: torch.dtype,
+) -> None:
+    """Repeat training from an earlier state, and make sure that it leads to the weights in `learner`.
+
+    Collective. Those are the published ones, as they were saved in `dtype`: in float32 they stay, and only
+    the optimizer's state is new; in less, the learner keeps the repeated ones. `repeat` trains it on a batch.
+    Raises CheckpointError if they lie far apart.
+    """
+    lead = rank_and_world()[0] == 0
+    published = _saved_parts(learner, dtype)
+    begin.go_back()
+    way, _ = _distance(learner, published, dtype)
+    for batch in batches:
+        if lead:
+            logger.info("training again on iteration %d: its trainer state was not saved", batch.iteration)
+        repeat(learner, batch)
+    apart, largest = _distance(learner, published, dtype)
+    about = (
+        f"iterations {batches[0].iteration} to {batches[-1].iteration} were trained again from {begin.name}: "
+        f"the weights lie {apart:.2e} from the published ones (a single one at most {largest:.2e}), on a way "
+        f"of {way:.2e}"
+    )
+    rounding = torch.finfo(dtype).eps * math.sqrt(_square(learner, published)) / 100
+    if apart > TOLERANCE * way + rounding:
+        raise CheckpointError(
+            f"{about}; that was not the same training. To go on from the published weights with a fresh "
+            f"optimizer, remove {begin.remove}"
+        )
+    if dtype == torch.float32:
+        _put_back(learner, published)
+    if lead:
+        logger.info("%s", about)
+
+
+@torch.no_grad()
+def _put_back(learner: Learner, published: Sequence[Tensor]) -> None:
+    for parameter, part in zip(learner.parameters.values(), published, strict=True):
+        local_part(parameter.detach()).copy_(part)
+
+
+def _square(learner: Learner, parts: Sequence[Tensor]) -> float:
+    """Squared norm of all weights, from each rank's parts; the same on all ranks."""
+    every = gather_json(sum(float(part.float().square().sum()) for part in parts), "measuring the weights")
+    return sum(every) if learner.layout.sharded else max(every)
+
+
+def _saved_parts(learner: Learner, dtype: torch.dtype) -> list[Tensor]:
+    """What this rank holds of each parameter, as it is saved, in host memory."""
+    parameters = learner.parameters.values()
+    return [local_part(parameter.detach()).to("cpu", dtype, copy=True) for parameter in parameters]
+
+
+def _distance(learner: Learner, published: Sequence[Tensor], dtype: torch.dtype) -> tuple[float, float]:
+    """How far the weights, as they are saved, lie from `published`: Euclidean, and the farthest single one.
+
+    The same on all ranks.
+    """
+    square, largest = 0.0, 0.0
+    for now, then in zip(_saved_parts(learner, dtype), published, strict=True):
+        if now.numel():
+            difference = now.float() - then.float()
+            square += float(difference.square().sum())
+            largest = max(largest, float(difference.abs().max()))
+    every = gather_json([square, largest], "comparing the repeated weights")
+    total = sum if learner.layout.sharded else max
+    return math.sqrt(total(square for square, _ in every)), max(largest for _, largest in every)

@@ -1,0 +1,277 @@
+"""The trainer state: what it takes to go on training exactly, in a directory that any layout can load.
+
+state.json                          SavedState; written last, so its presence says that all of it is here
+state-00001-of-00003.safetensors    one file for each rank that had something to write
+
+The tensors are AdamW's moments `exp_avg.<parameter>` and `exp_avg_sq.<parameter>`, once a step was taken, and
+the weights in float32, `master.<parameter>`. The files have the format of torch.distributed.checkpoint's
+HuggingFaceStorageWriter: a file holds pieces of tensors and says at which offsets they lie, and its reader
+puts together what a rank needs. The writing is our own: the library plans it in collectives that send pickles
+and must not run beside those of training.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from rollout.storage.files import FileFacts
+from trainer.checkpoint.rank_files import (
+    file_facts,
+    gather_json,
+    make_durable,
+    publish,
+    rank_and_world,
+    spread,
+    write_tensors,
+)
+from trainer.documents import SavedState
+from trainer.job.launch import NOT_SAVED
+from trainer.model.model import Learner
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+DOCUMENT = "state.json"
+MASTER = "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WHOLE_BYTES = 1 << 26
+"""Whole tensors, of a replicated model, of less than this in all are written by rank 0 alone."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or trainer state is not what was asked for, is damaged, or could not be written."""
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that this rank writes."""
+
+    offsets: tuple[int, ...]
+    """Where it begins in the whole tensor."""
+    values: Tensor
+    """On the CPU."""
+
+
+def pieces(learner: Learner) -> dict[str, Piece]:
+    """What this rank has to write of the learner's state: its shards, and its share of whole tensors.
+
+    What lies on a GPU is copied; what lies in host memory is not, so it must stay as it is until written.
+    """
+    tensors = _state_tensors(learner)
+    rank, world = rank_and_world()
+    whole = {name: t.nbytes for name, t in tensors.items() if not isinstance(t, DTensor)}
+    owner = spread(whole, 1 if _are_few(whole) else world)
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            piece = _shard(tensor, rank % learner.layout.tensor_parallel_size)
+        else:
+            piece = Piece((0,) * tensor.ndim, tensor.to("cpu")) if owner[name] == rank else None
+        if piece is not None:
+            found[name] = piece
+    return found
+
+
+def lead_writes_all(learner: Learner) -> bool:
+    """Whether rank 0 has all of the state and writes it alone."""
+    tensors = _state_tensors(learner)
+    return not learner.layout.sharded and _are_few({name: tensor.nbytes for name, tensor in tensors.items()})
+
+
+def _are_few(whole: Mapping[str, int]) -> bool:
+    return sum(whole.values()) < WHOLE_BYTES
+
+
+def _state_tensors(learner: Learner) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in learner.parameters.items():
+        tensors[f"{MASTER}.{name}"] = parameter.detach()
+        if learner.optimizer_step:
+            moments = learner.optimizer.state.get(parameter, {})
+            for kind in MOMENTS:  # a parameter that no step has reached has none
+                value = moments.get(kind)
+                tensors[f"{kind}.{name}"] = torch.zeros_like(parameter) if value is None else value.detach()
+    return tensors
+
+
+def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
+    """This rank's part, unless it is empty, or another rank writes the same.
+
+    `tensor_rank`: its place among those that share each layer; they hold copies of what is not split there.
+    """
+    mesh = tensor.device_mesh
+    placements = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    split_there = "tensor" in placements and not placements["tensor"].is_replicate()
+    if tensor_rank and not split_there:
+        return None
+    [chunk] = tensor.__create_chunk_list__()
+    return Piece(tuple(chunk.offsets), tensor.to_local().to("cpu")) if chunk.sizes.numel() else None
+
+
+def write_pieces(found: dict[str, Piece], directory: Path) -> list[Path]:
+    """Write this rank's pieces; returns its files: one, or none if there is nothing to write."""
+    if not found:
+        return []
+    rank, world = rank_and_world()
+    offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in found.items()}
+    return [
+        write_tensors(
+            directory / f"state-{rank + 1:05d}-of-{world:05d}.safetensors",
+            {name: piece.values for name, piece in found.items()},
+            {CUSTOM_METADATA_KEY: json.dumps(offsets)},
+        )
+    ]
+
+
+class StateSaver:
+    """Writes trainer states in the background, one at a time. Every rank of a job has one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """A save that takes longer than `timeout_s` fails."""
+        self._timeout_s = timeout_s
+        self._group: Any = None
+        self._thread = ThreadPoolExecutor(1, "trainer-state")
+        self._pending: tuple[Path, Future[None]] | None = None
+
+    def start(self, learner: Learner, directory: Path, document: SavedState) -> None:
+        """Begin to write into the empty `directory`; `document` without its files. Collective.
+
+        Until `finish` has returned, the learner's tensors may be moved but not changed.
+        """
+        self.finish()
+        if self._group is None and rank_and_world()[1] > 1:
+            # Of its own: collectives of two threads in one group could meet in different orders.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        found = pieces(learner)
+        self._pending = directory, self._thread.submit(self._save, found, directory, document)
+
+    def finish(self) -> None:
+        """Wait until what was begun is durable. What cannot be written is named in the log, and training goes
+        on: a restart repeats more. Raises CheckpointError if that is not known within the timeout.
+        """
+        if self._pending is None:
+            return
+        (directory, saving), self._pending = self._pending, None
+        try:
+            saving.result(self._timeout_s)
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{directory} was not written within {self._timeout_s:g} s; look at its filesystem, or raise "
+                "trainer.collective_timeout_s"
+            ) from error
+
+    def _save(self, found: dict[str, Piece], directory: Path, document: SavedState) -> None:
+        mine: dict[str, FileFacts] | str
+        try:
+            mine = make_durable(write_pieces(found, directory), directory)
+        except (OSError, SafetensorError) as error:  # the others must not wait for this rank's share
+            mine = f"{error}"
+        shares = gather_json(mine, f"writing {directory}", self._group)
+        if rank_and_world()[0] != 0:
+            return
+        files: dict[str, FileFacts] = {}
+        for rank, share in enumerate(shares):
+            if isinstance(share, str):
+                logger.error("%s: training rank %d could not write: %s", NOT_SAVED, rank, share)
+                return
+            files |= share
+        try:
+            publish(directory / DOCUMENT, document.model_copy(update={"files": files}).to_json())
+        except OSError as error:
+            logger.error("%s: %s could not be written: %s", NOT_SAVED, directory / DOCUMENT, error)
+
+
+def read_document(directory: Path) -> SavedState:
+    """The `state.json` of a trainer state; raises CheckpointError."""
+    path = directory / DOCUMENT
+    fresh = f"remove {directory} to start with a fresh optimizer"
+    try:
+        os.listdir(directory)  # a client of a shared filesystem looks anew
+        data = path.read_bytes()
+        version = json.loads(data)["format"]
+        if version != FORMAT:
+            raise CheckpointError(f"{directory} has format {version}, this version reads {FORMAT}; {fresh}")
+        return SavedState.from_json(data)
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({error}); restore it, or {fresh}") from error
+
+
+@torch.no_grad()
+def restore(learner: Learner, directory: Path, document: SavedState) -> None:
+    """Put the saved weights and moments into `learner`, in its own layout; raises CheckpointError.
+
+    Each rank reads what it needs, and verifies its share of the files.
+    """
+    _verify(directory, document)
+    moments = {
+        parameter: {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+        for parameter in learner.parameters.values()
+        if document.optimizer_step
+    }
+    wanted = {
+        **{f"{MASTER}.{name}": parameter.detach() for name, parameter in learner.parameters.items()},
+        **{
+            f"{kind}.{name}": moments[parameter][kind]
+            for name, parameter in learner.parameters.items()
+            for kind in moments.get(parameter, ())
+        },
+    }
+    _read(wanted, directory)
+    learner.optimizer.state.clear()
+    for group in learner.optimizer.param_groups:
+        on_device = group["fused"] or group["capturable"]
+        for parameter in group["params"] if moments else []:
+            step = torch.tensor(
+                float(document.optimizer_step), device=parameter.device if on_device else "cpu"
+            )
+            learner.optimizer.state[parameter] = {"step": step, **moments[parameter]}
+    learner.optimizer_step = document.optimizer_step
+
+
+def _verify(directory: Path, document: SavedState) -> None:
+    rank, world = rank_and_world()
+    for number, (name, facts) in enumerate(sorted(document.files.items())):
+        path = directory / name
+        if number % world == rank:
+            whole = path.is_file() and file_facts(path) == facts
+        else:
+            whole = path.is_file() and path.stat().st_size == facts["bytes"]
+        if not whole:
+            raise CheckpointError(
+                f"{path} is missing or differs from {DOCUMENT}; restore it, or remove {directory} to start "
+                "with a fresh optimizer"
+            )
+
+
+def _read(wanted: dict[str, Tensor], directory: Path) -> None:
+    """Fill `wanted`, in place. What torch.distributed.checkpoint.load does, without its collectives."""
+    reader = HuggingFaceStorageReader(str(directory))
+    metadata = reader.read_metadata()
+    saved = {
+        name: tuple(about.size)
+        for name, about in metadata.state_dict_metadata.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    if saved != shapes:
+        odd = sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name))
+        raise CheckpointError(f"{directory} is not the trainer state of this model, e.g. {odd[:3]}")
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(dict(wanted), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()

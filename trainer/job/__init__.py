@@ -1,0 +1,1 @@
+"""The training job: its launch, its ranks, how a node talks to them."""

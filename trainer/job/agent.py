@@ -1,0 +1,16 @@
+"""torchrun with a rendezvous of ours: `python -m trainer.job.agent` takes what torchrun takes.
+
+torchrun itself would find the rendezvous through an entry point; but then every process that imports
+torch.distributed.elastic (an engine does) would import the trainer, and a stale installation has no entry
+point.
+"""
+
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.run import main
+
+from trainer.job.launch import BACKEND
+from trainer.job.rendezvous import create
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register(BACKEND, create)
+    main()

@@ -1,0 +1,268 @@
+"""Starting the training job and talking to it. Torch-free, and light: each trainer imports it first.
+
+One torchrun job serves every iteration. A node and the trainers it started talk through the *spool*, a
+directory on the node's own disk that the node makes, with a `pgid/` inside:
+
+    pgid/<process group id>     made for each trainer before it starts (LAUNCHER): what the node and its
+                                keeper must kill, since torchrun starts every worker in its own session
+    request_000007.json         what to do (TrainRequest), or {"exit": true}; the next one has
+                                a higher number
+    progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
+    done_000007.<local rank>    this rank has done it
+    failed_000007.<local rank>  this rank could not; its content is the traceback, and the rank has exited
+    bell.<local rank>, bell.node    FIFOs, rung when there is a request, or when a rank has done or failed
+
+Every file appears whole (temporary name, rename). A trainer exits when the spool vanishes or torchrun dies.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from trainer.job.doorbell import ring
+
+LAUNCHER = ': > "$0/$$" && exec "$@"'
+"""For /bin/sh, with a `pgid/` as $0: name the shell's process group there, then become the program. Without
+the directory nobody would end the program, and it does not start."""
+NODE_BELL = "bell.node"
+BACKEND = "flagpost"
+"""torchrun's name for `trainer.job.rendezvous`."""
+TRACE = "nccl_trace_rank_"
+"""How the files of NCCL's flight recorder begin: what each rank was doing. They lie in the spool."""
+NOT_SAVED = "TRAINER STATE NOT SAVED"
+"""In a line that the node shows at once."""
+POLL_S = 0.25
+"""How long a trainer that nobody rings waits before it looks again."""
+WATCH_INTERVAL_S = 0.5
+
+
+class TrainerFailed(RuntimeError):
+    """A rank of the training job failed; the message holds its traceback."""
+
+
+class Request(Protocol):
+    """Anything that has a JSON form; TrainRequest in practice."""
+
+    def to_json(self) -> bytes:
+        """The document as JSON bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One node's part of a training job over all nodes."""
+
+    num_nodes: int
+    node_rank: int
+    processes: int
+    """Training processes of this node."""
+    master_addr: str
+    """Address of the first node, where the job meets: it listens on this one alone (`rendezvous`)."""
+    master_port: int
+    interface: str
+    """Network interface that routes to the other nodes; gloo and NCCL listen on it alone."""
+    spool: Path
+    threads: int
+    """CPU threads of one process."""
+    start_timeout_s: float
+    """The nodes must have met by then."""
+    collective_timeout_s: float
+    """A rank that waits for its peers for longer fails."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks of the nodes in the cluster, by node rank, for messages; default: the node ranks themselves."""
+
+
+def argv(launch: Launch) -> list[str]:
+    """The command of this node's torchrun agent: known nodes, no restarts, nothing redirected."""
+    ranks = ":".join(map(str, launch.ranks or range(launch.num_nodes)))
+    timeout_s = max(1, round(launch.start_timeout_s))
+    return [
+        sys.executable,
+        *("-m", "trainer.job.agent"),
+        *("--nnodes", str(launch.num_nodes)),
+        *("--nproc-per-node", str(launch.processes)),
+        *("--rdzv-backend", BACKEND),
+        *("--rdzv-endpoint", f"{launch.master_addr}:{launch.master_port}"),
+        *("--rdzv-conf", f"rank={launch.node_rank},ranks={ranks},timeout={timeout_s}"),
+        *("--max-restarts", "0"),
+        *("--shutdown-timeout", "5"),
+        *("--log-dir", os.devnull),
+        # Not -m: a rank must be named in the spool before Python starts, which may take seconds or hang.
+        # torchrun takes $ for the beginning of a name of its own, and $$ for $.
+        *("--no-python", "/bin/sh", "-c", LAUNCHER.replace("$", "$$"), str(launch.spool / "pgid")),
+        *(sys.executable, "-u", "-m", "trainer"),
+        *("--spool", str(launch.spool)),
+        *("--collective-timeout-s", str(launch.collective_timeout_s)),
+    ]
+
+
+def environment(launch: Launch) -> dict[str, str]:
+    """What the agent and its workers need beside this process's environment."""
+    return {
+        "OMP_NUM_THREADS": str(launch.threads),
+        # Waiting threads sleep. By default they spin, and where other processes want the cores too (an
+        # engine, a second node on this machine) a training step takes ten times as long.
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "1000",  # but for some microseconds, which sleeping and waking would cost as well
+        "GLOO_SOCKET_IFNAME": launch.interface,
+        "NCCL_SOCKET_IFNAME": launch.interface,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # A collective that hangs on GPUs leaves a trace, beside the requests rather than in /tmp.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(launch.spool / TRACE),
+        "LOGLEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+# The node's side.
+
+
+def submit(spool: Path, number: int, request: Request) -> None:
+    """Ask the job for training phase `number`, higher than any before."""
+    _ask(spool, number, request.to_json())
+
+
+def dismiss(spool: Path, number: int) -> None:
+    """Ask the job to end after what it does now; it exits with 0."""
+    _ask(spool, number, json.dumps({"exit": True}).encode())
+
+
+def _ask(spool: Path, number: int, data: bytes) -> None:
+    _publish(_request_path(spool, number), data)
+    for name in os.listdir(spool):
+        if name.startswith("bell.") and name != NODE_BELL:
+            ring(spool / name)
+
+
+def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
+    """`done` when all `processes` ranks of this node have done request `number`, None while they work.
+
+    Raises TrainerFailed as soon as a rank has failed at anything; the last words are those of the first.
+    """
+    names = os.listdir(spool)
+    failed = [spool / name for name in names if name.startswith("failed_") and not name.endswith(".tmp")]
+    if failed:
+        # One host's disk and clock, so the times compare. The first failure is the cause of the others.
+        failed.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        texts = [f"local rank {path.name.rpartition('.')[2]}: {path.read_text()}" for path in failed]
+        raise TrainerFailed("\n".join(texts).rstrip())
+    done = {f"done_{number:06d}.{local_rank}" for local_rank in range(processes)}
+    return "done" if done <= set(names) else None
+
+
+def progress(spool: Path, number: int) -> tuple[int, int]:
+    """How far this node's local rank 0 is in request `number`: parts done, and of how many.
+
+    Both only grow. They stand still for as long as one part takes: loading the policy, a microbatch's pass
+    through the model, writing the checkpoint (by global rank 0, for which the others wait), or waiting for
+    peers, `collective_timeout_s` at most. (0, 0) while the job starts.
+    """
+    try:
+        lines = (spool / f"progress_{number:06d}").read_text()
+    except FileNotFoundError:
+        return 0, 0
+    *_, done, total = ["0", "0", *lines[: lines.rfind("\n") + 1].split()]
+    return int(done), int(total)
+
+
+# A trainer's side.
+
+
+class Progress:
+    """Counts the parts of a training phase that this rank has done, and says so."""
+
+    def __init__(self, say: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """`say` gets the parts done and expected, whenever one of them has grown."""
+        self._say = say
+        self._done = 0
+        self._total = 0
+
+    def expect(self, parts: int) -> None:
+        """There are `parts` more to do."""
+        self._total += parts
+        self._say(self._done, self._total)
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._done += 1
+        self._say(self._done, self._total)
+
+
+def watch(spool: Path) -> None:
+    """End this process, from a thread and whatever it does, once torchrun or the spool is gone."""
+    parent = os.getppid()
+
+    def wait_for_the_end() -> None:
+        pause = threading.Event()
+        while os.getppid() == parent and spool.exists():
+            pause.wait(WATCH_INTERVAL_S)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, name="watch", daemon=True).start()
+
+
+def bell(spool: Path, local_rank: int) -> Path:
+    """What is rung for this rank's `wait` in next_request."""
+    return spool / f"bell.{local_rank}"
+
+
+def next_request(
+    spool: Path, after: int, wait: Callable[[float], None] | None = None
+) -> tuple[int, bytes | None]:
+    """Wait for the first request above number `after`: its number and JSON, None for the wish to exit.
+
+    `wait` takes seconds, and may return sooner; by default it sleeps. All of it has no deadline: `watch`
+    ends it with the node.
+    """
+    while True:
+        numbers = [_request_number(name) for name in os.listdir(spool)]
+        waiting = [number for number in numbers if number is not None and number > after]
+        if waiting:
+            number = min(waiting)
+            data = _request_path(spool, number).read_bytes()
+            return number, None if json.loads(data).get("exit") is True else data
+        (wait or time.sleep)(POLL_S)
+
+
+def report_progress(spool: Path, number: int, done: int, total: int) -> None:
+    """Say that this node's part of request `number` is at part `done` of `total`. For local rank 0."""
+    # Not a new file under the old name: ext4 writes that to the disk, which takes a millisecond.
+    with (spool / f"progress_{number:06d}").open("a") as stream:
+        stream.write(f"{done} {total}\n")
+
+
+def report_done(spool: Path, number: int, local_rank: int) -> None:
+    """Say that this rank has done request `number`."""
+    _publish(spool / f"done_{number:06d}.{local_rank}", b"")
+    ring(spool / NODE_BELL)
+
+
+def report_failure(spool: Path, number: int, local_rank: int, text: str) -> None:
+    """Say that this rank failed at request `number` (0: before the first one)."""
+    _publish(spool / f"failed_{number:06d}.{local_rank}", text.encode())
+    ring(spool / NODE_BELL)
+
+
+def _request_path(spool: Path, number: int) -> Path:
+    return spool / f"request_{number:06d}.json"
+
+
+def _request_number(name: str) -> int | None:
+    """The number in a request's name, None for any other name."""
+    digits = name.removeprefix("request_").removesuffix(".json")
+    return int(digits) if name == f"request_{digits}.json" and digits.isdecimal() else None
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """Make `path` appear whole. Nothing here outlives the node, so nothing is fsynced."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

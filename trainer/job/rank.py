@@ -1,0 +1,189 @@
+"""One rank of the training job: serves the requests of its node's spool, in order, until it is dismissed."""
+
+import hashlib
+import logging
+import os
+import time
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from trainer.batch.batch import Batch, DamagedBatch
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.probe import probe_tokens
+from trainer.checkpoint.state import StateSaver
+from trainer.documents import TrainedBatch, TrainRequest
+from trainer.job import launch
+from trainer.job.doorbell import Doorbell
+from trainer.model.model import Learner, learning_rate
+from trainer.peers import waiting_for_peers
+from trainer.update.step import StepStats, summary, train
+
+OF_A_NODE = {"batch_file", "base_dir", "model_dir", "staging_dir", "state_dir", "resume"}
+"""Fields of a request that may differ between nodes: paths."""
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRefused(ValueError):
+    """The request does not fit this job, or its ranks were asked for different things."""
+
+
+def serve(spool: Path, collective_timeout_s: float) -> None:
+    """Join the process group that torchrun describes in the environment and serve until dismissed.
+
+    A failure is reported in the spool and ends the process with exit status 1.
+    """
+    disable_progress_bar()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    number = 0
+    try:
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        with waiting_for_peers("meeting them"):
+            dist.init_process_group(
+                # What ranks tell each other goes by gloo: it costs no GPU.
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=collective_timeout_s),
+                device_id=device if on_gpu else None,
+            )
+        rank = TrainerRank(device, collective_timeout_s)
+        bell = Doorbell(launch.bell(spool, local_rank))
+        while True:
+            number, data = launch.next_request(spool, number, bell.wait)
+            if data is None:
+                break
+            say = partial(launch.report_progress, spool, number)
+            progress = launch.Progress(say) if local_rank == 0 else launch.Progress()
+            rank.run(TrainRequest.from_json(data), progress)
+            launch.report_done(spool, number, local_rank)
+        rank.saver.finish()
+        dist.destroy_process_group()
+    except Exception:
+        launch.report_failure(spool, number, local_rank, traceback.format_exc())
+        logger.exception("request %d failed", number)
+        # Not an ordinary exit: its destructors may wait for peers that hang in a collective.
+        os._exit(1)
+
+
+class TrainerRank:
+    """A rank's model and optimizer, kept between requests."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        """The process group must be up. Saving a state in the background may take `timeout_s`."""
+        self.device = device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.saver = StateSaver(timeout_s)
+        self.learner: Learner | None = None
+        self.policy = ""
+        """Digest of the checkpoint that `learner` was last loaded from or written to."""
+
+    def run(self, request: TrainRequest, progress: launch.Progress) -> None:
+        """One training phase: from the batch file to a complete staging directory."""
+        started = time.perf_counter()
+        settings = request.settings
+        progress.expect(2)  # the policy and the checkpoint
+        if len(request.rank_weights) != self.world_size:
+            raise RequestRefused(
+                f"the request has {len(request.rank_weights)} rank weights for {self.world_size} ranks"
+            )
+        self._agree(request)
+        batch = read_batch(Path(request.batch_file), request.batch_sha256)
+        if batch.temperature != request.temperature:
+            raise RequestRefused(
+                f"temperature {request.temperature} was asked for, the batch has {batch.temperature}"
+            )
+        learner = self._learner(request, progress)
+        progress.advance()
+        torch.manual_seed(request.seed)
+        stats = self._train(learner, batch, request, progress)
+        lr = learning_rate(learner.optimizer_step, settings)
+        metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
+        result = checkpoint.write(
+            learner,
+            Path(request.staging_dir),
+            request,
+            len(stats),
+            metrics,
+            self.saver,
+            probe=probe_tokens(batch),
+        )
+        self.policy = result.policy
+        if not settings.keep_alive:
+            self.saver.finish()
+        if request.offload:
+            learner.to_host()
+        progress.advance()
+
+    def _train(
+        self,
+        learner: Learner,
+        batch: Batch,
+        request: TrainRequest,
+        progress: launch.Progress,
+        silent: bool = False,
+    ) -> list[StepStats]:
+        if request.settings.kl != "off":
+            learner.load_reference(Path(request.model_dir), request.settings)
+        return train(
+            learner,
+            batch,
+            request.settings,
+            temperature=batch.temperature,
+            max_tokens=request.max_tokens,
+            rank_weights=request.rank_weights,
+            report=(lambda line: None) if self.rank or silent else (lambda line: print(line, flush=True)),
+            progress=progress,
+        )
+
+    def _agree(self, request: TrainRequest) -> None:
+        """Raise RequestRefused on all ranks unless all were asked for the same phase; mounts may differ."""
+        asked = request.model_dump_json(exclude=OF_A_NODE)
+        number = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
+        bounds = torch.tensor([number, -number], dtype=torch.int64)
+        with waiting_for_peers("agreeing on the request"):
+            dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        if bounds[0] != -bounds[1]:
+            raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
+
+    def _learner(self, request: TrainRequest, progress: launch.Progress) -> Learner:
+        """The policy to start from: the one at hand if it is the base, else loaded."""
+
+        def repeat(learner: Learner, done: TrainedBatch) -> None:
+            batch = read_batch(Path(done.batch_file), done.batch_sha256)
+            as_then = request.model_copy(update={"settings": done.settings, "max_tokens": done.max_tokens})
+            self._train(learner, batch, as_then, progress, silent=True)
+
+        self.saver.finish()
+        if self.learner is None or self.policy != request.base_policy:
+            self.learner = None  # frees its memory before the next one is loaded
+            self.learner = checkpoint.load(
+                Path(request.base_dir),
+                request.base_policy,
+                self.device,
+                request.settings,
+                request.resume,
+                repeat,
+                model_dir=Path(request.model_dir),
+            )
+            self.policy = request.base_policy
+        self.learner.to_device()
+        self.learner.take_over_lead()
+        return self.learner
+
+
+def read_batch(path: Path, sha256: str) -> Batch:
+    """The batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise DamagedBatch(f"{path} has sha256 {found}, the request wants {sha256}; make the batch anew")
+    return Batch.decode(data)

@@ -1,0 +1,74 @@
+"""From a Hugging Face directory to a model in its layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout.engines.weights import ADAPTER_CONFIG
+from trainer.model import parallel
+from trainer.model.parallel import Layout
+from trainer.model.token_logprobs import Scorer
+from trainer.settings import TrainerSettings
+
+
+def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """The causal LM of a Hugging Face directory in `dtype`, whatever it was saved in; on meta, no values."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        dtype=dtype,
+        local_files_only=True,
+        # The attention is transformers' choice: sdpa, or eager where a model has none. Its
+        # flash_attention_2 would ignore restarting positions where there are several rows.
+        device_map="meta" if device.type == "meta" else None,
+    )
+    return model.to(device)
+
+
+def build_scorer(
+    base_dir: Path,
+    device: torch.device,
+    settings: TrainerSettings,
+    layout: Layout,
+    dtype: torch.dtype,
+    model_dir: Path | None = None,
+) -> Scorer:
+    """The model of a Hugging Face directory, or of an adapter's, in its layout; its parameters in `dtype`,
+    those that adapters leave as they are in the dtype of the computation. All ranks call this together.
+    """
+    on_gpu = device.type == "cuda"
+
+    def load(where: torch.device) -> Any:
+        model = load_model(model_directory(base_dir, model_dir), where, dtype)
+        if not settings.lora.rank:
+            return model
+        from trainer.model import lora  # peft takes a while to import
+
+        wrapped = lora.wrap(model, settings.lora)
+        if where.type != "meta" and (base_dir / ADAPTER_CONFIG).is_file():
+            lora.load_adapter(wrapped, base_dir)
+        if on_gpu:
+            for parameter in wrapped.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        return wrapped
+
+    if not layout.sharded:
+        return Scorer(load(device), device, autocast=on_gpu)
+    # The whole model is in the memory of one process alone, and on no GPU.
+    source = load(torch.device("cpu")) if layout.rank == 0 else None
+    model = load(torch.device("meta"))
+    scorer = Scorer(model, device, offloaded=settings.cpu_offload and on_gpu)
+    parallel.shard(scorer, model, layout, settings, on_gpu)
+    parallel.fill(model, source, device, torch.device("cpu") if scorer.offloaded else device)
+    return scorer
+
+
+def model_directory(base_dir: Path, model_dir: Path | None) -> Path:
+    """Where the model lies that `base_dir` holds, or holds an adapter for."""
+    adapter = base_dir / ADAPTER_CONFIG
+    if not adapter.is_file():
+        return base_dir
+    return model_dir or Path(json.loads(adapter.read_bytes())["base_model_name_or_path"])

@@ -1,0 +1,116 @@
+"""Low-rank adapters (arXiv 2106.09685) in the place of all weights: the base model stays as it is.
+
+A checkpoint of such a run holds adapter_model.safetensors and adapter_config.json as peft writes them, beside
+the tokenizer. `AutoModelForCausalLM.from_pretrained` and `PeftModel.from_pretrained` load it; no config.json
+lies there, or transformers would look for the base model's weights beside it.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rollout.engines.weights import ADAPTER_WEIGHTS, tensor_names
+from trainer.settings import LoraSettings
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"
+"""peft's own name of the adapter."""
+
+
+class LoraError(ValueError):
+    """The settings of the adapters do not fit the model, or the checkpoint; says which, and what to do."""
+
+
+def wrap(model: Any, settings: LoraSettings) -> Any:
+    """The transformers `model`, before it is sharded, with new adapters in peft's wrapper.
+
+    The adapters alone are trained, and are float32 whatever the model's weights are; they add nothing yet
+    (B is 0), and A is the same in every process. The model with `.disable_adapter()` is the base model.
+    LoraError if peft is not installed, or there is no module for a target.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model  # here: it takes 2 s, and most runs do without
+    except ModuleNotFoundError as error:
+        raise LoraError(f"trainer.lora needs peft ({error}): pip install -e '.[lora]'") from error
+
+    targets = [target for target in (part.strip() for part in settings.targets.split(",")) if target]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  peft takes floats too
+        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(0)  # of the CPU, where peft draws
+        # peft asks transformers by a name that is deprecated there.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        try:
+            wrapped = get_peft_model(model, config)
+        except ValueError as error:
+            raise LoraError(f"trainer.lora.targets={settings.targets}: {error}") from error
+    for target in targets:
+        if target != ALL_LINEAR and not any(
+            f".{name}".endswith(f".{target}") for name in wrapped.targeted_module_names
+        ):
+            raise LoraError(f"trainer.lora.targets={settings.targets}: the model has no module {target}")
+    return wrapped
+
+
+def load_adapter(wrapped: Any, directory: Path) -> None:
+    """Put the weights of an adapter directory into the adapters of `wrapped`, before it is sharded.
+
+    LoraError if they were trained with other settings, WeightsError if files are damaged.
+    """
+    from peft import LoraConfig, set_peft_model_state_dict
+
+    config, saved = wrapped.peft_config[ADAPTER], LoraConfig.from_pretrained(str(directory))
+    for name, field in (("rank", "r"), ("alpha", "lora_alpha"), ("targets", "target_modules")):
+        ours, theirs = getattr(config, field), getattr(saved, field)
+        if ours != theirs:
+            raise LoraError(
+                f"{directory} was trained with trainer.lora.{name}={_shown(theirs)}, now it is "
+                f"{_shown(ours)}; give the same again, or start a new run"
+            )
+    found = {name: shape for name, (_, shape) in tensor_names(directory).items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in _state_dict(wrapped).items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise LoraError(
+                f"{directory}: tensor {name!r} has shape {found.get(name)}, in the model it has "
+                f"{wanted.get(name)}"
+            )
+    set_peft_model_state_dict(wrapped, load_file(directory / ADAPTER_WEIGHTS))
+
+
+def adapter_files(wrapped: Any, tensors: Mapping[str, Tensor], directory: Path, base: str) -> None:
+    """Write the adapters into `directory`, as peft's own `save_pretrained` would.
+
+    `tensors`: the trained parameters, whole and on the CPU, by the wrapped model's own names for them.
+    `base`: the base model's directory or id, which is written down for those who load the adapter.
+    """
+    state = _state_dict(wrapped, dict(tensors))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()},
+        directory / ADAPTER_WEIGHTS,
+        metadata={"format": "pt"},
+    )
+    config = copy.copy(wrapped.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(directory)
+
+
+def _state_dict(wrapped: Any, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """By the names that peft saves them under."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(wrapped, tensors, save_embedding_layers=False)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(sorted(value)) if isinstance(value, set) else str(value)

@@ -1,0 +1,275 @@
+"""The policy in training: a causal language model in its layout, its optimizer, the logprobs of tokens."""
+
+import logging
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from trainer.batch import shared_prompts
+from trainer.batch.packing import Microbatch
+from trainer.model import parallel
+from trainer.model.loading import build_scorer, load_model, model_directory
+from trainer.model.parallel import Layout
+from trainer.model.token_logprobs import Scorer
+from trainer.peers import waiting_for_peers
+from trainer.settings import TrainerSettings
+from trainer.update.loss import STATS
+
+logger = logging.getLogger(__name__)
+
+SHORT_ROW = 64
+"""Tokens of a row up to which torch's fused attention for CPUs takes longer than plain matrix products."""
+NUM_SUMS = len(STATS) + 2
+"""Statistics of an optimizer step: the loss, those of trainer.update.loss, the entropy."""
+
+
+ALONE = Layout()
+
+
+class Learner:
+    """What lives on between training phases: fp32 master weights, AdamW's moments, the number of steps taken.
+
+    Replicated, the gradients of all parameters are views of one flat tensor, which has room for a step's
+    statistics too: adding everything up over the ranks is one call. Sharded, FSDP adds up the gradients as
+    they come, and each rank keeps those of its shard.
+    """
+
+    def __init__(self, scorer: Scorer, layout: Layout = ALONE, optimizer_step: int = 0) -> None:
+        """`scorer` holds float32 parameters on the device that is to train them, in the layout."""
+        self.scorer = scorer
+        self.model: Any = scorer.model
+        """The transformers model, or peft's around it."""
+        self.layout = layout
+        self.parameters: dict[str, Tensor] = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
+        """The trained ones by the model's own names, tied ones once; DTensors where sharded."""
+        self.optimizer = AdamW(_decay_groups(self.parameters), fused=True)
+        self.optimizer_step = optimizer_step
+        self.device = scorer.device
+        self.reference: Scorer | None = None
+        self.pairs_per_token = 0.0
+        """As trainer.batch.packing.bundle has it; 0: prompts are not shared."""
+        self._partial = parallel.partial_parameters(self.model, layout)
+        self._on_host = False
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Tensors for a step's sums: statistics, and the gradients where replicated."""
+        sizes = [] if self.layout.sharded else [p.numel() for p in self.parameters.values()]
+        self.summed = torch.zeros(sum(sizes) + NUM_SUMS, device=self.device)
+        self.gradients, self.sums = self.summed.split([sum(sizes), NUM_SUMS])
+        if sizes:
+            for parameter, flat in zip(self.parameters.values(), self.gradients.split(sizes), strict=True):
+                parameter.grad = flat.view_as(parameter)
+
+    def logprobs(self, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Of the microbatch's trained tokens, (N,) each: logprobs at `temperature`, and the entropies there.
+
+        The entropy is a statistic and carries no gradient. Where sharded, all ranks call this together, one
+        with an empty microbatch too.
+        """
+        return self._run(self.scorer, microbatch, temperature)
+
+    @torch.no_grad()
+    def reference_logprobs(self, microbatch: Microbatch, temperature: float) -> Tensor:
+        """(N,) as `logprobs`, by the model that the policy is held close to; see load_reference."""
+        if self.reference is not None:
+            return self._run(self.reference, microbatch, temperature)[0]
+        with self._without_adapters():
+            return self._run(self.scorer, microbatch, temperature)[0]
+
+    def _without_adapters(self) -> AbstractContextManager[Any]:
+        if not hasattr(self.model, "disable_adapter"):
+            raise ValueError(
+                "trainer.kl needs a reference model; call load_reference with its directory first"
+            )
+        return self.model.disable_adapter()
+
+    def load_reference(self, reference_dir: Path, settings: TrainerSettings) -> None:
+        """Take the model of `reference_dir`, frozen and in the dtype of the computation, as the reference.
+
+        All ranks call this. With adapters it does nothing: without them the model is its own reference.
+        """
+        if self.reference is None and not settings.lora.rank:
+            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+            plain = settings.model_copy(update={"activation_checkpointing": False})
+            self.reference = build_scorer(reference_dir, self.device, plain, self.layout, dtype)
+            self.reference.requires_grad_(False)
+
+    def _run(self, scorer: Scorer, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+        arrays = (microbatch.token_ids, microbatch.position_ids, microbatch.scored_at, microbatch.targets)
+        token_ids, position_ids, scored_at, targets = (torch.from_numpy(a).to(self.device) for a in arrays)
+        if not len(targets):
+            if not self.layout.sharded:
+                return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
+            # This rank helps the others to gather the layers: with one token, which nothing scores.
+            token_ids = position_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        if self.device.type == "cpu":  # the backward pass keeps to it
+            torch.backends.cuda.enable_flash_sdp(token_ids.shape[1] > SHORT_ROW)
+        mask = None
+        if microbatch.segments is not None:
+            mask = shared_prompts.attention_mask(torch.from_numpy(microbatch.segments).to(self.device))
+        logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperature, mask)
+        if self.layout.sharded and not torch.is_grad_enabled():
+            # FSDP keeps the root's whole weights for a backward pass; a change of the shards would not show.
+            scorer.reshard()  # pyright: ignore[reportCallIssue], it is an FSDPModule now
+        return logprobs, entropy
+
+    def zero_sums(self) -> None:
+        """Begin an optimizer step: no gradients, no statistics."""
+        self.summed.zero_()
+        if self.layout.sharded:
+            self.optimizer.zero_grad()
+
+    def add_up(self) -> tuple[list[float], float]:
+        """End the microbatches of a step: the step's NUM_SUMS statistics and the norm of its gradient.
+
+        Both are the same on all ranks, which call this together.
+        """
+        layout = self.layout
+        if not layout.sharded:
+            if layout.world_size > 1:
+                with waiting_for_peers("adding up the gradients"):
+                    dist.all_reduce(self.summed)
+            return self.sums.tolist(), torch.linalg.vector_norm(self.gradients).item()
+        with waiting_for_peers("adding up the norm of the gradients"):
+            parallel.add_up_partial(self._partial, layout)
+            squares = [parallel.squared_norm_share(g, layout.world_size) for g in self._gradients()]
+            square = torch.stack(squares).sum().to(self.device)
+            sums = torch.cat([self.sums / layout.tensor_parallel_size, square[None]])
+            dist.all_reduce(sums)
+        *statistics, square = sums.tolist()
+        return statistics, square**0.5
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the step's gradients, in place."""
+        if factor == 1:
+            return
+        if self.layout.sharded:
+            for gradient in self._gradients():
+                parallel.local_part(gradient).mul_(factor)
+        else:
+            self.gradients.mul_(factor)
+
+    def apply(self, settings: TrainerSettings) -> float:
+        """One AdamW step from the gradients; returns the learning rate it took."""
+        lr = learning_rate(self.optimizer_step, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["betas"] = settings.betas
+            group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
+        self.optimizer.step()
+        self.optimizer_step += 1
+        return lr
+
+    @torch.no_grad()
+    def take_over_lead(self) -> None:
+        """Make replicas equal to rank 0's: machines of different kinds round differently. Collective.
+
+        A shard has no other copy but in its tensor group, on one node.
+        """
+        if self.layout.sharded or self.layout.world_size == 1:
+            return
+        values = list(self.parameters.values())
+        mine = torch.stack([fingerprint(value) for value in values]).sum().cpu()
+        bounds = torch.stack([mine, -mine])
+        with waiting_for_peers("comparing the weights with rank 0's"):
+            dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        if bounds[0] == -bounds[1]:
+            return
+        sizes = [value.numel() for value in values]
+        torch.cat([value.flatten() for value in values], out=self.gradients)  # free between steps
+        with waiting_for_peers("taking over the weights of rank 0"):
+            dist.broadcast(self.gradients, src=0)
+        for value, flat in zip(values, self.gradients.split(sizes), strict=True):
+            value.copy_(flat.view_as(value))
+
+    def to_host(self) -> None:
+        """Leave the GPU to the engine: weights and optimizer state move to host memory, gradients go.
+
+        Until to_device nothing can be computed. Nothing to do on a CPU.
+        """
+        if self.device.type == "cpu" or self._on_host:
+            return
+        self._on_host = True
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.summed = self.gradients = self.sums = torch.zeros(0)
+        self._move(torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+    def to_device(self) -> None:
+        """Undo to_host."""
+        if self._on_host:
+            self._on_host = False
+            self._move(self.device)
+            self._make_room()
+
+    def _move(self, device: torch.device) -> None:
+        for scorer in filter(None, (self.scorer, self.reference)):
+            if not scorer.offloaded:  # FSDP's own offload keeps them on the host anyway
+                scorer.to(device)
+        for parameter in self.parameters.values():
+            state = self.optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                state[name] = value.to(parameter.device)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """An int64 that the bits of a float32 tensor make: equal for equal ones, else as good as always not."""
+    bits = tensor.detach().flatten().view(torch.int32)
+    sums = [
+        (part.long() * torch.arange(1, len(part) + 1, device=part.device)).sum()
+        for part in bits.split(1 << 24)
+    ]
+    # Kept below 2^62 in all, so that its negative is one too.
+    return torch.stack(sums).sum() % (1 << 40)
+
+
+def learning_rate(optimizer_step: int, settings: TrainerSettings) -> float:
+    """Of the step after `optimizer_step` steps of the whole run: a linear warm-up, then constant."""
+    return settings.learning_rate * min(1.0, (optimizer_step + 1) / max(1, settings.warmup_steps))
+
+
+def build_learner(
+    base_dir: Path, device: torch.device, settings: TrainerSettings, model_dir: Path | None = None
+) -> Learner:
+    """The policy of a Hugging Face directory, or of an adapter's, in its layout.
+
+    `model_dir`: the model that the adapter belongs to, where it lies on this machine; default: as the
+    adapter says. All ranks call this together. Master weights are float32, those that adapters leave as they
+    are in the dtype of the computation; there is no optimizer state yet. Raises LayoutError.
+    """
+    blank = load_model(model_directory(base_dir, model_dir), torch.device("meta"))
+    layout = Layout.of(sum(parameter.numel() for parameter in blank.parameters()), settings, device)
+    scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir)
+    learner = Learner(scorer, layout)
+    if settings.share_prompts:
+        learner.pairs_per_token = shared_prompts.pairs_per_token(
+            scorer.config, lambda microbatch: learner.logprobs(microbatch, 1.0)[0], layout.world_size
+        )
+        if not learner.pairs_per_token:
+            logger.info("prompts are not shared: this model does not heed the attention mask that it takes")
+    return learner
+
+
+def _decay_groups(parameters: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, norms and biases (one-dimensional) do not.
+
+    Its fused kernel wants the parameters of a group on one mesh.
+    """
+    groups: dict[tuple[bool, Any], list[Tensor]] = {}
+    for parameter in parameters.values():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
+    return [{"params": params, "decays": decays} for (decays, _), params in groups.items()]

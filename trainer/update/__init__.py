@@ -1,0 +1,1 @@
+"""The loss, and one optimizer step."""

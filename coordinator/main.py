@@ -7,6 +7,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
 from coordinator.machine.children import ChildError
 from coordinator.machine.network import NetworkError
-from coordinator.node.joining import claim_next, gather, hold_host_lock, new_record, pend
+from coordinator.node.flags import read_call
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
-from coordinator.protocol.records import MASTER, claim
+from coordinator.protocol.records import MASTER
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.table import open_next, run_iterations
@@ -49,7 +50,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     """Run a node to its end; the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
     node = Node(start)
-    prefix.follow(lambda: node.position.prefix())
+    prefix.follow(node.position.prefix)
     try:
         node.begin()
         prefix.keep(node.run_dir.logs(node.rank), node.events)
@@ -64,7 +65,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     except BaseException as error:  # whatever it is, the others must not wait for us
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
-        return _end(node, Ended(Exit.FAILED, f"{node.failure(error)}. {node.repair()}", "failed"))
+        return _end(node, Ended(Exit.FAILED, f"{node.words.failure(error)}. {node.words.repair()}", "failed"))
     finally:
         node.close()
         prefix.close()
@@ -77,7 +78,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
     lost: NodeLost | None = None
     away = False
     while True:
-        if node.iteration:
+        if node.position.iteration:
             returns.pop(0, None)
         try:
             try:
@@ -94,32 +95,36 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             except RowEnded:
                 raise
             except Exception:
-                node.settle()  # what a process meets that has been replaced is no failure of the run
+                node.verdicts.settle()  # what a process meets that has been replaced is no failure of the run
                 raise
         except EpochChanged:
             node.trainer.leave_epoch()
         except Fenced:
             away = True
         except SharedFsError as error:
-            returns[node.iteration] += 1
-            if not is_away(error) or returns[node.iteration] > MAX_RETURNS:
+            returns[node.position.iteration] += 1
+            if not is_away(error) or returns[node.position.iteration] > MAX_RETURNS:
                 raise
             log.error("%s", error)
             away = True
         except NodeLost as error:
             lost = error
         except Incomplete as error:
-            returns[node.iteration] += 1
-            if not node.is_master or node.iteration == 0 or returns[node.iteration] > MAX_RETURNS:
+            returns[node.position.iteration] += 1
+            if (
+                not node.is_master
+                or node.position.iteration == 0
+                or returns[node.position.iteration] > MAX_RETURNS
+            ):
                 raise
             log.warning("%s; going back in a new epoch", error)
 
 
 def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     """Come together, enter, and iterate to the end of the run."""
-    record = gather(node, prepare_base_model) if node.is_master else pend(node)
+    joining = node.joining
+    record = joining.gather(partial(prepare_base_model, node)) if node.is_master else joining.pend()
     node.enter(record)
-    node.lock = node.lock or hold_host_lock(node)
     log.info("epoch %d: %d nodes", record.epoch, len(record.members))
     iterate(node)
     if node.is_master:
@@ -132,8 +137,8 @@ def _hold(node: Node, loss: NodeLost) -> None:
     node.trainer.leave_epoch()
     beat = node.watch.board.beats.get(loss.rank)
     counter = sys.maxsize if loss.stalled else beat.counter if beat else 0
-    node.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
-    node.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
+    node.joining.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
+    node.flags.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
     log.error("%s", loss, extra={"event": {"what": "lost", "rank": loss.rank}})
 
 
@@ -144,7 +149,7 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     """
     node.trainer.leave_epoch()
     node.watch.know_trainer_failure()
-    node.tell("trainer_failed", node.failure(error))
+    node.flags.tell("trainer_failed", node.words.failure(error))
 
     def all_told(board: Board) -> bool | None:
         told = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
@@ -156,13 +161,13 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
     node.watch.wait(all_told, node.check, lambda _board: "all nodes to end the training job", patience_s)
     calls = node.watch.look().called(node.record.epoch, "trainer_failed")
-    text = first_cause([node.read_call(flag) for flag in calls] or [node.failure(error)])
+    text = first_cause([read_call(node.run_dir, flag) for flag in calls] or [node.words.failure(error)])
     if not node.is_master:
-        raise Ended(Exit.LOST, f"{text}; the master did not say how to go on. {node.repair()}", "left")
-    attempts[node.iteration] += 1
-    attempt, most = attempts[node.iteration], node.settings.trainer.max_attempts
+        raise Ended(Exit.LOST, f"{text}; the master did not say how to go on. {node.words.repair()}", "left")
+    attempts[node.position.iteration] += 1
+    attempt, most = attempts[node.position.iteration], node.settings.trainer.max_attempts
     if attempt >= most:
-        raise Ended(Exit.FAILED, f"{text}. {node.repair()}", "failed")
+        raise Ended(Exit.FAILED, f"{text}. {node.words.repair()}", "failed")
     log.error("%s; attempt %d of %d", text, attempt + 1, most)
     raise EpochChanged
 
@@ -174,11 +179,7 @@ def first_cause(texts: Sequence[str]) -> str:
 
 def _finish(node: Node) -> None:
     """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
-    current = node.watch.current
-    if current is None:
-        claim_next(node, "finished")
-    elif not claim(node.run_dir, new_record(node, current.epoch + 1, "finished", current.members)):
-        raise node.superseded()
+    node.joining.finish()
     log.info("the run is finished: %s", node.run_dir.root)
 
 
@@ -192,7 +193,7 @@ def _allow_many_files() -> None:
 def _end(node: Node, end: Ended) -> int:
     if end.tell is not None and not node.watch.fence.tripped:  # else the call would hang with the mount
         try:
-            node.tell(end.tell, end.text)
+            node.flags.tell(end.tell, end.text)
         except OSError as error:
             log.error("the other nodes could not be told: %s", error)
     return _say(end)

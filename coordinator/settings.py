@@ -10,6 +10,9 @@ from trainer.settings import TrainerSettings
 
 TINY = "builtin:tiny"
 
+RunKind = Literal["both", "rollout", "update", "eval"]
+"""What a run does in each iteration; a metrics line says it too."""
+
 
 class SettingsError(ValueError):
     """A setting is wrong: one line that says which, with which value, and what to do."""
@@ -246,6 +249,11 @@ class RunSettings(Settings):
                 f"the run's settings were published by another version of flagpost ({where}: "
                 f"{error.errors()[0]['msg']}); use the same version on all nodes"
             ) from None
+
+    @property
+    def kind(self) -> RunKind:
+        """What the run does in each iteration: both halves, one of them, or an evaluation alone."""
+        return "eval" if self.rollout_split == "eval-only" else self.rl_phase
 
     @property
     def evaluation_tasks(self) -> str | None:

@@ -18,7 +18,8 @@ from coordinator.directory.layout import REMOVED, Flag, RunDir, parse_staging_na
 from coordinator.directory.published import Incomplete
 from coordinator.node.start import read_run_json
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.records import MASTER, EpochRecord, Records, claim, new_token, read_beat
+from coordinator.protocol.heartbeat import read_beat
+from coordinator.protocol.records import MASTER, EpochRecord, Records, claim, new_token
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.rows import resume
 from coordinator.settings import RunSettings, SettingsError

@@ -34,15 +34,15 @@ CLOSE_S = 2.0
 class Events(logging.Handler):
     """Appends to a rank's file of events, for any thread; as a logging handler, with what is logged."""
 
-    def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
-        """`place`: the incarnation and the epoch of now."""
+    def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self._place = place
+        self._place: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._writer: LineWriter | None = None
         self._one_by_one = threading.Lock()
 
-    def open(self, path: Path) -> None:
-        """From here on events are kept; its directory is there."""
+    def open(self, path: Path, place: Callable[[], tuple[int, int]]) -> None:
+        """Keep events from here on in `path`; `place` says the incarnation and the epoch of now."""
+        self._place = place
         self._writer = LineWriter(path, linger_s=LINGER_S, warns=False)
         self._writer.put(b"\n")  # the process before may have been killed in mid-line
 

@@ -1,15 +1,12 @@
-"""This node's engine: started when there is something to generate, reloaded in place, ended with the node."""
+"""The life of this node's engine: it is started when there is work, minded, put to sleep, and ended."""
 
 import asyncio
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
-from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
@@ -17,10 +14,10 @@ from coordinator.machine.children import Child, Children
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import acquire, host_lock
 from coordinator.machine.network import LOOPBACK, free_port
-from rollout.engines.admin import PROBE, EngineAdmin, adapter_name
+from coordinator.machine.weights import Adapters, Loader, Running
+from rollout.engines.admin import EngineAdmin
 from rollout.engines.client import EngineError
 from rollout.engines.servers import Server, server_command
-from rollout.engines.weights import ADAPTER_CONFIG
 from rollout.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -28,47 +25,33 @@ log = logging.getLogger(__name__)
 MIND_S = 0.5
 """How often a server that generates is looked after."""
 USERS_PATIENCE_S = 10.0
-"""How long a server of the user's may be away."""
-FIRST_TOKENS = 4
-"""Logprobs that an error shows of a probe."""
+"""How long a server that the user runs may be away."""
 STOP_S = 10.0
 """How long a server may take to end by itself: killed, vLLM leaves its shared memory behind."""
 
 
-@dataclass(frozen=True)
-class Adapters:
-    """Of a run that trains adapters: the model that they are added to, which the engine keeps, and their
-    rank.
-    """
-
-    base: Policy
-    rank: int
-
-
 class EngineHost:
-    """Keeps one server at the policy that is asked for; or uses the user's own (engine.url)."""
+    """Keeps one server at the policy that is asked for; or uses the one that the user runs (engine.url)."""
 
     def __init__(self, children: Children, run_dir: RunDir, rank: int, say: Say) -> None:
         self._children = children
         self._say = say
         self._run_dir = run_dir
         self._rank = rank
+        self._loader = Loader(say)
         self._child: Child | None = None
+        """The node's own server; None: the user runs it, or there is none yet."""
         self._admin: EngineAdmin | None = None
+        self._server: Server | None = None
+        self._unnamed: Policy | None = None
+        """The policy that the node's own server was started with, until its name is set."""
+        self._port = 0
+        self._starts = 0
+        self._started_s = 0.0
         self.url = ""
         """Base URL of the server, once there is one."""
         self.model: str | None = None
         """The name that requests must give for the policy of `ensure`: an adapter's; None: the model's."""
-        self._adapters: Adapters | None = None
-        self._served: Policy | None = None
-        self._proven: tuple[str, int] | None = None
-        """The policy whose probe a server of ours has passed, and which start of it that was."""
-        self._unnamed: Policy | None = None
-        """What a server of ours was started with, until it has been told the name of that."""
-        self._server: Server | None = None
-        self._port = 0
-        self._starts = 0
-        self._started_s = 0.0
 
     def ensure(
         self,
@@ -79,10 +62,10 @@ class EngineHost:
     ) -> None:
         """Have a server that answers with `policy`; EngineError if that cannot be had. `check` may raise.
 
-        `adapters`: if policies of the run may be adapters, and then in every call. One of ours that fails is
-        started once more: its files, or its port, may be there then.
+        `adapters`: if policies of the run may be adapters, and then in every call. A server of this node that
+        fails is started once more: its files, or its port, may be there then.
         """
-        self._adapters = adapters
+        self._loader.adapters = adapters
         try:
             self._have(policy, settings, check)
         except EngineError as error:
@@ -91,13 +74,7 @@ class EngineHost:
             log.error("%s\nstarting it once more", error)
             self._child.stop(STOP_S)
             self._have(policy, settings, check)
-        self._served, self.model = policy, self._adapter(policy)
-
-    def _adapter(self, policy: Policy) -> str | None:
-        """The name under which `policy` is served if it is an adapter."""
-        if self._adapters is None or not policy.iteration:
-            return None
-        return adapter_name(policy.digest) if ADAPTER_CONFIG in published.names(policy.directory) else None
+        self.model = self._loader.name_of(policy)
 
     def _have(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
         if self._admin is None or (self._child is not None and self._child.poll() is not None):
@@ -106,7 +83,7 @@ class EngineHost:
         if settings.url is None:
             self._load(policy, settings)
             return
-        # Nodes of one host may share a server of the user's: let one of them load the policy.
+        # Nodes of one host may share a server that the user runs: let one of them load the policy.
         lock = host_lock("engine-" + settings.url.partition("//")[2].replace("/", "_"))
         if not acquire(lock, check, settings.start_timeout_s):
             raise EngineError(
@@ -118,76 +95,13 @@ class EngineHost:
             lock.release()
 
     def _load(self, policy: Policy, settings: EngineSettings) -> None:
-        """Have the server that is there answer with `policy`, and prove it."""
         assert self._admin is not None
-        began_s = time.monotonic()
-        if self._admin.policy() != policy.digest:
-            self._reload(policy)
-        elif self._admin.is_sleeping():
-            self._admin.wake()
-        elif self._child is not None and self._proven == (policy.digest, self._starts):
-            return
-        self._proven = None
-        if (serves := self._admin.policy()) != policy.digest:
-            raise EngineError(
-                f"the engine at {self.url} serves policy {serves} after loading {policy.digest}"
-            )
-        if (wrong := self._probe(policy, settings)) is not None:
-            log.error("%s\nloading it once more", wrong)
-            self._reload(policy)
-            if (wrong := self._probe(policy, settings)) is not None:
-                raise EngineError(wrong)
-        self._proven = policy.digest, self._starts
-        self._say("reload", policy=policy.iteration, seconds=round(time.monotonic() - began_s, 3))
-
-    def _reload(self, policy: Policy) -> None:
-        assert self._admin is not None
-        path, like = policy.directory.absolute(), self._like(policy)
-        if self._adapters is None or self._adapter(policy) is None:
-            self._admin.reload(path, policy.digest, like=like)
-            return
-        base, serves = self._adapters.base, self._admin.policy()
-        # A server of the user's may hold any model; what we have loaded before is an adapter of this one.
-        if serves != base.digest and (self._served is None or serves != self._served.digest):
-            self._admin.reload(base.directory.absolute(), base.digest)
-        self._admin.load_adapter(path, policy.digest, like=like)
-
-    def _like(self, policy: Policy) -> Path | None:
-        """A model directory with the same tensors: an engine may answer 200 to weights that lack one.
-
-        The policy served before, if a trainer of ours has written both: the user's own model may tie or pad
-        its tensors in another way.
-        """
-        before = self._served
-        if before is None or not before.iteration or not policy.iteration or not before.directory.is_dir():
-            return None
-        same_kind = (self._adapter(before) is None) == (self._adapter(policy) is None)
-        return before.directory if same_kind else None
-
-    def _probe(self, policy: Policy, settings: EngineSettings) -> str | None:
-        """What is wrong if the engine's logprobs are not the ones that the trainer wrote with a checkpoint.
-
-        Every replica is asked. A checkpoint without a probe passes, and so does the model of the start.
-        """
-        assert self._admin is not None
-        probe = published.read_json(policy.directory / PROBE) if policy.iteration else None
-        if probe is None:
-            return None
-        wanted: list[float] = probe["logprobs"]
-        for replica in range(self._server.replicas if self._server else 1):
-            found = self._admin.prompt_logprobs(probe["token_ids"], replica, model=self._adapter(policy))
-            mean = sum(abs(a - b) for a, b in zip(wanted, found, strict=True)) / len(wanted)
-            if not mean <= settings.probe_tolerance:  # nor is nan
-                return (
-                    f"the engine at {self.url} (replica {replica}) does not compute what the trainer does "
-                    f"with {policy.directory}: logprobs of its {PROBE} differ by {mean:.4g} on average, "
-                    f"engine.probe_tolerance is {settings.probe_tolerance:g}; the first are "
-                    f"{_shown(found)}, the trainer's {_shown(wanted)}"
-                )
-        return None
+        replicas = self._server.replicas if self._server else 1
+        start = self._starts if self._child is not None else 0
+        self._loader.load(Running(self._admin, self.url, replicas, start), policy, settings.probe_tolerance)
 
     def sleep(self, settings: EngineSettings) -> None:
-        """Free the accelerator, if the server is ours and has one; `restart` ends it in any case."""
+        """Free the accelerator, if the server is this node's and has one; `restart` ends it in any case."""
         if self._child is None or self._child.poll() is not None:
             return
         assert self._admin is not None and self._server is not None
@@ -201,30 +115,32 @@ class EngineHost:
                 self._child.stop(STOP_S)
 
     def check_serves(self) -> None:
-        """EngineError if a server that the user runs has got other weights since `ensure`: another run may
-        use it too, or it was started anew. One that cannot be asked just now has not said so.
+        """Raise EngineError if a server that the user runs has got other weights since `ensure`.
+
+        Another run may use it too, or it was started anew. A server that does not answer just now passes.
         """
-        if self._child is not None or self._admin is None or self._served is None:
+        served = self._loader.served
+        if self._child is not None or self._admin is None or served is None:
             return
         try:
             serves = self._admin.policy()
         except EngineError:
             return
-        if serves != self._served.digest:
+        if serves != served.digest:
             raise EngineError(
-                f"the engine at {self.url} serves {serves} now, not {self._served.digest} as at the start of "
+                f"the engine at {self.url} serves {serves} now, not {served.digest} as at the start of "
                 "this rollout; what it has made since is left out. Does another run use it?"
             )
 
     def restart_patience_s(self, settings: EngineSettings) -> float:
-        """For how long a request that breaks is tried again: a server of ours may be starting anew."""
+        """For how long a request that breaks is tried again: this node's server may be starting anew."""
         return settings.start_timeout_s if self._child is not None else USERS_PATIENCE_S
 
     async def mind(self, settings: EngineSettings, check: Callable[[], None]) -> NoReturn:
-        """While requests run: start a server of ours again, under the same URL, when it has died or hangs.
+        """While requests run, start this node's server again, at the same URL, when it has died or hangs.
 
-        The requests that were in flight are tried again by the client, with the same seeds: finished ones
-        are not asked twice. EngineError after `max_restarts`.
+        The client tries the requests that were in flight again, with the same seeds; finished ones are not
+        asked twice. EngineError after `max_restarts`.
         """
         answered_s, restarts = time.monotonic(), 0
         while True:
@@ -235,7 +151,7 @@ class EngineHost:
                 health = await asyncio.to_thread(self._admin.health)
                 if health:
                     answered_s = time.monotonic()
-                # One that says that it is dead answers every request with an error, until it exits.
+                # A server that says that it is dead answers every request with an error, until it exits.
                 if health is not False and time.monotonic() - answered_s < settings.health_timeout_s:
                     continue
             restarts += 1
@@ -245,10 +161,11 @@ class EngineHost:
                 raise EngineError(f"{how}, {times}; its last words:\n{self._child.tail(20)}")
             log.error("%s: starting it again (%d of %d)", how, restarts, settings.max_restarts)
             self._child.kill()
-            assert self._served is not None
-            self._start(self._served, settings, self._port)
+            served = self._loader.served
+            assert served is not None
+            self._start(served, settings, self._port)
             await asyncio.to_thread(self._await, settings, check)
-            await asyncio.to_thread(self._load, self._served, settings)
+            await asyncio.to_thread(self._load, served, settings)
             answered_s = time.monotonic()
 
     def is_there(self) -> bool:
@@ -262,8 +179,7 @@ class EngineHost:
             return
         self._port = port or free_port(LOOPBACK)
         self._starts += 1
-        adapters = self._adapters
-        model = adapters.base if adapters is not None and self._adapter(policy) is not None else policy
+        model, adapters = self._loader.model_of(policy), self._loader.adapters
         rank = adapters.rank if adapters is not None else 0
         self._server = server_command(settings, model.directory.absolute(), self._port, count_gpus(), rank)
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
@@ -291,7 +207,3 @@ class EngineHost:
             self._admin.name_policy(self._unnamed.digest)
             self._unnamed = None
             self._say("engine_ready", seconds=round(time.monotonic() - self._started_s, 3))
-
-
-def _shown(logprobs: list[float]) -> str:
-    return ", ".join(f"{logprob:.3f}" for logprob in logprobs[:FIRST_TOKENS])

@@ -10,7 +10,7 @@ from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children
 from coordinator.machine.network import free_port, interface_towards
 from coordinator.protocol.exits import TrainerFailed
-from coordinator.protocol.stopwatch import Stopwatch
+from coordinator.protocol.liveness import Stopwatch
 from rollout.storage import files
 from trainer.documents import TrainRequest
 from trainer.job import launch

@@ -1,158 +1,250 @@
-"""GATHER (the master) and PENDING (a worker): how the nodes of an epoch come together."""
+"""How the nodes of an epoch come together: the master gathers them, a worker waits until it is let in."""
 
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from typing import Literal
-
-import psutil
-from filelock import FileLock
+from typing import Any, Literal
 
 from coordinator.machine import network
-from coordinator.machine.host_lock import acquire, host_lock
-from coordinator.node.node import Node, Position
+from coordinator.node.identity import Identity
+from coordinator.node.position import Position
+from coordinator.node.verdicts import CODES, Verdicts
+from coordinator.node.words import Words
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.records import (
-    MASTER,
-    EpochRecord,
-    Event,
-    Member,
-    Verdict,
-    claim,
-    new_token,
-    read_beat,
-)
+from coordinator.protocol.heartbeat import read_beat
+from coordinator.protocol.records import MASTER, EpochRecord, Member, claim, new_token
 from coordinator.protocol.shares import share_sizes
 from coordinator.protocol.snapshot import Board, ranks_text
+from coordinator.protocol.verdict import Verdict
+from coordinator.protocol.watch import Watch
 from coordinator.settings import ClusterSettings
 
 log = logging.getLogger(__name__)
 
-LOCK_PATIENCE_S = 10.0
-"""How long an older process of our rank on this host may take to end."""
+CALLS = {event.name.lower(): event for event in CODES}
+"""Calls of a master with which a run ends."""
 
 
-def gather(node: Node, prepare: Callable[[Node], None]) -> EpochRecord:
-    """Claim a lobby, wait until every rank beats in it, and claim the next number as the full record.
+class Joining:
+    """Brings this node into an epoch."""
 
-    A master that is in an epoch already takes that one for the lobby: its members beat in it.
-    """
-    lobby = node.watch.leave()
-    node.position = Position("gathering")
-    if lobby is None:
-        lobby = claim_next(node, "lobby")
-        node.watch.heart.beat(lobby.epoch)
-    since = lobby.epoch
-    prepare(node)
-    cluster = node.settings.cluster
-    shrinks_s = None
-    if cluster.on_node_failure == "shrink":
-        shrinks_s = time.monotonic() + (0.0 if node.lost else cluster.node_timeout_s)
+    def __init__(
+        self,
+        identity: Identity,
+        position: Position,
+        watch: Watch,
+        words: Words,
+        verdicts: Verdicts,
+        describe: Callable[[], dict[str, Any]],
+    ) -> None:
+        """`describe`: what this node's heartbeat says."""
+        self._identity = identity
+        self._position = position
+        self._watch = watch
+        self._words = words
+        self._verdicts = verdicts
+        self._describe = describe
+        self.lost: dict[int, tuple[int, int]] = {}
+        """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
 
-    def together(board: Board) -> dict[int, Member] | None:
-        absent = _absent(node, board, since)
-        complete = not absent or (shrinks_s is not None and time.monotonic() >= shrinks_s)
-        return _members(node, board, absent) if complete else None
+    @property
+    def _cluster(self) -> ClusterSettings:
+        return self._identity.settings.cluster
 
-    def check() -> None:
-        node.check()
-        node.check_still_master()
+    # ---- the master
 
-    members = node.watch.wait(
-        together,
-        check,
-        lambda _board: f"{ranks_text(node.position.waiting_for)} to start",
-        cluster.rejoin_timeout_s,
-    )
-    if members is None:
-        who = ranks_text(node.position.waiting_for)
-        commands = "; ".join(node.worker_command(rank) for rank in node.position.waiting_for)
-        text = f"{who} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
-        raise Ended(Exit.LOST, text, "gave_up")
-    record = new_record(node, since + 1, "full", members)
-    if not claim(node.run_dir, record):
-        raise node.superseded()
-    return record
+    def gather(self, prepare: Callable[[], None]) -> EpochRecord:
+        """Claim a lobby, wait until every rank beats in it, and claim the next number as the full record.
 
+        A master that is in an epoch already takes that one for the lobby: its members beat in it. `prepare`
+        is called meanwhile.
+        """
+        lobby = self._watch.leave()
+        self._position.move("gathering")
+        if lobby is None:
+            lobby = self.claim_next("lobby")
+            self._watch.heart.beat(lobby.epoch)
+        prepare()
+        members = self._wait_for_members(lobby.epoch)
+        record = self._new_record(lobby.epoch + 1, "full", members)
+        if not claim(self._identity.run_dir, record):
+            raise self._verdicts.superseded()
+        return record
 
-def new_record(
-    node: Node, number: int, kind: Literal["lobby", "full", "finished"], members: dict[int, Member]
-) -> EpochRecord:
-    """A record that this master may claim."""
-    return EpochRecord(
-        epoch=number,
-        kind=kind,
-        token=new_token(),
-        run_id=node.run_id,
-        master_incarnation=node.watch.incarnation,
-        master_host=node.host,
-        settings=node.settings.model_dump(mode="json"),
-        members=members,
-    )
+    def claim_next(self, kind: Literal["lobby", "finished"]) -> EpochRecord:
+        """Claim the first free number above all that the directory shows: the newest master wins."""
+        while True:
+            self._verdicts.check()
+            board = self._watch.look()
+            if board.highest_incarnation(MASTER) > self._watch.incarnation:
+                raise self._verdicts.superseded()
+            number = max(board.newest_epoch(), self._identity.newest_epoch) + 1
+            record = self._new_record(number, kind, {})
+            if claim(self._identity.run_dir, record):
+                return record
 
+    def finish(self) -> None:
+        """Say that nothing is left to do: workers end with 0, also those that wait for a master."""
+        current = self._watch.current
+        if current is None:
+            self.claim_next("finished")
+        elif not claim(
+            self._identity.run_dir, self._new_record(current.epoch + 1, "finished", current.members)
+        ):
+            raise self._verdicts.superseded()
 
-def claim_next(node: Node, kind: Literal["lobby", "finished"]) -> EpochRecord:
-    """Claim the first free number above all that the board shows: the newest master wins."""
-    while True:
-        node.check()
-        board = node.watch.look()
-        if board.highest_incarnation(MASTER) > node.watch.incarnation:
-            raise node.superseded()
-        record = new_record(node, max(board.newest_epoch(), node.newest_epoch) + 1, kind, {})
-        if claim(node.run_dir, record):
-            return record
+    def returned(self) -> bool:
+        """Whether a rank that was left out (`shrink`) beats in this epoch: it is let in with a new one."""
+        board, record = self._watch.look(), self._watch.record
+        absent = set(range(self._cluster.num_nodes)) - set(record.members)
+        return any(rank in board.beats and board.beats[rank].epoch >= record.epoch for rank in absent)
 
-
-def _absent(node: Node, board: Board, since: int) -> list[int]:
-    """The ranks that do not beat in epoch `since` or later: only a process that saw it can.
-
-    One that was lost must have beaten since then: its last beat may lie there in the same epoch.
-    """
-
-    def is_here(rank: int) -> bool:
-        beat = board.beats.get(rank)
-        if beat is None or node.watch.silence.silent_s.get(rank, 0.0) >= cluster.node_timeout_s:
-            return False
-        return beat.epoch >= since and beat[2:] > node.lost.get(rank, (0, -1))
-
-    cluster = node.settings.cluster
-    absent = [rank for rank in range(1, cluster.num_nodes) if not is_here(rank)]
-    if unsaid := set(absent) - set(node.position.waiting_for):
-        commands = "; ".join(node.worker_command(rank) for rank in sorted(unsaid))
-        log.info("waiting for %s; on that machine: %s", ranks_text(unsaid), commands)
-    node.position.waiting_for = absent
-    return absent
-
-
-def _members(node: Node, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
-    """Who takes part; None while a beat that is listed cannot be read: it has given way to the next one."""
-    cluster = node.settings.cluster
-    here = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
-    said = {rank: read_beat(node.run_dir, board.beats[rank]) for rank in here}
-    node.position.waiting_for = [rank for rank, content in said.items() if not content]
-    if node.position.waiting_for:
-        return None
-    peers = [network.Peer.from_dict(content["peer"]) for content in said.values()]
-    node.address = network.address_towards(node.peer, peers)
-    said[MASTER] = node.describe()
-    found = {rank: content.get("gpu_count", 0) for rank, content in sorted(said.items())}
-    if text := gpu_shortfall(cluster, found, {rank: content["host"] for rank, content in said.items()}):
-        raise Ended(Exit.FAILED, f"{text}. {node.repair()}", "failed")
-    return {
-        rank: Member(
-            incarnation=board.beats[rank].incarnation if rank else node.watch.incarnation,
-            host=content["host"],
-            address=content["address"],
-            processes=content["processes"],
-            weight=cluster.weight(rank),
+    def _new_record(
+        self, number: int, kind: Literal["lobby", "full", "finished"], members: dict[int, Member]
+    ) -> EpochRecord:
+        me = self._identity
+        return EpochRecord(
+            epoch=number,
+            kind=kind,
+            token=new_token(),
+            run_id=me.run_id,
+            master_incarnation=self._watch.incarnation,
+            master_host=me.host,
+            settings=me.settings.model_dump(mode="json"),
+            members=members,
         )
-        for rank, content in sorted(said.items())
-    }
+
+    def _wait_for_members(self, since: int) -> dict[int, Member]:
+        """Wait until every rank beats in epoch `since`, or, with `shrink`, for a while."""
+        cluster = self._cluster
+        shrinks_s = None
+        if cluster.on_node_failure == "shrink":
+            shrinks_s = time.monotonic() + (0.0 if self.lost else cluster.node_timeout_s)
+
+        def together(board: Board) -> dict[int, Member] | None:
+            absent = self._absent(board, since)
+            complete = not absent or (shrinks_s is not None and time.monotonic() >= shrinks_s)
+            return self._members(board, absent) if complete else None
+
+        def check() -> None:
+            self._verdicts.check()
+            self._verdicts.check_still_master()
+
+        def missing(_board: Board) -> str:
+            return f"{ranks_text(self._position.waiting_for)} to start"
+
+        members = self._watch.wait(together, check, missing, cluster.rejoin_timeout_s)
+        if members is None:
+            who = ranks_text(self._position.waiting_for)
+            commands = self._commands(self._position.waiting_for)
+            text = f"{who} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
+            raise Ended(Exit.LOST, text, "gave_up")
+        return members
+
+    def _commands(self, ranks: Collection[int]) -> str:
+        return "; ".join(self._words.worker_command(rank) for rank in sorted(ranks))
+
+    def _absent(self, board: Board, since: int) -> list[int]:
+        """Return the ranks that do not beat in epoch `since` or later: only a process that saw it can.
+
+        A rank that was lost must have beaten since then: its last beat may be in the same epoch.
+        """
+
+        def is_here(rank: int) -> bool:
+            beat = board.beats.get(rank)
+            silent_s = self._watch.silence.silent_s.get(rank, 0.0)
+            if beat is None or silent_s >= self._cluster.node_timeout_s:
+                return False
+            return beat.epoch >= since and beat[2:] > self.lost.get(rank, (0, -1))
+
+        absent = [rank for rank in range(1, self._cluster.num_nodes) if not is_here(rank)]
+        if unsaid := set(absent) - set(self._position.waiting_for):
+            log.info("waiting for %s; on that machine: %s", ranks_text(unsaid), self._commands(unsaid))
+        self._position.wait_for(absent)
+        return absent
+
+    def _members(self, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
+        """Return who takes part; None while a listed beat cannot be read: the next one has replaced it."""
+        me, cluster = self._identity, self._cluster
+        here = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
+        said = {rank: read_beat(me.run_dir, board.beats[rank]) for rank in here}
+        unread = [rank for rank, content in said.items() if not content]
+        self._position.wait_for(unread)
+        if unread:
+            return None
+        peers = [network.Peer.from_dict(content["peer"]) for content in said.values()]
+        me.address = network.address_towards(me.peer, peers)
+        said[MASTER] = self._describe()
+        found = {rank: content.get("gpu_count", 0) for rank, content in sorted(said.items())}
+        hosts = {rank: content["host"] for rank, content in said.items()}
+        if text := gpu_shortfall(cluster, found, hosts):
+            raise Ended(Exit.FAILED, f"{text}. {self._words.repair()}", "failed")
+        return {
+            rank: Member(
+                incarnation=board.beats[rank].incarnation if rank else self._watch.incarnation,
+                host=content["host"],
+                address=content["address"],
+                processes=content["processes"],
+                weight=cluster.weight(rank),
+            )
+            for rank, content in sorted(said.items())
+        }
+
+    # ---- a worker
+
+    def pend(self) -> EpochRecord:
+        """Beat in the newest epoch until a full record lists this incarnation; returns that record."""
+        watch, rank = self._watch, self._identity.rank
+        watch.leave()
+        self._position.move("pending", waiting_for=[MASTER])
+        announced = self._identity.newest_epoch
+        watch.heart.beat(announced)
+
+        def admitted(board: Board) -> EpochRecord | None:
+            nonlocal announced
+            newest = watch.records.newest(board.records)
+            if newest is None:
+                return None
+            self._check_pending(board, newest)
+            if newest.epoch > announced:
+                announced = newest.epoch
+                watch.heart.beat(announced)
+            member = newest.members.get(rank)
+            mine = member is not None and member.incarnation == watch.incarnation
+            return newest if newest.kind == "full" and mine else None
+
+        started_s = time.monotonic()
+
+        def check() -> None:
+            """With `shrink` a master that lives lets this node in at its next iteration, however late."""
+            self._verdicts.check()
+            waited_s = time.monotonic() - started_s
+            if self._cluster.on_node_failure == "shrink":
+                waited_s = min(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
+            if waited_s > self._cluster.rejoin_timeout_s:
+                text = f"the master did not take rank {rank} in within {waited_s:.0f} s; see what it prints"
+                raise Ended(Exit.LOST, text)
+
+        record = watch.wait(admitted, check, lambda _board: "the master to take this node in")
+        assert record is not None  # without a time limit
+        return record
+
+    def _check_pending(self, board: Board, newest: EpochRecord) -> None:
+        """Raise what the newest epoch has already come to, if anything."""
+        member = newest.members.get(self._identity.rank)
+        highest = max(board.highest_incarnation(self._identity.rank), member.incarnation if member else 0)
+        if highest > self._watch.incarnation:
+            raise self._verdicts.superseded()
+        if newest.kind == "finished":
+            raise Ended(Exit.DONE, "the run is finished")
+        for kind, event in CALLS.items():
+            for flag in board.called(newest.epoch, kind):
+                if flag.rank == MASTER:
+                    raise self._verdicts.of(Verdict(event, MASTER, flag))
 
 
 def gpu_shortfall(cluster: ClusterSettings, found: Mapping[int, int], hosts: Mapping[int, str]) -> str | None:
-    """Which members have fewer GPUs than --expect-gpus says, and what every one has; None: all are there.
+    """Return which members have fewer GPUs than --expect-gpus says, and what each has; None: all are there.
 
     `found` and `hosts` by rank, of the members alone. Of a total each node is expected to have its share by
     weight, and one may make up for another.
@@ -175,84 +267,3 @@ def gpu_shortfall(cluster: ClusterSettings, found: Mapping[int, int], hosts: Map
         f"--expect-gpus {wanted}, but there are {sum(found.values())} GPUs ({counts}): {missing}; "
         "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or expect fewer"
     )
-
-
-def pend(node: Node) -> EpochRecord:
-    """Beat in the newest epoch until a full record lists this incarnation."""
-    node.watch.leave()
-    node.position = Position("pending", waiting_for=[MASTER])
-    announced = node.newest_epoch
-    node.watch.heart.beat(announced)
-
-    def admitted(board: Board) -> EpochRecord | None:
-        nonlocal announced
-        newest = node.watch.records.newest(board.records)
-        if newest is None:
-            return None
-        _check_pending(node, board, newest)
-        if newest.epoch > announced:
-            announced = newest.epoch
-            node.watch.heart.beat(announced)
-        member = newest.members.get(node.rank)
-        mine = member is not None and member.incarnation == node.watch.incarnation
-        return newest if newest.kind == "full" and mine else None
-
-    cluster = node.settings.cluster
-    started_s = time.monotonic()
-
-    def check() -> None:
-        """Under `shrink` a master that lives takes this node in at its next iteration, however late."""
-        node.check()
-        waited_s = time.monotonic() - started_s
-        if cluster.on_node_failure == "shrink":
-            waited_s = min(waited_s, node.watch.silence.silent_s.get(MASTER, 0.0))
-        if waited_s > cluster.rejoin_timeout_s:
-            text = f"the master did not take rank {node.rank} in within {waited_s:.0f} s; see what it prints"
-            raise Ended(Exit.LOST, text)
-
-    record = node.watch.wait(admitted, check, lambda _board: "the master to take this node in")
-    assert record is not None  # without a time limit
-    return record
-
-
-def _check_pending(node: Node, board: Board, newest: EpochRecord) -> None:
-    """Raise what the newest epoch has already come to, if anything."""
-    member = newest.members.get(node.rank)
-    highest = max(board.highest_incarnation(node.rank), member.incarnation if member else 0)
-    if highest > node.watch.incarnation:
-        raise node.superseded()
-    if newest.kind == "finished":
-        raise Ended(Exit.DONE, "the run is finished")
-    for kind, event in (("failed", Event.FAILED), ("gave_up", Event.GAVE_UP), ("stopped", Event.STOPPED)):
-        for flag in board.called(newest.epoch, kind):
-            if flag.rank == MASTER:
-                raise node.ending(Verdict(event, MASTER, flag))
-
-
-def hold_host_lock(node: Node) -> FileLock:
-    """One process of a rank on a host. An older one ends when it sees our record; if it is stuck, it is
-    killed.
-
-    Beside the lock lies who holds it: the pid, and when that process was created, since pids are used again.
-    """
-    lock = host_lock(f"{node.run_id}.rank{node.rank}")
-    holder = Path(lock.lock_file).with_suffix(".pid")
-    if not acquire(lock, node.check, LOCK_PATIENCE_S):
-        _kill(holder)
-        if not acquire(lock, node.check, LOCK_PATIENCE_S):
-            text = f"another process of rank {node.rank} on this host does not end; its pid is in {holder}"
-            raise Ended(Exit.FAILED, text)
-    me = psutil.Process()
-    holder.write_text(f"{me.pid} {me.create_time()}")
-    return lock
-
-
-def _kill(holder: Path) -> None:
-    try:
-        pid, created_s = holder.read_text().split()
-        process = psutil.Process(int(pid))
-        if process.create_time() == float(created_s):
-            log.warning("killing the older process of this rank on this host, pid %s: it does not end", pid)
-            process.kill()
-    except (OSError, ValueError, psutil.Error) as error:
-        log.warning("the older process of this rank on this host cannot be ended: %s", error)

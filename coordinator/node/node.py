@@ -1,6 +1,5 @@
-"""A node: what it shares with the others, its place in an epoch, and `step`, one row of the table."""
+"""A node: its parts, its life from the first heartbeat to the last, and `step`, one row of the table."""
 
-import logging
 import os
 import signal
 import time
@@ -8,61 +7,92 @@ from collections.abc import Callable
 
 from filelock import BaseFileLock
 
-from coordinator.directory import published
-from coordinator.directory.layout import Flag
-from coordinator.directory.published import Policy
+from coordinator.directory.layout import Flag, RunDir
 from coordinator.directory.remover import Remover
 from coordinator.journal.events import Events, about_this_process
 from coordinator.journal.trackers import About, Sinks
 from coordinator.machine import network
 from coordinator.machine.children import Children
-from coordinator.machine.engine import Adapters, EngineHost
+from coordinator.machine.engine import EngineHost
+from coordinator.machine.gpus import GpuSampler
+from coordinator.machine.host_lock import hold_for_process
 from coordinator.machine.trainer import TrainerHost
-from coordinator.node.flags import Flagging
-from coordinator.node.inputs import base_model_dir
+from coordinator.node.flags import Flags, Payload
+from coordinator.node.identity import Identity
+from coordinator.node.iteration import Iteration
+from coordinator.node.joining import Joining
+from coordinator.node.policies import Policies
+from coordinator.node.position import Position
 from coordinator.node.start import Start
-from coordinator.node.verdicts import Payload, Position
-from coordinator.protocol.exits import Ended, EpochChanged, Exit, TrainerFailed
+from coordinator.node.verdicts import Verdicts
+from coordinator.node.words import Words
+from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.fence import is_away
-from coordinator.protocol.phases import By, Phase, rows_of
+from coordinator.protocol.phases import By, Phase
 from coordinator.protocol.records import MASTER, EpochRecord
-from coordinator.protocol.watch import ENDED
-from rollout.engines.weights import policy_digest
+from coordinator.protocol.watch import ENDED, Watch
+from coordinator.settings import RunSettings
 from rollout.storage import files
 from rollout.storage.retry import CACHED_S
 
-log = logging.getLogger(__name__)
-
-Act = Callable[["Node"], Payload | None]
-Conclude = Callable[["Node", dict[int, Payload]], Payload | None]
+Act = Callable[["Node", Iteration], Payload | None]
+Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
 
 
-class Node(Flagging):
-    """A node that has started: what it was told, its children, and the rows that it goes through."""
+class Node:
+    """A node that has started. Each of its parts has one task; none of them knows the node."""
 
     def __init__(self, start: Start) -> None:
-        super().__init__(start)
-        self.inputs = start.inputs
-        self.iteration = 0
-        self.resume_at = Phase.TRAIN_PLAN
-        self.documents: dict[Phase, Payload] = {}
-        """What the master's flags of this iteration said."""
-        self.phase_s: dict[str, float] = {}
-        self.work_s: dict[str, float] = {}
+        self.identity = Identity.of(start)
+        self.position = Position()
+        run_dir, rank, settings = self.run_dir, self.rank, start.settings
+        # ---- this machine
         self.children = Children()
-        self.events = Events(self._place)
-        self.engine = EngineHost(self.children, self.run_dir, self.rank, self.events.add)
-        self.trainer = TrainerHost(self.children, self.run_dir, self.rank, self.events.add)
-        self.sinks = Sinks(About(start.run_id, start.run_dir.root, start.settings))
+        self.events = Events()
+        self.engine = EngineHost(self.children, run_dir, rank, self.events.add)
+        self.trainer = TrainerHost(self.children, run_dir, rank, self.events.add)
+        self.gpus = GpuSampler(settings.cluster.beat_s)
+        self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
         self.remover = Remover()
-        self.lock: BaseFileLock | None = None
-        self.lost: dict[int, tuple[int, int]] = {}
-        """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
-        self.verified: set[int] = set()
-        """Checkpoints whose files this process has found whole."""
-        self.past: dict[int, dict[int, float]] = {}
-        self._floor = start.incarnation_floor
-        self._base_digest = start.inputs.model_digest
+        # ---- the others
+        self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
+        self.words = Words(self.identity, self.position, self.watch)
+        self.verdicts = Verdicts(self.identity, self.position, self.watch, self.words)
+        self.flags = Flags(self.identity, self.position, self.watch, self.check, self.words.missing)
+        self.joining = Joining(
+            self.identity, self.position, self.watch, self.words, self.verdicts, self._describe
+        )
+        self.policies = Policies(self.identity)
+        self._lock: BaseFileLock | None = None
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The shared directory of the run."""
+        return self.identity.run_dir
+
+    @property
+    def rank(self) -> int:
+        """This node's rank."""
+        return self.identity.rank
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this node decides."""
+        return self.identity.is_master
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the epoch that the node is in."""
+        return self.identity.settings
+
+    @property
+    def record(self) -> EpochRecord:
+        """The record of the epoch that the node is in."""
+        return self.watch.record
+
+    def check(self) -> None:
+        """Raise what has ended the present row, if anything has."""
+        self.verdicts.check()
 
     # ---- life
 
@@ -71,22 +101,28 @@ class Node(Flagging):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         files.make_directory(self.run_dir.logs(self.rank))
-        if not self.is_master:  # its first beat must say where the master's side reaches it
-            # A listing may show for so long what was there before.
-            patience_s = max(self.settings.cluster.node_timeout_s, CACHED_S + 5.0)
-            said = self.watch.wait(
-                lambda _board: self.watch.said(MASTER) or None,
-                self.check,
-                lambda _board: "rank 0",
-                patience_s,
-            )
-            if said is None:
-                raise Ended(Exit.LOST, f"the master has gone while rank {self.rank} was starting")
-            self.address = network.address_towards(self.peer, [network.Peer.from_dict(said["peer"])])
-        self.watch.begin(self._floor, self.newest_epoch)
-        files.make_directory(self.run_dir.events(self.rank).parent)  # older runs have none
-        self.events.open(self.run_dir.events(self.rank))
-        self.events.add("process", rank=self.rank, host=self.host, pid=os.getpid(), **about_this_process())
+        if not self.is_master:
+            self._find_address()
+        self.watch.begin(self.identity.incarnation_floor, self.identity.newest_epoch)
+        self.events.open(self.run_dir.events(self.rank), self._place)
+        about = {"rank": self.rank, "host": self.identity.host, "pid": os.getpid()}
+        self.events.add("process", **about, **about_this_process())
+
+    def _find_address(self) -> None:
+        """Find this node's address towards the master, which its first beat must say."""
+        # A listing may show what was there before for this long.
+        patience_s = max(self.settings.cluster.node_timeout_s, CACHED_S + 5.0)
+        said = self.watch.wait(
+            lambda _board: self.watch.said(MASTER) or None, self.check, lambda _board: "rank 0", patience_s
+        )
+        if said is None:
+            raise Ended(Exit.LOST, f"the master has gone while rank {self.rank} was starting")
+        peers = [network.Peer.from_dict(said["peer"])]
+        self.identity.address = network.address_towards(self.identity.peer, peers)
+
+    def _describe(self) -> dict[str, object]:
+        """What a heartbeat says."""
+        return {**self.identity.describe(), "gpus": self.gpus.latest, **self.position.describe()}
 
     def _place(self) -> tuple[int, int]:
         current = self.watch.current
@@ -99,158 +135,118 @@ class Node(Flagging):
             os.kill(os.getpid(), number)
         self.watch.interrupt(number)
 
-    def close(self) -> None:
-        """End the children, then stop beating, with a last beat that says so."""
-        self.children.close()
-        self.sinks.close()
-        self.remover.close()
-        self.position.state = ENDED
-        self.watch.close()
-        self.events.end()
-        if self.lock is not None:
-            self.lock.release()
-
     def enter(self, record: EpochRecord) -> None:
-        """ENTER: nothing of the old epoch runs here any more; the master waits until all say so."""
+        """Enter an epoch: nothing of the old one runs here any more; the master waits until all say so."""
         self.trainer.leave_epoch()
-        self.record = record
-        self.lost = {rank: mark for rank, mark in self.lost.items() if rank not in record.members}
-        self.settings = self.inputs.localize(record.settings)
-        self.watch.admit(record)
-        self.forget_flags()
-        self.iteration = 0
-        self.position = Position("running")
+        lost = self.joining.lost
+        self.joining.lost = {rank: mark for rank, mark in lost.items() if rank not in record.members}
+        self.identity.settings = self.identity.inputs.localize(record.settings)
+        self.watch.admit(record, self.settings)
+        self.flags.forget()
+        self.position.move("running")
         gpus = [gpu["name"] for gpu in self.gpus.latest]
         weight = record.members[self.rank].weight
         self.events.add("epoch", members=sorted(record.members), weight=weight, gpus=gpus)
-        self.raise_flag(Flag(record.epoch, 0, 0, self.rank, "enter"), {})
+        self.flags.raise_flag(Flag(record.epoch, 0, 0, self.rank, "enter"), {})
         if self.is_master:
-            self.wait_flags(0, 0, "enter")
-
-    def end_training(self) -> None:
-        """As `Standing.end_training`; for any thread."""
-        self.trainer.kill_now()
+            self.flags.wait_members(0, 0, "enter")
+        if self._lock is None:
+            self._lock = hold_for_process(
+                f"{self.identity.run_id}.rank{self.rank}", f"rank {self.rank}", self.check
+            )
 
     def come_back(self) -> None:
         """Leave an epoch in which this node was without the shared directory, and wait until that answers.
 
-        A worker comes back as a new incarnation, so that the master sees that it has left; a master claims
+        A worker comes back as a new incarnation, so that the master sees that it has left. A master claims
         the next epoch.
         """
         fence, cluster = self.watch.fence, self.settings.cluster
         if not fence.tripped:
             fence.trip("the shared directory fails")
         self.trainer.leave_epoch()
-        self.position = Position("fenced")
+        self.position.move("fenced")
         deadline_s = time.monotonic() + cluster.rejoin_timeout_s
         while not fence.wait_until_back(cluster.beat_s / 4):
-            self.check_self()
+            self.verdicts.check_self()
             if time.monotonic() > deadline_s:
                 silent = f"{self.run_dir.root} did not answer for {cluster.rejoin_timeout_s:.0f} s"
-                raise Ended(Exit.LOST, f"{silent}. {self.repair()}")
+                raise Ended(Exit.LOST, f"{silent}. {self.words.repair()}")
         if not self.is_master:
             self.watch.leave()
             if not self.watch.heart.renew():
-                raise self.superseded()
+                raise self.verdicts.superseded()
         fence.reset()
 
-    def check_training(self) -> None:
-        """As `check`, for the training row: its job cannot go on without a node that is lost."""
-        self.check()
-        epoch, silent_s = self.record.epoch, self.watch.silence.silent_s.get(MASTER, 0.0)
-        if lost := self.watch.board.called(epoch, "lost"):
-            raise TrainerFailed(f"the job lost a peer: {self.read_call(lost[0])}")
-        if not self.is_master and silent_s >= self.settings.cluster.node_timeout_s:
-            raise TrainerFailed(f"the job lost a peer: {self.say_rank(MASTER)}")
+    def close(self) -> None:
+        """End the children, then stop beating, with a last beat that says so."""
+        self.children.close()
+        self.sinks.close()
+        self.remover.close()
+        self.position.end(ENDED)
+        self.watch.close()
+        self.events.end()
+        if self._lock is not None:
+            self._lock.release()
 
     # ---- rows
 
-    @property
-    def header(self) -> Payload:
-        """What the master said when it opened this iteration: resume_at, policy, policy_iteration."""
-        return self.documents[Phase.ITERATION_START]
+    def next_iteration(self, last: int, open_next: Callable[["Node"], int | None]) -> Iteration | None:
+        """Return the iteration to run after `last` (0: the first one of this epoch), None when none is left.
 
-    def policy(self, iteration: int) -> Policy:
-        """The policy that training of `iteration` made; 0: what the run started from, as it lies here."""
-        if iteration > 0:
-            return published.policy_of(self.run_dir, iteration)
-        directory = base_model_dir(self.settings, self.run_dir)
-        self._base_digest = self._base_digest or policy_digest(files.checksums(directory))
-        return Policy(0, directory, self._base_digest)
-
-    @property
-    def adapters(self) -> Adapters | None:
-        """What checkpoints are adapters of, where they are."""
-        rank = self.settings.trainer.lora.rank
-        return Adapters(self.policy(0), rank) if rank else None
-
-    def next_iteration(self, open_next: Callable[["Node"], int | None]) -> int | None:
-        """The iteration to run next, None when the run is finished. The master decides; a worker reads it."""
+        The master decides by `open_next`; a worker waits for what it opens.
+        """
         if self.is_master:
-            self._take_in_returned()
-            iteration = open_next(self)
-            if iteration is None:
-                return None
+            if self.joining.returned():
+                raise EpochChanged
+            number = open_next(self)
         else:
-            self.position = Position("running", self.iteration, Phase.ITERATION_START.label)
-            self.position.waiting_for = [MASTER]
-            iteration = self.wait_until(lambda board: self.opened(board, self.iteration))
-        self.iteration = iteration
-        self.documents, self.phase_s, self.work_s = {}, {}, {}
-        return iteration
+            self.position.move("running", last, Phase.ITERATION_START.label, [MASTER])
+            number = self.flags.wait_opened(last)
+        return None if number is None else Iteration(number)
 
-    def _take_in_returned(self) -> None:
-        """Under `shrink`: a rank that was left out and beats in this epoch comes in with this iteration."""
-        board = self.watch.look()
-        absent = set(range(self.settings.cluster.num_nodes)) - set(self.record.members)
-        if any(rank in board.beats and board.beats[rank].epoch >= self.record.epoch for rank in absent):
-            raise EpochChanged
-
-    def step(
-        self, iteration: int, phase: Phase, act: Act, by: By = By.ALL, then: Conclude | None = None
-    ) -> None:
-        """One row: act if it is ours, raise our flag, wait for the master's: its document is the result.
+    def step(self, iteration: Iteration, phase: Phase, act: Act, then: Conclude | None = None) -> None:
+        """Run one row: act if it is ours, raise our flag, wait for the master's: its document is the result.
 
         The master acts, waits for the flags of all (unless it acts alone), concludes with `then` from their
         payloads, and raises its own flag last.
         """
-        if Phase.ITERATION_START < phase < self.resume_at:
+        if not iteration.has(phase, self.settings):
             return
-        if phase not in rows_of(self.settings.rl_phase, self.settings.rollout_split):
-            return
-        self.position = Position("running", iteration, phase.label)
+        number = iteration.number
+        self.position.move("running", number, phase.label)
         self.check()
         started_s = time.monotonic()
-        self.events.add("begin", it=iteration, row=phase.label)
-        mine = self.is_master or by is By.ALL
-        payload = (act(self) or {}) if mine else {}
+        self.events.add("begin", it=number, row=phase.label)
+        acts = self.is_master or phase.by is By.ALL
+        payload = (act(self, iteration) or {}) if acts else {}
         acted_s = time.monotonic()
         concluded_s = 0.0
         self.check()
-        flag = Flag(self.record.epoch, iteration, phase, self.rank, "ok")
+        flag = Flag(self.record.epoch, number, phase, self.rank, "ok")
         if self.is_master:
-            if by is By.ALL:
-                self.wait_flags(iteration, phase)
+            if phase.by is By.ALL:
+                self.flags.wait_members(number, phase)
                 flags_up_s = time.monotonic()
-                payload = (then(self, self.payloads(iteration, phase, payload)) or {}) if then else {}
+                payloads = self.flags.payloads(number, phase, payload)
+                payload = (then(self, iteration, payloads) or {}) if then else {}
                 concluded_s = time.monotonic() - flags_up_s
-            self.raise_flag(flag, payload)
+            self.flags.raise_flag(flag, payload)
         else:
-            if mine:
-                self.raise_flag(flag, payload)
-            payload = self.wait_master(iteration, phase)
-        self.documents[phase] = payload
-        work_s = self.work_s[phase.label] = acted_s - started_s + concluded_s
-        self.events.add(
-            "end", it=iteration, row=phase.label, work_s=round(work_s, 4), then_s=round(concluded_s, 4)
-        )
-        self.phase_s[phase.label] = time.monotonic() - started_s
+            if acts:
+                self.flags.raise_flag(flag, payload)
+            payload = self.flags.wait_master(number, phase)
+        iteration.documents[phase] = payload
+        work_s = iteration.work_s[phase.label] = acted_s - started_s + concluded_s
+        said = {"work_s": round(work_s, 4), "then_s": round(concluded_s, 4)}
+        self.events.add("end", it=number, row=phase.label, **said)
+        iteration.phase_s[phase.label] = time.monotonic() - started_s
         if phase is Phase.ITERATION_START:
-            self.resume_at = Phase(payload["resume_at"])
-            self.remove_flags_before(iteration)
+            iteration.resume_at = Phase(payload["resume_at"])
+            self.flags.remove_before(number)
 
     def persist(self, write: Callable[[], None]) -> None:
-        """`write()`, again once the shared directory is back: what is finished must not be lost with it."""
+        """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
         deadline_s = time.monotonic() + self.settings.cluster.rejoin_timeout_s
         while True:
             try:
@@ -258,9 +254,5 @@ class Node(Flagging):
             except files.SharedFsError as error:
                 if not is_away(error) or time.monotonic() > deadline_s:
                     raise
-                self.check_self()
+                self.verdicts.check_self()
                 time.sleep(self.settings.cluster.poll_max_s)
-
-    def progress(self, done: int, total: int, tokens: int = 0) -> None:
-        """What the next heartbeat says of the work in this row; `tokens`: how many are generated."""
-        self.position.reach(done, total, tokens)

@@ -9,7 +9,7 @@ import errno
 import threading
 from collections.abc import Callable
 
-from coordinator.protocol.stopwatch import Stopwatch
+from coordinator.protocol.liveness import Stopwatch
 from rollout.storage.files import SharedFsError
 
 AWAY = {

@@ -76,9 +76,9 @@ class Heart:
             files.drop(self._protocol / last.name)
 
     def is_back(self, board: Board) -> bool:
-        """Whether `board` shows that the directory answers: a beat of ours that is new, or a newer process.
+        """Whether `board` shows that the directory answers: a new beat of this process, or a newer process.
 
-        A board has the beats of the highest incarnation alone.
+        A snapshot has the beats of the highest incarnation alone.
         """
         beat = board.beats.get(self._rank)
         if beat is None or beat.incarnation < self.incarnation:
@@ -91,3 +91,11 @@ class Heart:
     def _data(self) -> bytes:
         # The token: two processes that describe themselves alike must not both create a first beat.
         return json.dumps({**self._content(), "token": self._token}).encode()
+
+
+def read_beat(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
+    """A beat's content; {} if it is gone (a newer one took its place) or torn."""
+    try:
+        return json.loads(files.read(run_dir.protocol / beat.name, fleeting=True))
+    except (FileNotFoundError, ValueError):
+        return {}

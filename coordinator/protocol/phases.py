@@ -1,30 +1,12 @@
-"""The 14 rows of the protocol table."""
+"""The 14 rows of the protocol table, and what is known of each: stated here once."""
 
 from enum import IntEnum, StrEnum
+from typing import Literal
 
+from coordinator.settings import RunKind
 
-class Phase(IntEnum):
-    """A row of the protocol table, in order. A row is over when the master's flag for it is up."""
-
-    ITERATION_START = 0
-    TRAIN_PLAN = 1
-    TRAIN_ROLLOUT = 2
-    TRAIN_FILES_READY = 3
-    TRAIN_AGGREGATE = 4
-    EVAL_DECISION = 5
-    EVAL_ROLLOUT = 6
-    ENGINE_STOPPED = 7
-    TRAIN_DATA = 8
-    TRAIN_CONFIG = 9
-    TRAINING = 10
-    CHECKPOINT = 11
-    ENGINE_RESTARTED = 12
-    ITERATION_END = 13
-
-    @property
-    def label(self) -> str:
-        """As users read it: train_rollout."""
-        return self.name.lower()
+Category = Literal["rollout", "load", "train", "save", "other"]
+"""What a row's time is counted as in the report."""
 
 
 class By(StrEnum):
@@ -34,15 +16,49 @@ class By(StrEnum):
     ALL = "all nodes"
 
 
-ROLLOUT_ROWS = frozenset(Phase(row) for row in (0, 1, 2, 3, 4, 5, 6, 13))
-EVAL_ROWS = frozenset(Phase(row) for row in (0, 5, 6, 13))
-UPDATE_ROWS = frozenset(Phase(row) for row in (0, 7, 8, 9, 10, 11, 12, 13))
+_EVERY: frozenset[RunKind] = frozenset({"both", "rollout", "update", "eval"})
+_TRAIN_ROLLOUT: frozenset[RunKind] = frozenset({"both", "rollout"})
+_ANY_ROLLOUT: frozenset[RunKind] = frozenset({"both", "rollout", "eval"})
+_UPDATE: frozenset[RunKind] = frozenset({"both", "update"})
 
 
-def rows_of(rl_phase: str, rollout_split: str | None) -> frozenset[Phase]:
-    """The rows that run: both: all, rollout: 0-6 and 13 (eval-only: without 1-4), update: 0 and 7-13."""
-    if rl_phase == "update":
-        return UPDATE_ROWS
-    if rl_phase == "rollout":
-        return EVAL_ROWS if rollout_split == "eval-only" else ROLLOUT_ROWS
-    return frozenset(Phase)
+class Phase(IntEnum):
+    """A row of the protocol table, in order. A row is over when the master's flag for it is up."""
+
+    # fmt: off
+    ITERATION_START   = 0,  By.MASTER, _EVERY,         "other"
+    TRAIN_PLAN        = 1,  By.MASTER, _TRAIN_ROLLOUT, "rollout"
+    TRAIN_ROLLOUT     = 2,  By.ALL,    _TRAIN_ROLLOUT, "rollout"
+    TRAIN_FILES_READY = 3,  By.ALL,    _TRAIN_ROLLOUT, "rollout"
+    TRAIN_AGGREGATE   = 4,  By.MASTER, _TRAIN_ROLLOUT, "rollout"
+    EVAL_DECISION     = 5,  By.MASTER, _ANY_ROLLOUT,   "rollout"
+    EVAL_ROLLOUT      = 6,  By.ALL,    _ANY_ROLLOUT,   "rollout"
+    ENGINE_STOPPED    = 7,  By.ALL,    _UPDATE,        "load"
+    TRAIN_DATA        = 8,  By.MASTER, _UPDATE,        "train"
+    TRAIN_CONFIG      = 9,  By.MASTER, _UPDATE,        "train"
+    TRAINING          = 10, By.ALL,    _UPDATE,        "train"
+    CHECKPOINT        = 11, By.MASTER, _UPDATE,        "save"
+    ENGINE_RESTARTED  = 12, By.ALL,    _UPDATE,        "load"
+    ITERATION_END     = 13, By.ALL,    _EVERY,         "other"
+    # fmt: on
+
+    by: By
+    kinds: frozenset[RunKind]
+    """The kinds of run in which the row takes part."""
+    category: Category
+
+    def __new__(cls, number: int, by: By, kinds: frozenset[RunKind], category: Category) -> "Phase":
+        phase = int.__new__(cls, number)
+        phase._value_ = number
+        phase.by, phase.kinds, phase.category = by, kinds, category
+        return phase
+
+    @property
+    def label(self) -> str:
+        """The name as users read it: train_rollout."""
+        return self.name.lower()
+
+
+def rows_of(kind: RunKind) -> frozenset[Phase]:
+    """Return the rows of a kind of run: all, or 0-6 and 13 (eval: without 1-4), or 0 and 7-13."""
+    return frozenset(phase for phase in Phase if kind in phase.kinds)

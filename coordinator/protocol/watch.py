@@ -1,7 +1,7 @@
-"""What a node sees of the others and shows of itself: one thread that beats, lists, and judges.
+"""What a node sees of the others and shows of itself: one thread beats, lists the directory, and judges.
 
-The main thread lists too while it waits; both go through `look`. A verdict sets `stop`, at which actions
-end, and `check` turns it into the exception that ends the row.
+The main thread lists it too while it waits; both go through `look`. A verdict sets `stop`, at which actions
+end; the node turns the verdict into the exception that ends its row.
 """
 
 import contextlib
@@ -11,25 +11,18 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from coordinator.directory.layout import Flag, RunDir
 from coordinator.protocol import file_events
 from coordinator.protocol.fence import Fence, is_away
-from coordinator.protocol.heartbeat import Heart
-from coordinator.protocol.records import (
-    MASTER,
-    EpochRecord,
-    Event,
-    Records,
-    Silence,
-    Standstill,
-    Verdict,
-    decide,
-    read_beat,
-)  # fmt: skip
+from coordinator.protocol.heartbeat import Heart, read_beat
+from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
+from coordinator.protocol.records import MASTER, EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
-from coordinator.settings import ClusterSettings
+from coordinator.protocol.verdict import LOSSES, Verdict, decide
+from coordinator.settings import ClusterSettings, RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
 
@@ -46,26 +39,26 @@ SAY_AGAIN_S = 30.0
 
 
 class Watch:
-    """Beats for one incarnation of one rank, and follows the board.
+    """Beats for one incarnation of one rank, and follows the directory protocol/.
 
-    `admit` names the epoch that the node has entered; from then on every listing is judged.
+    From `admit`, which names the epoch that the node has entered, to `leave` every listing is judged.
     """
 
     def __init__(
         self,
         run_dir: RunDir,
         rank: int,
-        cluster: ClusterSettings,
+        settings: RunSettings,
         describe: Callable[[], dict[str, Any]],
-        stall_limit_s: Callable[[str], float | None],
         end_training: Callable[[], None],
     ) -> None:
-        """`describe`: what a beat says; `stall_limit_s`: of a row, by its label; `end_training`: at once,
+        """`describe`: what a beat says; `end_training`: ends this node's part of the training job at once,
         without a call on the shared directory.
         """
         self.run_dir = run_dir
         self.rank = rank
-        self.cluster = cluster
+        self._settings = settings
+        cluster = settings.cluster
         self.records = Records(run_dir)
         self.silence = Silence(cluster.beat_s)
         self.standstill = Standstill(LOOK_BEATS * cluster.beat_s)
@@ -82,7 +75,6 @@ class Watch:
         self.stop = threading.Event()
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
-        self._stall_limit_s = stall_limit_s
         self._end_training = end_training
         self._looked_for_progress_s = 0.0
         self._away: str | None = None
@@ -92,6 +84,16 @@ class Watch:
         self._looking = threading.RLock()
         self._thread: threading.Thread | None = None
         self._observer: Any = None
+
+    @property
+    def _cluster(self) -> ClusterSettings:
+        return self._settings.cluster
+
+    @property
+    def record(self) -> EpochRecord:
+        """The record of the epoch that this node is in."""
+        assert self.current is not None, "this node is in no epoch"
+        return self.current
 
     # ---- itself
 
@@ -127,7 +129,7 @@ class Watch:
         self._end_training()
         self.stop.set()
         self._wake.set()
-        away = f" ({self._away})" if self._away else ""  # said last: the output may lie on that mount too
+        away = f" ({self._away})" if self._away else ""  # said last: the output may go to that mount too
         log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
 
     def interrupt(self, signal: int) -> None:
@@ -145,10 +147,12 @@ class Watch:
             if self.signal is None and self.error is None:
                 self.stop.clear()
 
-    def admit(self, record: EpochRecord) -> None:
-        """This node has entered `record`'s epoch; what came before is settled."""
+    def admit(self, record: EpochRecord, settings: RunSettings) -> None:
+        """Judge for a node in `record`'s epoch, under its `settings`; what came before is settled."""
         with self._looking:
-            self.current = record
+            self.current, self._settings = record, settings
+            self.silence.beat_every(settings.cluster.beat_s)
+            self.fence.limit_s = settings.cluster.node_timeout_s
             self.verdict = None
             self.trainer_failure_known = False
             self.silence.restart(record.members)
@@ -178,9 +182,9 @@ class Watch:
             return board
 
     def _repeat_losses(self, current: EpochRecord) -> None:
-        """Say once what the master has said of a node that is lost: this one holds, with its engine warm.
+        """Say once which node the master has declared lost: this node holds, with its engine warm.
 
-        The lost one itself, if it still beats, has to come back as another incarnation.
+        If this node is the lost one and still beats, it has to come back as another incarnation.
         """
         for flag in self.board.called(current.epoch, "lost"):
             if flag not in self._heard and self.rank != MASTER:
@@ -195,7 +199,7 @@ class Watch:
                     self.fence.trip("the others go on without this node: it made no progress")
 
     def _judge(self, board: Board, newest: EpochRecord, current: EpochRecord) -> Verdict | None:
-        patience_s = None if self.cluster.on_node_failure == "abort" else self.cluster.master_patience_s
+        patience_s = None if self._cluster.on_node_failure == "abort" else self._cluster.master_patience_s
         return decide(
             board,
             newest,
@@ -203,30 +207,30 @@ class Watch:
             self.rank,
             self.incarnation,
             self.silence.silent_s,
-            self.cluster.node_timeout_s,
+            self._cluster.node_timeout_s,
             self.trainer_failure_known,
             patience_s,
-            # They had node_timeout to find it out themselves.
-            self.standstill.beyond(self._stall_limit_s, self.cluster.node_timeout_s),
+            # These nodes had node_timeout to find it out themselves.
+            self.standstill.beyond(partial(stall_limit_s, self._settings), self._cluster.node_timeout_s),
         )
 
     def _observe_progress(self, board: Board, current: EpochRecord) -> None:
-        """Read, now and then, what those that this node judges say of their progress."""
+        """Read, now and then, what the nodes that this one judges say of their progress."""
         now_s = time.monotonic()
-        if now_s - self._looked_for_progress_s < LOOK_BEATS * self.cluster.beat_s:
+        if now_s - self._looked_for_progress_s < LOOK_BEATS * self._cluster.beat_s:
             return
         self._looked_for_progress_s = now_s
         judged = set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
-        limit_s, silent_s = self.cluster.node_timeout_s, self.silence.silent_s
+        limit_s, silent_s = self._cluster.node_timeout_s, self.silence.silent_s
         beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
         self.standstill.forget(judged - beating)
         said = {rank: read_beat(self.run_dir, board.beats[rank]) for rank in beating}
         self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
 
     def _is_held(self, verdict: Verdict) -> bool:
-        """Whether the row's work goes on: under `wait` a loss ends the master's waiting, not its share."""
-        lost = verdict.event in {Event.LEFT, Event.SILENT, Event.STALLED}
-        return lost and self.rank == MASTER and self.cluster.on_node_failure == "wait"
+        """Whether the row's work goes on: with `wait`, the master finishes its share first."""
+        is_loss = verdict.event in LOSSES
+        return is_loss and self.rank == MASTER and self._cluster.on_node_failure == "wait"
 
     def wait(
         self,
@@ -255,7 +259,7 @@ class Watch:
             if waited_s > say_s:
                 log.info("waiting for %s for %.0f s", missing(board), waited_s)
                 say_s += SAY_AGAIN_S
-            pause_s = min(max(0.05 * waited_s, 0.001), self.cluster.poll_max_s)
+            pause_s = min(max(0.05 * waited_s, 0.001), self._cluster.poll_max_s)
             self._wake.wait(pause_s * random.uniform(0.8, 1.2))
 
     def leave(self) -> EpochRecord | None:
@@ -271,8 +275,8 @@ class Watch:
         return self.records.newest(self.look().records)
 
     def said(self, rank: int) -> dict[str, Any]:
-        """What `rank`'s newest beat says; {} if it has none, or just now none that is whole."""
-        for _attempt in range(3):  # the one that was listed may have given way to the next
+        """Return what `rank`'s newest beat says; {} if it has none, or just now none that is whole."""
+        for _attempt in range(3):  # the beat that was listed may have given way to the next
             beat = self.look().beats.get(rank)
             if beat is None:
                 return {}
@@ -301,7 +305,7 @@ class Watch:
 
     def _pause_s(self) -> float:
         """Until an epoch is entered nodes look for each other's beats, so they come faster."""
-        return self.cluster.beat_s if self.current else min(self.cluster.beat_s, STARTING_BEAT_S)
+        return self._cluster.beat_s if self.current else min(self._cluster.beat_s, STARTING_BEAT_S)
 
     def _abort(self, error: BaseException) -> None:
         self.error = error

@@ -5,9 +5,10 @@ import logging
 from typing import Any
 
 from coordinator.directory import published
-from coordinator.node.node import Node, Payload
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import resume
 from coordinator.rows.retention import retire_checkpoints
 from coordinator.rows.trainer_states import retire_states
 from rollout.storage import files
@@ -18,40 +19,40 @@ TRAINED = ("loss", "grad_norm", "lr", "kl_engine", "kl_reference", "entropy", "c
 """What training measures."""
 
 
-def report_timings(node: Node) -> Payload:
+def report_timings(_node: Node, iteration: Iteration) -> Payload:
     """What this node did and waited for in the iteration, in seconds."""
-    wait_s = sum(node.phase_s.values()) - sum(node.work_s.values())
-    return {"work_s": round(sum(node.work_s.values()), 4), "wait_s": round(wait_s, 4)}
+    wait_s = sum(iteration.phase_s.values()) - sum(iteration.work_s.values())
+    return {"work_s": round(sum(iteration.work_s.values()), 4), "wait_s": round(wait_s, 4)}
 
 
-def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
+def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
     """Write the metrics line, unless a valid one is there, and remove what is kept no longer."""
-    kind = resume.kind_of_run(node.settings)
+    kind = node.settings.kind
     written = published.metrics_lines(node.run_dir)
-    if not any(line["iteration"] == node.iteration and line.get("kind") == kind for line in written):
-        line = _metrics(node, kind, payloads)
+    if not any(line["iteration"] == iteration.number and line.get("kind") == kind for line in written):
+        line = _metrics(node, iteration, payloads)
         node.watch.look()
         node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
         files.append_line(node.run_dir.metrics, json.dumps(line))
         node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
         log.info("%s", summary(line, node.settings.iterations))
-    node.remover.remove([*retire_checkpoints(node), *retire_states(node.run_dir)], node.check)
+    node.remover.remove([*retire_checkpoints(node, iteration), *retire_states(node.run_dir)], node.check)
 
 
-def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, Any]:
-    run_dir, iteration = node.run_dir, node.iteration
-    train = published.read_manifest(run_dir, "train", iteration) or {}
-    evaluation = published.read_manifest(run_dir, "eval", iteration) or {}
+def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> dict[str, Any]:
+    run_dir, number = node.run_dir, iteration.number
+    train = published.read_manifest(run_dir, "train", number) or {}
+    evaluation = published.read_manifest(run_dir, "eval", number) or {}
     trained: dict[str, float] = {}
-    if run_dir.checkpoint(iteration).name in published.names(run_dir.checkpoints):
-        trained = published.read_result(run_dir.checkpoint(iteration)).metrics
-    rollout_s = node.phase_s.get(Phase.TRAIN_ROLLOUT.label, 0.0)
+    if run_dir.checkpoint(number).name in published.names(run_dir.checkpoints):
+        trained = published.read_result(run_dir.checkpoint(number)).metrics
+    rollout_s = iteration.phase_s.get(Phase.TRAIN_ROLLOUT.label, 0.0)
     # After a fault the row may have found groups that took their time in an epoch before.
     is_of_now = bool(train) and all(part["epoch"] == node.record.epoch for part in train["parts"])
     busy = [said["work_s"] / max(said["work_s"] + said["wait_s"], 1e-9) for said in payloads.values()]
     return {
-        "iteration": iteration,
-        "kind": kind,
+        "iteration": number,
+        "kind": node.settings.kind,
         "reward": train.get("reward"),
         "eval_reward": evaluation.get("reward"),
         "eval_pass_at": evaluation.get("pass_at"),
@@ -64,8 +65,8 @@ def _metrics(node: Node, kind: str, payloads: dict[int, Payload]) -> dict[str, A
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),
         "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,
-        "seconds": round(sum(node.phase_s.values()), 3),
-        "phase_seconds": {name: round(seconds, 4) for name, seconds in node.phase_s.items()},
+        "seconds": round(sum(iteration.phase_s.values()), 3),
+        "phase_seconds": {name: round(seconds, 4) for name, seconds in iteration.phase_s.items()},
         "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},
         "busy_fraction": round(sum(busy) / len(busy), 3),
     }

@@ -20,14 +20,9 @@ def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
     ]
 
 
-def kind_of_run(settings: RunSettings) -> str:
-    """What a metrics line says it measured: both, rollout, update, or eval."""
-    return "eval" if settings.rollout_split == "eval-only" else settings.rl_phase
-
-
 def next_iteration(run_dir: RunDir, settings: RunSettings) -> int:
     """1 + the last iteration that this kind of run has finished."""
-    kind = kind_of_run(settings)
+    kind = settings.kind
     finishing = {"both": {"both", "update"}, "update": {"both", "update"}, "rollout": {"both", "rollout"}}
     counted = finishing.get(kind, {"both", "rollout", "update", "eval"})
     lines = published.metrics_lines(run_dir)
@@ -40,7 +35,7 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: st
 
     An evaluation counts only if it is one of `policy` (None: of any).
     """
-    rows = rows_of(settings.rl_phase, settings.rollout_split)
+    rows = rows_of(settings.kind)
     if Phase.TRAINING in rows:
         if run_dir.checkpoint(iteration).name in published.names(run_dir.checkpoints):
             return Phase.ENGINE_RESTARTED

@@ -6,6 +6,7 @@ from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import REMOVED, parse_staging_name
+from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.settings import CheckpointSettings
 from rollout.storage import files
@@ -27,7 +28,7 @@ def kept(
     return {*last, *every, *(best[-settings.keep_best :] if settings.keep_best else [])}
 
 
-def retire_checkpoints(node: Node) -> list[Path]:
+def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
     """Take their names from those that the settings do not keep, so that none is ever seen half removed.
 
     Returns what is to be removed: these, what could not be removed before (a file that another client held
@@ -36,13 +37,15 @@ def retire_checkpoints(node: Node) -> list[Path]:
     run_dir = node.run_dir
     there = published.checkpoints(run_dir)
     stay = kept(there, published.metrics_lines(run_dir), node.settings.checkpoints)
-    for iteration in sorted(set(there) - stay):
-        files.rename(run_dir.checkpoint(iteration), run_dir.removed(iteration, node.record.epoch))
+    for number in sorted(set(there) - stay):
+        files.rename(run_dir.checkpoint(number), run_dir.removed(number, node.record.epoch))
     return [
-        run_dir.checkpoints / name for name in published.names(run_dir.checkpoints) if _is_left(name, node)
+        run_dir.checkpoints / name
+        for name in published.names(run_dir.checkpoints)
+        if _is_left(name, iteration)
     ]
 
 
-def _is_left(name: str, node: Node) -> bool:
+def _is_left(name: str, iteration: Iteration) -> bool:
     staged = parse_staging_name(name)
-    return name.startswith(REMOVED) or (staged is not None and staged[0] <= node.iteration)
+    return name.startswith(REMOVED) or (staged is not None and staged[0] <= iteration.number)

@@ -9,7 +9,9 @@ from typing import Any
 
 from coordinator.directory import parts, published
 from coordinator.directory.published import Incomplete, Policy
-from coordinator.node.node import Node, Payload
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.rows import resume, trajectories
@@ -25,36 +27,34 @@ log = logging.getLogger(__name__)
 # ---- 0 iteration_start
 
 
-def open_iteration(node: Node) -> Payload:
+def open_iteration(node: Node, iteration: Iteration) -> Payload:
     """Open the iteration (slots and sampling are fixed here, once) and say which rows are left of it."""
-    run_dir, iteration = node.run_dir, node.iteration
-    policy = _policy_before(node)
-    for directory in (run_dir.trajectories("train", iteration), run_dir.trajectories("eval", iteration)):
+    run_dir, number = node.run_dir, iteration.number
+    policy = _policy_before(node, iteration)
+    for directory in (run_dir.trajectories("train", number), run_dir.trajectories("eval", number)):
         files.make_directory(directory)
-    files.make_directory(run_dir.batch(iteration))
-    path = run_dir.iteration_json(iteration)
+    files.make_directory(run_dir.batch(number))
+    path = run_dir.iteration_json(number)
     if published.read_json(path) is None:
         if node.settings.rl_phase == "update":
-            text = f"iteration {iteration} has no trajectories to train on; make them with --rl-phase rollout"
+            text = f"iteration {number} has no trajectories to train on; make them with --rl-phase rollout"
             raise Ended(Exit.FAILED, text, "failed")
-        files.create_once(path, json.dumps(_new_iteration(node, policy), indent=1).encode())
+        files.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
     return {
-        "resume_at": int(resume.resume_at(run_dir, node.settings, iteration, policy.digest)),
+        "resume_at": int(resume.resume_at(run_dir, node.settings, number, policy.digest)),
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
     }
 
 
-def _policy_before(node: Node) -> Policy:
+def _policy_before(node: Node, iteration: Iteration) -> Policy:
     """The newest policy older than this iteration, verified once; a damaged one is set aside."""
     run_dir = node.run_dir
     while True:
-        number = published.latest_before(run_dir, node.iteration)
-        trained = max(resume.trained_iterations(run_dir, node.iteration), default=0)
+        number = published.latest_before(run_dir, iteration.number)
+        trained = max(resume.trained_iterations(run_dir, iteration.number), default=0)
         try:
-            if number > 0 and number not in node.verified:
-                published.verify_checkpoint(run_dir.checkpoint(number))
-                node.verified.add(number)
+            node.policies.verify(number)
         except Incomplete as error:
             directory = run_dir.checkpoint(number)
             log.error("DAMAGED CHECKPOINT: %s; it is set aside as %s.damaged", error, directory)
@@ -62,53 +62,54 @@ def _policy_before(node: Node) -> Policy:
             continue
         if number < trained and node.settings.rl_phase != "rollout":
             log.error("the checkpoint of iteration %d is gone: going on from that of %d", trained, number)
-        return node.policy(number)
+        return node.policies.of(number)
 
 
-def _new_iteration(node: Node, policy: Policy) -> dict[str, Any]:
-    iteration, settings = node.iteration, node.settings
+def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
+    settings = node.settings
     quota = Quota.of(settings.rollout)
-    drawn = draw_tasks(node.run_dir, iteration, settings.rollout, node.inputs.tasks, quota.slots, node.past)
+    tasks = node.identity.inputs.tasks
+    drawn = draw_tasks(node.run_dir, iteration.number, settings.rollout, tasks, quota.slots)
     return {
-        "iteration": iteration,
+        "iteration": iteration.number,
         "policy": policy.digest,
         **drawn,
         "groups": quota.needed,
         "replace_flat": quota.replace_flat,
         "samples_per_task": settings.rollout.samples_per_task,
-        "eval_slots": _eval_slots(node) if _is_eval_due(node) else 0,
+        "eval_slots": _eval_slots(node) if _is_eval_due(node, iteration) else 0,
         "eval_tasks": _eval_digest(node),
     }
 
 
-def _is_eval_due(node: Node) -> bool:
+def _is_eval_due(node: Node, iteration: Iteration) -> bool:
     settings = node.settings
-    if node.inputs.eval_tasks is None or settings.rollout_split == "train-only":
+    if node.identity.inputs.eval_tasks is None or settings.rollout_split == "train-only":
         return False
     interval = settings.eval.interval
-    return settings.rollout_split == "eval-only" or (interval > 0 and (node.iteration - 1) % interval == 0)
+    return settings.rollout_split == "eval-only" or (interval > 0 and (iteration.number - 1) % interval == 0)
 
 
 def _eval_digest(node: Node) -> str | None:
-    return node.inputs.eval_tasks.digest if node.inputs.eval_tasks else None
+    return node.identity.inputs.eval_tasks.digest if node.identity.inputs.eval_tasks else None
 
 
 def _eval_slots(node: Node) -> int:
-    tasks = node.inputs.eval_tasks
+    tasks = node.identity.inputs.eval_tasks
     return min(len(tasks.tasks), node.settings.eval.max_tasks) if tasks else 0
 
 
 # ---- 1 to 4: training trajectories
 
 
-def plan_train(node: Node) -> Payload:
+def plan_train(node: Node, iteration: Iteration) -> Payload:
     """Split the slots that no part holds yet over the nodes, by weight."""
-    return trajectories.plan(node, "train", resume.quota(_opened(node)))
+    return trajectories.plan(node, iteration, "train", resume.quota(_opened(node, iteration)))
 
 
-def collect_train(node: Node) -> Payload:
+def collect_train(node: Node, iteration: Iteration) -> Payload:
     """Generate this node's share."""
-    opened = _opened(node)
+    opened = _opened(node, iteration)
     settings = node.settings.rollout
     sampling = Sampling(
         n=opened["samples_per_task"],
@@ -119,60 +120,62 @@ def collect_train(node: Node) -> Payload:
         seed=None,
     )
     share = Share.of(
-        node.documents[Phase.TRAIN_PLAN],
+        iteration.documents[Phase.TRAIN_PLAN],
         node.rank,
         kind="train",
         quota=resume.quota(opened),
         order=opened["tasks"],
-        tasks=node.inputs.tasks,
+        tasks=node.identity.inputs.tasks,
         sampling=sampling,
         settings=settings,
     )
-    return trajectories.collect_share(node, share)
+    return trajectories.collect_share(node, iteration, share)
 
 
-def sum_short(node: Node, payloads: dict[int, Payload]) -> Payload:
+def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
     """How many of the needed groups are not made."""
-    return trajectories.sum_short(node.documents[Phase.TRAIN_PLAN], payloads)
+    return trajectories.sum_short(iteration.documents[Phase.TRAIN_PLAN], payloads)
 
 
-def name_parts(node: Node) -> Payload:
+def name_parts(node: Node, iteration: Iteration) -> Payload:
     """Name this node's parts, with their checksums: the flag vouches for them."""
-    directory = node.run_dir.trajectories("train", node.iteration)
-    found = parts.read_parts(directory, node.header["policy"], rank=node.rank)
+    directory = node.run_dir.trajectories("train", iteration.number)
+    found = parts.read_parts(directory, iteration.header["policy"], rank=node.rank)
     return {part.name.name: part.sha256 for part in found}
 
 
-def merge_names(node: Node, payloads: dict[int, Payload]) -> Payload:
+def merge_names(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
     """All names in one document."""
     return {name: sha256 for payload in payloads.values() for name, sha256 in payload.items()}
 
 
-def write_manifest(node: Node) -> None:
+def write_manifest(node: Node, iteration: Iteration) -> None:
     """Verify every part against its flag and its own checksum, and publish what the iteration consists of."""
-    quota, named = resume.quota(_opened(node)), node.documents[Phase.TRAIN_FILES_READY]
-    trajectories.aggregate(node, "train", quota, node.documents[Phase.TRAIN_ROLLOUT]["short"], named)
+    quota, named = resume.quota(_opened(node, iteration)), iteration.documents[Phase.TRAIN_FILES_READY]
+    trajectories.aggregate(
+        node, iteration, "train", quota, iteration.documents[Phase.TRAIN_ROLLOUT]["short"], named
+    )
 
 
 # ---- 5 and 6: evaluation
 
 
-def decide_eval(node: Node) -> Payload:
+def decide_eval(node: Node, iteration: Iteration) -> Payload:
     """Whether to evaluate, and who generates what."""
-    opened = _opened(node)
-    slots = opened.get("eval_slots", 0) or (_eval_slots(node) if _is_eval_due(node) else 0)
+    opened = _opened(node, iteration)
+    slots = opened.get("eval_slots", 0) or (_eval_slots(node) if _is_eval_due(node, iteration) else 0)
     slots = min(slots, _eval_slots(node))
     if node.settings.rollout_split == "train-only":
         slots = 0
     if slots and opened.get("eval_tasks") != _eval_digest(node):
         log.warning("the evaluation tasks have changed since this iteration was opened: it is not evaluated")
         slots = 0
-    return {"slots": slots, **trajectories.plan(node, "eval", Quota(slots, slots))}
+    return {"slots": slots, **trajectories.plan(node, iteration, "eval", Quota(slots, slots))}
 
 
-def collect_eval(node: Node) -> Payload:
+def collect_eval(node: Node, iteration: Iteration) -> Payload:
     """Generate this node's share of the evaluation, if one is due."""
-    plan = node.documents[Phase.EVAL_DECISION]
+    plan = iteration.documents[Phase.EVAL_DECISION]
     slots = plan["slots"]
     if not slots:
         return {"short": 0}
@@ -185,7 +188,7 @@ def collect_eval(node: Node) -> Payload:
         stop=settings.rollout.stop,
         seed=None,
     )
-    tasks = node.inputs.eval_tasks
+    tasks = node.identity.inputs.eval_tasks
     assert tasks is not None
     share = Share.of(
         plan,
@@ -198,22 +201,22 @@ def collect_eval(node: Node) -> Payload:
         # All of them: those that take longest are not the average task.
         settings=settings.rollout.model_copy(update={"completion_threshold": 1.0, "over_sample": 1.0}),
     )
-    return trajectories.collect_share(node, share)
+    return trajectories.collect_share(node, iteration, share)
 
 
-def aggregate_eval(node: Node, payloads: dict[int, Payload]) -> None:
+def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
     """Publish the evaluation's manifest, once all have generated."""
-    slots = node.documents[Phase.EVAL_DECISION]["slots"]
+    slots = iteration.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
-        short = trajectories.sum_short(node.documents[Phase.EVAL_DECISION], payloads)["short"]
-        trajectories.aggregate(node, "eval", Quota(slots, slots), short, {})
+        short = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)["short"]
+        trajectories.aggregate(node, iteration, "eval", Quota(slots, slots), short, {})
 
 
 # ---- shared by several rows
 
 
-def _opened(node: Node) -> dict[str, Any]:
-    opened = published.read_json(node.run_dir.iteration_json(node.iteration))
+def _opened(node: Node, iteration: Iteration) -> dict[str, Any]:
+    opened = published.read_json(node.run_dir.iteration_json(iteration.number))
     if opened is None:
-        raise Incomplete(f"{node.run_dir.iteration_json(node.iteration)} is missing or damaged")
+        raise Incomplete(f"{node.run_dir.iteration_json(iteration.number)} is missing or damaged")
     return opened

@@ -1,5 +1,6 @@
 """Which tasks an iteration is made of, given what the iterations before have begun and solved."""
 
+from functools import cache
 from typing import Any
 
 from coordinator.directory import published
@@ -11,12 +12,9 @@ from rollout.tasks.task_set import TaskSet
 LATEST_SHARE = 0.5
 """Weight of a task's latest reward in its success; older ones fade."""
 
-Past = dict[int, dict[int, float]]
-"""Mean reward by task, of past iterations: read once, since they do not change any more."""
-
 
 def draw_tasks(
-    run_dir: RunDir, iteration: int, settings: RolloutSettings, tasks: TaskSet, count: int, past: Past
+    run_dir: RunDir, iteration: int, settings: RolloutSettings, tasks: TaskSet, count: int
 ) -> dict[str, Any]:
     """Of a new `iteration`, a function of what lies in the run directory: `tasks` of its slots; `drawn`, how
     many every stream of tasks has given; `waiting`, tasks that were drawn and for which there is no slot yet.
@@ -30,7 +28,7 @@ def draw_tasks(
         count,
         state=before.get("drawn", {"": first}),
         deferred=deferred,
-        success=_success(run_dir, iteration, past) if settings.task_sampling == "curriculum" else {},
+        success=_success(run_dir, iteration) if settings.task_sampling == "curriculum" else {},
         iteration=iteration,
     )
     return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": deferred[count:]}
@@ -48,18 +46,18 @@ def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[i
     return [task for slot, task in enumerate(opened.get("tasks", [])) if slot not in used] + waiting
 
 
-def _success(run_dir: RunDir, before: int, past: Past) -> dict[int, float]:
+def _success(run_dir: RunDir, before: int) -> dict[int, float]:
     """By task, the mean rewards of iterations older than `before`, an exponential average."""
     success: dict[int, float] = {}
     for iteration in range(1, before):
-        if iteration not in past:
-            past[iteration] = _rewards(run_dir, iteration)
-        for task, reward in past[iteration].items():
+        for task, reward in _rewards(run_dir, iteration).items():
             success[task] = success.get(task, reward) * (1 - LATEST_SHARE) + reward * LATEST_SHARE
     return success
 
 
+@cache
 def _rewards(run_dir: RunDir, iteration: int) -> dict[int, float]:
+    """Return the mean reward by task of a finished iteration, which does not change any more."""
     opened = published.read_json(run_dir.iteration_json(iteration))
     manifest = published.read_manifest(run_dir, "train", iteration)
     if opened is None or manifest is None:

@@ -118,7 +118,7 @@ def retire_states(run_dir: RunDir) -> list[Path]:
 
 def wait_for_newest(node: Node) -> None:
     """Let the job end what it saves: the run is over, and what it takes to extend it should be there."""
-    saving = node.run_dir.trainer_state(node.iteration, node.record.epoch)
+    saving = node.run_dir.trainer_state(node.position.iteration, node.record.epoch)
     give_up_at = time.monotonic() + node.settings.trainer.collective_timeout_s
     while saving.name in published.names(node.run_dir.trainer_states) and DOCUMENT not in published.names(
         saving

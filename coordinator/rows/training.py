@@ -5,7 +5,9 @@ from pathlib import Path
 
 from coordinator.directory import published
 from coordinator.directory.published import Incomplete
-from coordinator.node.node import Node, Payload
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import MASTER
 from coordinator.rows import batch, trainer_states
@@ -16,36 +18,36 @@ from trainer.documents import Resume, TrainRequest
 from trainer.resume import saves_in_background
 
 
-def stop_engine(node: Node) -> None:
+def stop_engine(node: Node, _iteration: Iteration) -> None:
     """Free the accelerator for the trainer."""
     node.engine.sleep(node.settings.engine)
 
 
-def write_batch(node: Node) -> None:
+def write_batch(node: Node, iteration: Iteration) -> None:
     """Compute advantages and write the batch, unless one that verifies is there."""
-    batch.ensure_batch(node.run_dir, node.iteration, node.settings, base_policy=node.header["policy"])
+    batch.ensure_batch(node.run_dir, iteration.number, node.settings, base_policy=iteration.header["policy"])
 
 
-def configure_training(node: Node) -> Payload:
+def configure_training(node: Node, iteration: Iteration) -> Payload:
     """Say where the training job meets, who takes part, and what it reads and writes."""
-    record, iteration = node.record, node.iteration
-    staging = node.run_dir.staging(iteration, record.epoch)
+    record, number = node.record, iteration.number
+    staging = node.run_dir.staging(number, record.epoch)
     files.make_directory(staging)
     members = sorted(record.members.items())
-    about = published.read_json(node.run_dir.batch(iteration) / "batch.json")
+    about = published.read_json(node.run_dir.batch(number) / "batch.json")
     if about is None:
-        raise Incomplete(f"iteration {iteration} has no batch.json")
+        raise Incomplete(f"iteration {number} has no batch.json")
     state = None
-    if saves_in_background(iteration, node.settings.trainer.save_interval):
-        state = node.run_dir.trainer_state(iteration, record.epoch)
+    if saves_in_background(number, node.settings.trainer.save_interval):
+        state = node.run_dir.trainer_state(number, record.epoch)
         files.make_directory(state)
     resume = Resume()
     if not node.trainer.is_alive():  # else the job has the policy at hand
-        base = node.policy(node.header["policy_iteration"])
+        base = node.policies.of(iteration.header["policy_iteration"])
         resume = trainer_states.resume_from(node.run_dir, base)
     weights = [member.weight / member.processes for _, member in members for _ in range(member.processes)]
     return {
-        **node.trainer.meeting(f"e{record.epoch:04d}.i{iteration:06d}", record.members[MASTER].address),
+        **node.trainer.meeting(f"e{record.epoch:04d}.i{number:06d}", record.members[MASTER].address),
         "processes": {str(rank): member.processes for rank, member in members},
         "node_ranks": {str(rank): number for number, (rank, _) in enumerate(members)},
         "rank_weights": weights,
@@ -56,76 +58,78 @@ def configure_training(node: Node) -> Payload:
     }
 
 
-def train(node: Node) -> None:
+def train(node: Node, iteration: Iteration) -> None:
     """This node's part of the training job."""
-    config = node.documents[Phase.TRAIN_CONFIG]
-    settings, iteration, run_dir = node.settings, node.iteration, node.run_dir
-    base = node.policy(node.header["policy_iteration"])
+    config = iteration.documents[Phase.TRAIN_CONFIG]
+    settings, number, run_dir = node.settings, iteration.number, node.run_dir
+    base = node.policies.of(iteration.header["policy_iteration"])
     processes = config["processes"][str(node.rank)]
     threads = settings.trainer.threads_per_process or _threads(processes)
     request = TrainRequest(
-        iteration=iteration,
+        iteration=number,
         epoch=node.record.epoch,
-        batch_file=str((run_dir.batch(iteration) / "batch.safetensors").absolute()),
+        batch_file=str((run_dir.batch(number) / "batch.safetensors").absolute()),
         batch_sha256=config["batch_sha256"],
         base_dir=str(base.directory.absolute()),
         base_policy=base.digest,
-        model_dir=str(node.policy(0).directory.absolute()),
+        model_dir=str(node.policies.of(0).directory.absolute()),
         resume=trainer_states.located(run_dir, Resume.model_validate(config["resume"])),
         staging_dir=str((run_dir.checkpoints / config["staging"]).absolute()),
         state_dir=str((run_dir.trainer_states / config["state"]).absolute()) if config["state"] else None,
         offload=settings.rl_phase == "both",
         rank_weights=tuple(config["rank_weights"]),
-        seed=group_seed(settings.rollout.seed, "train", iteration, 1),
+        seed=group_seed(settings.rollout.seed, "train", number, 1),
         settings=RunSettings.published(node.record.settings).trainer,  # the same on every node
         temperature=settings.rollout.temperature,
         max_tokens=settings.rollout.max_tokens,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
-    node.trainer.train(request, processes, node.check_training, node.progress)
+    node.trainer.train(request, processes, node.verdicts.check_training, node.position.reach)
     if not settings.trainer.keep_alive:
         node.trainer.leave_epoch()
 
 
-def publish_checkpoint(node: Node) -> None:
+def publish_checkpoint(node: Node, iteration: Iteration) -> None:
     """Verify what training wrote, give it its name, and point LATEST to it."""
     run_dir = node.run_dir
-    target = run_dir.checkpoint(node.iteration)
+    target = run_dir.checkpoint(iteration.number)
     if target.name not in published.names(run_dir.checkpoints):
         try:
-            _name_staging(node, target)
+            _name_staging(node, iteration, target)
         except FileNotFoundError:  # a master that was replaced meanwhile has done this last thing: adopt it
             if target.name not in published.names(run_dir.checkpoints):
                 raise
     files.publish(run_dir.latest, f"{target.name}\n".encode(), durable=False)  # for people
 
 
-def _name_staging(node: Node, target: Path) -> None:
+def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
     """Give the complete staging directory of this iteration its name, unless it is damaged or foreign."""
-    run_dir, iteration = node.run_dir, node.iteration
-    staging = published.complete_staging(run_dir, iteration)
+    run_dir, number = node.run_dir, iteration.number
+    staging = published.complete_staging(run_dir, number)
     if staging is None:
-        raise Incomplete(f"training of iteration {iteration} left no complete checkpoint")
+        raise Incomplete(f"training of iteration {number} left no complete checkpoint")
     try:
         result = published.verify_checkpoint(staging)
     except Incomplete:  # to be trained again: what is set aside is no staging directory any more
         files.rename(staging, staging.with_name(f"{staging.name}.damaged"))
         raise
-    about = published.read_json(run_dir.batch(iteration) / "batch.json") or {}
-    wanted = (node.header["policy"], about.get("sha256"))
+    about = published.read_json(run_dir.batch(number) / "batch.json") or {}
+    wanted = (iteration.header["policy"], about.get("sha256"))
     if (result.base_policy, result.batch_sha256) != wanted:
         files.rename(staging, staging.with_name(f"{staging.name}.foreign"))
         raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
     if not any(name.startswith("trainer_state/") for name in result.files):
-        files.publish(run_dir.trained(iteration), trainer_states.trained(run_dir, result).to_json())
+        files.publish(run_dir.trained(number), trainer_states.trained(run_dir, result).to_json())
     files.rename(staging, target)
-    node.verified.add(iteration)
+    node.policies.know_whole(number)
 
 
-def restart_engine(node: Node) -> None:
+def restart_engine(node: Node, iteration: Iteration) -> None:
     """Load the new weights, and check that the engine answers with them."""
     if node.engine.is_there():
-        node.engine.ensure(node.policy(node.iteration), node.settings.engine, node.check, node.adapters)
+        node.engine.ensure(
+            node.policies.of(iteration.number), node.settings.engine, node.check, node.policies.adapters
+        )
 
 
 def _threads(processes: int) -> int:

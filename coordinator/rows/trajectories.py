@@ -10,7 +10,9 @@ from typing import Any, Self
 from coordinator.directory import parts, published
 from coordinator.directory.layout import Kind
 from coordinator.directory.published import Incomplete
-from coordinator.node.node import Node, Payload
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.protocol.shares import split_slots
 from rollout.collect import Slot, Stopped, collect
 from rollout.engines.client import EngineClient, Sampling
@@ -26,13 +28,13 @@ from rollout.trajectory import Group
 log = logging.getLogger(__name__)
 
 
-def plan(node: Node, kind: Kind, quota: Quota) -> Payload:
+def plan(node: Node, iteration: Iteration, kind: Kind, quota: Quota) -> Payload:
     """Split what no part holds yet by weight. By rank (as JSON writes it): `shares`, its slots in the order
     in which it takes them, spare ones last; `needed`, how many groups of them it is to make. `short`: how
     many are needed beyond the slots that are left.
     """
-    directory = node.run_dir.trajectories(kind, node.iteration)
-    finished = parts.finished_groups(directory, node.header["policy"]) if quota.slots else {}
+    directory = node.run_dir.trajectories(kind, iteration.number)
+    finished = parts.finished_groups(directory, iteration.header["policy"]) if quota.slots else {}
     missing = quota.missing(finished.values())
     if finished:
         log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)
@@ -66,23 +68,23 @@ class Share:
         return cls(slots=plan["shares"][str(rank)], needed=plan["needed"][str(rank)], **more)
 
 
-def collect_share(node: Node, share: Share) -> Payload:
+def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     """Generate a share, and make its groups durable as they finish; says how many of them are short."""
-    node.progress(0, share.needed)
+    node.position.reach(0, share.needed)
     if not share.needed:
         return {"short": 0}
-    policy = node.policy(node.header["policy_iteration"])
-    if policy.digest != node.header["policy"]:
+    policy = node.policies.of(iteration.header["policy_iteration"])
+    if policy.digest != iteration.header["policy"]:
         raise Incomplete(
-            f"{policy.directory} holds policy {policy.digest} here, but {node.header['policy']} on the "
+            f"{policy.directory} holds policy {policy.digest} here, but {iteration.header['policy']} on the "
             "master; give all nodes the same model"
         )
-    node.engine.ensure(policy, node.settings.engine, node.check, node.adapters)
-    place = (share.kind, node.iteration, node.rank, node.record.epoch, policy.digest)
+    node.engine.ensure(policy, node.settings.engine, node.check, node.policies.adapters)
+    place = (share.kind, iteration.number, node.rank, node.record.epoch, policy.digest)
     verify = node.engine.check_serves
     writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
     try:
-        return {"short": asyncio.run(_collect(node, share, writer))}
+        return {"short": asyncio.run(_collect(node, iteration, share, writer))}
     except Stopped:
         node.check()
         raise
@@ -90,13 +92,13 @@ def collect_share(node: Node, share: Share) -> Payload:
         node.persist(writer.flush)
 
 
-async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
+async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts.PartWriter) -> int:
     """Collect the share; meanwhile make finished groups durable, and keep the engine alive."""
     counted = tokens = 0
-    node.progress(0, share.needed)  # again: starting an engine is no part of the speed
+    node.position.reach(0, share.needed)  # again: starting an engine is no part of the speed
     seed, tasks = share.settings.seed, share.tasks.tasks
     slots = [
-        Slot(slot, tasks[share.order[slot]], group_seed(seed, share.kind, node.iteration, slot))
+        Slot(slot, tasks[share.order[slot]], group_seed(seed, share.kind, iteration.number, slot))
         for slot in share.slots
     ]
 
@@ -105,7 +107,7 @@ async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
         writer.add(group)
         tokens += sum(int(sample.loss_mask.sum()) for sample in group.samples)
         counted += share.quota.counts(group)
-        node.progress(counted, share.needed, tokens)
+        node.position.reach(counted, share.needed, tokens)
 
     async def flush_regularly() -> None:
         while True:  # a long tail must not keep back what is finished
@@ -127,7 +129,7 @@ async def _collect(node: Node, share: Share, writer: parts.PartWriter) -> int:
                 counts=share.quota.counts,
                 client=client,
                 environment=_environment(node, share),
-                reward=node.inputs.reward,
+                reward=node.identity.inputs.reward,
                 sampling=share.sampling,
                 settings=share.settings,
                 on_group=on_group,
@@ -155,12 +157,12 @@ def _environment(node: Node, share: Share) -> Environment:
     """What makes the share's groups. Demonstrations end as the model's sequences do, and are nothing to
     evaluate a policy by: there it answers for itself.
     """
-    environment = node.inputs.environment
+    environment = node.identity.inputs.environment
     if environment is not demonstration:
         return environment
     if share.kind == "eval":
         return single_turn
-    return partial(demonstration, end_ids=end_of_sequence(node.policy(0).directory))
+    return partial(demonstration, end_ids=end_of_sequence(node.policies.of(0).directory))
 
 
 def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
@@ -171,18 +173,18 @@ def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
     return {"short": short}
 
 
-def aggregate(node: Node, kind: Kind, quota: Quota, short: int, named: Payload) -> None:
+def aggregate(node: Node, iteration: Iteration, kind: Kind, quota: Quota, short: int, named: Payload) -> None:
     """Publish the manifest over the parts, those that flags have named and those that lie there."""
-    path = node.run_dir.manifest(kind, node.iteration)
+    path = node.run_dir.manifest(kind, iteration.number)
     if found := published.read_json(path):
-        if kind == "train" or found["policy"] == node.header["policy"]:
+        if kind == "train" or found["policy"] == iteration.header["policy"]:
             return
         files.rename(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
     elif path.name in published.names(path.parent) and published.read_json(path) is None:
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
         files.rename(path, path.with_suffix(".damaged"))
-    directory = node.run_dir.trajectories(kind, node.iteration)
-    document = parts.manifest(directory, node.iteration, quota, node.header["policy"], named, short)
+    directory = node.run_dir.trajectories(kind, iteration.number)
+    document = parts.manifest(directory, iteration.number, quota, iteration.header["policy"], named, short)
     if kind == "eval":
         document |= evaluate(parts.read_groups(directory, document), node.settings.eval.success)
     parts.publish_manifest(path, document)

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from coordinator.directory import published
 from coordinator.directory.layout import Beat, RunDir
-from coordinator.protocol.records import read_beat
+from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.snapshot import parse
 from coordinator.settings import SettingsError
 from coordinator.views.run import Run

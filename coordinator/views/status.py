@@ -10,8 +10,10 @@ import psutil
 from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.machine.network import host_identity
+from coordinator.protocol.heartbeat import read_beat
+from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.records import MASTER, EpochRecord, Records, Silence, read_beat
+from coordinator.protocol.records import MASTER, EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.protocol.watch import ENDED
 from coordinator.settings import RunSettings, SettingsError

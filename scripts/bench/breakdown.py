@@ -124,8 +124,8 @@ def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
             for spans in inside.values()
         ),
         "verify": longest("coordinator.directory.published.verify_checkpoint"),
-        "reload": longest("coordinator.machine.engine.EngineHost._reload"),
-        "probe": longest("coordinator.machine.engine.EngineHost._probe"),
+        "reload": longest("coordinator.machine.weights.Loader._reload"),
+        "probe": longest("coordinator.machine.weights.Loader._probe"),
         "phases_9_to_12_besides_training": round(sum(rows.values()) - training, 2),
     }
 

@@ -26,8 +26,8 @@ EVENTS = QUEUE_LINES // 2
 def microseconds() -> float:
     """CPU time of one event."""
     with tempfile.TemporaryDirectory() as directory:
-        events, path = Events(lambda: (1, 2)), Path(directory) / "rank_0000.jsonl"
-        events.open(path)
+        events, path = Events(), Path(directory) / "rank_0000.jsonl"
+        events.open(path, lambda: (1, 2))
         began_s = time.process_time()
         for number in range(EVENTS // 2):
             events.add("begin", it=number, row="train_rollout")

@@ -19,9 +19,11 @@ from typing import Any, cast
 from coordinator.directory.layout import RunDir
 from coordinator.journal import logs
 from coordinator.main import live
-from coordinator.node.node import Node, Payload
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.node.start import start_master, start_worker
-from coordinator.protocol.phases import By, Phase
+from coordinator.protocol.phases import Phase
 from coordinator.rows.table import run_iteration
 from rollout.storage import files
 
@@ -35,16 +37,16 @@ class EmptyRows:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def step(self, iteration: int, phase: Phase, _act: Any, by: By = By.ALL, then: Any = None) -> None:
-        """The row, without its action; its flags, its waits and its payloads are real."""
-        self._node.step(iteration, phase, self._nothing, by, self._conclude if then else None)
+    def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None) -> None:
+        """Run the row without its action; its flags, its waits and its payloads are real."""
+        self._node.step(iteration, phase, self._nothing, self._conclude if then else None)
 
     @staticmethod
-    def _nothing(_node: Node) -> Payload:
+    def _nothing(_node: Node, _iteration: Iteration) -> Payload:
         return {"resume_at": int(Phase.TRAIN_PLAN)}
 
     @staticmethod
-    def _conclude(_node: Node, payloads: dict[int, Payload]) -> Payload:
+    def _conclude(_node: Node, _iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
         return {"heard": len(payloads)}
 
 
@@ -61,7 +63,7 @@ def run_node(root: Path, rank: int, nodes: int, iterations: int) -> None:
             if number == WARM_UP:
                 before = files.operations.copy()
             started_s = time.perf_counter()
-            iteration = node.next_iteration(lambda _node: next(numbers))
+            iteration = node.next_iteration(number, lambda _node: next(numbers))
             assert iteration is not None
             run_iteration(rows, iteration)
             seconds.append(time.perf_counter() - started_s)

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from coordinator import cli
 from coordinator.directory.layout import Flag
-from coordinator.node.node import Node
-from coordinator.node.verdicts import Payload
+from coordinator.node.flags import Flags, Payload
 from coordinator.protocol.phases import Phase
 
 ITERATION = 1
@@ -23,28 +22,28 @@ ITERATION = 1
 
 
 def hit_at(place: Phase, when: str, hit: Callable[[], None]) -> None:
-    """Have every Node of this process call `hit` there."""
-    raise_flag, wait_for_master = Node.raise_flag, Node.wait_master
+    """Have the node of this process call `hit` there."""
+    raise_flag, wait_for_master = Flags.raise_flag, Flags.wait_master
 
     def hit_if(now: str, is_there: bool) -> None:
         if is_there and now == when:
             hit()
 
-    def raise_or_die(self: Node, flag: Flag, payload: Payload) -> None:
+    def raise_or_die(self: Flags, flag: Flag, payload: Payload) -> None:
         is_there = (flag.iteration, flag.phase, flag.kind) == (ITERATION, place, "ok")
         hit_if("before", is_there)
         raise_flag(self, flag, payload)
         hit_if("after", is_there)
 
-    def wait_or_die(self: Node, iteration: int, phase: Phase) -> Payload:
-        own = Flag(self.record.epoch, iteration, phase, self.rank, "ok")
+    def wait_or_die(self: Flags, iteration: int, phase: Phase) -> Payload:
+        own = Flag(self._watch.record.epoch, iteration, phase, self._watch.rank, "ok")
         is_there = (iteration, phase) == (ITERATION, place) and own not in self._raised
         hit_if("before", is_there)
         document = wait_for_master(self, iteration, phase)
         hit_if("after", is_there)
         return document
 
-    Node.raise_flag, Node.wait_master = raise_or_die, wait_or_die
+    Flags.raise_flag, Flags.wait_master = raise_or_die, wait_or_die
 
 
 if __name__ == "__main__":

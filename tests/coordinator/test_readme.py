@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from coordinator.protocol.phases import EVAL_ROWS, ROLLOUT_ROWS, UPDATE_ROWS, By, Phase
+from coordinator.protocol.phases import By, Phase, rows_of
 from coordinator.rows.table import run_iteration
 from trainer.algorithms import PRESETS
 
@@ -20,33 +20,31 @@ def table() -> list[list[str]]:
     return [[number, *cells.split(" | ")] for number, cells in rows]
 
 
-def steps() -> list[tuple[str, str]]:
-    """(phase, who) of each `step(...)` line of the main loop, in order."""
+def steps() -> list[str]:
+    """The phase of each `step(...)` line of the main loop, in order."""
     body = ast.parse(inspect.getsource(run_iteration))
     calls = [
         node for node in ast.walk(body) if isinstance(node, ast.Call) and ast.unparse(node.func) == "step"
     ]
-    found: list[tuple[str, str]] = []
-    for call in calls:
-        who = next((ast.unparse(word.value) for word in call.keywords if word.arg == "by"), "By.ALL")
-        found.append((ast.unparse(call.args[0]).removeprefix("Phase."), who.removeprefix("By.")))
-    return found
+    return [ast.unparse(call.args[0]).removeprefix("Phase.") for call in calls]
 
 
-def test_readme_phases_and_main_loop_agree() -> None:
+def test_table_phases_and_main_loop_agree() -> None:
     assert [(int(number), name) for number, name, *_ in table()] == [(p.value, p.label) for p in Phase]
-    assert [name for name, _ in steps()] == [phase.name for phase in Phase]
+    assert steps() == [phase.name for phase in Phase]
 
 
 def test_workers_act_where_the_table_says_so() -> None:
-    for (number, _name, _master, workers), (_, who) in zip(table(), steps(), strict=True):
+    for (number, _name, _master, workers), phase in zip(table(), Phase, strict=True):
         waits = workers in {"wait", "read it"}
-        assert By[who] is (By.MASTER if waits else By.ALL), f"row {number}: {workers}"
+        assert phase.by is (By.MASTER if waits else By.ALL), f"row {number}: {workers}"
 
 
-def test_rows_of_each_rl_phase_are_those_of_the_readme() -> None:
+def test_rows_of_each_rl_phase_are_those_of_the_page() -> None:
     assert "`--rl-phase rollout` runs rows 0-6 and 13, `update` rows 0 and 7-13, `both` all" in README
-    assert {*range(7), 13} == ROLLOUT_ROWS and {0, *range(7, 14)} == UPDATE_ROWS and EVAL_ROWS < ROLLOUT_ROWS
+    assert rows_of("both") == {*range(14)}
+    assert rows_of("rollout") == {*range(7), 13} and rows_of("update") == {0, *range(7, 14)}
+    assert rows_of("eval") == {0, 5, 6, 13}
 
 
 def commands() -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 from coordinator.cli import main
 from coordinator.config import build, flatten, parse_override
 from coordinator.journal.trackers import SINKS
+from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.rows import metrics
 from rollout.engines.servers import server_command
@@ -129,8 +130,10 @@ def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
 
 
 def test_table_of_metrics_names_what_a_line_has(tmp_path: Path) -> None:
-    node = SimpleNamespace(run_dir=run_dir_at(tmp_path), iteration=1, phase_s={})
-    line: dict[str, Any] = metrics._metrics(cast(Node, node), "both", {0: {"work_s": 1.0, "wait_s": 0.0}})
+    node = SimpleNamespace(run_dir=run_dir_at(tmp_path), settings=SimpleNamespace(kind="both"))
+    line: dict[str, Any] = metrics._metrics(
+        cast(Node, node), Iteration(1), {0: {"work_s": 1.0, "wait_s": 0.0}}
+    )
     named = [name for row in rows("name") for name in re.findall(r"`(\w+)`", row[0])]
     assert sorted(named) == sorted(line)
 

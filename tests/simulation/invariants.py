@@ -32,7 +32,7 @@ from coordinator.directory.layout import (
     parse_part_name,
     parse_protocol_name,
 )
-from coordinator.node.node import Node
+from coordinator.node.flags import Flags
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import MASTER, EpochRecord
 from coordinator.rows import resume
@@ -68,8 +68,8 @@ class Invariants:
         world.patches.append(self._watch_waits)
 
     def _watch_waits(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Node, "wait_flags", self._watched_wait(Node.wait_flags))
-        patch.setattr(Node, "wait_master", self._watched_wait(Node.wait_master))
+        patch.setattr(Flags, "wait_members", self._watched_wait(Flags.wait_members))
+        patch.setattr(Flags, "wait_master", self._watched_wait(Flags.wait_master))
 
     # ---- changes on disk
 
@@ -177,14 +177,16 @@ class Invariants:
         }
 
     def _watched_wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(node: Node, iteration: int, phase: int, *kind: str) -> Any:
-            result = real(node, iteration, phase, *kind)
-            process, epoch = self._world.scheduler.process, node.record.epoch
-            awaited = [MASTER] if node.rank != MASTER else [rank for rank in node.record.members if rank]
+        def wait(flags: Flags, iteration: int, phase: int, *kind: str) -> Any:
+            result = real(flags, iteration, phase, *kind)
+            process = self._world.scheduler.process
+            assert isinstance(process, NodeProcess) and process.node is not None
+            record = process.node.record
+            awaited = [MASTER] if process.rank != MASTER else [rank for rank in record.members if rank]
             for rank in awaited:
-                flag = Flag(epoch, iteration, int(phase), rank, kind[0] if kind else "ok")
+                flag = Flag(record.epoch, iteration, int(phase), rank, kind[0] if kind else "ok")
                 by, incarnation = self._raised.get(flag, (None, 0))
-                if by is None or node.record.members[rank].incarnation != incarnation:
+                if by is None or record.members[rank].incarnation != incarnation:
                     self._violate(process, f"goes on at {flag.name}, raised by {by and by.name}")
             return result
 

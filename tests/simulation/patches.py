@@ -23,7 +23,7 @@ from watchdog.observers import Observer
 
 from coordinator import main
 from coordinator.machine import engine, network, trainer
-from coordinator.node import node, verdicts
+from coordinator.node import identity, node
 from coordinator.node import start as start_module
 from coordinator.node.inputs import Inputs, load_inputs
 from coordinator.rows import base_model, trajectories
@@ -101,8 +101,8 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     ports = itertools.count(20000)
     host = SimpleNamespace(gethostname=lambda: machines.scheduler.process.host)
     patch.setattr(node, "Children", partial(Children, machines))
-    patch.setattr(node, "Events", lambda _place: _NOTHING_IS_KEPT)
-    patch.setattr(verdicts, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
+    patch.setattr(node, "Events", lambda: _NOTHING_IS_KEPT)
+    patch.setattr(node, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
     patch.setattr(engine, "EngineAdmin", partial(EngineAdmin, machines.engines))
     patch.setattr(engine, "server_command", _start_server_on_gpu)
     patch.setattr(trajectories, "EngineClient", partial(EngineClient, machines.engines))
@@ -113,10 +113,10 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     bell = SimpleNamespace(wait=machines.scheduler.wait, close=lambda: None)
     patch.setattr(trainer, "Doorbell", lambda _path: bell)
     patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
-    patch.setattr(verdicts, "socket", host)
+    patch.setattr(identity, "socket", host)
     patch.setattr(node, "signal", SimpleNamespace(**{**vars(signal), "signal": lambda *_: None}))
     patch.setattr(main, "Node", lambda start: cast(Any, machines.scheduler.process).become(start))
-    patch.setattr(main, "hold_host_lock", lambda _node: SimpleNamespace(release=lambda: None))
+    patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
     patch.setattr(engine, "host_lock", lambda _name: nullcontext(), raising=False)
 
 
@@ -131,7 +131,7 @@ def _start_server_on_gpu(*args: Any) -> Server:
     return replace(server_command(*args), on_gpu=True)
 
 
-_NOTHING_IS_KEPT = SimpleNamespace(open=lambda _path: None, add=lambda _what, **_more: None, end=lambda: None)
+_NOTHING_IS_KEPT = SimpleNamespace(open=lambda *_: None, add=lambda _what, **_more: None, end=lambda: None)
 """In place of a node's events, which have a thread and a file of their own."""
 
 _loaded: dict[str, Inputs] = {}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from coordinator.directory import parts
 from coordinator.directory.layout import RunDir
-from coordinator.node.node import Node
+from coordinator.node.flags import Flags
 from tests.simulation.faults import ACTIONS, Fault, Injector, faults
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
@@ -166,13 +166,13 @@ def groups_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits_for_enter(patch: pytest.MonkeyPatch) -> None:
-    real = Node.wait_flags
+    real = Flags.wait_members
 
-    def wait(node: Node, iteration: int, phase: int, kind: str = "ok") -> None:
+    def wait(flags: Flags, iteration: int, phase: int, kind: str = "ok") -> None:
         if kind != "enter":
-            real(node, iteration, phase, kind)
+            real(flags, iteration, phase, kind)
 
-    patch.setattr(Node, "wait_flags", wait)
+    patch.setattr(Flags, "wait_members", wait)
 
 
 def staging_has_no_epoch(patch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from coordinator import main
 from coordinator.directory.layout import RunDir
+from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.node.start import Start
 from coordinator.protocol.exits import Exit
@@ -229,10 +230,10 @@ class World:
             yield
 
     def _watched_step(self, real: Callable[..., None]) -> Callable[..., None]:
-        def step(node: Node, iteration: int, phase: Phase, *args: Any, **more: Any) -> None:
+        def step(node: Node, iteration: Iteration, phase: Phase, *args: Any, **more: Any) -> None:
             process = self.scheduler.process
             assert isinstance(process, NodeProcess)
-            process.place = max(process.place, (iteration, int(phase)))
+            process.place = max(process.place, (iteration.number, int(phase)))
             real(node, iteration, phase, *args, **more)
 
         return step

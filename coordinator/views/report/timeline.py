@@ -10,25 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phases import Category, Phase
 from coordinator.protocol.records import MASTER
 from coordinator.views.report.values import seconds_of
 
-Category = Literal["rollout", "load", "train", "save", "other"]
-
-
-def _category(phase: Phase) -> Category:
-    if phase in {Phase.ENGINE_STOPPED, Phase.ENGINE_RESTARTED}:
-        return "load"
-    if phase == Phase.CHECKPOINT:
-        return "save"
-    if phase in {Phase.ITERATION_START, Phase.ITERATION_END}:
-        return "other"
-    return "rollout" if phase < Phase.ENGINE_STOPPED else "train"
-
-
-CATEGORIES: dict[str, Category] = {phase.label: _category(phase) for phase in Phase}
-"""What a row is counted as."""
+CATEGORIES: dict[str, Category] = {phase.label: phase.category for phase in Phase}
+"""What a row is counted as, by its label."""
 
 BREAKS = frozenset({"epoch", "process", "exit", "begin"})
 """What ends a row that has no end of its own."""

@@ -142,7 +142,7 @@ def test_run_resumes_at_the_first_row_whose_output_is_missing(run_dir: RunDir, t
     wanted = settings(kind)
     row = resume_at(run_dir, wanted, 3)
     # Rows that do not run in this kind are passed over anyway.
-    rows = rows_of(wanted.rl_phase, wanted.rollout_split)
+    rows = rows_of(wanted.kind)
     assert min(left for left in rows if left >= row) == expected[list(KINDS).index(kind)]
 
 

@@ -22,8 +22,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_events_carry_clock_incarnation_and_epoch(path: Path) -> None:
-    events = Events(lambda: (3, 2))
-    events.open(path)
+    events = Events()
+    events.open(path, lambda: (3, 2))
     events.add("begin", it=5, row="training")
     events.add("end", it=5, row="training", work_s=1.5)
     events.end()
@@ -34,8 +34,8 @@ def test_events_carry_clock_incarnation_and_epoch(path: Path) -> None:
 
 def test_a_torn_line_of_the_process_before_spoils_nothing(path: Path) -> None:
     path.write_text('{"t": 1.0, "what": "beg')
-    events = Events(lambda: (2, 0))
-    events.open(path)
+    events = Events()
+    events.open(path, lambda: (2, 0))
     events.add("exit", code=0, text="")
     events.end()
     torn, whole = path.read_text().splitlines()
@@ -43,8 +43,8 @@ def test_a_torn_line_of_the_process_before_spoils_nothing(path: Path) -> None:
 
 
 def test_warnings_errors_and_passing_failures_are_events(path: Path) -> None:
-    events, log = Events(lambda: (1, 1)), logging.getLogger("rollout.storage.retry")
-    events.open(path)
+    events, log = Events(), logging.getLogger("rollout.storage.retry")
+    events.open(path, lambda: (1, 1))
     log.addHandler(events)
     log.setLevel(logging.DEBUG)
     failures = [OSError(116, "Stale file handle")]
@@ -68,8 +68,8 @@ def test_warnings_errors_and_passing_failures_are_events(path: Path) -> None:
 
 
 def test_nothing_waits_for_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    events = Events(lambda: (1, 1))
-    events.open(tmp_path / "gone" / "rank_0000.jsonl")
+    events = Events()
+    events.open(tmp_path / "gone" / "rank_0000.jsonl", lambda: (1, 1))
     events.add("begin", it=1, row="training")
     events.end()
     assert not (tmp_path / "gone").exists()
@@ -87,8 +87,8 @@ def add_many(events: Events) -> None:
 
 def test_what_is_added_while_the_file_ends_harms_nobody(path: Path) -> None:
     for _round in range(20):
-        events = Events(lambda: (1, 1))
-        events.open(path)
+        events = Events()
+        events.open(path, lambda: (1, 1))
         adding = threading.Thread(target=add_many, args=(events,))
         adding.start()
         events.end()

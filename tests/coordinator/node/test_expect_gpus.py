@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import build, contradictions, overlay
-from coordinator.node import verdicts
+from coordinator.node import identity
 from coordinator.node.joining import gpu_shortfall
 from coordinator.protocol.exits import Exit
 from coordinator.settings import ClusterSettings, SettingsError
@@ -104,7 +104,7 @@ def test_run_with_too_few_ends_on_all_nodes_before_an_engine_starts(
     def count() -> int:
         return counts[int(world.scheduler.process.host.split("-")[1])]
 
-    world.patches.append(lambda patch: patch.setattr(verdicts, "count_gpus", count))
+    world.patches.append(lambda patch: patch.setattr(identity, "count_gpus", count))
 
     def over() -> bool:
         if len(world.processes) == 3 and not any(process.lives for process in world.processes):

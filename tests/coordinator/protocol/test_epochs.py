@@ -12,16 +12,10 @@ from typing import Any
 import pytest
 
 from coordinator.directory.layout import Beat, Flag, Record
-from coordinator.protocol.records import (
-    EpochRecord,
-    Event,
-    Records,
-    Silence,
-    Verdict,
-    claim,
-    decide,
-)
+from coordinator.protocol.liveness import Silence
+from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import Board
+from coordinator.protocol.verdict import Event, Verdict, decide
 from rollout.storage import files
 from tests.coordinator.made_up import board, record, run_dir_at
 from tests.paths import REPOSITORY

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 from watchdog.events import FileMovedEvent
 
+from coordinator.config import build
 from coordinator.directory.layout import Beat, Flag, RunDir, parse_protocol_name
 from coordinator.protocol import watch
 from coordinator.protocol.file_events import Waker
-from coordinator.protocol.records import Event, Verdict, claim
+from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import Board, parse, ranks_text
+from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import SAY_AGAIN_S, Watch
-from coordinator.settings import ClusterSettings
+from coordinator.settings import ClusterSettings, RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
 from tests.coordinator.made_up import record, run_dir_at
@@ -31,7 +33,7 @@ from tests.paths import REPOSITORY
 STARTER = """
 import errno, json, os, sys
 from pathlib import Path
-from coordinator.settings import ClusterSettings
+from coordinator.settings import RunSettings
 from coordinator.protocol.file_events import Waker
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.watch import Watch
@@ -47,8 +49,7 @@ sys.stdin.readline()
 taken = []
 for rank in range(25):
     watch = Watch(
-        RunDir(Path(root)), rank, ClusterSettings(), lambda: {"pid": 1},
-        stall_limit_s=lambda _phase: None, end_training=lambda: None,
+        RunDir(Path(root)), rank, RunSettings(), lambda: {"pid": 1}, end_training=lambda: None,
     )
     watch.begin(0, int(epoch))
     taken.append(watch.incarnation)
@@ -68,6 +69,20 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 Make = Callable[..., Watch]
 STALL_S = 60.0
+
+
+def told(cluster: ClusterSettings) -> RunSettings:
+    """Settings in which any row may stand still for STALL_S."""
+    return build(
+        {
+            **{f"cluster.{name}": value for name, value in cluster.model_dump(exclude_none=True).items()},
+            "rollout.stall_timeout_s": STALL_S / 2,
+            "engine.start_timeout_s": STALL_S / 2,
+            "trainer.stall_timeout_s": STALL_S,
+        }
+    )
+
+
 ENDED_TRAININGS: list[int] = []
 """Ranks whose fence has ended the training job."""
 
@@ -82,9 +97,8 @@ def make(run_dir: RunDir) -> Iterator[Make]:
             Watch(
                 run_dir,
                 rank,
-                cluster,
+                told(cluster),
                 lambda: {"host": "node", **said},
-                stall_limit_s=lambda _phase: STALL_S,
                 end_training=lambda: ENDED_TRAININGS.append(rank),
             )
         )
@@ -371,15 +385,14 @@ def test_announced_epoch_is_that_of_the_next_beat(make: Make, run_dir: RunDir) -
 def test_admitted_node_beats_in_its_epoch(make: Make, run_dir: RunDir) -> None:
     beating = make()
     beating.begin(0, 2)
-    beating.admit(record(6))
+    beating.admit(record(6), told(CLUSTER))
     beating.beat()
     assert beats(run_dir)[-1].epoch == 6
 
 
 def test_last_beat_stays_and_no_other_follows(make: Make, run_dir: RunDir) -> None:
     state = {"state": "running"}
-    callbacks = {"stall_limit_s": lambda _phase: None, "end_training": ENDED_TRAININGS.clear}
-    beating = Watch(run_dir, 1, FAST, lambda: dict(state), **callbacks)
+    beating = Watch(run_dir, 1, told(FAST), lambda: dict(state), end_training=ENDED_TRAININGS.clear)
     beating.begin(0, 2)
     state["state"] = watch.ENDED
     beating.close()
@@ -392,7 +405,7 @@ def test_last_beat_stays_and_no_other_follows(make: Make, run_dir: RunDir) -> No
 def test_beat_of_the_master_says_how_long_it_has_heard_nothing(make: Make, run_dir: RunDir) -> None:
     master = make(rank=0)
     master.begin(0, 2)
-    master.admit(record())
+    master.admit(record(), told(CLUSTER))
     master.silence.silent_s = {1: 1.23, 2: 0.0}
     master.beat()
     (last,) = beats(run_dir, rank=0)
@@ -418,7 +431,7 @@ def test_torn_beat_of_a_peer_says_nothing(make: Make, run_dir: RunDir, content: 
 
 def test_call_sets_the_verdict_and_stops_actions(make: Make, run_dir: RunDir) -> None:
     watching = make()
-    watching.admit(record())
+    watching.admit(record(), told(CLUSTER))
     watching.look()
     assert watching.verdict is None and not watching.stop.is_set()
     flag = raise_flag(run_dir, Flag(2, 5, 7, 2, "failed"))
@@ -428,20 +441,20 @@ def test_call_sets_the_verdict_and_stops_actions(make: Make, run_dir: RunDir) ->
 
 def test_first_verdict_stays_until_the_next_admission(make: Make, run_dir: RunDir) -> None:
     watching = make()
-    watching.admit(record())
+    watching.admit(record(), told(CLUSTER))
     raise_flag(run_dir, Flag(2, 5, 7, 2, "stopped"))
     watching.look()
     raise_flag(run_dir, Flag(2, 5, 7, 1, "failed"))
     watching.look()
     assert watching.verdict is not None and watching.verdict.event is Event.STOPPED
-    watching.admit(record(3))
+    watching.admit(record(3), told(CLUSTER))
     watching.look()
     assert watching.verdict is None and not watching.stop.is_set()
 
 
 def test_node_in_no_epoch_judges_nobody(make: Make, run_dir: RunDir) -> None:
     watching = make()
-    watching.admit(record())
+    watching.admit(record(), told(CLUSTER))
     assert watching.leave() == record()
     raise_flag(run_dir, Flag(2, 5, 7, 2, "failed"))
     watching.look()
@@ -451,7 +464,7 @@ def test_node_in_no_epoch_judges_nobody(make: Make, run_dir: RunDir) -> None:
 def test_newer_record_is_found_and_judged(make: Make, run_dir: RunDir) -> None:
     watching = make()
     watching.heart.incarnation = 1
-    watching.admit(record(2))
+    watching.admit(record(2), told(CLUSTER))
     assert claim(run_dir, record(3, "finished"))
     watching.look()
     assert watching.verdict == Verdict(Event.FINISHED)
@@ -459,7 +472,7 @@ def test_newer_record_is_found_and_judged(make: Make, run_dir: RunDir) -> None:
 
 def test_torn_record_is_no_news(make: Make, run_dir: RunDir) -> None:
     watching = make()
-    watching.admit(record(2))
+    watching.admit(record(2), told(CLUSTER))
     (run_dir.protocol / "e0003.epoch.json").write_text("{")
     watching.look()
     assert watching.verdict is None
@@ -467,7 +480,7 @@ def test_torn_record_is_no_news(make: Make, run_dir: RunDir) -> None:
 
 def test_known_failure_of_the_trainer_lets_other_news_through(make: Make, run_dir: RunDir) -> None:
     watching = make()
-    watching.admit(record())
+    watching.admit(record(), told(CLUSTER))
     raise_flag(run_dir, Flag(2, 5, 10, 2, "trainer_failed"))
     watching.look()
     assert watching.verdict is not None and watching.verdict.event is Event.TRAINER_FAILED
@@ -482,7 +495,7 @@ def test_known_failure_of_the_trainer_lets_other_news_through(make: Make, run_di
 def test_silent_peer_is_found_by_the_nodes_own_clock(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     watching = make(rank=0)
     clock = Clock(monkeypatch, watching)
-    watching.admit(record())
+    watching.admit(record(), told(CLUSTER))
     for _ in range(15):
         clock.now_s += 2.0
         watching.look()
@@ -497,10 +510,10 @@ def test_silent_peer_is_found_by_the_nodes_own_clock(make: Make, monkeypatch: py
 @pytest.mark.parametrize("afterwards", ["admit", "leave", "know_trainer_failure"])
 def test_signal_stops_actions_for_good(make: Make, afterwards: str) -> None:
     watching = make()
-    watching.admit(record())
+    watching.admit(record(), told(CLUSTER))
     watching.interrupt(15)
     {
-        "admit": lambda: watching.admit(record(3)),
+        "admit": lambda: watching.admit(record(3), told(CLUSTER)),
         "leave": watching.leave,
         "know_trainer_failure": watching.know_trainer_failure,
     }[afterwards]()

@@ -48,7 +48,10 @@ def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Pa
 def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
     policies = {0: SimpleNamespace(directory=tmp_path)}
-    node: Any = SimpleNamespace(inputs=SimpleNamespace(environment=demonstration), policy=policies.get)
+    inputs = SimpleNamespace(environment=demonstration)
+    node: Any = SimpleNamespace(
+        identity=SimpleNamespace(inputs=inputs), policies=SimpleNamespace(of=policies.get)
+    )
     train, evaluation = (
         trajectories._environment(node, SimpleNamespace(kind=kind))  # pyright: ignore
         for kind in ("train", "eval")
@@ -56,5 +59,5 @@ def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     assert isinstance(train, partial)
     assert (train.func, train.keywords) == (demonstration, {"end_ids": (5, 6)})
     assert evaluation is single_turn
-    node.inputs.environment = single_turn
+    inputs.environment = single_turn
     assert trajectories._environment(node, SimpleNamespace(kind="train")) is single_turn  # pyright: ignore

@@ -8,6 +8,8 @@ import pytest
 
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
+from coordinator.node.iteration import Iteration
+from coordinator.protocol.phases import Phase
 from coordinator.rows import trajectories
 from rollout.quota import Quota
 from rollout.storage import files
@@ -22,7 +24,13 @@ def node(tmp_path: Path) -> Any:
     files.make_directory(run_dir.trajectories("train", 1))
     members = {rank: SimpleNamespace(weight=2.0 if rank == 0 else 1.0) for rank in range(3)}
     record = SimpleNamespace(members=members)
-    return SimpleNamespace(run_dir=run_dir, iteration=1, header={"policy": POLICY}, record=record)
+    return SimpleNamespace(run_dir=run_dir, record=record)
+
+
+@pytest.fixture
+def iteration() -> Iteration:
+    """An iteration that the master has opened."""
+    return Iteration(1, documents={Phase.ITERATION_START: {"policy": POLICY}})
 
 
 def finish(node: Any, *groups: Group) -> None:
@@ -32,39 +40,39 @@ def finish(node: Any, *groups: Group) -> None:
     writer.flush()
 
 
-def test_every_slot_is_needed_where_there_are_no_spare_ones(node: Any) -> None:
+def test_every_slot_is_needed_where_there_are_no_spare_ones(node: Any, iteration: Iteration) -> None:
     finish(node, group(1), tombstone(2))
-    assert trajectories.plan(node, "train", Quota(8, 8)) == {
+    assert trajectories.plan(node, iteration, "train", Quota(8, 8)) == {
         "shares": {"0": [0, 3, 4], "1": [5, 6], "2": [7]},
         "needed": {"0": 3, "1": 2, "2": 1},
         "short": 0,
     }
 
 
-def test_spare_slots_come_after_the_needed_ones_of_each_node(node: Any) -> None:
-    assert trajectories.plan(node, "train", Quota(4, 8)) == {
+def test_spare_slots_come_after_the_needed_ones_of_each_node(node: Any, iteration: Iteration) -> None:
+    assert trajectories.plan(node, iteration, "train", Quota(4, 8)) == {
         "shares": {"0": [0, 1, 4, 5], "1": [2, 6], "2": [3, 7]},
         "needed": {"0": 2, "1": 1, "2": 1},
         "short": 0,
     }
 
 
-def test_after_a_restart_what_does_not_count_is_replaced_by_spare_slots(node: Any) -> None:
+def test_after_a_restart_flat_groups_are_replaced_by_spare_slots(node: Any, iteration: Iteration) -> None:
     finish(node, group(0), group(1, rewards=(1.0, 1.0)), tombstone(3), group(4))
-    plan = trajectories.plan(node, "train", Quota(4, 8, replace_flat=True))
+    plan = trajectories.plan(node, iteration, "train", Quota(4, 8, replace_flat=True))
     assert sum(plan["needed"].values()) == 2
     assert sorted(slot for share in plan["shares"].values() for slot in share) == [2, 5, 6, 7]
 
 
-def test_what_no_slot_is_left_for_is_short(node: Any) -> None:
+def test_what_no_slot_is_left_for_is_short(node: Any, iteration: Iteration) -> None:
     finish(node, *(group(slot, rewards=(1.0, 1.0)) for slot in range(6)))
-    plan = trajectories.plan(node, "train", Quota(4, 8, replace_flat=True))
+    plan = trajectories.plan(node, iteration, "train", Quota(4, 8, replace_flat=True))
     assert (sum(plan["needed"].values()), plan["short"]) == (2, 2)
     said = {rank: {"short": 0} for rank in range(3)}
     assert trajectories.sum_short(plan, {**said, 1: {"short": 1}}) == {"short": 3}
 
 
-def test_nothing_is_planned_once_enough_is_finished(node: Any) -> None:
+def test_nothing_is_planned_once_enough_is_finished(node: Any, iteration: Iteration) -> None:
     finish(node, *(group(slot) for slot in range(4)))
-    plan = trajectories.plan(node, "train", Quota(4, 8))
+    plan = trajectories.plan(node, iteration, "train", Quota(4, 8))
     assert plan["shares"] == {"0": [], "1": [], "2": []} and not any(plan["needed"].values())

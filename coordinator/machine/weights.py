@@ -1,0 +1,134 @@
+"""Loading a policy into the engine of this machine, and proving that the engine answers with it."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from coordinator.directory import published
+from coordinator.directory.published import Policy
+from coordinator.journal.events import Say
+from rollout.engines.admin import PROBE, EngineAdmin, adapter_name
+from rollout.engines.client import EngineError
+from rollout.engines.weights import ADAPTER_CONFIG
+
+log = logging.getLogger(__name__)
+
+FIRST_TOKENS = 4
+"""Logprobs that an error shows of a probe."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The model that a run's adapters are added to, which the engine keeps, and the adapters' rank."""
+
+    base: Policy
+    rank: int
+
+
+class Running(NamedTuple):
+    """A server that answers."""
+
+    admin: EngineAdmin
+    url: str
+    replicas: int
+    start: int
+    """Which start of the node's own server it is; 0: the user runs it."""
+
+
+class Loader:
+    """Loads policies into a running server, and remembers what it has proved."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self.adapters: Adapters | None = None
+        """Set where policies of the run may be adapters."""
+        self.served: Policy | None = None
+        """The policy that the engine was last found to answer with."""
+        self._proved: tuple[str, int] | None = None
+        """The policy whose probe the node's own server has passed, and which start of it that was."""
+
+    def name_of(self, policy: Policy) -> str | None:
+        """Return the name that requests give for `policy` if it is an adapter; None: the model's own name."""
+        if self.adapters is None or not policy.iteration:
+            return None
+        return adapter_name(policy.digest) if ADAPTER_CONFIG in published.names(policy.directory) else None
+
+    def model_of(self, policy: Policy) -> Policy:
+        """Return the whole model that a server starts with to serve `policy`."""
+        return policy if self.adapters is None or self.name_of(policy) is None else self.adapters.base
+
+    def load(self, server: Running, policy: Policy, tolerance: float) -> None:
+        """Have the server answer with `policy`, and prove it; EngineError if that cannot be had.
+
+        `tolerance`: how far the mean logprob of a probe may differ.
+        """
+        began_s = time.monotonic()
+        if server.admin.policy() != policy.digest:
+            self._reload(server.admin, policy)
+        elif server.admin.is_sleeping():
+            server.admin.wake()
+        elif server.start and self._proved == (policy.digest, server.start):
+            self.served = policy
+            return
+        self._proved = None
+        if (serves := server.admin.policy()) != policy.digest:
+            raise EngineError(
+                f"the engine at {server.url} serves policy {serves} after loading {policy.digest}"
+            )
+        if (wrong := self._probe(server, policy, tolerance)) is not None:
+            log.error("%s\nloading it once more", wrong)
+            self._reload(server.admin, policy)
+            if (wrong := self._probe(server, policy, tolerance)) is not None:
+                raise EngineError(wrong)
+        self._proved, self.served = (policy.digest, server.start), policy
+        self._say("reload", policy=policy.iteration, seconds=round(time.monotonic() - began_s, 3))
+
+    def _reload(self, admin: EngineAdmin, policy: Policy) -> None:
+        path, like = policy.directory.absolute(), self._like(policy)
+        if self.adapters is None or self.name_of(policy) is None:
+            admin.reload(path, policy.digest, like=like)
+            return
+        base, serves = self.adapters.base, admin.policy()
+        # A server of the user may hold any model; what this node has loaded before is an adapter of the base.
+        if serves != base.digest and (self.served is None or serves != self.served.digest):
+            admin.reload(base.directory.absolute(), base.digest)
+        admin.load_adapter(path, policy.digest, like=like)
+
+    def _like(self, policy: Policy) -> Path | None:
+        """Return a model directory with the same tensors: an engine may answer 200 to weights that lack one.
+
+        It is the policy served before, if the trainer has written both: the user's own model may tie or pad
+        its tensors in another way.
+        """
+        before = self.served
+        if before is None or not before.iteration or not policy.iteration or not before.directory.is_dir():
+            return None
+        same_kind = (self.name_of(before) is None) == (self.name_of(policy) is None)
+        return before.directory if same_kind else None
+
+    def _probe(self, server: Running, policy: Policy, tolerance: float) -> str | None:
+        """Return what is wrong if the engine's logprobs are not the ones that the trainer wrote.
+
+        Every replica is asked. A checkpoint without a probe passes, and so does the model of the start.
+        """
+        probe = published.read_json(policy.directory / PROBE) if policy.iteration else None
+        if probe is None:
+            return None
+        wanted: list[float] = probe["logprobs"]
+        for replica in range(server.replicas):
+            found = server.admin.prompt_logprobs(probe["token_ids"], replica, model=self.name_of(policy))
+            mean = sum(abs(a - b) for a, b in zip(wanted, found, strict=True)) / len(wanted)
+            if not mean <= tolerance:  # nor is nan
+                return (
+                    f"the engine at {server.url} (replica {replica}) does not compute what the trainer does "
+                    f"with {policy.directory}: logprobs of its {PROBE} differ by {mean:.4g} on average, "
+                    f"engine.probe_tolerance is {tolerance:g}; the first are "
+                    f"{_shown(found)}, the trainer's {_shown(wanted)}"
+                )
+        return None
+
+
+def _shown(logprobs: list[float]) -> str:
+    return ", ".join(f"{logprob:.3f}" for logprob in logprobs[:FIRST_TOKENS])

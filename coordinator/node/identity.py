@@ -1,0 +1,74 @@
+"""Who a node is, and what it is told: the facts that its parts share."""
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.layout import RunDir
+from coordinator.machine import network
+from coordinator.machine.gpus import count_gpus
+from coordinator.node.inputs import Inputs, local_processes
+from coordinator.node.start import Start
+from coordinator.protocol.records import MASTER
+from coordinator.settings import RunSettings
+
+
+@dataclass
+class Identity:
+    """Facts about this node. Two of them change: its settings with each epoch, its address with its peers."""
+
+    rank: int
+    run_dir: RunDir
+    run_id: str
+    inputs: Inputs
+    settings: RunSettings
+    """Those of the epoch that the node is in, with its own over them."""
+    incarnation_floor: int
+    """The highest incarnation of this rank before this process."""
+    newest_epoch: int
+    """The highest epoch before this process."""
+    host: str = field(default_factory=lambda: socket.gethostname())
+    peer: network.Peer = field(default_factory=lambda: network.this_peer())
+    address: str = network.LOOPBACK
+    """Where its peers reach it."""
+    processes: int = 1
+    """Training processes on it."""
+    gpu_count: int = 0
+
+    @classmethod
+    def of(cls, start: Start) -> "Identity":
+        """Return the identity of the node that START has let in."""
+        return cls(
+            rank=start.rank,
+            run_dir=start.run_dir,
+            run_id=start.run_id,
+            inputs=start.inputs,
+            settings=start.settings,
+            incarnation_floor=start.incarnation_floor,
+            newest_epoch=start.newest_epoch,
+            processes=local_processes(start.settings),
+            gpu_count=count_gpus(),
+        )
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this node decides."""
+        return self.rank == MASTER
+
+    @property
+    def root(self) -> Path:
+        """The run directory."""
+        return self.run_dir.root
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a heartbeat says of it."""
+        return {
+            "host": self.host,
+            "pid": os.getpid(),
+            "peer": self.peer.to_dict(),
+            "address": self.address,
+            "processes": self.processes,
+            "gpu_count": self.gpu_count,
+        }

@@ -1,0 +1,32 @@
+"""What belongs to one iteration, and to no other; every row's function is given it."""
+
+from dataclasses import dataclass, field
+
+from coordinator.node.flags import Payload
+from coordinator.protocol.phases import Phase, rows_of
+from coordinator.settings import RunSettings
+
+
+@dataclass
+class Iteration:
+    """One pass of the protocol table on this node, in one epoch."""
+
+    number: int
+    resume_at: Phase = Phase.TRAIN_PLAN
+    """The first row that runs after row 0; earlier ones are done."""
+    documents: dict[Phase, Payload] = field(default_factory=dict[Phase, Payload])
+    """What the master's flags have said."""
+    phase_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds of each row, by label."""
+    work_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Of these, the seconds of this node's own work."""
+
+    @property
+    def header(self) -> Payload:
+        """What the master said when it opened the iteration: resume_at, policy, policy_iteration."""
+        return self.documents[Phase.ITERATION_START]
+
+    def has(self, phase: Phase, settings: RunSettings) -> bool:
+        """Whether a row is to run: it belongs to this kind of run, and is not done."""
+        is_done = Phase.ITERATION_START < phase < self.resume_at
+        return not is_done and phase in rows_of(settings.kind)

@@ -1,0 +1,101 @@
+"""Where a node is in the run, as its heartbeat says."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.protocol.phases import Phase
+
+
+@dataclass
+class _Place:
+    """One stay: from a move to the next. Moments are of this node's monotonic clock."""
+
+    state: str = "starting"
+    iteration: int = 0
+    phase: str = ""
+    waiting_for: list[int] = field(default_factory=list[int])
+    done: int = 0
+    total: int = 0
+    tokens: int = 0
+    since_s: float = field(default_factory=lambda: time.monotonic())
+    waiting_since_s: float | None = None
+    counting_since_s: float | None = None
+    reached_s: float = 0.0
+
+
+class Position:
+    """The node's place: written by its main thread, read by any."""
+
+    def __init__(self) -> None:
+        self._place = _Place()
+
+    def move(
+        self, state: str, iteration: int = 0, phase: str = "", waiting_for: list[int] | None = None
+    ) -> None:
+        """Come to another place; progress and waiting begin anew."""
+        self._place = _Place(state, iteration, phase, waiting_for or [])
+
+    def end(self, state: str) -> None:
+        """Say that the node has ended where it is."""
+        self._place.state = state
+
+    def wait_for(self, ranks: list[int]) -> None:
+        """Say which ranks are waited for."""
+        self._place.waiting_for = ranks
+
+    def begin_to_wait(self) -> float:
+        """Count the waiting from now on; returns this moment."""
+        now_s = self._place.waiting_since_s = time.monotonic()
+        return now_s
+
+    def reach(self, done: int, total: int, tokens: int = 0) -> None:
+        """Take in the progress in this row; `tokens`: how many were generated in it."""
+        place = self._place
+        place.reached_s = time.monotonic()
+        if done == 0 or place.counting_since_s is None:
+            place.counting_since_s = place.reached_s
+        place.done, place.total, place.tokens = done, total, tokens
+
+    @property
+    def iteration(self) -> int:
+        """The iteration that the node is in; 0 outside of one."""
+        return self._place.iteration
+
+    @property
+    def phase(self) -> Phase | None:
+        """The row that the node is in."""
+        return Phase[self._place.phase.upper()] if self._place.phase else None
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that are waited for."""
+        return self._place.waiting_for
+
+    def prefix(self) -> str:
+        """Return how log lines begin: ` it 7 train_rollout`, or nothing."""
+        place = self._place
+        return f" it {place.iteration} {place.phase}" if place.phase else ""
+
+    def where(self) -> str:
+        """Return the place in a sentence: ` in training, iteration 7`."""
+        place = self._place
+        return f" in {place.phase}, iteration {place.iteration}" if place.phase else f" while {place.state}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a heartbeat says of it, with seconds and tokens per second in place of moments."""
+        now_s, place = time.monotonic(), self._place
+        counted_s = place.reached_s - (place.counting_since_s or place.reached_s)
+        waits = bool(place.waiting_for)
+        return {
+            "state": place.state,
+            "iteration": place.iteration,
+            "phase": place.phase,
+            "done": place.done,
+            "total": place.total,
+            "waiting_for": place.waiting_for,
+            "row_s": round(now_s - place.since_s, 1),
+            "waiting_s": round(now_s - (place.waiting_since_s or place.since_s), 1) if waits else 0.0,
+            "tokens_per_s": round(place.tokens / counted_s, 1) if place.tokens and counted_s else None,
+            "left_s": round(counted_s * (place.total / place.done - 1), 1) if place.done else None,
+        }

@@ -1,0 +1,101 @@
+"""What a node says to a person: who is waited for, what was lost, and the command that repairs it."""
+
+import shlex
+
+from coordinator.directory.layout import Flag
+from coordinator.node.flags import read_call
+from coordinator.node.identity import Identity
+from coordinator.node.position import Position
+from coordinator.protocol.records import MASTER
+from coordinator.protocol.verdict import LOSSES, Event, Verdict
+from coordinator.protocol.watch import Watch
+
+
+class Words:
+    """Sentences about this node and about the others, from what it sees of them."""
+
+    def __init__(self, identity: Identity, position: Position, watch: Watch) -> None:
+        self._identity = identity
+        self._position = position
+        self._watch = watch
+
+    def repair(self, rank: int | None = None) -> str:
+        """Return the sentence that says how to go on; for `rank` alone, where the others hold for it."""
+        if rank and self._identity.settings.cluster.on_node_failure != "abort":
+            return f"To bring it back, on that machine: {self.worker_command(rank)}"
+        where = f"; on that machine: {self.worker_command(rank)}" if rank else ""
+        return f"To resume, run the same commands again{where}"
+
+    def worker_command(self, rank: int) -> str:
+        """Return what a person types to start a worker."""
+        return f"run --worker {rank} --log-path {shlex.quote(str(self._identity.root))}"
+
+    def failure(self, error: BaseException) -> str:
+        """Return one line: rank, host, phase, iteration, and the error."""
+        me = self._identity
+        return f"rank {me.rank} ({me.host}) failed{self._position.where()}: {error}"
+
+    def interrupted(self, name: str) -> str:
+        """Return what the signal of this name means."""
+        me = self._identity
+        return (
+            f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}. {self.repair()}"
+        )
+
+    def missing(self) -> str:
+        """Return the ranks that are waited for, as `of_rank`."""
+        return "; ".join(self.of_rank(rank) for rank in self._position.waiting_for)
+
+    def of_rank(self, rank: int) -> str:
+        """Return `rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)`."""
+        said = self._watch.said(rank)
+        if not said:
+            members = self._watch.current.members if self._watch.current else {}
+            return f"rank {rank} ({members[rank].host if rank in members else 'never seen'})"
+        progress = f", {said['done']}/{said['total']}" if said["total"] else ""
+        phase = said["phase"] or said["state"]
+        silent_s = self._watch.silence.silent_s.get(rank, 0.0)
+        limit_s = self._identity.settings.cluster.node_timeout_s
+        silent = f", silent for {silent_s:.0f} s" if silent_s >= limit_s else ""
+        seen = f"last seen in {phase}, iteration {said['iteration']}{progress}{silent}"
+        return f"rank {rank} ({said['host']}; {seen})"
+
+    def master_is_lost(self) -> str:
+        """Return what a worker says while it holds for its master."""
+        again = f"run --master ... --log-path {shlex.quote(str(self._identity.root))}"
+        return f"holding: {self.of_rank(MASTER)} is lost; there, the same command again: {again}"
+
+    def of_verdict(self, verdict: Verdict) -> str:
+        """Return what a verdict means, for the person at this node."""
+        if verdict.event is Event.SUPERSEDED:
+            return self.superseded()
+        said = self.called(verdict.flag)
+        if verdict.event not in LOSSES:
+            return said
+        rank = verdict.rank or 0
+        why = f"no heartbeat for {self._watch.silence.silent_s.get(rank, 0.0):.0f} s"
+        if verdict.event is Event.LEFT:
+            why = said.partition(". To ")[0]
+        if verdict.event is Event.STALLED:
+            still_s = self._watch.standstill.still_s[rank]
+            why = f"it beats, but has made no progress for {still_s:.0f} s"
+        return f"{self.of_rank(rank)} is lost{self._position.where()}: {why}. {self.repair(rank)}"
+
+    def superseded(self) -> str:
+        """Return who has taken over from this process."""
+        me, watch = self._identity, self._watch
+        newest = watch.newest_record()
+        member = newest.members.get(me.rank) if newest else None
+        highest = watch.board.highest_incarnation(me.rank)
+        by = "a newer process"
+        if highest > watch.incarnation:
+            by = f"incarnation {highest} on {watch.said(me.rank).get('host', 'another host')}"
+        elif me.is_master and newest:
+            by = f"incarnation {newest.master_incarnation} on {newest.master_host}"
+        elif member:
+            by = f"incarnation {member.incarnation} on {member.host}"
+        return f"rank {me.rank} was taken over by {by}; this process ends"
+
+    def called(self, flag: Flag | None) -> str:
+        """Return what a node said with a call; nothing without one."""
+        return read_call(self._identity.run_dir, flag) if flag else ""

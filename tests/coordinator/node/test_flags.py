@@ -1,0 +1,157 @@
+"""Flags of a node: raised, waited for, raised again, removed; and what a worker reads of its master's."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from coordinator.config import build
+from coordinator.directory.layout import Flag, RunDir, parse_protocol_name
+from coordinator.node import flags as flags_module
+from coordinator.node.flags import Flags, read_call, read_flag
+from coordinator.node.identity import Identity
+from coordinator.node.position import Position
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.watch import Watch
+from tests.coordinator.made_up import record, run_dir_at
+
+SETTINGS = build({"cluster.num_nodes": 3, "cluster.poll_max_s": 0.01})
+
+
+class Interrupted(Exception):
+    """What a node's check raises."""
+
+
+class World:
+    """A node's flags, and all that they need."""
+
+    def __init__(self, run_dir: RunDir, rank: int) -> None:
+        self.run_dir = run_dir
+        self.position = Position()
+        self.watch = Watch(run_dir, rank, SETTINGS, lambda: {"host": "here"}, end_training=lambda: None)
+        self.interrupts = False
+        identity = SimpleNamespace(run_dir=run_dir, rank=rank, is_master=rank == 0, host="node-a")
+        self.flags = Flags(
+            cast(Identity, identity), self.position, self.watch, self.check, lambda: "those that are missing"
+        )
+
+    def check(self) -> None:
+        if self.interrupts:
+            raise Interrupted
+
+    def listed(self) -> set[Flag]:
+        names = map(parse_protocol_name, (path.name for path in self.run_dir.protocol.iterdir()))
+        return {entry for entry in names if isinstance(entry, Flag)}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return run_dir_at(tmp_path)
+
+
+@pytest.fixture
+def master(run_dir: RunDir) -> Iterator[World]:
+    yield from node(run_dir, 0)
+
+
+@pytest.fixture
+def worker(run_dir: RunDir) -> Iterator[World]:
+    yield from node(run_dir, 1)
+
+
+def node(run_dir: RunDir, rank: int) -> Iterator[World]:
+    world = World(run_dir, rank)
+    world.watch.begin(0, 2)
+    world.watch.admit(record(2), SETTINGS)
+    yield world
+    world.watch.close()
+
+
+def ok(rank: int, iteration: int = 1, phase: int = Phase.TRAIN_ROLLOUT, epoch: int = 2) -> Flag:
+    return Flag(epoch, iteration, phase, rank, "ok")
+
+
+def show(run_dir: RunDir, flag: Flag, payload: dict[str, Any]) -> None:
+    (run_dir.protocol / flag.name).write_text(json.dumps(payload))
+
+
+def test_master_waits_for_the_flags_of_all_members_and_reads_them(master: World) -> None:
+    show(master.run_dir, ok(1), {"short": 1})
+    late = threading.Timer(0.05, show, (master.run_dir, ok(2), {"short": 2}))
+    late.start()
+    master.flags.wait_members(1, Phase.TRAIN_ROLLOUT)
+    late.join()
+    assert master.position.waiting_for == []
+    found = master.flags.payloads(1, Phase.TRAIN_ROLLOUT, {"short": 0})
+    assert found == {0: {"short": 0}, 1: {"short": 1}, 2: {"short": 2}}
+
+
+def test_wait_names_who_is_missing_and_ends_when_the_node_may_not_go_on(master: World) -> None:
+    show(master.run_dir, ok(1), {})
+    show(master.run_dir, ok(2, epoch=1), {})  # of an epoch that has ended
+    master.interrupts = True
+    with pytest.raises(Interrupted):
+        master.flags.wait_members(1, Phase.TRAIN_ROLLOUT)
+    assert master.position.waiting_for == [2]
+
+
+def test_worker_waits_for_the_master_alone_and_has_its_document(worker: World) -> None:
+    show(worker.run_dir, ok(0), {"slots": 3})
+    assert worker.flags.wait_master(1, Phase.TRAIN_ROLLOUT) == {"slots": 3}
+
+
+def test_flag_that_is_lost_while_its_node_waits_is_raised_again(
+    worker: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flags_module, "RAISE_AGAIN_S", 0.02)
+    worker.flags.raise_flag(ok(1), {"short": 0})
+    (worker.run_dir.protocol / ok(1).name).unlink()
+
+    def is_back(_board: object) -> bool | None:
+        return ok(1) in worker.listed() or None
+
+    assert worker.flags.wait_until(is_back)
+    worker.flags.forget()
+    (worker.run_dir.protocol / ok(1).name).unlink()
+    show(worker.run_dir, ok(0), {})
+    worker.flags.wait_master(1, Phase.TRAIN_ROLLOUT)
+    assert ok(1) not in worker.listed(), "a new epoch raises no flag of the one before"
+
+
+def test_iteration_is_the_next_one_that_the_master_has_opened_in_this_epoch(worker: World) -> None:
+    for flag in (ok(0, 5, 0), ok(0, 7, 0), ok(0, 6, 1), ok(2, 6, 0), ok(0, 6, 0, epoch=1)):
+        show(worker.run_dir, flag, {})
+    assert worker.flags.wait_opened(5) == 7
+
+
+def test_flags_of_the_iteration_before_stay_for_a_slow_reader(master: World) -> None:
+    for iteration in (0, 1, 2, 3):
+        master.flags.raise_flag(ok(0, iteration), {})
+    master.flags.remove_before(3)
+    assert master.listed() == {ok(0, 0), ok(0, 2), ok(0, 3)}
+
+
+def test_call_is_raised_where_the_node_is(worker: World) -> None:
+    worker.position.move("running", 4, Phase.TRAINING.label)
+    worker.flags.tell("trainer_failed", "out of memory", stalled=None)
+    (flag,) = worker.listed()
+    assert flag == Flag(2, 4, Phase.TRAINING, 1, "trainer_failed")
+    assert read_flag(worker.run_dir, flag) == {"text": "out of memory", "host": "node-a", "stalled": None}
+    assert read_call(worker.run_dir, flag) == "out of memory"
+
+
+def test_worker_outside_of_an_epoch_calls_nobody(worker: World) -> None:
+    worker.watch.leave()
+    worker.flags.tell("left", "gone")
+    assert worker.listed() == set()
+
+
+def test_call_that_cannot_be_read_is_still_known(worker: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags_module, "PATIENCE_S", 0.0)
+    flag = Flag(2, 1, 1, 2, "failed")
+    (worker.run_dir.protocol / flag.name).write_text("{")
+    assert read_call(worker.run_dir, flag) == "rank 2 said failed"

@@ -1,0 +1,36 @@
+"""Which rows an iteration has left, in each kind of run."""
+
+import pytest
+
+from coordinator.config import build
+from coordinator.node.iteration import Iteration
+from coordinator.protocol.phases import Phase
+
+KINDS = {
+    "both": {},
+    "rollout": {"rl_phase": "rollout"},
+    "update": {"rl_phase": "update"},
+    "eval": {"rl_phase": "rollout", "rollout_split": "eval-only", "eval_tasks": "tasks.jsonl"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_of_run_decides_which_rows_there_are(kind: str) -> None:
+    settings = build(KINDS[kind])
+    assert settings.kind == kind
+    assert [phase for phase in Phase if Iteration(1).has(phase, settings)] == [
+        phase for phase in Phase if kind in phase.kinds
+    ]
+
+
+def test_rows_that_are_done_are_left_out_but_the_opening_is_not() -> None:
+    iteration = Iteration(1, resume_at=Phase.TRAIN_DATA)
+    left = [phase for phase in Phase if iteration.has(phase, build({}))]
+    assert left == [Phase.ITERATION_START, *list(Phase)[Phase.TRAIN_DATA :]]
+
+
+def test_two_iterations_share_nothing() -> None:
+    one, two = Iteration(1), Iteration(2)
+    one.documents[Phase.ITERATION_START] = {"policy": "a"}
+    one.phase_s["training"] = one.work_s["training"] = 1.0
+    assert (two.documents, two.phase_s, two.work_s) == ({}, {}, {})

@@ -1,0 +1,74 @@
+"""Sentences for a person: who, where, since when, and the command that repairs it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from coordinator.config import build
+from coordinator.directory.layout import RunDir
+from coordinator.node.identity import Identity
+from coordinator.node.position import Position
+from coordinator.node.words import Words
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.verdict import Event, Verdict
+from coordinator.protocol.watch import Watch
+from tests.coordinator.made_up import record
+
+SAID = {
+    "host": "node-c",
+    "phase": "train_rollout",
+    "state": "running",
+    "iteration": 7,
+    "done": 37,
+    "total": 128,
+}
+
+
+def words(silent_s: float = 0.0, policy: str = "wait") -> Words:
+    """The words of rank 0 in training of iteration 7, which sees rank 2 so."""
+    position = Position()
+    position.move("running", 7, Phase.TRAINING.label, [1, 2])
+    identity = SimpleNamespace(
+        rank=0, host="node-a", root=Path("/shared/my runs"), run_dir=RunDir(Path("/shared/my runs")),
+        is_master=True, settings=build({"cluster.num_nodes": 3, "cluster.on_node_failure": policy}),
+    )  # fmt: skip
+    watch = SimpleNamespace(
+        said=lambda rank: SAID if rank == 2 else {},
+        current=record(),
+        silence=SimpleNamespace(silent_s={2: silent_s}),
+        standstill=SimpleNamespace(still_s={2: 1900.0}),
+    )
+    return Words(cast(Identity, identity), position, cast(Watch, watch))
+
+
+def test_rank_is_named_with_its_host_and_where_it_was_last_seen() -> None:
+    assert words().of_rank(2) == "rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)"
+    assert "silent for 94 s)" in words(silent_s=94.0).of_rank(2)
+    assert words().of_rank(1) == "rank 1 (node)", "the record knows its host"
+    assert words().of_rank(9) == "rank 9 (never seen)"
+    assert words().missing() == f"{words().of_rank(1)}; {words().of_rank(2)}"
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (Event.SILENT, "no heartbeat for 94 s"),
+        (Event.STALLED, "it beats, but has made no progress for 1900 s"),
+    ],
+)
+def test_loss_says_who_where_why_and_the_command_that_repairs_it(event: Event, why: str) -> None:
+    text = words(silent_s=94.0).of_verdict(Verdict(event, 2))
+    assert text == (
+        "rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128, silent for 94 s) is lost "
+        f"in training, iteration 7: {why}. To bring it back, on that machine: run --worker 2 --log-path '/shared/my runs'"
+    )
+
+
+def test_where_all_end_the_repair_is_to_start_all_again() -> None:
+    said = words(policy="abort").repair(2)
+    assert said == (
+        "To resume, run the same commands again; on that machine: run --worker 2 --log-path '/shared/my runs'"
+    )
+    assert words().failure(ValueError("bad")) == "rank 0 (node-a) failed in training, iteration 7: bad"

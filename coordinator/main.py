@@ -38,16 +38,16 @@ MAX_RETURNS = 3
 """How often an iteration may go back for something that is missing."""
 
 LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNORECASE)
-"""How a trainer's error reads when it is another one's."""
+"""How a trainer's error reads when another rank has caused it."""
 
 EXPECTED = (
     AllGivenUp, RewardError, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete,
 )  # fmt: skip
-"""Errors whose text says all there is to know; any other comes with its traceback."""
+"""Errors whose text says all there is to know; any other error is logged with its traceback."""
 
 
 def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_iterations) -> int:
-    """Run a node to its end; the exit code. Its children end with it, and the others are told why."""
+    """Run a node to its end; returns the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
     node = Node(start)
     prefix.follow(node.position.prefix)
@@ -62,7 +62,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         return Exit.DONE
     except Ended as end:
         return _end(node, end)
-    except BaseException as error:  # whatever it is, the others must not wait for us
+    except BaseException as error:  # the others must not wait for this node, whatever the error is
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
         return _end(node, Ended(Exit.FAILED, f"{node.words.failure(error)}. {node.words.repair()}", "failed"))
@@ -72,7 +72,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
 
 
 def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
-    """Epoch after epoch, until the run is finished."""
+    """Go through epoch after epoch, until the run is finished."""
     returns: Counter[int] = Counter()
     attempts: Counter[int] = Counter()
     lost: NodeLost | None = None
@@ -95,7 +95,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             except RowEnded:
                 raise
             except Exception:
-                node.verdicts.settle()  # what a process meets that has been replaced is no failure of the run
+                node.verdicts.settle()  # an error of a process that was replaced is no failure of the run
                 raise
         except EpochChanged:
             node.trainer.leave_epoch()
@@ -121,7 +121,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
 
 
 def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
-    """Come together, enter, and iterate to the end of the run."""
+    """Join the others in an epoch, and iterate to the end of the run."""
     joining = node.joining
     record = joining.gather(partial(prepare_base_model, node)) if node.is_master else joining.pend()
     node.enter(record)
@@ -133,7 +133,7 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
 
 
 def _hold(node: Node, loss: NodeLost) -> None:
-    """The master has lost a node: tell the others, whose engines stay warm, before it gathers all again."""
+    """Tell the others that the master has lost a node; their engines stay warm until it gathers all again."""
     node.trainer.leave_epoch()
     beat = node.watch.board.beats.get(loss.rank)
     counter = sys.maxsize if loss.stalled else beat.counter if beat else 0
@@ -143,9 +143,9 @@ def _hold(node: Node, loss: NodeLost) -> None:
 
 
 def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> None:
-    """End the job here; the master decides, once every node has said that its trainer is gone, or is lost.
+    """End the job here. The master decides, once every node has said that its trainer is gone, or is lost.
 
-    A trainer fails too when a peer of it dies: the loss of a node comes first, and is no failed attempt.
+    A trainer fails too when one of its peers dies: the loss of a node comes first, and is no failed attempt.
     """
     node.trainer.leave_epoch()
     node.watch.know_trainer_failure()
@@ -173,7 +173,7 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
 
 
 def first_cause(texts: Sequence[str]) -> str:
-    """The failure that is not just the loss of a peer, which every other rank of the job reports."""
+    """Return the failure that is not just the loss of a peer, which every other rank of the job reports."""
     return min(texts, key=lambda text: bool(LOST_PEER.search(text)))
 
 
@@ -206,7 +206,7 @@ def _say(end: Ended) -> int:
 
 
 def run_node(root: Path, rank: int, given: Mapping[str, Any], prefix: Prefix) -> int:
-    """START, then the node's life; the exit code. SettingsError: nothing was written.
+    """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
     In a terminal the master shows the run below its log lines.
     """

@@ -3,9 +3,9 @@
 Every line has `t` (seconds of this node's monotonic clock), `n` (incarnation), `e` (epoch, 0 before the
 first) and `what`. Rows are `begin` and `end` (with `work_s`; the rest of the row was waiting for others,
 and `then_s` of the work, the master's conclusion, came after that);
-`process`, `epoch` and `exit` are a process's own; engines and trainers say `engine_start`, `engine_ready`,
-`reload`, `trainer_start`; and whatever the node logs as a warning or an error is an event too. Nothing here
-waits for the file system, and nothing is fsynced: a process that is killed loses the last second.
+`process`, `epoch` and `exit` are a process's own. Engines and trainers say `engine_start`, `engine_ready`,
+`reload`, `trainer_start`. Each warning or error that the node logs is an event too. Nothing here waits for
+the filesystem, and nothing is fsynced: a process that is killed loses the last second.
 """
 
 import json
@@ -47,7 +47,7 @@ class Events(logging.Handler):
         self._writer.put(b"\n")  # the process before may have been killed in mid-line
 
     def add(self, what: str, **more: Any) -> None:
-        """Something has happened just now."""
+        """Write down that something has happened just now."""
         writer = self._writer
         if writer is None:
             return
@@ -58,13 +58,13 @@ class Events(logging.Handler):
             writer.put(line)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A warning or an error; or any record that says, as `extra={"event": {...}}`, what it is."""
+        """Write down a warning or an error, or any record that says what it is: `extra={"event": {...}}`."""
         event: dict[str, Any] | None = getattr(record, "event", None)
         if event is not None or record.levelno >= logging.WARNING:
             self.add(**{"what": record.levelname.lower(), "text": record.getMessage(), **(event or {})})
 
     def end(self) -> None:
-        """No more events; those that came are written, unless the shared directory hangs."""
+        """Take no more events; write those that came, unless the shared directory hangs."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.end()
@@ -72,7 +72,7 @@ class Events(logging.Handler):
 
 
 def about_this_process() -> dict[str, Any]:
-    """What a report says of a process: the wall clock's time, for people; versions."""
+    """Return what a report says of a process: the wall clock's time, for people, and versions."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

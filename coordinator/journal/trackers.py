@@ -1,7 +1,7 @@
 """Where the metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, trackio. One small class each.
 
-A tracker that is slow, unreachable or broken must not hold a run: a thread feeds it, and what it raises is
-said once and ends that tracker alone. metrics.jsonl has every line whatever happens here.
+A tracker that is slow, unreachable or broken must not hold a run. A thread feeds it; an error of it is logged
+once and ends that tracker alone. metrics.jsonl has every line whatever happens here.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class About:
-    """What a tracker is told of the run. The same after a restart, so that its curves go on."""
+    """What a tracker is told of the run. It is the same after a restart, so that its curves go on."""
 
     run_id: str
     directory: Path
@@ -141,7 +141,7 @@ class Sinks:
         self._thread: threading.Thread | None = None
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Hand on those lines of metrics.jsonl that are newer than what this process has handed on."""
+        """Hand on the lines of metrics.jsonl that are newer than those already handed on by this process."""
         if not self._names:
             return
         for line in lines:

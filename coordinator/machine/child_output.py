@@ -1,7 +1,7 @@
 """The output of a child process: read from a pipe, kept for `tail`, shown, and appended to a log file.
 
-The log lies on the shared mount, which may hang. So the child writes into a pipe, one thread of ours
-empties it come what may, and another one alone touches the file.
+The log file is on the shared mount, which may hang. So the child writes into a pipe. One thread of the node
+empties it whatever happens, and another thread alone touches the file.
 """
 
 import logging

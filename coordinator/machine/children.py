@@ -11,7 +11,7 @@ sessions of their own. So every process group to kill is written down on the loc
 
 *Who registers.* A group registers itself, by making the file named by its number before it does anything
 else: a child, and a trainer's worker, by a one-line shell (`trainer.job.launch.LAUNCHER`) that then
-becomes the program by exec. Whoever cannot make the file, because the directory is gone, exits.
+becomes the program by exec. A process that cannot make the file, because the directory is gone, exits.
 
 *Why that is airtight.* The keeper, and `Child.kill`, list `pgid/`, kill, forget what is gone and then try
 to remove the directory. A file made before that makes the removal fail, and the next pass kills its group;
@@ -54,12 +54,12 @@ logger = logging.getLogger(__name__)
 KILL_S = 5.0
 """How long killed processes may take to vanish before we say so and go on."""
 BURY_S = 0.2
-"""The same where a child has ended by itself and somebody polls it."""
+"""The same time where a child has ended by itself and is polled."""
 FLUSH_S = 1.0
 """How long an ended child's last output may take."""
 PASSIVE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-"""Unless the user says otherwise: nodes on one machine must not spin on its cores while they wait. But a few
-microseconds of it are cheaper than sleeping between the many short parts of a step (measured: 150 against
+"""Set unless the user says otherwise: nodes on one machine must not spin on its cores while they wait. But
+a few microseconds of it are cheaper than sleeping between the many short parts of a step (measured: 150 against
 250 ms for one of 2 threads)."""
 
 

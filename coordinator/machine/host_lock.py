@@ -1,4 +1,4 @@
-"""Locks between the processes of one user on one host: on its own disk, never on the shared mount."""
+"""Locks between the processes of one user on one host: on the host's disk, never on the shared mount."""
 
 import logging
 import os

@@ -20,8 +20,8 @@ from collections.abc import Callable
 PGID_DIR = "pgid"
 """In this subdirectory of a child's spool every process group to kill has a file named by its number."""
 SETTLE_S = 0.3
-"""A group that is still there so long after SIGKILL has only zombies that nobody reaps, or sits in a hung
-mount and dies when that answers. Nobody can do more about it."""
+"""A group that is still there this long after SIGKILL has only zombies that nobody reaps, or waits for a hung
+mount and dies when that answers. Nothing more can be done about it."""
 GIVE_UP_S = 60.0
 """How long new groups may go on registering."""
 
@@ -46,7 +46,7 @@ def sweep(directory: str, is_gone: Callable[[int], bool] = lambda pgid: False) -
     except FileNotFoundError:
         return True
     for name in names:
-        # killpg(0) would be our own group, killpg(1) every process there is.
+        # killpg(0) would be this process's own group, killpg(1) every process there is.
         is_group = name.isdecimal() and int(name) > 1
         if not is_group or not kill_group(int(name)) or is_gone(int(name)):
             with contextlib.suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
 """This node's address and interface towards its peers, and free ports. IPv4 only.
 
 A machine has many addresses: docker0 is 172.17.0.1 on every host, a second card leads to a network that the
-peers are not in. So a node publishes all of its addresses, and chooses among them by asking the kernel
-which one it would use to reach the addresses that the peers have published. That sends no packet.
+peers are not in. So a node publishes all its addresses. It chooses one by asking the kernel which it would
+use to reach the addresses that the peers have published. That sends no packet.
 """
 
 import ipaddress
@@ -67,7 +67,7 @@ class Peer:
 
 
 def host_identity() -> str:
-    """The same string for two processes if and only if they share the machine and the network namespace."""
+    """Return the same string to two processes if and only if they share machine and network namespace."""
     if sys.platform == "darwin":  # it has no network namespaces
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()

@@ -1,4 +1,4 @@
-"""This node's part of the training job: launched once, asked every iteration, ended with the epoch."""
+"""This node's part of the training job: launched once, asked in every iteration, ended with the epoch."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from trainer.settings import TrainerSettings
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""How often a node looks at its trainers' progress, and at what ends the row, while nobody rings."""
+"""How often a node looks at its trainers' progress, and at what ends the row, while no bell rings."""
 
 
 class TrainerHost:
@@ -38,7 +38,7 @@ class TrainerHost:
         self._number = 0
 
     def meeting(self, job: str, address: str) -> dict[str, Any]:
-        """Where the job meets (the master's call): the one that runs, else `job` at a free port."""
+        """Return where the job meets (for the master): where it runs already, else `job` at a free port."""
         if self.is_alive():
             return self._meeting
         return {"job": job, "address": address, "port": free_port(address)}

@@ -20,7 +20,7 @@ from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks
 
 NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
-"""Settings that say something of one machine: a worker's own hold for it, and contradict nothing."""
+"""Settings about one machine: a worker's own values hold for it, and contradict nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Inputs:
     reward: Reward
     environment: Environment
     model_digest: str
-    """Of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
+    """The digest of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
 
     def localize(self, published: Mapping[str, Any]) -> RunSettings:
         """A record's settings, with this node's own over them."""
@@ -104,7 +104,7 @@ def find_data(source: str, settings: RunSettings) -> str:
 
 
 def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
-    """Where this node has the model that the run starts from; fetches a Hugging Face id."""
+    """Return where this node has the model that the run starts from; fetches a Hugging Face id."""
     if settings.model == TINY:
         return run_dir.base_model
     for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):

@@ -1,4 +1,4 @@
-"""START: what is checked before a node takes part, and nothing is written for a node that may not."""
+"""START: what is checked before a node takes part. Nothing is written for a node that may not."""
 
 import json
 import logging
@@ -92,7 +92,7 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
 
 
 def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths as every node can find them, whatever directory it was started in."""
+    """Return paths as every node finds them, whatever directory it was started in."""
 
     def resolved(key: str, value: Any) -> Any:
         is_path = key in {"model", "tasks", "eval_tasks", "data_path"} and Path(str(value)).exists()
@@ -136,7 +136,7 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _fixed(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
-    """What may not change between two starts, each with what a person calls it."""
+    """Return what may not change between two starts, each with the name that a person gives it."""
     tiny = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
     model = settings.model if inputs.model_digest else tiny
     seed = str(settings.rollout.seed)
@@ -155,7 +155,7 @@ def _adapters(lora: LoraSettings) -> dict[str, str]:
 
 def _refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     for key, now in fixed.items():
-        then = run["fixed"].get(key) or _adapters(LoraSettings())  # of a run older than adapters
+        then = run["fixed"][key]
         if then["digest"] != now["digest"]:
             content = " (same name, other content)" if then["name"] == now["name"] else ""
             raise SettingsError(
@@ -165,7 +165,7 @@ def _refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 
 
 def _make_run(run_dir: RunDir, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Create run.json; if another master was first, take its."""
+    """Create run.json; if another master was first, take over what it has written."""
     files.make_directory(run_dir.root)
     run = {"run_id": secrets.token_hex(6), "format": FORMAT, "fixed": fixed}
     if files.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):
@@ -184,7 +184,7 @@ def _begin(rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, input
 
 
 def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
-    """The newest record of a master whose beat moves: what a dead run left does not count as one."""
+    """Return the newest record of a master whose beat moves: what a dead run has left does not count."""
     records, first, said_s = Records(run_dir), None, 0.0
     for waited_s in _patience(timeout_s):
         board = _protocol(run_dir)
@@ -210,7 +210,7 @@ def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> E
 
 
 def _patience(timeout_s: float) -> Iterator[float]:
-    """Seconds waited so far, each a little later, until `timeout_s`."""
+    """Yield the seconds waited so far, each a little later, until `timeout_s`."""
     started_s = time.monotonic()
     yield 0.0
     while (waited_s := time.monotonic() - started_s) < timeout_s:
@@ -219,8 +219,8 @@ def _patience(timeout_s: float) -> Iterator[float]:
 
 
 def _protocol(run_dir: RunDir) -> Board:
-    """The board, or an empty one while the directory or its run.json is not there; SettingsError for a file
-    in its place, or a run of another format.
+    """Return the snapshot, an empty one while the directory or its run.json is not there. SettingsError for a
+    file in its place, or a run of another format.
 
     Each level is looked up only once its parent lists it: a client may cache "no such file" for a minute.
     """

@@ -1,4 +1,4 @@
-"""How a node ends, and what sends it to another epoch: exceptions, since they end whatever it does."""
+"""How a node ends, and what sends it to another epoch: exceptions, since they end whatever the node does."""
 
 from enum import IntEnum
 
@@ -15,7 +15,7 @@ class Exit(IntEnum):
 
 
 class RowEnded(Exception):
-    """What this node does is over; what comes next depends on the kind."""
+    """The present row is over; what comes next depends on the kind of exception."""
 
 
 class Ended(RowEnded):
@@ -43,7 +43,7 @@ class Fenced(RowEnded):
 
 
 class EpochChanged(RowEnded):
-    """A newer epoch is to be entered: whatever this node does for the old one is over."""
+    """A newer epoch is to be entered: all that this node does for the old one is over."""
 
 
 class TrainerFailed(RowEnded):

@@ -1,7 +1,7 @@
 """The fence: a node that does not get its own heartbeat back must not go on training.
 
 Its mount hangs, is read-only, or is gone, so it cannot know whether the others have gone on without it. A
-thread that touches no path of the shared directory notices that, and acts; a call that hangs there holds up
+thread that touches no path of the shared directory notices that, and acts. A call that hangs there holds up
 every other thread that makes one.
 """
 

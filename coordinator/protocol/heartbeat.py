@@ -64,7 +64,7 @@ class Heart:
     def beat(self, epoch: int | None) -> None:
         """Publish the next heartbeat, in `epoch` (None: as the last one), then remove the one before.
 
-        A node that no record lists shows by the epoch which one it has seen.
+        A node that no record lists shows by the epoch which record it has seen.
         """
         with self._lock:
             last = self._last

@@ -38,7 +38,7 @@ class Board:
 
 
 def parse(names: Iterable[str]) -> Board:
-    """A board from a listing; names that are not ours are ignored."""
+    """A board from a listing; unknown names are ignored."""
     records: list[int] = []
     beats: dict[int, Beat] = {}
     flags: list[Flag] = []

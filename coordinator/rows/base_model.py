@@ -1,4 +1,4 @@
-"""builtin:tiny, made by the master once for a run directory, and kept in the user's cache."""
+"""The built-in model: the master makes it once for a run directory, and keeps it in the user's cache."""
 
 import hashlib
 import importlib.util
@@ -23,7 +23,7 @@ BUILD_TIMEOUT_S = 1800.0
 
 
 def prepare_base_model(node: Node) -> None:
-    """Have base_model/ in the run directory, if the run starts from the built-in model."""
+    """Make base_model/ in the run directory, if the run starts from the built-in model."""
     target = node.run_dir.base_model
     if node.settings.model != TINY or target.name in published.names(node.run_dir.root):
         return
@@ -37,7 +37,7 @@ def prepare_base_model(node: Node) -> None:
 
 
 def _from_cache(node: Node) -> Path:
-    """The model in the cache; built there by one process of this machine at a time."""
+    """Return the model in the cache; one process of this machine at a time builds it there."""
     steps, seed = node.settings.tiny.warmup_steps, node.settings.rollout.seed
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
     try:
@@ -84,7 +84,7 @@ def _build(node: Node, made: Path, seed: int, steps: int) -> None:
 
 
 def _recipe() -> str:
-    """A digest of the program that makes it: another recipe is another model."""
+    """Return a digest of the program that makes the model: another recipe is another model."""
     spec = importlib.util.find_spec("trainer.model.tiny")
     assert spec is not None and spec.origin is not None
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:8]

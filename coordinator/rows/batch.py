@@ -1,4 +1,4 @@
-"""Row 8: the batch of an iteration, out of its groups and those of the replay window."""
+"""Row 8: the batch of an iteration, made of its groups and of the groups of the replay window."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ def ensure_batch(run_dir: RunDir, iteration: int, settings: RunSettings, *, base
 
 
 def _made_by(settings: RunSettings) -> dict[str, Any]:
-    """The settings that the batch depends on, as JSON has them."""
+    """Return the settings that the batch depends on, as JSON has them."""
     trainer = settings.trainer.model_dump(mode="json")
     rollout = settings.rollout.model_dump(mode="json")
     return {
@@ -79,8 +79,9 @@ def _own_groups(run_dir: RunDir, iteration: int, manifest: dict[str, Any]) -> li
 
 
 def _older_groups(run_dir: RunDir, iteration: int, window: int) -> dict[int, list[Group]]:
-    """The groups of the `window` - 1 iterations before this one, oldest first. One whose trajectories are
-    gone or damaged is left out, with a warning: the iteration can be trained without.
+    """Return the groups of the `window` - 1 iterations before this one, oldest first.
+
+    An iteration whose trajectories are gone or damaged is left out, with a warning.
     """
     groups: dict[int, list[Group]] = {}
     for older in range(max(1, iteration - window + 1), iteration):

@@ -1,4 +1,4 @@
-"""Row 13: the metrics line of an iteration, and what is kept."""
+"""Row 13: the metrics line of an iteration; old checkpoints and states are removed."""
 
 import json
 import logging
@@ -16,17 +16,17 @@ from rollout.storage import files
 log = logging.getLogger(__name__)
 
 TRAINED = ("loss", "grad_norm", "lr", "kl_engine", "kl_reference", "entropy", "clip_fraction")
-"""What training measures."""
+"""What training measures, as the trainer names it."""
 
 
 def report_timings(_node: Node, iteration: Iteration) -> Payload:
-    """What this node did and waited for in the iteration, in seconds."""
+    """Say for how many seconds this node worked and waited in the iteration."""
     wait_s = sum(iteration.phase_s.values()) - sum(iteration.work_s.values())
     return {"work_s": round(sum(iteration.work_s.values()), 4), "wait_s": round(wait_s, 4)}
 
 
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
-    """Write the metrics line, unless a valid one is there, and remove what is kept no longer."""
+    """Write the metrics line, unless a valid one is there, and remove what is no longer kept."""
     kind = node.settings.kind
     written = published.metrics_lines(node.run_dir)
     if not any(line["iteration"] == iteration.number and line.get("kind") == kind for line in written):

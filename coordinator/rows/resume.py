@@ -1,4 +1,4 @@
-"""Where a run goes on: the next iteration, and its first row that is not done, from what is published."""
+"""Where a run goes on, from what is published: the next iteration, and its first row that is not done."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from rollout.quota import Quota
 
 
 def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
-    """Iterations older than `before` whose metrics say that they were trained."""
+    """Return the iterations older than `before` whose metrics say that they were trained."""
     lines = published.metrics_lines(run_dir)
     return [
         line["iteration"]
@@ -21,7 +21,7 @@ def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
 
 
 def next_iteration(run_dir: RunDir, settings: RunSettings) -> int:
-    """1 + the last iteration that this kind of run has finished."""
+    """Return 1 + the last iteration that this kind of run has finished."""
     kind = settings.kind
     finishing = {"both": {"both", "update"}, "update": {"both", "update"}, "rollout": {"both", "rollout"}}
     counted = finishing.get(kind, {"both", "rollout", "update", "eval"})
@@ -31,7 +31,7 @@ def next_iteration(run_dir: RunDir, settings: RunSettings) -> int:
 
 
 def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: str | None = None) -> Phase:
-    """The first row of `iteration` that its durable outputs do not show as done.
+    """Return the first row of `iteration` that its durable outputs do not show as done.
 
     An evaluation counts only if it is one of `policy` (None: of any).
     """
@@ -53,6 +53,6 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: st
 
 
 def quota(opened: Mapping[str, Any]) -> Quota:
-    """How many groups the iteration needs that iteration.json has opened."""
+    """Return how many groups an iteration needs; `opened` is its iteration.json."""
     slots = len(opened["tasks"])
     return Quota(opened.get("groups", slots), slots, opened.get("replace_flat", False))

@@ -15,9 +15,9 @@ from rollout.storage import files
 def kept(
     checkpoints: Sequence[int], lines: Sequence[Mapping[str, Any]], settings: CheckpointSettings
 ) -> set[int]:
-    """Those of `checkpoints`, iterations in order, that stay; `lines` are those of metrics.jsonl.
+    """Return the iterations of `checkpoints` (in order) that stay; `lines` are those of metrics.jsonl.
 
-    What iteration N measures, its evaluation or else its samples, is the policy that N - 1 has trained.
+    The evaluation of iteration N, or else its samples, measures the policy that N - 1 has trained.
     """
     last = checkpoints[-settings.keep_last :]
     every = [n for n in checkpoints if settings.keep_every and n % settings.keep_every == 0]
@@ -29,10 +29,10 @@ def kept(
 
 
 def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
-    """Take their names from those that the settings do not keep, so that none is ever seen half removed.
+    """Rename the checkpoints that the settings do not keep, so that none is ever seen half removed.
 
-    Returns what is to be removed: these, what could not be removed before (a file that another client held
-    open), and what trainings have left that did not come to an end.
+    Returns what is to be removed: these, what could not be removed before (another client held a file open),
+    and what trainings have left that did not come to an end.
     """
     run_dir = node.run_dir
     there = published.checkpoints(run_dir)

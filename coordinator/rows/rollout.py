@@ -1,6 +1,6 @@
-"""What rows 0 to 6 do, one short function each, in the order of the protocol table; `training` has the rest.
+"""What rows 0 to 6 do: one short function for each, in the order of the protocol table.
 
-An action adopts a durable output that is there; none leaves something in memory that a later one needs.
+A row adopts a durable output that is there, and leaves nothing in memory that a later row needs.
 """
 
 import json
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def open_iteration(node: Node, iteration: Iteration) -> Payload:
-    """Open the iteration (slots and sampling are fixed here, once) and say which rows are left of it."""
+    """Open the iteration: fix its slots and sampling, once, and say which of its rows are left."""
     run_dir, number = node.run_dir, iteration.number
     policy = _policy_before(node, iteration)
     for directory in (run_dir.trajectories("train", number), run_dir.trajectories("eval", number)):
@@ -48,7 +48,7 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
 
 
 def _policy_before(node: Node, iteration: Iteration) -> Policy:
-    """The newest policy older than this iteration, verified once; a damaged one is set aside."""
+    """Return the newest policy older than this iteration, verified once; a damaged one is set aside."""
     run_dir = node.run_dir
     while True:
         number = published.latest_before(run_dir, iteration.number)
@@ -103,7 +103,7 @@ def _eval_slots(node: Node) -> int:
 
 
 def plan_train(node: Node, iteration: Iteration) -> Payload:
-    """Split the slots that no part holds yet over the nodes, by weight."""
+    """Split the slots that no part holds yet among the nodes, by weight."""
     return trajectories.plan(node, iteration, "train", resume.quota(_opened(node, iteration)))
 
 
@@ -133,7 +133,7 @@ def collect_train(node: Node, iteration: Iteration) -> Payload:
 
 
 def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
-    """How many of the needed groups are not made."""
+    """Count the needed groups that are not made."""
     return trajectories.sum_short(iteration.documents[Phase.TRAIN_PLAN], payloads)
 
 
@@ -145,12 +145,12 @@ def name_parts(node: Node, iteration: Iteration) -> Payload:
 
 
 def merge_names(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
-    """All names in one document."""
+    """Join the names of all nodes in one document."""
     return {name: sha256 for payload in payloads.values() for name, sha256 in payload.items()}
 
 
 def write_manifest(node: Node, iteration: Iteration) -> None:
-    """Verify every part against its flag and its own checksum, and publish what the iteration consists of."""
+    """Verify every part against its flag and its own checksum, and publish the manifest over them."""
     quota, named = resume.quota(_opened(node, iteration)), iteration.documents[Phase.TRAIN_FILES_READY]
     trajectories.aggregate(
         node, iteration, "train", quota, iteration.documents[Phase.TRAIN_ROLLOUT]["short"], named
@@ -161,7 +161,7 @@ def write_manifest(node: Node, iteration: Iteration) -> None:
 
 
 def decide_eval(node: Node, iteration: Iteration) -> Payload:
-    """Whether to evaluate, and who generates what."""
+    """Decide whether to evaluate, and who generates what."""
     opened = _opened(node, iteration)
     slots = opened.get("eval_slots", 0) or (_eval_slots(node) if _is_eval_due(node, iteration) else 0)
     slots = min(slots, _eval_slots(node))
@@ -198,7 +198,7 @@ def collect_eval(node: Node, iteration: Iteration) -> Payload:
         order=range(slots),
         tasks=tasks,
         sampling=sampling,
-        # All of them: those that take longest are not the average task.
+        # All of them: the tasks that take longest are not average ones.
         settings=settings.rollout.model_copy(update={"completion_threshold": 1.0, "over_sample": 1.0}),
     )
     return trajectories.collect_share(node, iteration, share)

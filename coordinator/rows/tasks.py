@@ -1,4 +1,4 @@
-"""Which tasks an iteration is made of, given what the iterations before have begun and solved."""
+"""Which tasks an iteration is made of: a function of what the iterations before have left."""
 
 from functools import cache
 from typing import Any
@@ -10,14 +10,16 @@ from rollout.tasks.sampling import draw
 from rollout.tasks.task_set import TaskSet
 
 LATEST_SHARE = 0.5
-"""Weight of a task's latest reward in its success; older ones fade."""
+"""Weight of a task's latest reward in its success; older rewards fade."""
 
 
 def draw_tasks(
     run_dir: RunDir, iteration: int, settings: RolloutSettings, tasks: TaskSet, count: int
 ) -> dict[str, Any]:
-    """Of a new `iteration`, a function of what lies in the run directory: `tasks` of its slots; `drawn`, how
-    many every stream of tasks has given; `waiting`, tasks that were drawn and for which there is no slot yet.
+    """Choose the tasks of a new `iteration` from the run directory alone.
+
+    Returns `tasks`, one for each slot; `drawn`, how many each stream of tasks has given; `waiting`, tasks
+    that were drawn and for which there is no slot yet.
     """
     before = published.read_json(run_dir.iteration_json(iteration - 1)) or {}
     first = before.get("next_task", (iteration - 1) * settings.tasks_per_iteration)  # as format 1 began
@@ -35,7 +37,7 @@ def draw_tasks(
 
 
 def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[int]:
-    """Tasks of slots that were not used (spare ones, and those for which time was too short), and those that
+    """Return the tasks of slots that were not used (spare ones, or time was too short), then the tasks that
     have waited since.
     """
     waiting: list[int] = opened.get("waiting", [])
@@ -47,7 +49,7 @@ def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[i
 
 
 def _success(run_dir: RunDir, before: int) -> dict[int, float]:
-    """By task, the mean rewards of iterations older than `before`, an exponential average."""
+    """Return, by task, an exponential average of the rewards of iterations older than `before`."""
     success: dict[int, float] = {}
     for iteration in range(1, before):
         for task, reward in _rewards(run_dir, iteration).items():

@@ -1,6 +1,4 @@
-"""Trainer states that were saved in the background (trainer.save_interval): which one a job goes on from, and
-which are kept.
-"""
+"""Trainer states saved in the background (trainer.save_interval): where a job goes on, what is kept."""
 
 import json
 import logging
@@ -25,11 +23,11 @@ INSIDE = "trainer_state"
 DOCUMENT = "state.json"
 """Written last into a state."""
 KEEP = 2
-"""Complete states that are kept: the checkpoint of the newest one may be lost."""
+"""How many complete states are kept: the checkpoint of the newest one may be lost."""
 
 
 def saved_in_background(run_dir: RunDir) -> dict[Path, SavedState]:
-    """The states in trainer_states/ that were written to the end, by directory."""
+    """Return the states in trainer_states/ that were written to the end, by directory."""
     names = [name for name in published.names(run_dir.trainer_states) if parse_state_name(name)]
     return _complete(run_dir.trainer_states / name for name in names)
 
@@ -46,7 +44,7 @@ def _complete(directories: Iterable[Path]) -> dict[Path, SavedState]:
 
 
 def resume_from(run_dir: RunDir, base: Policy) -> Resume:
-    """Where a job that has to load `base` finds its optimizer's state; paths begin in the run directory."""
+    """Return where a job that loads `base` finds its optimizer's state; paths begin in the run directory."""
     if base.iteration == 0 or INSIDE in published.names(base.directory):
         return Resume()
     older = [run_dir.checkpoint(n) for n in published.checkpoints(run_dir) if n < base.iteration]
@@ -60,7 +58,7 @@ def resume_from(run_dir: RunDir, base: Policy) -> Resume:
 
 
 def trained(run_dir: RunDir, result: TrainResult) -> TrainedBatch:
-    """What has to be known to repeat a training that left no state."""
+    """Return what has to be known to repeat a training that left no state."""
     assert result.settings is not None and result.max_tokens is not None
     return TrainedBatch(
         iteration=result.iteration,
@@ -73,7 +71,7 @@ def trained(run_dir: RunDir, result: TrainResult) -> TrainedBatch:
 
 
 def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
-    """How an iteration was trained, if it can be repeated."""
+    """Return how an iteration was trained, if that can be repeated."""
     directory = run_dir.batch(iteration)
     about, said = (
         published.read_json(directory / "batch.json"),
@@ -90,7 +88,7 @@ def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
 
 
 def located(run_dir: RunDir, resume: Resume) -> Resume:
-    """The same with the paths of this node."""
+    """Return the same with the paths of this node."""
     state_dir = str((run_dir.root / resume.state_dir).absolute()) if resume.state_dir else None
     repeat = [
         batch.model_copy(update={"batch_file": str((run_dir.root / batch.batch_file).absolute())})
@@ -100,9 +98,7 @@ def located(run_dir: RunDir, resume: Resume) -> Resume:
 
 
 def retire_states(run_dir: RunDir) -> list[Path]:
-    """Keep the newest ones, and what is being written, and take their names from the others; returns what is
-    to be removed.
-    """
+    """Keep the newest states, and what is being written; rename the others. Returns what is to be removed."""
     complete = sorted({state.iteration for state in saved_in_background(run_dir).values()})
     oldest, newest = (complete[-KEEP:][0], complete[-1]) if complete else (0, 0)
     nameless: list[Path] = []
@@ -117,7 +113,7 @@ def retire_states(run_dir: RunDir) -> list[Path]:
 
 
 def wait_for_newest(node: Node) -> None:
-    """Let the job end what it saves: the run is over, and what it takes to extend it should be there."""
+    """Wait until the job has saved its state: the run is over, and a longer run goes on from that state."""
     saving = node.run_dir.trainer_state(node.position.iteration, node.record.epoch)
     give_up_at = time.monotonic() + node.settings.trainer.collective_timeout_s
     while saving.name in published.names(node.run_dir.trainer_states) and DOCUMENT not in published.names(

@@ -1,4 +1,4 @@
-"""What rows 7 to 12 do, one short function each: from the manifest to an engine with the new policy."""
+"""What rows 7 to 12 do, one short function for each: from the manifest to an engine with the new policy."""
 
 import os
 from pathlib import Path
@@ -59,7 +59,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
 
 
 def train(node: Node, iteration: Iteration) -> None:
-    """This node's part of the training job."""
+    """Do this node's part of the training job."""
     config = iteration.documents[Phase.TRAIN_CONFIG]
     settings, number, run_dir = node.settings, iteration.number, node.run_dir
     base = node.policies.of(iteration.header["policy_iteration"])
@@ -96,7 +96,7 @@ def publish_checkpoint(node: Node, iteration: Iteration) -> None:
     if target.name not in published.names(run_dir.checkpoints):
         try:
             _name_staging(node, iteration, target)
-        except FileNotFoundError:  # a master that was replaced meanwhile has done this last thing: adopt it
+        except FileNotFoundError:  # a master that was replaced meanwhile has published it: adopt it
             if target.name not in published.names(run_dir.checkpoints):
                 raise
     files.publish(run_dir.latest, f"{target.name}\n".encode(), durable=False)  # for people
@@ -133,6 +133,6 @@ def restart_engine(node: Node, iteration: Iteration) -> None:
 
 
 def _threads(processes: int) -> int:
-    """CPU threads of a training process: what the environment says, else the cores shared among them."""
+    """Return the CPU threads of a training process: as the environment says, else its share of the cores."""
     set_by_user = os.environ.get("OMP_NUM_THREADS", "")
     return int(set_by_user) if set_by_user.isdigit() else max(1, (os.cpu_count() or 1) // processes)

@@ -1,4 +1,4 @@
-"""What the rollouts of training and of evaluation share: plan the slots, collect a share, aggregate."""
+"""What the rollouts of training and evaluation have in common: plan slots, collect a share, aggregate."""
 
 import asyncio
 import logging
@@ -29,9 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def plan(node: Node, iteration: Iteration, kind: Kind, quota: Quota) -> Payload:
-    """Split what no part holds yet by weight. By rank (as JSON writes it): `shares`, its slots in the order
-    in which it takes them, spare ones last; `needed`, how many groups of them it is to make. `short`: how
-    many are needed beyond the slots that are left.
+    """Split the slots that no part holds yet by weight.
+
+    By rank (as JSON writes it): `shares`, its slots in the order in which it takes them, spare ones last;
+    `needed`, how many groups of them it is to make. `short`: how many are needed beyond the slots left.
     """
     directory = node.run_dir.trajectories(kind, iteration.number)
     finished = parts.finished_groups(directory, iteration.header["policy"]) if quota.slots else {}
@@ -64,12 +65,12 @@ class Share:
 
     @classmethod
     def of(cls, plan: Payload, rank: int, **more: Any) -> Self:
-        """The share of `rank` in what `plan` has made."""
+        """Return the share of `rank` in what `plan` has made."""
         return cls(slots=plan["shares"][str(rank)], needed=plan["needed"][str(rank)], **more)
 
 
 def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
-    """Generate a share, and make its groups durable as they finish; says how many of them are short."""
+    """Generate a share, and make its groups durable as they finish; says how many are short."""
     node.position.reach(0, share.needed)
     if not share.needed:
         return {"short": 0}
@@ -154,8 +155,9 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
 
 
 def _environment(node: Node, share: Share) -> Environment:
-    """What makes the share's groups. Demonstrations end as the model's sequences do, and are nothing to
-    evaluate a policy by: there it answers for itself.
+    """Return what makes the share's groups.
+
+    Demonstrations end as the model's sequences do. They cannot evaluate a policy: there it answers itself.
     """
     environment = node.identity.inputs.environment
     if environment is not demonstration:
@@ -166,7 +168,7 @@ def _environment(node: Node, share: Share) -> Environment:
 
 
 def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
-    """How many of the needed groups are not made: for want of slots, and by all nodes together."""
+    """Count the needed groups that are not made: for want of slots, and by all nodes together."""
     short = plan["short"] + sum(said["short"] for said in payloads.values())
     if short:
         log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)

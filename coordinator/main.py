@@ -159,7 +159,7 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     patience_s = cluster.node_timeout_s + 2 * cluster.beat_s
     if not node.is_master:  # the master may hold for a lost node, and its word comes as a verdict
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
-    node.watch.wait(all_told, node.check, lambda _board: "all nodes to end the training job", patience_s)
+    node.watch.wait(all_told, node.check, lambda: "all nodes to end the training job", patience_s)
     calls = node.watch.look().called(node.record.epoch, "trainer_failed")
     text = first_cause([read_call(node.run_dir, flag) for flag in calls] or [node.words.failure(error)])
     if not node.is_master:

@@ -59,8 +59,8 @@ FLUSH_S = 1.0
 """How long an ended child's last output may take."""
 PASSIVE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 """Set unless the user says otherwise: nodes on one machine must not spin on its cores while they wait. But
-a few microseconds of it are cheaper than sleeping between the many short parts of a step (measured: 150 against
-250 ms for one of 2 threads)."""
+a few microseconds of it are cheaper than sleeping between the many short parts of a step (measured: 150
+against 250 ms for one of 2 threads)."""
 
 
 class ChildError(RuntimeError):

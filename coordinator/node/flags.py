@@ -94,7 +94,7 @@ class Flags:
                     self.raise_flag(flag, self._raised[flag])
             return result
 
-        return self._watch.wait(ready_or_raise_again, self._check, lambda _board: self._missing())
+        return self._watch.wait(ready_or_raise_again, self._check, self._missing)
 
     def wait_members(self, iteration: int, phase: int, kind: str = "ok") -> None:
         """Wait until all other members have raised this flag."""

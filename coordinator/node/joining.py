@@ -130,7 +130,7 @@ class Joining:
             self._verdicts.check()
             self._verdicts.check_still_master()
 
-        def missing(_board: Board) -> str:
+        def missing() -> str:
             return f"{ranks_text(self._position.waiting_for)} to start"
 
         members = self._watch.wait(together, check, missing, cluster.rejoin_timeout_s)
@@ -225,7 +225,7 @@ class Joining:
                 text = f"the master did not take rank {rank} in within {waited_s:.0f} s; see what it prints"
                 raise Ended(Exit.LOST, text)
 
-        record = watch.wait(admitted, check, lambda _board: "the master to take this node in")
+        record = watch.wait(admitted, check, lambda: "the master to take this node in")
         assert record is not None  # without a time limit
         return record
 

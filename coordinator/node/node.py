@@ -113,7 +113,7 @@ class Node:
         # A listing may show what was there before for this long.
         patience_s = max(self.settings.cluster.node_timeout_s, CACHED_S + 5.0)
         said = self.watch.wait(
-            lambda _board: self.watch.said(MASTER) or None, self.check, lambda _board: "rank 0", patience_s
+            lambda _board: self.watch.said(MASTER) or None, self.check, lambda: "rank 0", patience_s
         )
         if said is None:
             raise Ended(Exit.LOST, f"the master has gone while rank {self.rank} was starting")

@@ -94,13 +94,19 @@ class Standstill:
 
     def __init__(self, interval_s: float) -> None:
         """`interval_s`: how often progress is observed."""
+        self._interval_s = interval_s
+        self._observed_s = float("-inf")
         self._ticks = Ticks(2 * interval_s)
         self._places: dict[int, tuple[Any, ...]] = {}
         self.still_s: dict[int, float] = {}
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether progress is to be observed again at `now_s` (monotonic)."""
+        return now_s - self._observed_s >= self._interval_s
+
     def observe(self, said: Mapping[int, Mapping[str, Any]], now_s: float) -> None:
         """Take in what the newest beat of each rank says, at `now_s` (monotonic)."""
-        passed_s = self._ticks.passed_s(now_s)
+        self._observed_s, passed_s = now_s, self._ticks.passed_s(now_s)
         for rank, content in said.items():
             place = tuple(content.get(name) for name in ("state", "iteration", "phase", "done"))
             moves = place != self._places.get(rank) or bool(content.get("waiting_for"))
@@ -120,12 +126,6 @@ class Standstill:
             rank for rank, most_s in limits.items()
             if most_s is not None and self.still_s.get(rank, 0.0) >= most_s + grace_s
         }  # fmt: skip
-
-    def restart(self) -> None:
-        """Count anew."""
-        self._ticks.restart()
-        self._places.clear()
-        self.still_s.clear()
 
 
 def stall_limit_s(settings: RunSettings, label: str) -> float | None:

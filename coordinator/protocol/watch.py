@@ -76,7 +76,6 @@ class Watch:
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
         self._end_training = end_training
-        self._looked_for_progress_s = 0.0
         self._away: str | None = None
         self._heard: set[Flag] = set()
         self._wake = threading.Event()
@@ -117,7 +116,7 @@ class Watch:
         self.fence.close()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
-            if not self._thread.is_alive():  # else it sits in a mount that hangs, and so would we
+            if not self._thread.is_alive():  # else the thread waits for a hung mount, and so would this one
                 with contextlib.suppress(SharedFsError):
                     self.beat()
         if self._observer is not None:
@@ -125,7 +124,7 @@ class Watch:
             self._observer.join(timeout=5.0)
 
     def _be_fenced(self, why: str) -> None:
-        """In the guard thread: nothing here may touch the shared directory."""
+        """End the work; called in the guard thread, which may not touch the shared directory."""
         self._end_training()
         self.stop.set()
         self._wake.set()
@@ -133,7 +132,7 @@ class Watch:
         log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
 
     def interrupt(self, signal: int) -> None:
-        """A signal has asked this node to end."""
+        """Take in that a signal asks this node to end."""
         self.signal = signal
         self.stop.set()
         self._wake.set()
@@ -141,11 +140,10 @@ class Watch:
     # ---- the others
 
     def know_trainer_failure(self) -> None:
-        """The training job's failure is being dealt with; look out for what else happens."""
+        """Take the training job's failure as known; look out for what else happens."""
         with self._looking:
-            self.trainer_failure_known, self.verdict = True, None
-            if self.signal is None and self.error is None:
-                self.stop.clear()
+            self.trainer_failure_known = True
+            self._go_on()
 
     def admit(self, record: EpochRecord, settings: RunSettings) -> None:
         """Judge for a node in `record`'s epoch, under its `settings`; what came before is settled."""
@@ -153,15 +151,13 @@ class Watch:
             self.current, self._settings = record, settings
             self.silence.beat_every(settings.cluster.beat_s)
             self.fence.limit_s = settings.cluster.node_timeout_s
-            self.verdict = None
-            self.trainer_failure_known = False
             self.silence.restart(record.members)
-            self.standstill.restart()
-            if self.signal is None and self.error is None:
-                self.stop.clear()
+            self.standstill = Standstill(LOOK_BEATS * settings.cluster.beat_s)
+            self.trainer_failure_known = False
+            self._go_on()
 
     def look(self) -> Board:
-        """One listing, judged."""
+        """List the directory once, and judge it."""
         with self._looking:
             try:
                 self.board = board = parse(files.listing(self.run_dir.protocol))
@@ -217,9 +213,8 @@ class Watch:
     def _observe_progress(self, board: Board, current: EpochRecord) -> None:
         """Read, now and then, what the nodes that this one judges say of their progress."""
         now_s = time.monotonic()
-        if now_s - self._looked_for_progress_s < LOOK_BEATS * self._cluster.beat_s:
+        if not self.standstill.is_due(now_s):
             return
-        self._looked_for_progress_s = now_s
         judged = set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
         limit_s, silent_s = self._cluster.node_timeout_s, self.silence.silent_s
         beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
@@ -236,7 +231,7 @@ class Watch:
         self,
         ready: Callable[[Board], T | None],
         check: Callable[[], None],
-        missing: Callable[[Board], str],
+        missing: Callable[[], str],
         timeout_s: float | None = None,
     ) -> T | None:
         """List until `ready` gives something, and return that; None when `timeout_s` has passed.
@@ -257,21 +252,26 @@ class Watch:
             if timeout_s is not None and waited_s > timeout_s:
                 return None
             if waited_s > say_s:
-                log.info("waiting for %s for %.0f s", missing(board), waited_s)
+                log.info("waiting for %s for %.0f s", missing(), waited_s)
                 say_s += SAY_AGAIN_S
             pause_s = min(max(0.05 * waited_s, 0.001), self._cluster.poll_max_s)
             self._wake.wait(pause_s * random.uniform(0.8, 1.2))
 
     def leave(self) -> EpochRecord | None:
-        """This node is in no epoch any more; the one it was in."""
+        """Leave the epoch; returns its record."""
         with self._looking:
-            left, self.current, self.verdict = self.current, None, None
-            if self.signal is None and self.error is None:
-                self.stop.clear()
+            left, self.current = self.current, None
+            self._go_on()
             return left
 
+    def _go_on(self) -> None:
+        """Let actions work again, unless this node itself has to end."""
+        self.verdict = None
+        if self.signal is None and self.error is None:
+            self.stop.clear()
+
     def newest_record(self) -> EpochRecord | None:
-        """The highest epoch record that parses."""
+        """Return the highest epoch record that parses."""
         return self.records.newest(self.look().records)
 
     def said(self, rank: int) -> dict[str, Any]:
@@ -297,20 +297,16 @@ class Watch:
                     if not is_away(error):
                         raise
                     self._away = str(error)
-        except SharedFsError as error:
-            self._abort(error)
         except BaseException as error:
-            self._abort(error)
-            raise
+            self.error = error
+            self.stop.set()
+            self._wake.set()
+            if not isinstance(error, SharedFsError):
+                raise
 
     def _pause_s(self) -> float:
         """Until an epoch is entered nodes look for each other's beats, so they come faster."""
         return self._cluster.beat_s if self.current else min(self._cluster.beat_s, STARTING_BEAT_S)
-
-    def _abort(self, error: BaseException) -> None:
-        self.error = error
-        self.stop.set()
-        self._wake.set()
 
     def beat(self) -> None:
         """Publish the next heartbeat."""

@@ -157,7 +157,7 @@ def nothing() -> None:
     return None
 
 
-def nobody(_board: Board) -> str:
+def nobody() -> str:
     return "nobody"
 
 
@@ -245,7 +245,7 @@ def test_long_wait_says_who_is_missing_every_half_minute(
 ) -> None:
     Clock(monkeypatch, waiter := make())
     with caplog.at_level(logging.INFO):
-        waiter.wait(never, nothing, lambda _board: "rank 2", 3.5 * SAY_AGAIN_S)
+        waiter.wait(never, nothing, lambda: "rank 2", 3.5 * SAY_AGAIN_S)
     said_s = [float(line.getMessage().split()[-2]) for line in caplog.records]
     assert said_s == [pytest.approx(number * SAY_AGAIN_S, abs=1.5) for number in (1, 2, 3)]
     assert all(line.getMessage().startswith("waiting for rank 2 for ") for line in caplog.records)

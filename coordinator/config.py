@@ -95,7 +95,7 @@ def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str
     for name in OPEN:
         actual |= {f"{name}.{key}": value for key, value in actual[name].items()}
     return [
-        f"{option_name(key)} is {_show(here)} here, but the master published {_show(actual.get(key))}"
+        f"{option_name(key)} is {show(here)} here, but the master published {show(actual.get(key))}"
         for key, here in check_each(given).items()
         if here != actual.get(key)
     ]
@@ -133,26 +133,29 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 OPTIONS = {
+    "model": "--model PATH_OR_ID",
+    "tasks": "--tasks FILE",
+    "eval_tasks": "--eval-tasks FILE",
+    "data_path": "--data-path DIR",
+    "rollout.reward": "--reward NAME",
+    "rollout.environment": "--environment NAME",
+    "iterations": "--iterations",
+    "eval.interval": "--eval-interval",
+    "rl_phase": "--rl-phase",
+    "rollout_split": "--rollout-split",
+    "engine.kind": "--engine",
+    "engine.url": "--engine-url URL",
     "cluster.num_nodes": "--num-nodes",
     "cluster.rank_weights": "--rank-weights",
     "cluster.expect_gpus": "--expect-gpus",
+    "cluster.on_node_failure": "--on-node-failure",
     "cluster.node_timeout_s": "--node-timeout",
     "cluster.rejoin_timeout_s": "--rejoin-timeout",
-    "cluster.on_node_failure": "--on-node-failure",
-    "data_path": "--data-path",
-    "model": "--model",
-    "tasks": "--tasks",
-    "eval_tasks": "--eval-tasks",
-    "rollout.reward": "--reward",
-    "rollout.environment": "--environment",
-    "rl_phase": "--rl-phase",
-    "rollout_split": "--rollout-split",
-    "eval.interval": "--eval-interval",
-    "iterations": "--iterations",
-    "engine.kind": "--engine",
-    "engine.url": "--engine-url",
 }
-"""Settings that have an option."""
+"""Settings that have an option, in the order of `run --help`, and what a text stands for there.
+
+`coordinator.commands.options` takes everything else from the settings.
+"""
 
 
 def _opened(key: str) -> str:
@@ -162,7 +165,7 @@ def _opened(key: str) -> str:
 
 def option_name(key: str) -> str:
     """What a user types for a setting: its option, else its dotted name."""
-    return OPTIONS.get(key, key)
+    return OPTIONS.get(key, key).partition(" ")[0]
 
 
 def _validate(flat: Mapping[str, Any]) -> RunSettings:
@@ -174,7 +177,7 @@ def _validate(flat: Mapping[str, Any]) -> RunSettings:
         for parent in parents:
             node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise SettingsError(f"{key}: {name}={_show(node)} holds nothing by name; leave one of them out")
+            raise SettingsError(f"{key}: {name}={show(node)} holds nothing by name; leave one of them out")
         node[leaf] = dict(value) if isinstance(value, Mapping) else value  # pyright: ignore
     try:
         return RunSettings.model_validate(tree)
@@ -190,7 +193,7 @@ def _one_line(error: ValidationError, key: str = "") -> str:
     if not key:
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         key = key if key in _known_keys() else key.rpartition(".")[0] or key
-    return f"{option_name(key)}={_show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"{option_name(key)}={show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
@@ -217,9 +220,10 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
             yield f"{prefix}{name}", field
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as a person types it: `2,1,1`, `0.5`; None is `not set`."""
     if isinstance(value, list | tuple):
-        return ",".join(_show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+        return ",".join(show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, float):
         return f"{value:g}"
     return "not set" if value is None else str(value)

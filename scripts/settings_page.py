@@ -4,10 +4,8 @@ A table a section: name, type, default, meaning (the docstring under the field),
 short name.
 """
 
-import ast
 import inspect
 import sys
-import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from coordinator.config import OPTIONS, TINY_DEFAULTS
+from coordinator.commands.options import docstrings
+from coordinator.config import OPTIONS, TINY_DEFAULTS, option_name
 from coordinator.node.inputs import NODE_LOCAL
 from coordinator.settings import RunSettings
 
@@ -95,26 +94,12 @@ def section(prefix: str, model: type[BaseModel]) -> str:
         if is_section(field.annotation):
             continue
         key = f"{prefix}.{name}" if prefix else name
-        option = f"`{OPTIONS[key]}`" if key in OPTIONS else ""
+        option = f"`{option_name(key)}`" if key in OPTIONS else ""
         meaning = meanings.get(name, "").replace("|", "\\|")
         kind = type_words(field.annotation, field.metadata)
         rows.append(f"| `{key}` | {kind} | {default(key, field.default)} | {meaning} | {option} |")
     about = " ".join(inspect.cleandoc(model.__doc__ or "").split())
     return "\n".join([f"## {prefix or 'The run'}", "", about, "", *rows, ""])
-
-
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The string that stands under each field of the class, in one line; fields without one are left out."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = " ".join(text.split())
-            case _:
-                pass
-    return found
 
 
 def undescribed() -> list[str]:

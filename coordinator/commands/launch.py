@@ -9,13 +9,13 @@ cannot come.
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from coordinator.commands.interrupts import Interrupts
 from coordinator.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE, Remote
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.records import MASTER
@@ -105,29 +105,6 @@ def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) ->
     return [
         [program, *role, "--log-path", str(root), *(() if rank else words)] for rank, role in enumerate(roles)
     ]
-
-
-class Interrupts:
-    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node; after
-    one more we wait for nobody.
-
-    The handler only notes the signal: it may interrupt anything, a lock included.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda received, _frame: self.received.append(received))
-
-    @property
-    def end_all(self) -> bool:
-        """Whether every node is to end by itself, without the master's word."""
-        return len(self.received) > 1 or any(number != signal.SIGINT for number in self.received)
-
-    @property
-    def end_waiting(self) -> bool:
-        """Whether one more has come since all nodes are to end: nobody wants to wait for them."""
-        return len(self.received) > (2 if self.received[:1] == [signal.SIGINT] else 1)
 
 
 def _connect(nodes: Sequence[Remote], interrupts: Interrupts) -> int:

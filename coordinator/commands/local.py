@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.commands.interrupts import Interrupts
 from coordinator.config import build
 from coordinator.directory import published
 from coordinator.machine.children import Child, Children
@@ -33,7 +34,7 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
     nodes = settings.cluster.num_nodes
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nodes))
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     with LiveView(root, sys.stdout) as shown, Children() as children:
         overrides = as_overrides({**given, "cluster.num_nodes": nodes})
         started: list[Child] = []
@@ -51,34 +52,16 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
-class _Interrupts:
-    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node.
-
-    The handler only notes the signal: it may interrupt anything, a child's lock included.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda received, _frame: self.received.append(received))
-        self._forwarded = 0
-
-    def forward(self, nodes: list[Child]) -> bool:
-        """Pass on what has come since the last call; whether all nodes have been told to end."""
-        everybody = len(self.received) > 1 or any(number != signal.SIGINT for number in self.received)
-        if len(self.received) > self._forwarded:
-            self._forwarded = len(self.received)
-            for node in nodes if everybody else nodes[:1]:
-                if node.poll() is None:
-                    os.kill(node.pid, signal.SIGTERM if everybody else signal.SIGINT)
-        return everybody
-
-
-def _follow(nodes: list[Child], interrupts: _Interrupts) -> list[int]:
-    """Wait until all have ended; their exit codes."""
+def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
+    """Pass on signals until all nodes have ended; their exit codes."""
     told_s = 0.0
     while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
-        told_s += LOOK_S if interrupts.forward(nodes) else 0.0
+        if interrupts.has_new():
+            number = signal.SIGTERM if interrupts.end_all else signal.SIGINT
+            for node in nodes if interrupts.end_all else nodes[:1]:
+                if node.poll() is None:
+                    os.kill(node.pid, number)
+        told_s += LOOK_S if interrupts.end_all else 0.0
         time.sleep(LOOK_S)
     return [code if (code := node.poll()) is not None else Exit.LOST for node in nodes]
 

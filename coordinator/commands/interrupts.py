@@ -4,10 +4,10 @@ import signal
 
 
 class Interrupts:
-    """Notes SIGINT, SIGTERM and SIGHUP from now on; the program asks for them when it can act.
+    """Note SIGINT, SIGTERM and SIGHUP from now on; the program asks for them when it can act.
 
     The first Ctrl+C is for the master, which tells the other nodes. A second one, or SIGTERM or SIGHUP, is
-    for every node. One more says that nobody wants to wait for the nodes.
+    for every node. After one more, the program must not wait for the nodes.
     """
 
     def __init__(self) -> None:
@@ -29,5 +29,5 @@ class Interrupts:
 
     @property
     def end_waiting(self) -> bool:
-        """Whether one more has come since `end_all`: nobody wants to wait for the nodes."""
+        """Whether one more has come after `end_all`: do not wait for the nodes."""
         return len(self.received) > (2 if self.received[:1] == [signal.SIGINT] else 1)

@@ -1,4 +1,4 @@
-"""`run local`: the nodes of a run as processes of this machine, in one terminal."""
+"""`run local`: start all nodes of a run as processes of this machine, in one terminal."""
 
 import json
 import os
@@ -23,11 +23,11 @@ from coordinator.views.terminal import LiveView
 
 LOOK_S = 0.25
 GRACE_S = 15.0
-"""After a second interrupt nodes have this long to end by themselves."""
+"""How long nodes may take to end by themselves after a second interrupt."""
 
 
 def run_local(root: Path, given: Mapping[str, Any]) -> int:
-    """Start all nodes, show them live, say what came of it; the first exit code that is not 0."""
+    """Start all nodes, show them live, print the results; return the first exit code that is not 0."""
     settings = build(given)
     check_log_path(root)
     load_inputs(settings, given)
@@ -53,7 +53,7 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
 
 
 def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
-    """Pass on signals until all nodes have ended; their exit codes."""
+    """Pass on signals until all nodes have ended; return their exit codes."""
     told_s = 0.0
     while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
         if interrupts.has_new():
@@ -67,10 +67,10 @@ def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
 
 
 def _say_results(root: Path) -> None:
-    """What came of it, and where it lies."""
+    """Print the rewards, and where the checkpoint, the report and the run are."""
     try:
         run = Run(root)
-    except SettingsError:  # it has ended before it was one
+    except SettingsError:  # it ended before the run began
         return
     lines = run.metrics()
     for title, name in (("reward    ", "reward"), ("evaluation", "eval_reward")):
@@ -79,9 +79,8 @@ def _say_results(root: Path) -> None:
         if texts:
             print(title, ", ".join(dict.fromkeys(texts)))
     if newest := published.checkpoints(run.run_dir)[-1:]:
-        print(
-            f"checkpoint {run.checkpoint(newest[0], verify=False)}"
-        )  # it was verified when it was published
+        path = run.checkpoint(newest[0], verify=False)  # it was verified when it was published
+        print(f"checkpoint {path}")
     if lines:
         _say_report(root)
     print(f"run        {root}")
@@ -89,13 +88,13 @@ def _say_results(root: Path) -> None:
 
 def _say_report(root: Path) -> None:
     try:
-        from coordinator.views.report import write_report  # not for those that are interrupted before
+        from coordinator.views.report import write_report  # an interrupted run need not load it
 
         print(f"report     {write_report(root, None)}")
-    except Exception as error:  # the run is done: no fault of a page may make it look failed
+    except Exception as error:  # the run is done: a fault of the page must not make it look failed
         print(f"report     none: {error}")
 
 
 def as_overrides(given: Mapping[str, Any]) -> list[str]:
-    """Settings as the arguments that say the same."""
+    """Write settings as the arguments of `run` that say the same."""
     return [f"{key}={json.dumps(value)}" for key, value in given.items()]

@@ -1,7 +1,7 @@
 """Write docs/settings.md from the settings models: `python scripts/settings_page.py`.
 
-A table a section: name, type, default, meaning (the docstring under the field), and the option that is its
-short name.
+One table per section: name, type, default, meaning (the docstring under the field), and the option that is
+a short name of the setting.
 """
 
 import inspect
@@ -44,17 +44,16 @@ learning_rate = 2e-6
 rank = 16
 ```
 
-What is given as `name=value` goes before an option, an option before the file, the file before the default.
-A value is JSON where it parses as such (`null`, `true`, `0.5`, `["stop here"]`), numbers in a list may be
-typed as `2,1,1`, and anything else is a text. An unknown name is an error. `run --dry-run` prints all
-settings, resolved. With `builtin:tiny`, the built-in model, some defaults are the demo's: they stand in
-brackets. The presets of `trainer.algorithm` are in [algorithms.md](algorithms.md).
+`name=value` wins over an option, an option over the file, and the file over the default. A value is JSON
+where it parses as such (`null`, `true`, `0.5`, `["stop here"]`); numbers in a list may be typed as `2,1,1`;
+anything else is a text. An unknown name is an error. `run --dry-run` prints all settings, resolved. Defaults
+in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The presets of
+`trainer.algorithm` are in [algorithms.md](algorithms.md).
 
-Only the master is given settings; workers read them from the run directory. What says something of one
-machine may differ on a worker, and is given there:
-{NODE_LOCAL_NAMES}.
-The model, the task file, `rollout.seed` and `trainer.lora` stay as they are for the whole run; everything
-else may change, and holds from the next start.
+Give settings only to the master; workers read them from the run directory. Settings of one machine may be
+different on a worker; give them there: {NODE_LOCAL_NAMES}.
+The model, the task file, `rollout.seed` and `trainer.lora` stay the same for the whole run. Everything else
+may change; a change takes effect at the next start.
 """
 KINDS = {
     str: "text",
@@ -67,13 +66,13 @@ SIGNS: dict[type, tuple[str, str]] = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<
 
 
 def page() -> str:
-    """The whole page, as it should lie in docs/settings.md."""
+    """Return the whole text of docs/settings.md."""
     sections = [section(name, model) for name, model in models()]
     return "\n".join([HEAD, *sections])
 
 
 def models(model: type[BaseModel] = RunSettings, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted name, model) of each section, the run's own first."""
+    """Yield (dotted name, model) of each section, the run's own first."""
     yield prefix, model
     for name, field in model.model_fields.items():
         inner: Any = field.annotation
@@ -82,12 +81,12 @@ def models(model: type[BaseModel] = RunSettings, prefix: str = "") -> Iterator[t
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether a field holds settings of its own."""
+    """Whether a field is itself a section."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def section(prefix: str, model: type[BaseModel]) -> str:
-    """A heading, what the model's docstring says, and the table."""
+    """Return a heading, the model's docstring, and the table."""
     meanings = docstrings(model)
     rows = ["| setting | type | default | meaning | option |", "|---|---|---|---|---|"]
     for name, field in model.model_fields.items():
@@ -103,7 +102,7 @@ def section(prefix: str, model: type[BaseModel]) -> str:
 
 
 def undescribed() -> list[str]:
-    """Settings without a docstring."""
+    """Return the settings without a docstring."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, model in models()
@@ -113,7 +112,7 @@ def undescribed() -> list[str]:
 
 
 def type_words(annotation: Any, metadata: Any = ()) -> str:
-    """A type for a person: `number > 0`, `wait`, `shrink` or `abort`, list of integers."""
+    """Write a type for a person: `number > 0`, `wait`, `shrink` or `abort`, list of integers."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_words(arguments[0], arguments[1].metadata)
@@ -134,14 +133,14 @@ def type_words(annotation: Any, metadata: Any = ()) -> str:
 
 
 def number(value: float) -> str:
-    """As a person types it: 1e-6, 0.28, 4096."""
+    """Write a number as a person types it: 1e-6, 0.28, 4096."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     mantissa, exponent, digits = text.partition("e")
     return f"{mantissa}e{int(digits)}" if exponent else text
 
 
 def typed(value: Any) -> str:
-    """A value as one would type it behind `=`."""
+    """Write a value as a person types it behind `=`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
@@ -152,7 +151,7 @@ def typed(value: Any) -> str:
 
 
 def default(key: str, value: Any) -> str:
-    """The default, and in brackets that of the built-in model where it has another."""
+    """Write the default, and in brackets the default of the built-in model if it is different."""
     tiny = f" (`{typed(TINY_DEFAULTS[key])}`)" if key in TINY_DEFAULTS else ""
     return f"`{typed(value)}`{tiny}"
 

@@ -37,7 +37,7 @@ launch_app = new_app()
 @status_app.command()
 def status(
     log_path: LogPath = Path("runs/default"),
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Live, until Ctrl+C.")] = False,
 ) -> int:
     """Show where each node is, what it waits for, its tasks done, and the rewards so far."""
@@ -162,7 +162,7 @@ def doctor(
     deadline: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> int:
     """Check whether this directory, this node and this network are fit for a run, and say what to do."""
     from coordinator.commands.doctor.run import doctor_rank, run_doctor

@@ -203,7 +203,7 @@ class Guest:
             if not greeted and time.monotonic() > self._came_s + limit_s:
                 break
         raise DoctorError(
-            f"rank 0 has not taken rank {self._rank} in; on the first node type: {first} (if it runs there, "
+            f"rank 0 has not admitted rank {self._rank}; on the first node type: {first} (if it runs there, "
             f"{self._root} is not the same directory on both nodes, or listings are outdated for longer)"
         )
 

@@ -63,7 +63,7 @@ def judge_nodes(hosts: Mapping[int, str], missing: Mapping[int, str]) -> Check:
     absent = ", ".join(map(str, sorted(missing)))
     figure = f"rank {absent} did not come" if len(missing) == 1 else f"ranks {absent} did not come"
     typed = "; ".join(f"on rank {rank}: {text}" for rank, text in sorted(missing.items()))
-    advice = f"{typed} (where it runs, the log path is not the same directory, or listings are outdated)"
+    advice = f"{typed} (if it runs there, the log path is not the same directory, or listings are outdated)"
     return Check("nodes", f"{figure}; {came}", "fail", advice, values)
 
 

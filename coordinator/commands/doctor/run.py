@@ -13,7 +13,7 @@ import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from coordinator.commands.doctor import probe as probe
+from coordinator.commands.doctor import probe
 from coordinator.commands.doctor.checks import Check, Mount, failed, judge_mount
 from coordinator.commands.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
 from coordinator.commands.doctor.peers import attend, checks_between

@@ -42,7 +42,7 @@ GIB = 2**30
         (judge.judge_move(64 * 2**20, 0.001, 2, True, 0.3), "warn", "copies"),
         (judge.judge_move(64 * 2**20, 0.9, 0, True, 0.3), "warn", "copies"),
         (judge.judge_move(64 * 2**20, 0.9, 0, True, 30.0), "ok", ""),
-        (judge.judge_move(64 * 2**20, 0.001, 0, False, 0.3), "fail", "not whole"),
+        (judge.judge_move(64 * 2**20, 0.001, 0, False, 0.3), "fail", "not complete"),
         (judge.judge_create(100, 0, 0, True), "ok", ""),
         (judge.judge_create(100, 0, 0, False), "warn", "--peers N"),
         (judge.judge_create(50, 0, 0, False, nodes=3), "ok", ""),

@@ -87,7 +87,7 @@ def _run_node(root: Path, given: dict[str, Any], master: bool, worker: str | Non
 
 
 def _node_app() -> typer.Typer:
-    """`run` without the name of a command; its options are made from the settings."""
+    """Make `run` without the name of a command; its options come from the settings."""
     from coordinator.commands.options import with_options
 
     app = new_app()

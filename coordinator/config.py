@@ -153,7 +153,7 @@ OPTIONS = {
     "cluster.node_timeout_s": "--node-timeout",
     "cluster.rejoin_timeout_s": "--rejoin-timeout",
 }
-"""Settings that have an option, in the order of `run --help`, and what a text stands for there.
+"""Settings that have an option, in the order of `run --help`; the second word names a value that is a text.
 
 `coordinator.commands.options` takes everything else from the settings.
 """

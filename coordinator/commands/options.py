@@ -1,4 +1,4 @@
-"""The options of `run`, made from the settings: the type gives the metavar, the docstring gives the help."""
+"""Make the options of `run` from the settings: type and docstring of a field give metavar and help."""
 
 import ast
 import inspect
@@ -16,9 +16,9 @@ from coordinator.settings import RunSettings
 
 
 def with_options(function: Callable[..., int]) -> Callable[..., int]:
-    """`function` with a parameter for each option in the place of its `**typed`.
+    """Return `function` with a parameter for each option in place of its `**typed`.
 
-    A value is passed on as it was typed: the settings refuse a wrong one themselves.
+    A value is passed on as it was typed; the settings refuse a wrong one.
     """
 
     @wraps(function)
@@ -38,17 +38,17 @@ def with_options(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def given_options(typed: dict[str, str | None]) -> dict[str, Any]:
-    """The settings whose options were typed, by their dotted names."""
+    """Return the settings whose options were typed, by dotted name."""
     return {key: typed[_parameter(key)] for key in OPTIONS if typed[_parameter(key)] is not None}
 
 
 def _parameter(key: str) -> str:
-    """The name of an option's parameter: `num_nodes`."""
+    """Name the parameter of an option: `num_nodes`."""
     return option_name(key).removeprefix("--").replace("-", "_")
 
 
 def _annotation(key: str) -> Any:
-    """The option of a setting, as typer reads it from a parameter."""
+    """Make the option of a setting, as typer reads it from a parameter."""
     model, name = _find(key)
     field = model.model_fields[name]
     metavar = OPTIONS[key].partition(" ")[2] or _metavar(name, field.annotation)
@@ -60,7 +60,7 @@ def _annotation(key: str) -> Any:
 
 
 def _find(key: str) -> tuple[type[BaseModel], str]:
-    """The model that holds a setting, and the setting's name in it."""
+    """Find the model that holds a setting, and the name of its field."""
     model: Any = RunSettings
     *sections, name = key.split(".")
     for section in sections:
@@ -69,7 +69,7 @@ def _find(key: str) -> tuple[type[BaseModel], str]:
 
 
 def _metavar(name: str, annotation: Any) -> str:
-    """What stands for a value in the help: `N`, `SECONDS`, `N,N,...`, `wait|shrink|abort`."""
+    """Name a value in the help: `N`, `SECONDS`, `N,N,...`, `wait|shrink|abort`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in {types.UnionType, Union}:
         return _metavar(name, next(kind for kind in arguments if kind is not type(None)))
@@ -85,10 +85,9 @@ def _metavar(name: str, annotation: Any) -> str:
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The text under each field of a model, in one line; a field without one is left out.
+    """Return the text under each field of a model, in one line; a field without a text is left out.
 
-    pydantic can collect these texts itself, but then every process pays for it whenever it imports the
-    settings.
+    pydantic can collect these texts too, but then every process that imports the settings pays for it.
     """
     (tree,) = [node for node in _classes(model.__module__) if node.name == model.__name__]
     return dict(_field_texts(tree))
@@ -105,6 +104,6 @@ def _field_texts(tree: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 @cache
 def _classes(module: str) -> list[ast.ClassDef]:
-    """The classes of a module, as they are written."""
+    """Parse the classes of a module."""
     body = ast.parse(inspect.getsource(sys.modules[module])).body
     return [node for node in body if isinstance(node, ast.ClassDef)]

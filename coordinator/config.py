@@ -1,12 +1,11 @@
-"""Where settings come from: defaults, then a file, then options and `key=value`; unknown key = error.
+"""Build the settings: defaults, then a file, then options, then `key=value`; an unknown key is an error.
 
-The master publishes the tree in each epoch record; a worker reads it from there, and whatever a worker is
-given of its own must agree with it.
+The master publishes the tree in each epoch record, and a worker reads it from there. What a worker is given
+itself must agree with the tree.
 """
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -25,13 +24,13 @@ TINY_DEFAULTS: dict[str, Any] = {
     "trainer.global_batch_size": 256,
     "trainer.max_tokens_per_microbatch": 2048,
 }
-"""What takes the place of the defaults while the model is builtin:tiny: the demo's recipe."""
+"""Defaults for builtin:tiny, in place of the general ones: the demo's recipe."""
 OPEN = ("engine.args", "rollout.ratio")
-"""Settings whose keys are the user's: the server's names of arguments, names of classes of tasks."""
+"""Settings whose keys the user chooses: arguments of the server, classes of tasks."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The settings of a .toml, .yaml or .json file as dotted keys."""
+    """Read the settings of a .toml, .yaml or .json file as dotted keys."""
     try:
         tree = _parse_file(path.read_text(encoding="utf-8"), path.suffix)
     except OSError as error:
@@ -44,8 +43,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_file(text: str, suffix: str) -> Any:
-    """What the text of a file says; ValueError if it says nothing."""
+    """Parse the text of a settings file; ValueError if it cannot be parsed."""
     if suffix == ".toml":
+        import tomllib
+
         return tomllib.loads(text)
     if suffix not in {".yaml", ".yml", ".json"}:
         raise ValueError("give a .toml or .yaml file")
@@ -59,7 +60,7 @@ def _parse_file(text: str, suffix: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`key=value` as (key, value); the value is JSON where it parses as such, else a string."""
+    """Split `key=value` into (key, value); the value is JSON where it parses as such, else a string."""
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise SettingsError(f"'{text}' is neither an option nor key=value, e.g. trainer.learning_rate=1e-6")
@@ -67,7 +68,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def parse_value(value: str) -> Any:
-    """A value typed by a person: JSON where it parses as such, `2,1,1` as a list, else the string."""
+    """Parse a value that a person typed: JSON where it parses as such, `2,1,1` as a list, else the string."""
     for text in (value, f"[{value}]"):
         try:
             return json.loads(text)
@@ -77,34 +78,34 @@ def parse_value(value: str) -> Any:
 
 
 def build(given: Mapping[str, Any]) -> RunSettings:
-    """Settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
+    """Build settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
     refuse_unknown(given)
     base = TINY_DEFAULTS if given.get("model", TINY) == TINY else {}
     return _validate({**base, **given})
 
 
 def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
-    """What the master published, with `given` over it: equal to `published` where nothing contradicts."""
+    """Put `given` over what the master published; the result equals `published` if nothing contradicts."""
     refuse_unknown(given)
     return _validate({**dict(flatten(published.model_dump(mode="json"))), **given})
 
 
 def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str]:
-    """What a worker was given that differs from what the master published, one line each."""
+    """List what a worker was given that differs from what the master published, one line each."""
     actual = dict(flatten(published.model_dump(mode="json")))
     for name in OPEN:
         actual |= {f"{name}.{key}": value for key, value in actual[name].items()}
     return [
-        f"{option_name(key)} is {_show(here)} here, but the master published {_show(actual.get(key))}"
+        f"{option_name(key)} is {show(here)} here, but the master published {show(actual.get(key))}"
         for key, here in check_each(given).items()
         if here != actual.get(key)
     ]
 
 
 def check_each(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given as the settings hold it, each setting by itself; SettingsError for one that is wrong.
+    """Check each given setting by itself and return it as the settings hold it; SettingsError if it is wrong.
 
-    So a worker, which does not know the other settings yet, can refuse what no master can have published.
+    A worker uses this before it knows the other settings, to refuse what no master can have published.
     """
     refuse_unknown(given)
     fields = dict(_fields(RunSettings))
@@ -123,7 +124,7 @@ def _check_one(key: str, field: FieldInfo, value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A nested tree as (dotted key, value); what is OPEN is one value."""
+    """Yield a nested tree as (dotted key, value); an OPEN setting is one value."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in OPEN:
@@ -133,36 +134,39 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 OPTIONS = {
+    "model": "--model PATH_OR_ID",
+    "tasks": "--tasks FILE",
+    "eval_tasks": "--eval-tasks FILE",
+    "data_path": "--data-path DIR",
+    "rollout.reward": "--reward NAME",
+    "rollout.environment": "--environment NAME",
+    "iterations": "--iterations",
+    "eval.interval": "--eval-interval",
+    "rl_phase": "--rl-phase",
+    "rollout_split": "--rollout-split",
+    "engine.kind": "--engine",
+    "engine.url": "--engine-url URL",
     "cluster.num_nodes": "--num-nodes",
     "cluster.rank_weights": "--rank-weights",
     "cluster.expect_gpus": "--expect-gpus",
+    "cluster.on_node_failure": "--on-node-failure",
     "cluster.node_timeout_s": "--node-timeout",
     "cluster.rejoin_timeout_s": "--rejoin-timeout",
-    "cluster.on_node_failure": "--on-node-failure",
-    "data_path": "--data-path",
-    "model": "--model",
-    "tasks": "--tasks",
-    "eval_tasks": "--eval-tasks",
-    "rollout.reward": "--reward",
-    "rollout.environment": "--environment",
-    "rl_phase": "--rl-phase",
-    "rollout_split": "--rollout-split",
-    "eval.interval": "--eval-interval",
-    "iterations": "--iterations",
-    "engine.kind": "--engine",
-    "engine.url": "--engine-url",
 }
-"""Settings that have an option."""
+"""Settings that have an option, in the order of `run --help`; the second word names a value that is a text.
+
+`coordinator.commands.options` takes everything else from the settings.
+"""
 
 
 def _opened(key: str) -> str:
-    """The OPEN setting below which `key` lies, or nothing."""
+    """The OPEN setting that `key` belongs to, or an empty text."""
     return next((name for name in OPEN if key.startswith(f"{name}.")), "")
 
 
 def option_name(key: str) -> str:
-    """What a user types for a setting: its option, else its dotted name."""
-    return OPTIONS.get(key, key)
+    """Return what a user types for a setting: its option, else its dotted name."""
+    return OPTIONS.get(key, key).partition(" ")[0]
 
 
 def _validate(flat: Mapping[str, Any]) -> RunSettings:
@@ -174,7 +178,7 @@ def _validate(flat: Mapping[str, Any]) -> RunSettings:
         for parent in parents:
             node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise SettingsError(f"{key}: {name}={_show(node)} holds nothing by name; leave one of them out")
+            raise SettingsError(f"{key}: {name}={show(node)} holds nothing by name; leave one of them out")
         node[leaf] = dict(value) if isinstance(value, Mapping) else value  # pyright: ignore
     try:
         return RunSettings.model_validate(tree)
@@ -183,18 +187,18 @@ def _validate(flat: Mapping[str, Any]) -> RunSettings:
 
 
 def _one_line(error: ValidationError, key: str = "") -> str:
-    """What is wrong; `key` is the setting that was validated alone."""
+    """Say what is wrong; `key` is the setting if it was validated alone."""
     first = error.errors()[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if not key:
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         key = key if key in _known_keys() else key.rpartition(".")[0] or key
-    return f"{option_name(key)}={_show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"{option_name(key)}={show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
-    """SettingsError for a key that is no setting, naming the nearest one."""
+    """Raise SettingsError for a key that is not a setting; the text names the nearest one."""
     known = _known_keys()
     for key in given:
         if key in known or _opened(key):
@@ -217,9 +221,10 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
             yield f"{prefix}{name}", field
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """Write a value as a person types it: `2,1,1`, `0.5`; None is `not set`."""
     if isinstance(value, list | tuple):
-        return ",".join(_show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+        return ",".join(show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, float):
         return f"{value:g}"
     return "not set" if value is None else str(value)

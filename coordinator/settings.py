@@ -1,4 +1,4 @@
-"""The settings tree of a run, one class per concern; those of `rollout` and `trainer` are theirs."""
+"""The settings tree of a run, one class per concern; `rollout` and `trainer` define their own."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -19,7 +19,7 @@ class SettingsError(ValueError):
 
 
 def parse_weights(text: str) -> list[float]:
-    """`2,1,1` as numbers."""
+    """Parse `2,1,1`; SettingsError for an item that is not a positive number."""
     weights: list[float] = []
     for item in text.split(","):
         try:
@@ -40,7 +40,7 @@ def _weights(given: Any) -> Any:
 
 
 def _gpus(given: Any) -> Any:
-    """`32` or `8,4,4` as a list of numbers."""
+    """Parse `32` or `8,4,4` into a list of numbers."""
     if isinstance(given, int):
         return [given]
     if not isinstance(given, str):
@@ -56,20 +56,20 @@ def _gpus(given: Any) -> Any:
 
 
 class ClusterSettings(Settings):
-    """The nodes and their patience."""
+    """The nodes, and how long they wait for each other."""
 
     num_nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes of the run, the master included."""
     rank_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
-    """One positive number a node: its share of the tasks and of the training tokens; default: equal."""
+    """One positive number per node: its share of the tasks and of the training tokens; default: equal."""
     expect_gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_gpus)] = None
-    """GPUs that must be there before work starts: the total of all nodes, or one number a node."""
+    """GPUs that must be there before work starts: the total of all nodes, or one number per node."""
     beat_s: Annotated[float, Field(gt=0)] = 2.0
     """Seconds between two heartbeats of a node."""
     node_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """A node whose heartbeat stands still for longer is lost."""
+    """A node is lost when its heartbeat has not changed for longer."""
     rejoin_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """How long nodes wait for the others to come."""
+    """How long nodes wait for the others to come, or to come back."""
     poll_max_s: Annotated[float, Field(gt=0)] = 0.5
     """Longest pause between two listings while a node waits."""
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
@@ -77,7 +77,7 @@ class ClusterSettings(Settings):
 
     @property
     def master_patience_s(self) -> float:
-        """How long workers hold for a silent master."""
+        """How long workers wait for a silent master."""
         return self.node_timeout_s if self.on_node_failure == "abort" else self.rejoin_timeout_s
 
     @model_validator(mode="after")
@@ -117,7 +117,7 @@ class ClusterSettings(Settings):
         return self
 
     def weight(self, rank: int) -> float:
-        """Weight of `rank`."""
+        """Return the weight of `rank`, 1 if no weights are set."""
         return self.rank_weights[rank] if self.rank_weights else 1.0
 
 
@@ -125,11 +125,11 @@ class CheckpointSettings(Settings):
     """Which checkpoints are kept."""
 
     keep_last: Annotated[int, Field(ge=2)] = 3
-    """The newest ones are kept; at least 2, or there is nothing to fall back to."""
+    """Keep this many of the newest checkpoints; at least 2, so that one is left to fall back to."""
     keep_every: Annotated[int, Field(ge=1)] | None = None
-    """Those of every so-many-th iteration are kept too; null: none."""
+    """Also keep the checkpoint of every n-th iteration; null: none."""
     keep_best: Annotated[int, Field(ge=0)] = 0
-    """So many with the best evaluation are kept too (without evaluations: the best sampled reward)."""
+    """Also keep this many with the best evaluation (without evaluations: with the best sampled reward)."""
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
@@ -140,12 +140,12 @@ def _names(given: Any) -> Any:
 
 
 class MetricsSettings(Settings):
-    """Where the metrics go beside metrics.jsonl."""
+    """Where the metrics are sent, in addition to metrics.jsonl."""
 
     sinks: Annotated[tuple[SinkName, ...], BeforeValidator(_names)] = ()
     """tensorboard, wandb, trackio; several separated by commas."""
     project: str = "flagpost"
-    """The run's project at W&B or trackio; its name is that of the log path."""
+    """The run's project at W&B or trackio; the run is named after its log path."""
 
 
 class TinySettings(Settings):
@@ -156,20 +156,20 @@ class TinySettings(Settings):
 
 
 class RunSettings(Settings):
-    """Everything that a run is told; published by the master."""
+    """All settings of a run; the master publishes them."""
 
     model: str = TINY
     """Hugging Face directory or id, or builtin:tiny."""
     tasks: str = "builtin:arithmetic"
     """JSON lines of the training tasks, builtin:arithmetic, or reasoning_gym:NAME,PARAMETER=VALUE,..."""
     eval_tasks: str | None = None
-    """As `tasks`, for evaluation; default: what `tasks` generates for it, if it is no file."""
+    """As `tasks`, for evaluation; default: what `tasks` generates for evaluation, if it is not a file."""
     data_path: str | None = None
-    """Read-only shared data: relative task files and models are looked up here, HF_HOME lies below it."""
+    """Read-only shared data: relative paths of task files and models start here, and HF_HOME is below it."""
     rl_phase: Literal["both", "rollout", "update"] = "both"
     """Which half of an iteration runs."""
     rollout_split: Literal["train-only", "eval-only"] | None = None
-    """Restricts the rollout half."""
+    """Do only this part of the rollout; default: both."""
     iterations: Annotated[int, Field(ge=1)] | None = None
     """Stop after this iteration; default: go on until stopped."""
     cluster: ClusterSettings = ClusterSettings()
@@ -240,7 +240,7 @@ class RunSettings(Settings):
 
     @classmethod
     def published(cls, document: Mapping[str, Any]) -> Self:
-        """The settings that an epoch record holds; SettingsError if another version has written them."""
+        """Read the settings of an epoch record; SettingsError if another version of flagpost wrote them."""
         try:
             return cls.model_validate(document)
         except ValidationError as error:
@@ -257,7 +257,7 @@ class RunSettings(Settings):
 
     @property
     def evaluation_tasks(self) -> str | None:
-        """The evaluation tasks' source, or None for no evaluation."""
+        """The source of the evaluation tasks; None for no evaluation."""
         if self.eval_tasks is None and self.tasks.startswith(GENERATED):
             return self.tasks
         return self.eval_tasks

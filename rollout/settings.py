@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 GENERATED = ("builtin:", "reasoning_gym:")
-"""How sources of tasks begin that are no file, and have tasks for training and for evaluation."""
+"""A source of tasks that begins so is not a file; it has tasks for training and for evaluation."""
 
 
 class Settings(BaseModel):
-    """A frozen concern of the settings tree; an unknown name is an error."""
+    """One part of the settings tree, frozen; an unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -19,7 +19,7 @@ class RolloutSettings(Settings):
     """What is generated in an iteration, and how it is scored."""
 
     tasks_per_iteration: Annotated[int, Field(ge=1)] = 128
-    """Slots of a training iteration; each is one task and becomes one group."""
+    """Slots of a training iteration; each slot holds one task, which becomes one group."""
     samples_per_task: Annotated[int, Field(ge=1)] = 8
     """Samples of a group."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
@@ -27,44 +27,44 @@ class RolloutSettings(Settings):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus; below 1 the engine's logprobs are no longer comparable to the trainer's."""
+    """Nucleus sampling; below 1 the engine's logprobs can no longer be compared with the trainer's."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, beside the end-of-sequence token."""
+    """Strings that end a completion, in addition to the end-of-sequence token."""
     concurrency: Annotated[int, Field(ge=1)] = 256
-    """Samples in flight on one node at most."""
+    """Most samples that one node generates at the same time."""
     group_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A group that takes longer is given up."""
     completion_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Once this fraction of a node's groups is finished, the rest have `grace_period_s` left."""
     grace_period_s: Annotated[float, Field(ge=0)] = 60.0
-    """What is not finished by then is cancelled and given up: reported, and not trained on."""
+    """A group that is not finished by then is cancelled and given up: reported, and not trained on."""
     over_sample: Annotated[float, Field(ge=1)] = 1.0
-    """So many times the groups that are needed are begun; the first to finish are kept."""
+    """Begin this many times the groups that are needed, and keep the first to finish."""
     dynamic_sampling: bool = False
-    """Groups whose samples all have the same reward are replaced by groups of further tasks."""
+    """Replace groups whose samples all have the same reward by groups of further tasks."""
     dynamic_limit: Annotated[float, Field(ge=1)] = 3.0
     """How many times `tasks_per_iteration` dynamic sampling may begin in an iteration."""
     on_reward_error: Literal["sample", "run"] = "sample"
-    """What a reward function that raises costs: its sample (counted, the first traceback logged), or the
+    """What ends when a reward function raises: the sample (counted, the first traceback logged), or the
     run."""
     task_sampling: Literal["uniform", "ratio", "curriculum"] = "uniform"
-    """Which tasks come next: all in a random order before any comes again; classes of tasks in fixed shares
-    (`ratio`); or rather those that past policies solved sometimes but not always."""
+    """Which tasks come next. uniform: all in a random order before any comes again; ratio: classes of tasks
+    in fixed shares; curriculum: rather tasks that past policies solved sometimes but not always."""
     ratio_field: str = "source"
     """The field of a task that names its class."""
     ratio: dict[str, Annotated[float, Field(ge=0)]] = {}
     """Share of each class, e.g. rollout.ratio.easy=1 rollout.ratio.hard=3."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """A node whose rollout finishes no group for so long, beside the start of its engine, is lost to the
-    others; null: it may take as long as it likes."""
+    """A node is lost when its rollout has finished no group for this long, the start of its engine not
+    counted; null: never."""
     part_interval_s: Annotated[float, Field(gt=0)] = 2.0
     """Finished groups are made durable at least this often."""
     seed: int = 0
-    """Seed of the run: tasks, samples and the built-in model follow from it."""
+    """Seed of the run; it decides the tasks, the samples and the built-in model."""
     reward: str = "exact"
     """exact, numeric, regex, length, math, reasoning_gym, or module:function."""
     environment: str = "single_turn"
-    """single_turn, calculator, demonstration (of trainer.algorithm=sft), or module:function."""
+    """single_turn, calculator, demonstration (for trainer.algorithm=sft), or module:function."""
 
 
 class EvalSettings(Settings):
@@ -88,36 +88,37 @@ class EngineSettings(Settings):
     """The server that generates."""
 
     kind: Literal["auto", "vllm", "torch"] = "auto"
-    """auto takes vLLM where it is installed and finds a GPU, else the embedded engine."""
+    """auto: vLLM where it is installed and finds a GPU, else torch, the embedded engine."""
     url: str | None = None
-    """Base URL of a server that the user runs, without /v1; it is never started or stopped by us."""
+    """Base URL, without /v1, of a server that the user runs; a run never starts or stops it."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
-    """Of the embedded engine. float64: a sample does not depend on what else is in its batch."""
+    """Number type of the embedded engine. float64: a sample does not depend on the rest of its batch."""
     max_batch: Annotated[int, Field(ge=1)] = 256
     """Sequences that the embedded engine decodes together."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas."""
     sleep: Literal[1, 2, "restart"] = 1
-    """How vLLM frees its GPU while the trainer has it: 1 keeps the weights in host memory, 2 drops them,
-    restart ends the server."""
+    """How vLLM frees its GPU for the trainer: 1 keeps the weights in host memory, 2 drops them, restart ends
+    the server."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.1
-    """How far the engine's logprobs on the checkpoint's probe may lie from the trainer's: mean absolute
-    difference, natural logarithm. More is weights that were loaded wrongly."""
+    """Largest mean absolute difference between the logprobs of engine and trainer (natural logarithm) on the
+    checkpoint's probe. If it is larger, the weights were loaded wrongly."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A server that does not answer by then is a failure."""
+    """A server that has not answered by then has failed."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """One request to the server."""
+    """Longest time that one request to the server may take."""
     health_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """A server of ours that does not answer for so long while it generates is killed, and started again."""
+    """A server that the run started is killed and started again if it does not answer for this long
+    while it generates."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a server that dies is started again within one rollout of a node."""
+    """How often a node starts a server that died again within one rollout."""
     args: dict[str, Any] = {}
     """Further arguments of `vllm serve`."""
 
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
-        """Refuse what no server can be asked at."""
+        """Refuse a URL at which no server can be asked."""
         if url is None:
             return None
         try:

@@ -1,13 +1,11 @@
 """Write docs/settings.md from the settings models: `python scripts/settings_page.py`.
 
-A table a section: name, type, default, meaning (the docstring under the field), and the option that is its
-short name.
+One table per section: name, type, default, meaning (the docstring under the field), and the option that is
+a short name of the setting.
 """
 
-import ast
 import inspect
 import sys
-import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from coordinator.config import OPTIONS, TINY_DEFAULTS
+from coordinator.commands.options import docstrings
+from coordinator.config import OPTIONS, TINY_DEFAULTS, option_name
 from coordinator.node.inputs import NODE_LOCAL
 from coordinator.settings import RunSettings
 
@@ -45,17 +44,16 @@ learning_rate = 2e-6
 rank = 16
 ```
 
-What is given as `name=value` goes before an option, an option before the file, the file before the default.
-A value is JSON where it parses as such (`null`, `true`, `0.5`, `["stop here"]`), numbers in a list may be
-typed as `2,1,1`, and anything else is a text. An unknown name is an error. `run --dry-run` prints all
-settings, resolved. With `builtin:tiny`, the built-in model, some defaults are the demo's: they stand in
-brackets. The presets of `trainer.algorithm` are in [algorithms.md](algorithms.md).
+`name=value` wins over an option, an option over the file, and the file over the default. A value is JSON
+where it parses as such (`null`, `true`, `0.5`, `["stop here"]`); numbers in a list may be typed as `2,1,1`;
+anything else is a text. An unknown name is an error. `run --dry-run` prints all settings, resolved. Defaults
+in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The presets of
+`trainer.algorithm` are in [algorithms.md](algorithms.md).
 
-Only the master is given settings; workers read them from the run directory. What says something of one
-machine may differ on a worker, and is given there:
-{NODE_LOCAL_NAMES}.
-The model, the task file, `rollout.seed` and `trainer.lora` stay as they are for the whole run; everything
-else may change, and holds from the next start.
+Give settings only to the master; workers read them from the run directory. Settings of one machine may be
+different on a worker; give them there: {NODE_LOCAL_NAMES}.
+The model, the task file, `rollout.seed` and `trainer.lora` stay the same for the whole run. Everything else
+may change; a change takes effect at the next start.
 """
 KINDS = {
     str: "text",
@@ -68,13 +66,13 @@ SIGNS: dict[type, tuple[str, str]] = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<
 
 
 def page() -> str:
-    """The whole page, as it should lie in docs/settings.md."""
+    """Return the whole text of docs/settings.md."""
     sections = [section(name, model) for name, model in models()]
     return "\n".join([HEAD, *sections])
 
 
 def models(model: type[BaseModel] = RunSettings, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted name, model) of each section, the run's own first."""
+    """Yield (dotted name, model) of each section, the run's own first."""
     yield prefix, model
     for name, field in model.model_fields.items():
         inner: Any = field.annotation
@@ -83,19 +81,19 @@ def models(model: type[BaseModel] = RunSettings, prefix: str = "") -> Iterator[t
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether a field holds settings of its own."""
+    """Whether a field is itself a section."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def section(prefix: str, model: type[BaseModel]) -> str:
-    """A heading, what the model's docstring says, and the table."""
+    """Return a heading, the model's docstring, and the table."""
     meanings = docstrings(model)
     rows = ["| setting | type | default | meaning | option |", "|---|---|---|---|---|"]
     for name, field in model.model_fields.items():
         if is_section(field.annotation):
             continue
         key = f"{prefix}.{name}" if prefix else name
-        option = f"`{OPTIONS[key]}`" if key in OPTIONS else ""
+        option = f"`{option_name(key)}`" if key in OPTIONS else ""
         meaning = meanings.get(name, "").replace("|", "\\|")
         kind = type_words(field.annotation, field.metadata)
         rows.append(f"| `{key}` | {kind} | {default(key, field.default)} | {meaning} | {option} |")
@@ -103,22 +101,8 @@ def section(prefix: str, model: type[BaseModel]) -> str:
     return "\n".join([f"## {prefix or 'The run'}", "", about, "", *rows, ""])
 
 
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The string that stands under each field of the class, in one line; fields without one are left out."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = " ".join(text.split())
-            case _:
-                pass
-    return found
-
-
 def undescribed() -> list[str]:
-    """Settings without a docstring."""
+    """Return the settings without a docstring."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, model in models()
@@ -128,7 +112,7 @@ def undescribed() -> list[str]:
 
 
 def type_words(annotation: Any, metadata: Any = ()) -> str:
-    """A type for a person: `number > 0`, `wait`, `shrink` or `abort`, list of integers."""
+    """Write a type for a person: `number > 0`, `wait`, `shrink` or `abort`, list of integers."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_words(arguments[0], arguments[1].metadata)
@@ -149,14 +133,14 @@ def type_words(annotation: Any, metadata: Any = ()) -> str:
 
 
 def number(value: float) -> str:
-    """As a person types it: 1e-6, 0.28, 4096."""
+    """Write a number as a person types it: 1e-6, 0.28, 4096."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     mantissa, exponent, digits = text.partition("e")
     return f"{mantissa}e{int(digits)}" if exponent else text
 
 
 def typed(value: Any) -> str:
-    """A value as one would type it behind `=`."""
+    """Write a value as a person types it behind `=`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
@@ -167,7 +151,7 @@ def typed(value: Any) -> str:
 
 
 def default(key: str, value: Any) -> str:
-    """The default, and in brackets that of the built-in model where it has another."""
+    """Write the default, and in brackets the default of the built-in model if it is different."""
     tiny = f" (`{typed(TINY_DEFAULTS[key])}`)" if key in TINY_DEFAULTS else ""
     return f"`{typed(value)}`{tiny}"
 

@@ -24,18 +24,18 @@ class TrainerSettings(Settings):
     """One training phase: the batch, the loss, the optimizer, the model's layout, the processes."""
 
     algorithm: str = "default"
-    """A preset of trainer.algorithms: what it says of the settings down to `replay_power` holds unless they
+    """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
     are given themselves."""
     advantage: Literal["centred", "standardised", "leave_one_out", "whitened", "one"] = "centred"
-    """What a sample's reward becomes: r - mean of its group; the same over the group's standard deviation;
-    r - mean of the others; r - mean of its group, whitened over the batch; 1 for every sample."""
+    """How a reward r becomes an advantage: r - mean of its group; the same over the group's standard
+    deviation; r - mean of the others; r - mean of its group, whitened over the batch; 1 for every sample."""
     ratio: Literal["token", "sequence"] = "token"
-    """Of pi_theta / pi_old: each token's own, or one for a sequence, the geometric mean of its tokens'."""
+    """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
     clip: Literal["ppo", "dual", "cispo", "none", "likelihood"] = "ppo"
-    """What is done with the ratio: PPO's clip; that with a floor (`dual_clip`); CISPO's; nothing; or no ratio
-    at all, A log pi (likelihood)."""
+    """What is done with the ratio: PPO's clip; PPO's clip with a floor (`dual_clip`); CISPO's clip; nothing;
+    or no ratio at all, A log pi (likelihood)."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """How far below 1 the ratio may count."""
+    """How far below 1 the ratio may go; see `clip_high`."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
@@ -44,8 +44,8 @@ class TrainerSettings(Settings):
     """Mean over all tokens of an optimizer step; mean over sequences of the mean over their tokens; the sum
     over sequences and tokens, divided by sequences x rollout.max_tokens."""
     engine_correction: Literal["off", "truncated", "masked"] = "truncated"
-    """Weight of a token for the engine's own numerics, w = pi_old / mu_engine: none; min(w, cap); w, but 0
-    above the cap or below its inverse."""
+    """Weight of a token that corrects for the engine's own numerics, w = pi_old / mu_engine: none; min(w,
+    cap); w, but 0 above the cap or below its inverse."""
     engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
     """The largest weight of `engine_correction`."""
     kl: Literal["off", "k1", "k2", "k3"] = "off"
@@ -53,16 +53,16 @@ class TrainerSettings(Settings):
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """What `kl` is multiplied by."""
     keep_flat_groups: bool = False
-    """Keep groups whose samples all have the same advantage 0: they teach nothing but count in the mean."""
+    """Keep groups whose samples all have the advantage 0: they teach nothing but count in the mean."""
     overlong: Literal["keep", "penalise", "drop"] = "keep"
-    """Samples that come close to rollout.max_tokens: as they are; their reward falls by up to 1 over the last
-    `overlong_buffer` tokens (DAPO); or those that were cut are not trained on."""
+    """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
+    last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Fraction of rollout.max_tokens."""
+    """See `overlong`; a fraction of rollout.max_tokens."""
     reward_threshold: float | None = None
     """Train only on samples with this reward or more; null: on all."""
     replay_window: Annotated[int, Field(ge=1)] = 1
-    """Iterations whose groups a batch is drawn from, this one included; 1: on-policy."""
+    """Draw a batch from the groups of this many iterations, this one included; 1: on-policy."""
     replay_power: Annotated[float, Field(ge=0)] = 1.0
     """Groups of the window's p-th iteration, 0 the oldest, are drawn with the weight (p + 1)^replay_power."""
 
@@ -73,53 +73,53 @@ class TrainerSettings(Settings):
     global_batch_size: Annotated[int, Field(ge=1)] = 512
     """Sequences of one optimizer step, over all ranks."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's."""
+    """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Not applied to norms and biases."""
+    """AdamW's weight decay; not applied to norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Global gradient norm after the reduction."""
+    """Largest global norm of the gradient, after the reduction over all ranks."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 8192
-    """Sequences are packed into microbatches of at most this many tokens (a longer sequence is one alone)."""
+    """Pack sequences into microbatches of at most this many tokens (a longer sequence is one by itself)."""
 
     share_prompts: bool = True
-    """Compute the prompt of a group once for several of its samples, where that is cheaper than the attention
-    mask that it takes, and the model heeds the mask."""
+    """Compute the prompt of a group once for several of its samples, where the model supports the attention
+    mask for it and the mask costs less than it saves."""
 
     layout: Literal["auto", "replicated", "sharded"] = "auto"
-    """Every rank holds the whole model and its optimizer's state, or a shard of them (FSDP2); auto: sharded
-    from `shard_from_parameters` on, where there are several ranks."""
+    """Every rank holds the whole model and optimizer state (replicated), or a shard of them (sharded, FSDP2);
+    auto: sharded from `shard_from_parameters` on, where there are several ranks."""
     shard_from_parameters: Annotated[float, Field(ge=0)] = 2e8
-    """Parameters of a model that is worth sharding."""
+    """Smallest number of parameters at which `layout=auto` shards."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs of a node that share each layer."""
     activation_checkpointing: bool = True
-    """Layers are computed again in the backward pass instead of kept, where the model is sharded."""
+    """Compute layers again in the backward pass instead of keeping them, where the model is sharded."""
     cpu_offload: bool = False
-    """A sharded model and its optimizer's state lie in host memory, and come to the GPU layer by layer."""
+    """Keep a sharded model and its optimizer state in host memory; they come to the GPU layer by layer."""
     lora: LoraSettings = LoraSettings()
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the weights that are served; auto: bfloat16 from a GPU, float32 from a CPU. The optimizer's own are
-    float32."""
+    """Number type of the weights that are served; auto: bfloat16 from a GPU, float32 from a CPU. The
+    optimizer keeps its own weights in float32."""
     save_interval: Annotated[int, Field(ge=1)] = 1
-    """The optimizer's state is saved with every checkpoint (1), or with every so-many-th, in the background:
-    then a restart repeats up to so many iterations' steps, from their batches."""
+    """Save the optimizer's state with every checkpoint (1), or in the background with every n-th; a restart
+    then repeats the steps of up to n iterations, from their batches."""
 
     processes_per_node: Annotated[int, Field(ge=0)] = 0
-    """Training processes of a node; 0: one per GPU, one on a machine without."""
+    """Training processes of a node; 0: one per GPU, or one on a machine without GPUs."""
     threads_per_process: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of a training process without a GPU; 0: the machine's cores shared among its processes."""
+    """CPU threads of a training process without a GPU; 0: the processes of a machine share its cores."""
     keep_alive: bool = True
-    """Keep the training job between iterations; false: launch it anew for each."""
+    """Keep the training job between iterations; false: launch a new one for each."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """How often training of an iteration is tried, each time anew from the last checkpoint."""
+    """How often training of an iteration is tried, each time from the last checkpoint."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """The processes of all nodes must have met by then."""
+    """How long the processes of all nodes may take to connect."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 900.0
-    """Of torch.distributed: a collective that takes longer fails. Less than `stall_timeout_s`, or nothing is
-    left that says which one."""
+    """A collective of torch.distributed that takes longer fails. Keep it below `stall_timeout_s`, else
+    nothing says which one hung."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
-    """Training has failed if its progress stands still for so long, and a node that is in any other row but a
-    rollout for so long is lost (the longest one reads a checkpoint to verify it); null: never."""
+    """Training has failed if it makes no progress for this long. A node is lost if any other row but a
+    rollout takes this long (the longest such row reads a checkpoint to verify it); null: never."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

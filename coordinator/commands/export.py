@@ -1,4 +1,4 @@
-"""`run export`: a checkpoint as a directory for the Hugging Face Hub, or for anything that loads such."""
+"""`run export`: copy a checkpoint into a directory that the Hugging Face Hub, or a server, can take."""
 
 import json
 import os
@@ -21,9 +21,9 @@ CARD = "README.md"
 
 
 def export(root: Path, iteration: int | None, target: Path) -> list[str]:
-    """Copy the model of `iteration` (None: the newest) into `target`, with a model card; its files' names.
+    """Copy the model of `iteration` (None: the newest) into `target`, with a model card; return file names.
 
-    Every copy is verified. `target` appears whole or not at all; SettingsError: not at all.
+    Every copy is verified. `target` appears complete or, after a SettingsError, not at all.
     """
     run_dir = RunDir(root)
     if run_dir.run_json.name not in published.names(root):
@@ -58,7 +58,7 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
 
 
 def _copy(source: Path, target: Path, wanted: Mapping[str, Any]) -> None:
-    """Copy the files `wanted` with these facts; SettingsError for one that is missing or has others."""
+    """Copy the files `wanted`; SettingsError for one that is missing or does not have these facts."""
     there = [name for name in wanted if name in published.names(source)]
     for name in there:
         shutil.copy(source / name, target / name)
@@ -70,9 +70,9 @@ def _copy(source: Path, target: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def _name_base(directory: Path, run: dict[str, Any]) -> None:
-    """Let an adapter say which model it belongs to as the user said it, not where that lies on a node.
+    """Write the user's name of the base model into an adapter, in place of a path on a node.
 
-    The built-in model has no name that anything else could load: it stays where the run has it.
+    The built-in model keeps its path in the run: no other program can load it by name.
     """
     path, model = directory / ADAPTER_CONFIG, run["fixed"]["model"]["name"]
     if path.is_file() and not model.startswith(TINY):
@@ -81,7 +81,7 @@ def _name_base(directory: Path, run: dict[str, Any]) -> None:
 
 
 def _card(run_dir: RunDir, run: dict[str, Any], iteration: int) -> str:
-    """README.md of the model, with the metadata that the Hub reads."""
+    """The README.md of the model, with the metadata that the Hub reads."""
     model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
     is_local = model.startswith(("/", ".", "builtin:"))
     library = "peft" if is_adapter(run_dir.checkpoint(iteration)) else "transformers"

@@ -1,21 +1,20 @@
-"""`run launch`: a node on each of several hosts over ssh, in one terminal.
+"""`run launch`: start a node on each of several hosts over ssh, in one terminal.
 
-Nothing is started before the options are understood and every host has answered. From then on the nodes are
-what they are when each is started by hand: they tell each other how the run goes, and a node that is lost
-may be brought back by hand. Here we pass on signals and lines, and end all nodes that wait for one that
-cannot come.
+The launcher starts nothing before it has understood the options and every host has answered. The nodes then
+work as if each was started by hand: they tell each other how the run goes, and a person may bring a lost node
+back by hand. The launcher passes on signals and output, and ends nodes that wait for one that cannot come.
 """
 
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from coordinator.commands.interrupts import Interrupts
 from coordinator.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE, Remote
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.records import MASTER
@@ -23,20 +22,20 @@ from coordinator.settings import SettingsError
 
 POLL_S = 0.1
 PING_S = 10.0
-"""How often the hosts hear that we are still here."""
+"""How often the launcher tells the hosts that it is still there."""
 ANSWER_S = 60.0
-"""How long a host may take from the first packet to its shell."""
+"""How long a host may take until its shell answers."""
 CUT_OFF_S = 5.0
-"""How long ssh may take to say that a node is killed, beyond its grace."""
+"""How long ssh may take, beyond GRACE_S, to report that a node was killed."""
 GIVEN = {"--master", "--worker", "--num-nodes", "--log-path", "cluster.num_nodes", "--version"}
-"""What --hosts decides, and what is no option of a run."""
+"""What --hosts decides, and what does not start a node."""
 
 
 def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = "ssh", program: str | None = None) -> int:
-    """Start a node on each host, show what they say; the first exit code that is not 0.
+    """Start a node on each host and show their output; return the first exit code that is not 0.
 
-    `words` are options of `run` and `key=value`; `program` is the path of `run` on the hosts, `ssh` a
-    command with options. SettingsError: nothing was started.
+    `words` are options of `run` and `key=value`. `program` is the path of `run` on the hosts, `ssh` a
+    command with options. After a SettingsError nothing was started.
     """
     names = _parse_hosts(hosts)
     settings = _understood(words, len(names))
@@ -57,7 +56,7 @@ def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = "ssh", progr
 
 
 def _parse_client(ssh: str) -> list[str]:
-    """The words of --ssh."""
+    """Split --ssh into words; SettingsError if there is no such program."""
     try:
         words = shlex.split(ssh)
     except ValueError as error:
@@ -68,7 +67,7 @@ def _parse_client(ssh: str) -> list[str]:
 
 
 def _parse_hosts(hosts: str) -> list[str]:
-    """The hosts in order of rank; one may come twice, and has two nodes then."""
+    """Split --hosts, in order of rank; a host that is named twice gets two nodes."""
     names = [name.strip() for name in hosts.split(",")]
     for name in names:
         if not name or name.startswith("-") or len(name.split()) > 1:
@@ -79,7 +78,7 @@ def _parse_hosts(hosts: str) -> list[str]:
 
 
 def _understood(words: Sequence[str], nodes: int) -> str:
-    """The settings that `words` come to, as `run --dry-run` prints them; SettingsError as it refuses them."""
+    """Return the settings of `words` as `run --dry-run` prints them; SettingsError if it refuses them."""
     for word in words:
         name = word.partition("=")[0]
         if name in GIVEN:
@@ -94,44 +93,21 @@ def _understood(words: Sequence[str], nodes: int) -> str:
 
 
 def _this_program() -> str:
-    """`run` as it is installed here: a shared home, or the same installation, has it in the same place."""
+    """The path of `run` here; a shared home, or an equal installation, has it in the same place."""
     beside = Path(sys.executable).with_name("run")
     return str(beside if beside.exists() else Path(sys.argv[0]).absolute())
 
 
 def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) -> list[list[str]]:
-    """What is started on each host, in order of rank; workers read their settings from the master."""
+    """The command for each host, in order of rank; workers read their settings from the master."""
     roles = [["--master", "--num-nodes", str(nodes)]] + [["--worker", str(rank)] for rank in range(1, nodes)]
     return [
         [program, *role, "--log-path", str(root), *(() if rank else words)] for rank, role in enumerate(roles)
     ]
 
 
-class Interrupts:
-    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node; after
-    one more we wait for nobody.
-
-    The handler only notes the signal: it may interrupt anything, a lock included.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda received, _frame: self.received.append(received))
-
-    @property
-    def end_all(self) -> bool:
-        """Whether every node is to end by itself, without the master's word."""
-        return len(self.received) > 1 or any(number != signal.SIGINT for number in self.received)
-
-    @property
-    def end_waiting(self) -> bool:
-        """Whether one more has come since all nodes are to end: nobody wants to wait for them."""
-        return len(self.received) > (2 if self.received[:1] == [signal.SIGINT] else 1)
-
-
 def _connect(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
-    """Wait until every host has answered, then start all nodes; 0, or the exit code if one did not."""
+    """Wait until every host has answered, then start all nodes; return 0, or an exit code if one did not."""
     deadline_s = time.monotonic() + ANSWER_S
     while any(not node.is_ready and node.poll() is None for node in nodes) and time.monotonic() < deadline_s:
         if interrupts.received:
@@ -151,9 +127,9 @@ def _connect(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
 
 
 def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
-    """Pass on signals until all nodes have ended; the first exit code that is not 0.
+    """Pass on signals until all nodes have ended; return the first exit code that is not 0.
 
-    After SIGTERM from here a node has GRACE_S; then it is cut off.
+    After SIGTERM from here a node has GRACE_S to end; then it is cut off.
     """
     codes: dict[int, int] = {}
     passed_on, over_s, told_s, pinged_s = False, None, None, float("-inf")
@@ -190,7 +166,7 @@ def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
 
 
 def _close(nodes: Sequence[Remote], interrupts: Interrupts) -> None:
-    """End what still runs: all at once, and no wait for one is added to that for another."""
+    """End the nodes that still run: all at once, so that their waits do not add up."""
     for node in nodes:
         node.cut_off()
     before, deadline_s = len(interrupts.received), time.monotonic() + GRACE_S + CUT_OFF_S
@@ -206,16 +182,16 @@ def _close(nodes: Sequence[Remote], interrupts: Interrupts) -> None:
 
 
 def is_over(codes: Mapping[int, int], interrupted: bool) -> bool:
-    """Whether a run has ended for all nodes: soon they know of it, unless they came too late to be told.
+    """Whether the run has ended for all nodes. They soon know it, unless they came too late to be told.
 
-    `codes`: the exit code of each rank that has ended. That a node is lost (3), or was ended (130), is for
-    the others to judge: they may hold for it.
+    `codes`: the exit code of each rank that has ended. A node that is lost (3) or was ended (130) decides
+    nothing here: the others may wait for it.
     """
     return Exit.FAILED in codes.values() or (interrupted and MASTER in codes)
 
 
 def _note_ended(nodes: Sequence[Remote], codes: dict[int, int]) -> None:
-    """Add the exit codes of nodes that have ended, and say what they cannot have said themselves."""
+    """Add the exit codes of nodes that have ended, and say what they could not say themselves."""
     for rank, node in enumerate(nodes):
         if rank in codes or (code := node.poll()) is None:
             continue
@@ -227,7 +203,7 @@ def _note_ended(nodes: Sequence[Remote], codes: dict[int, int]) -> None:
 
 
 def _exit_code(code: int) -> int:
-    """Of `run`, from one of ssh or bash."""
+    """Turn an exit code of ssh or bash into one of `run`."""
     if code == LOST_CODE or code < 0:
         return Exit.LOST
     return Exit.USAGE if code in {126, NO_PROGRAM_CODE} else code

@@ -1,4 +1,4 @@
-"""`run local`: the nodes of a run as processes of this machine, in one terminal."""
+"""`run local`: start all nodes of a run as processes of this machine, in one terminal."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.commands.interrupts import Interrupts
 from coordinator.config import build
 from coordinator.directory import published
 from coordinator.machine.children import Child, Children
@@ -22,18 +23,18 @@ from coordinator.views.terminal import LiveView
 
 LOOK_S = 0.25
 GRACE_S = 15.0
-"""After a second interrupt nodes have this long to end by themselves."""
+"""How long nodes may take to end by themselves after a second interrupt."""
 
 
 def run_local(root: Path, given: Mapping[str, Any]) -> int:
-    """Start all nodes, show them live, say what came of it; the first exit code that is not 0."""
+    """Start all nodes, show them live, print the results; return the first exit code that is not 0."""
     settings = build(given)
     check_log_path(root)
     load_inputs(settings, given)
     nodes = settings.cluster.num_nodes
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nodes))
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     with LiveView(root, sys.stdout) as shown, Children() as children:
         overrides = as_overrides({**given, "cluster.num_nodes": nodes})
         started: list[Child] = []
@@ -51,43 +52,25 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
-class _Interrupts:
-    """Ctrl+C goes to the master, which tells the others; a second one, or SIGTERM, goes to every node.
-
-    The handler only notes the signal: it may interrupt anything, a child's lock included.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda received, _frame: self.received.append(received))
-        self._forwarded = 0
-
-    def forward(self, nodes: list[Child]) -> bool:
-        """Pass on what has come since the last call; whether all nodes have been told to end."""
-        everybody = len(self.received) > 1 or any(number != signal.SIGINT for number in self.received)
-        if len(self.received) > self._forwarded:
-            self._forwarded = len(self.received)
-            for node in nodes if everybody else nodes[:1]:
-                if node.poll() is None:
-                    os.kill(node.pid, signal.SIGTERM if everybody else signal.SIGINT)
-        return everybody
-
-
-def _follow(nodes: list[Child], interrupts: _Interrupts) -> list[int]:
-    """Wait until all have ended; their exit codes."""
+def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
+    """Pass on signals until all nodes have ended; return their exit codes."""
     told_s = 0.0
     while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
-        told_s += LOOK_S if interrupts.forward(nodes) else 0.0
+        if interrupts.has_new():
+            number = signal.SIGTERM if interrupts.end_all else signal.SIGINT
+            for node in nodes if interrupts.end_all else nodes[:1]:
+                if node.poll() is None:
+                    os.kill(node.pid, number)
+        told_s += LOOK_S if interrupts.end_all else 0.0
         time.sleep(LOOK_S)
     return [code if (code := node.poll()) is not None else Exit.LOST for node in nodes]
 
 
 def _say_results(root: Path) -> None:
-    """What came of it, and where it lies."""
+    """Print the rewards, and where the checkpoint, the report and the run are."""
     try:
         run = Run(root)
-    except SettingsError:  # it has ended before it was one
+    except SettingsError:  # it ended before the run began
         return
     lines = run.metrics()
     for title, name in (("reward    ", "reward"), ("evaluation", "eval_reward")):
@@ -96,9 +79,8 @@ def _say_results(root: Path) -> None:
         if texts:
             print(title, ", ".join(dict.fromkeys(texts)))
     if newest := published.checkpoints(run.run_dir)[-1:]:
-        print(
-            f"checkpoint {run.checkpoint(newest[0], verify=False)}"
-        )  # it was verified when it was published
+        path = run.checkpoint(newest[0], verify=False)  # it was verified when it was published
+        print(f"checkpoint {path}")
     if lines:
         _say_report(root)
     print(f"run        {root}")
@@ -106,13 +88,13 @@ def _say_results(root: Path) -> None:
 
 def _say_report(root: Path) -> None:
     try:
-        from coordinator.views.report import write_report  # not for those that are interrupted before
+        from coordinator.views.report import write_report  # an interrupted run need not load it
 
         print(f"report     {write_report(root, None)}")
-    except Exception as error:  # the run is done: no fault of a page may make it look failed
+    except Exception as error:  # the run is done: a fault of the page must not make it look failed
         print(f"report     none: {error}")
 
 
 def as_overrides(given: Mapping[str, Any]) -> list[str]:
-    """Settings as the arguments that say the same."""
+    """Write settings as the arguments of `run` that say the same."""
     return [f"{key}={json.dumps(value)}" for key, value in given.items()]

@@ -1,4 +1,4 @@
-"""What one types about a run: `run status`, `run report` and the others. Parse, then call; nothing else."""
+"""The commands about a run: `run status`, `run report` and the others. Parse, then call; nothing else."""
 
 import os
 import sys
@@ -16,12 +16,12 @@ LogPath = Annotated[
 
 
 def option(*names: str, help: str, metavar: str = "TEXT") -> Any:
-    """An option without a default to show."""
+    """An option whose help shows no default."""
     return typer.Option(*names, help=help, metavar=metavar, show_default=False)
 
 
 def new_app() -> typer.Typer:
-    """A command of its own, plain on any terminal."""
+    """A command of its own; its help is plain text on any terminal."""
     return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -37,10 +37,10 @@ launch_app = new_app()
 @status_app.command()
 def status(
     log_path: LogPath = Path("runs/default"),
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Live, until Ctrl+C.")] = False,
 ) -> int:
-    """Who is where, what it waits for, tasks done, rewards so far."""
+    """Show where each node is, what it waits for, its tasks done, and the rewards so far."""
     from coordinator.commands.status import show_status
 
     show_status(log_path.absolute(), as_json, watch)
@@ -49,14 +49,14 @@ def status(
 
 @logs_app.command()
 def logs(
-    rank: Annotated[str | None, typer.Argument(metavar="[RANK]", help="Of this rank alone.")] = None,
+    rank: Annotated[str | None, typer.Argument(metavar="[RANK]", help="Only this rank.")] = None,
     log_path: LogPath = Path("runs/default"),
     lines: Annotated[
         int, typer.Option("--lines", "-n", metavar="N", min=1, help="The last N lines of each file.")
     ] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="And what comes, until Ctrl+C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then new lines, until Ctrl+C.")] = False,
 ) -> int:
-    """What the nodes, or one node with its engine and trainer, have said."""
+    """Print the logs of the nodes, or of one node with its engine and trainer."""
     from coordinator.views.logs import show_logs
 
     show_logs(log_path.absolute(), None if rank is None else _rank(rank), lines, follow)
@@ -71,7 +71,7 @@ def report(
         option("--out", "-o", metavar="FILE.html", help="Default: report.html in the run directory."),
     ] = None,
 ) -> int:
-    """One page that tells the run: rewards, where the time goes, faults, samples to read."""
+    """Write one page about the run: rewards, where the time goes, faults, samples to read."""
     from coordinator.views.report import write_report
 
     print(write_report(log_path.absolute(), out.absolute() if out else None))
@@ -90,7 +90,8 @@ def launch(
         str | None, option("--run", metavar="PATH", help="Where `run` is on the hosts; default: as here.")
     ] = None,
 ) -> int:
-    """Start a node on each host over ssh, show what they say, stop all with Ctrl+C; options as of `run`."""
+    """Start a node on each host over ssh, show their output, stop all with Ctrl+C; takes the options of
+    `run`."""
     from coordinator.commands.launch import launch as start
 
     return start(hosts, log_path.absolute(), context.args, ssh, program)
@@ -98,7 +99,7 @@ def launch(
 
 @cleanup_app.command()
 def cleanup(
-    iteration: Annotated[str, option("--iteration", metavar="N", help="The one that was interrupted.")] = "",
+    iteration: Annotated[str, option("--iteration", metavar="N", help="The interrupted iteration.")] = "",
     log_path: LogPath = Path("runs/default"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
     keep_partial: Annotated[
@@ -161,9 +162,9 @@ def doctor(
     deadline: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> int:
-    """Is this directory, this node, this network fit for a run? Each check with its figure and what to do."""
+    """Check whether this directory, this node and this network are fit for a run, and say what to do."""
     from coordinator.commands.doctor.run import doctor_rank, run_doctor
 
     return run_doctor(log_path.absolute(), peers, doctor_rank(worker, peers, os.environ), deadline, as_json)
@@ -178,4 +179,4 @@ COMMANDS = {
     "cleanup": (cleanup_app, "--iteration N --log-path DIR: remove what an interrupted iteration left"),
     "export": (export_app, "--iteration N -o DIR: a checkpoint for the Hugging Face Hub"),
 }
-"""By name: the command, and what it does."""
+"""By name: the command, and what `run --help` says of it."""

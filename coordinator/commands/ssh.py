@@ -1,18 +1,18 @@
-"""A program on another host, over ssh: it hears our signals, and ends when we end, however we end.
+"""Run a program on another host over ssh: it gets our signals, and it ends when we end, even by a kill.
 
-ssh without a terminal forwards no signal, and sshd leaves a program alone whose connection is gone. So a few
-words of bash there (`script`) read commands from ssh's stdin, a line each, and pass them on as signals:
+ssh without a terminal forwards no signal, and sshd does not end a program whose connection is gone. So a bash
+script there (`script`) reads commands from ssh's stdin, one per line, and passes them on as signals:
 
     go              become the program; until then nothing has happened there
     INT, TERM       the signal of this name to the program
     0               nothing: we are still here
     end of file, or no line for SILENCE_S
-                    SIGTERM to the program, and SIGKILL to what is there after GRACE_S; a node's keeper
-                    ends its children
+                    SIGTERM to the program, and SIGKILL if it is still there after GRACE_S; the keeper of a
+                    node ends the node's children
 
-The program takes the place of the shell that sshd has started: its exit code is ssh's, and it has ssh's
-output. The words that read are a process beside it. Killed or crashed, our process closes ssh's stdin; so
-does a dead ssh, there. Only a host that is cut off hears of nothing: it is why silence counts too.
+The program replaces the shell that sshd started, so ssh has its exit code and its output. The script's loop
+is a second process beside it. If our process is killed or crashes, ssh's stdin is closed; if ssh dies, stdin
+is closed on the host. A host that is cut off gets neither: therefore the script also counts silence.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
     "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4",
 )  # fmt: skip
-"""No question at the terminal, and a host that does not answer is noticed: within 10 s at the start, a minute
-later on. They stand behind the user's own, and of two the first holds."""
+"""ssh asks nothing at the terminal, and it notices a host that does not answer: within 10 s at the start,
+within a minute later. These options follow the user's own; ssh takes the first of two."""
 READY = "flagpost: ready"
 """The line with which a host says that it waits for `go`."""
 SILENCE_S = 120
 GRACE_S = 15
 FLUSH_S = 1.0
-"""How long the last output of an ended ssh may take."""
+"""How long to wait for the last output of an ssh that has ended."""
 LOST_CODE = 255
 """ssh's own exit code, when there is no connection."""
 NO_PROGRAM_CODE = 127
 IS_OF_A_NODE = re.compile(r"\[rank \d+[ \]]")
-"""How a line begins that says by itself whose it is."""
+"""The beginning of a line that already names its rank."""
 
 
 def script(silence_s: int = SILENCE_S, grace_s: int = GRACE_S) -> str:
-    """What bash does there, in one line, since not every login shell takes a quoted line break.
+    """The script for bash, in one line, since not every login shell accepts a quoted line break.
 
     $0: the directory to work in, if it exists there; then the program and its arguments.
     """
@@ -61,7 +61,7 @@ def script(silence_s: int = SILENCE_S, grace_s: int = GRACE_S) -> str:
 
 
 class Remote:
-    """A program on a host, from the connection to its exit code; `start` once `is_ready`."""
+    """A program on a host, from the connection to its exit code; `tell("go")` starts it once `is_ready`."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class Remote:
         ssh: Sequence[str],
         show: Callable[[str], None],
     ) -> None:
-        """`show` gets each line of output, in a thread of its own, with `name` unless it says its rank."""
+        """Connect. A thread passes each line of output to `show`, behind `name` unless the line names its
+        rank."""
         self.name = name
         self.is_ready = False
         self._show = show
@@ -92,45 +93,45 @@ class Remote:
 
     @property
     def words(self) -> str:
-        """What ssh, or the host, has said instead of starting the program."""
+        """What ssh, or the host, said instead of starting the program."""
         return "; ".join(line.strip() for line in self._said if line.strip()) or "no word"
 
     def poll(self) -> int | None:
-        """ssh's exit code: the program's, or 255; None while it runs. Its output has come before."""
+        """Return ssh's exit code: the program's, or 255; None while it runs. The output was shown before."""
         if self._process.poll() is not None:
             self._output.join(FLUSH_S)
         return self._process.returncode
 
     def tell(self, word: str) -> None:
-        """Send a command; one to a connection that is gone does nothing."""
+        """Send a command; without effect if the connection is gone."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
             stdin.write(f"{word}\n".encode())
 
     def cut_off(self) -> None:
-        """No more commands: the program is ended there."""
+        """Send no more commands: the script ends the program."""
         stdin = self._process.stdin
         assert stdin is not None
         stdin.close()
 
     @property
     def is_ending(self) -> bool:
-        """Whether ssh still runs, and something has begun there that can end in order."""
+        """Whether ssh still runs, and the host has something that can end in order."""
         return self.is_ready and self._process.poll() is None
 
     def kill(self) -> None:
-        """Cut it off, and end ssh: the host does the rest."""
+        """Cut it off and end ssh; the script ends the program."""
         self.cut_off()
         self._process.kill()
         self._process.wait()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait for the last output of an ssh that has ended, which another process may hold open."""
+        """Wait for the last output of an ssh that has ended; another process may keep its pipe open."""
         self._output.join(timeout_s)
 
     def _take(self, line: str) -> None:
-        """A line of output. What a host says before READY (a banner) is only for an error."""
+        """Take a line of output. What a host says before READY (a banner) is shown only with an error."""
         line = plain(line)
         if self.is_ready:
             self._show(line if IS_OF_A_NODE.match(line) else f"[{self.name}] {line}")

@@ -1,4 +1,4 @@
-"""`run status`: the state of a run, printed once or shown as it changes."""
+"""`run status`: print the state of a run once, or show it as it changes."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
-"""`run logs`: what the nodes have said, and what they say, from the files of the run directory.
+"""`run logs`: print the log files of the run directory, and what is added to them.
 
-Directories are listed and files are opened anew each time, since a client may show an open file as it was;
-nothing is looked up that no listing has shown.
+Each time, directories are listed and files are opened again, since a client may show an open file as it was
+before. Only names that a listing has shown are opened.
 """
 
 import os
@@ -22,7 +22,7 @@ from coordinator.views.status_text import plain
 
 POLL_S = 0.5
 LIST_POLLS = 4
-"""Directories are listed every so many polls, for new processes and files."""
+"""List the directories for new processes and files in every n-th poll."""
 BLOCK_BYTES = 64 * 1024
 
 _RANK = re.compile(r"rank_(\d{4,})", re.ASCII)
@@ -32,14 +32,15 @@ _TRAINER = re.compile(r"trainer\.e(\d+)\.i(\d+)\.(\d+)\.log", re.ASCII)
 
 
 def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
-    """Print the last `lines` of each log: of all nodes, or of `rank` with its engine and trainer; `follow`:
-    and what comes, until interrupted. SettingsError if there is none.
+    """Print the last `lines` of each log: of all nodes, or of `rank` with its engine and trainer.
+
+    `follow`: print new lines too, until interrupted. SettingsError if there are no logs.
     """
     run_dir = Run(root).run_dir
     ranks = ranks_with_logs(run_dir)
     if not ranks or rank not in {None, *ranks}:
         asked = "" if rank is None else f" of rank {rank}"
-        there = f"there are those of {', '.join(map(str, ranks))}" if ranks else "no node has written any yet"
+        there = f"there are logs of {', '.join(map(str, ranks))}" if ranks else "no node has written any yet"
         raise SettingsError(f"{run_dir.root / 'logs'}: no logs{asked}; {there}")
     printer = LogPrinter(run_dir, rank, sys.stdout)
     try:
@@ -56,33 +57,35 @@ def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
 
 
 def ranks_with_logs(run_dir: RunDir) -> list[int]:
-    """The ranks that have a directory for logs."""
+    """Return the ranks that have a directory for logs."""
     found = map(_RANK.fullmatch, published.names(run_dir.logs(0).parent))
     return sorted(int(match[1]) for match in found if match)
 
 
 class LogPrinter:
-    """Prints logs as `tail` does: each file under a line that names it, once more when the file changes."""
+    """Print logs as `tail` does: a line that names the file comes before output of another file."""
 
     def __init__(self, run_dir: RunDir, rank: int | None, out: TextIO) -> None:
-        """`rank`: of this one alone, its engine and trainer included; None: of all, the nodes' own."""
+        """`rank`: print the logs of this node, its engine and its trainer; None: the nodes' own logs of
+        all."""
         self._run_dir = run_dir
         self._rank = rank
         self._out = out
         self._offsets: dict[Path, int] = {}
-        """By file, how many bytes are printed."""
+        """By file, how many bytes were printed."""
         self._followed: list[Path] = []
         self._last: Path | None = None
 
     def begin(self, lines: int, whole: bool = False) -> int:
-        """The last lines of the newest process's files, of which there are so many; `whole`: also one that
-        has no end yet.
+        """Print the last lines of the newest processes' files; return how many files there are.
+
+        `whole`: print an unfinished last line too.
         """
         self._followed = self._files()
         for path in self._followed:
             try:
                 data, end = tail(path, lines)
-            except OSError:  # a moment's fault of the mount: from here on what comes
+            except OSError:  # a short fault of the mount: print what comes later
                 continue
             unfinished = b"" if whole else data[data.rfind(b"\n") + 1 :]
             self._offsets[path] = end - len(unfinished)
@@ -90,7 +93,7 @@ class LogPrinter:
         return len(self._followed)
 
     def poll(self, look: bool) -> None:
-        """What has come since; `look`: in new files too."""
+        """Print what was added since; `look`: in new files too."""
         if look:
             self._followed += [path for path in self._files() if path not in self._followed]
         for path in self._followed:
@@ -133,10 +136,10 @@ class LogPrinter:
 
 
 def newest_process(directory: Path, names: Sequence[str], pid: int | None) -> list[str]:
-    """The logs of one process: the node's own, and the last ones of its engine and its trainer. Of engines
-    the one that was written last: in containers every process of a rank may have the same pid.
+    """Return the logs of one process: the node's own, and the last ones of its engine and its trainer.
 
-    Of process `pid`, which beats; if it has none, of the one whose log was written last.
+    The process is `pid`, which sends heartbeats; if `pid` has no log, the process whose log was written last.
+    In containers every process of a rank may have the same pid: of several engines the last written counts.
     """
     nodes = {number: name for (number,), name in _found(_NODE, names)}
     engines = _found(_ENGINE, names)
@@ -152,7 +155,7 @@ def newest_process(directory: Path, names: Sequence[str], pid: int | None) -> li
 
 
 def _found(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[tuple[int, ...], str]]:
-    """(its numbers, the name) of each that is of this kind, by the numbers."""
+    """Return (numbers, name) of each name that fits the pattern, sorted by the numbers."""
     matches = filter(None, map(pattern.fullmatch, names))
     return sorted((tuple(map(int, match.groups())), match[0]) for match in matches)
 
@@ -165,7 +168,7 @@ def _written_s(path: Path) -> float:
 
 
 def tail(path: Path, lines: int) -> tuple[bytes, int]:
-    """(the last `lines` of a file, an unfinished one included; its size), read from its end."""
+    """Return (the last `lines` of a file, an unfinished one included; its size), read from its end."""
     with open(path, "rb") as file:
         end = start = file.seek(0, os.SEEK_END)
         data = b""

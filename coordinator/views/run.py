@@ -1,4 +1,4 @@
-"""`from coordinator import Run`: a run directory for programs and notebooks. Nothing is written."""
+"""`from coordinator import Run`: read a run directory from programs and notebooks; nothing is written."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, while it goes on or afterwards.
+    """A run, while it works or afterwards.
 
         from coordinator import Run
 
@@ -26,19 +26,19 @@ class Run:
             print(group.prompt, [sample.reward for sample in group.samples])
         model = AutoModelForCausalLM.from_pretrained(run.checkpoint())
 
-    Every call reads anew. Errors of the shared directory that do not pass are `OSError`s with the path; a
-    question that has no answer (no run, no such iteration) is a `SettingsError`, one line that says what
-    there is.
+    Every call reads the directory again. A lasting error of the shared directory is an `OSError` with the
+    path. A question without an answer (no run, no such iteration) is a `SettingsError`: one line that says
+    what there is.
     """
 
     def __init__(self, log_path: str | Path) -> None:
-        """`log_path`: as of `run --log-path`. SettingsError if no run is there."""
+        """`log_path`: as for `run --log-path`. SettingsError if no run is there."""
         self.run_dir = RunDir(Path(log_path).absolute())
         self._reader = StatusReader(self.run_dir.root)
         self._reader.open()
 
     def status(self) -> dict[str, Any]:
-        """Who is where, what it waits for, tasks done: what `run status --json` prints.
+        """Return what `run status --json` prints: where each node is, what it waits for, its tasks done.
 
         >>> run.status()["waiting_for"]
         [2]
@@ -46,9 +46,9 @@ class Run:
         return self._reader.read()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: one a finished iteration, in order, each once, and whole ones only.
+        """Return the complete lines of metrics.jsonl, one per finished iteration, in order.
 
-        An iteration whose rollout and update ran apart has one of each `kind`.
+        An iteration whose rollout and update ran separately has a line for each `kind`.
 
             >>> run.metrics()[-1]["reward"]
             0.953125
@@ -56,15 +56,16 @@ class Run:
         return published.metrics_lines(self.run_dir)
 
     def iterations(self) -> list[int]:
-        """The finished iterations, in order."""
+        """Return the finished iterations, in order."""
         return sorted({line["iteration"] for line in self.metrics()})
 
     def trajectories(self, iteration: int, kind: Kind = "train") -> "Iterator[Group]":
-        """The groups of an iteration that count, by slot; every file is verified against the manifest first.
+        """Yield the groups of an iteration's manifest, by slot; every file is first verified against it.
 
         A group has `slot`, `task_id`, `prompt` and `samples`, each with `token_ids`, `logprobs`, `text` and
-        `reward`; one that was given up has no samples and says why in `given_up`. `kind`: "train" or "eval".
-        SettingsError if the iteration has none (yet), `published.Incomplete` if a file is gone or damaged.
+        `reward`. A group that was given up has no samples and says why in `given_up`. `kind`: "train" or
+        "eval". SettingsError if the iteration has no groups (yet), `published.Incomplete` if a file is
+        missing or damaged.
 
             >>> max(sample.reward for group in run.trajectories(3) for sample in group.samples)
             1.0
@@ -74,17 +75,17 @@ class Run:
         manifest = published.read_manifest(self.run_dir, kind, iteration)
         if manifest is None:
             there = [number for number in self._collected(kind) if self._has_manifest(kind, number)]
-            found = f"there are those of {_listed(there)}" if there else "there are none yet"
+            found = f"there are trajectories of {_listed(there)}" if there else "there are none yet"
             raise SettingsError(
                 f"{self.run_dir.root}: no {kind} trajectories of iteration {iteration}; {found}"
             )
         return iter(read_groups(self.run_dir.trajectories(kind, iteration), manifest))
 
     def checkpoint(self, iteration: int | None = None, *, verify: bool = True) -> Path:
-        """The directory of a checkpoint, which `from_pretrained` and `vllm serve` load: the newest whole one,
-        or that of `iteration`. `verify`: every file has the size and checksum that its result.json names.
+        """Return the directory of the newest undamaged checkpoint, or of the checkpoint of `iteration`.
 
-        SettingsError if there is none, or the one that was asked for is damaged.
+        `from_pretrained` and `vllm serve` load it. `verify`: compare the size and checksum of every file with
+        its result.json. SettingsError if there is none, or if the checkpoint of `iteration` is damaged.
 
             >>> run.checkpoint(5)
             PosixPath('/shared/exp1/checkpoints/iteration_000005')
@@ -94,7 +95,7 @@ class Run:
         damage = ""
         for number in wanted:
             if number not in there:
-                found = f"there are those of {_listed(there)}" if there else "there is none yet"
+                found = f"there are checkpoints of {_listed(there)}" if there else "there is none yet"
                 raise SettingsError(f"{self.run_dir.root}: no checkpoint of iteration {number}; {found}")
             directory = self.run_dir.checkpoint(number)
             try:

@@ -1,4 +1,4 @@
-"""What a run directory says of a run, read by anybody at any time; nothing is written."""
+"""Read the state of a run from its directory; any process may do so at any time, and nothing is written."""
 
 import time
 from collections.abc import Mapping
@@ -21,27 +21,27 @@ from coordinator.settings import RunSettings, SettingsError
 ROLLOUTS = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}
 
 Said = Mapping[int, dict[str, Any]]
-"""What the newest beat of each rank says."""
+"""By rank, the content of the newest heartbeat."""
 
 
 class StatusReader:
-    """Reads the state of one run, again and again: what does not change is read once.
+    """Read the state of one run repeatedly; what does not change is read once. For one thread.
 
-    Between readings it counts how long each beat has stood still, by its own clock: a master of another
-    machine that was killed says nothing of it, and nobody else would. Not for several threads at once.
+    Between readings it measures by its own clock how long each heartbeat has not changed. Only so does it
+    notice that a master on another machine was killed.
     """
 
     def __init__(self, root: Path) -> None:
         self.run_dir = RunDir(root)
         self.lines: list[dict[str, Any]] = []
-        """Of metrics.jsonl, as of the last reading."""
+        """The lines of metrics.jsonl at the last reading."""
         self._run_id = ""
         self._records = Records(self.run_dir)
         self._silence: Silence | None = None
         self._place: tuple[Any, ...] | None = None
 
     def open(self) -> None:
-        """SettingsError if there is no run, or one of another format."""
+        """Raise SettingsError if there is no run, or a run of another format."""
         if self._run_id:
             return
         root = self.run_dir.root
@@ -54,7 +54,8 @@ class StatusReader:
         self._run_id = run["run_id"]
 
     def read(self) -> dict[str, Any]:
-        """The state, as INTERFACE `run status --json`; SettingsError if there is no run, SharedFsError."""
+        """Return the state as `run status --json` prints it; SettingsError if there is no run,
+        SharedFsError."""
         self.open()
         board = parse(published.names(self.run_dir.protocol))
         record = self._records.newest(board.records)
@@ -67,14 +68,15 @@ class StatusReader:
         return self._describe(board, record, settings, said, gone, still_s)
 
     def _read_metrics(self, master: Mapping[str, Any]) -> None:
-        """Unless there can be no new line: the master writes it in the last row of an iteration."""
+        """Read metrics.jsonl unless it cannot have a new line: the master writes one in an iteration's last
+        row."""
         place = tuple(master.get(name) for name in ("pid", "state", "iteration", "phase"))
         if place != self._place or place[-1] in {None, Phase.ITERATION_END.label}:
             self.lines = published.metrics_lines(self.run_dir)
         self._place = place
 
     def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:
-        """For how many seconds the beat of each rank has stood still since it was first read here."""
+        """Return for how many seconds each rank's heartbeat has not changed since it was first read here."""
         if self._silence is None:
             self._silence = Silence(max(settings.cluster.beat_s, 1.0))  # readings are seconds apart
         self._silence.observe(board, board.beats, time.monotonic())
@@ -113,7 +115,7 @@ class StatusReader:
 
 
 def _is_gone(content: Mapping[str, Any]) -> bool:
-    """Whether a process has ended; one of another machine is not known to have."""
+    """Whether a process is known to have ended; of a process on another machine only its own word counts."""
     if not content:
         return False
     here = content["peer"]["identity"] == host_identity()
@@ -121,7 +123,7 @@ def _is_gone(content: Mapping[str, Any]) -> bool:
 
 
 def _silent_s(said: Said, still_s: Mapping[int, float]) -> dict[int, float]:
-    """By rank: as the master last observed, or longer if it was seen here; a process that ended is quiet."""
+    """Seconds of silence by rank: the larger of the master's last observation and our own."""
     observed = {int(rank): float(s) for rank, s in said.get(MASTER, {}).get("silent_s", {}).items()}
     ended = {rank for rank, content in said.items() if content.get("state") == ENDED}
     own = {rank: round(seconds, 1) for rank, seconds in still_s.items() if rank not in ended}
@@ -136,7 +138,7 @@ def _state(board: Board, record: EpochRecord | None, said: Said, gone: set[int])
     calls = {(flag.kind, flag.rank == MASTER) for flag in board.calls if flag.epoch == record.epoch}
     if ("left", True) in calls or {kind for kind, _ in calls} & {"failed", "gave_up", "stopped"}:
         return "stopped"
-    if MASTER in gone:  # its workers hold for it, unless it is plain that they have ended too
+    if MASTER in gone:  # its workers wait for it, unless they are known to have ended too
         held = (said.keys() & record.members.keys()) - gone
         return "holding" if held else "stopped"
     return "holding" if record.kind == "lobby" or ("lost", True) in calls else "running"
@@ -151,7 +153,7 @@ def _node(
     gone: set[int],
     silent_s: float,
 ) -> dict[str, Any]:
-    """A node as its last beat, and what the master last observed of it, say."""
+    """Describe a node by its last heartbeat and by what the master last observed."""
     content = said.get(rank, {})
     member = record.members.get(rank) if record else None
     left = record is not None and any(flag.rank == rank for flag in board.called(record.epoch, "left"))

@@ -1,4 +1,4 @@
-"""The state of a run in words: for `run status`, and for what is shown while it goes on. Pure."""
+"""The state of a run in words, for `run status` and for the live view. Pure."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,9 @@ from typing import Any, cast
 from coordinator.protocol.records import MASTER
 
 NAMED = 3
-"""So many of the ranks that are waited for are named."""
+"""At most this many of the ranks that are waited for are named."""
 WAITED_S = 1.0
-"""Shorter waits are not worth a word."""
+"""Shorter waits are not mentioned."""
 GIB = 2**30
 
 Status = dict[str, Any]
@@ -24,19 +24,20 @@ _SEEN = {
 
 
 def plain(text: str) -> str:
-    """`text` with its control characters spelled (`^[` for ESC), all but tabs and line ends: what others
-    have written must not move the cursor, or rename the window, of a terminal that shows it.
+    """Spell the control characters of `text` (`^[` for ESC), except tabs and line ends.
+
+    Text from others must not move the cursor of a terminal, or rename its window.
     """
     return text.replace("\r\n", "\n").translate(_SEEN)
 
 
 def one_line(text: str) -> str:
-    """As `plain`, without tabs and line ends."""
+    """Spell all control characters of `text`, tabs and line ends included."""
     return plain(text).replace("\n", "^J").replace("\t", "^I")
 
 
 def all_plain(content: Any) -> Any:
-    """JSON, as it was read, with `one_line` of all its strings but the keys."""
+    """Apply `one_line` to all strings of a JSON document except its keys."""
     if isinstance(content, str):
         return one_line(content)
     if isinstance(content, dict):
@@ -47,7 +48,7 @@ def all_plain(content: Any) -> Any:
 
 
 def duration(seconds: float, digits: int = 0) -> str:
-    """`34 s` (with so many `digits` after the point), `12 min`, `3.2 h`, `2.1 days`."""
+    """Write a duration: `34 s` (with `digits` after the point), `12 min`, `3.2 h`, `2.1 days`."""
     if seconds < 100:
         return f"{seconds:.{digits}f} s"
     if seconds < 6000:
@@ -56,12 +57,12 @@ def duration(seconds: float, digits: int = 0) -> str:
 
 
 def is_going(status: Status) -> bool:
-    """Whether there is anything to wait for."""
+    """Whether the run works, or waits for nodes."""
     return status["state"] in {"running", "holding"}
 
 
 def where(status: Status) -> str:
-    """`iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
+    """Say where the run is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
     text = f"iteration {status['iteration']}{of}, {status['phase']}"
     if not is_going(status):
@@ -73,7 +74,7 @@ def where(status: Status) -> str:
 
 
 def waiting(status: Status) -> str:
-    """`waiting for rank 2 (node-c) for 34 s`; nothing if nobody is waited for."""
+    """Say what the run waits for: `waiting for rank 2 (node-c) for 34 s`; an empty text for nothing."""
     ranks: list[int] = status["waiting_for"]
     if not ranks or not is_going(status):
         return ""
@@ -88,7 +89,7 @@ def waiting(status: Status) -> str:
 
 
 def repairs(status: Status, root: Path) -> list[str]:
-    """Of each node that a run holds for: the command that brings it back."""
+    """For each node that the run waits for, give the command that brings it back."""
     if status["state"] != "holding":
         return []
     path = shlex.quote(str(root))
@@ -104,17 +105,17 @@ def repairs(status: Status, root: Path) -> list[str]:
 
 
 def tasks(node: Node) -> str:
-    """`37/64`."""
+    """Tasks done and assigned: `37/64`."""
     return f"{node['tasks_done']}/{node['tasks_assigned']}" if node["tasks_assigned"] else ""
 
 
 def tokens(node: Node) -> str:
-    """Tokens per second, of a node that generates: what a lost one said last is no speed."""
+    """Tokens per second of a node that generates; empty for a lost node, whose last figure is old."""
     return f"{node['tokens_per_s']:,.0f}" if node["tokens_per_s"] and node["state"] == "alive" else ""
 
 
 def gpus(node: Node) -> str:
-    """`8 x 61/80 GiB 97 %`: memory and use, of one on average."""
+    """`8 x 61/80 GiB 97 %`: number of GPUs, and the average of their memory and use."""
     found: list[dict[str, Any]] = node["gpus"]
     if not found:
         return ""
@@ -128,7 +129,7 @@ _MEMORY = ("used_bytes", "total_bytes")
 
 
 def rewards(line: dict[str, Any] | None) -> str:
-    """`last finished: iteration 4, reward 0.612, eval_reward 0.900`."""
+    """Give the last metrics: `last finished: iteration 4, reward 0.612, eval_reward 0.900`."""
     if line is None:
         return ""
     found = [f"{name} {line[name]:.3f}" for name in ("reward", "eval_reward") if line.get(name) is not None]
@@ -136,7 +137,7 @@ def rewards(line: dict[str, Any] | None) -> str:
 
 
 def render(status: Status, root: Path) -> str:
-    """The state for a person, a line a node; columns only where there is something to show."""
+    """Write the state for a person, one line per node, with the columns that have something to show."""
     status = all_plain(status)
     going = is_going(status)
     place = ", ".join(filter(None, [where(status), waiting(status)]))
@@ -165,7 +166,7 @@ def render(status: Status, root: Path) -> str:
 
 
 def _column(title: str, cells: Sequence[str], align: str = "<") -> list[str]:
-    """Title and cells at one width; [] if all cells are empty."""
+    """Pad title and cells to one width; [] if all cells are empty."""
     if not any(cells):
         return []
     width = max(map(len, [title, *cells]))

@@ -1,10 +1,9 @@
-"""The live view of a run at the bottom of a terminal, under whatever else is written there.
+"""The live view of a run at the bottom of a terminal, below all other output.
 
-One thread reads the run directory, which may hang for minutes, and another one alone writes to the terminal,
-which may take nothing (Ctrl+S, a program behind it that no longer reads); neither a log line nor the end of
-the process ever waits for one of them. The cursor is never hidden and no mode of the terminal is changed, so
-nothing has to be restored by a process that is killed: the cursor stands at the beginning of an empty line
-below the view, where a shell's prompt may follow.
+One thread reads the run directory, which may hang for minutes. Only one other thread writes to the terminal,
+which may accept no output (Ctrl+S, or a program behind it that no longer reads). Neither a log line nor the
+end of the process waits for them. The view never hides the cursor or changes a mode of the terminal, so a
+killed process leaves nothing to restore: the cursor is at the beginning of an empty line below the view.
 """
 
 import contextlib
@@ -29,38 +28,38 @@ from coordinator.views.status_text import one_line, plain
 from coordinator.views.terminal_lines import ASCII, UNICODE, filled_columns, rows_of, view
 
 READ_S = 1.5
-"""How long a reading is after the one before; longer where readings take long."""
+"""Pause between two readings; longer where a reading takes long."""
 PAINT_S = 0.25
 OLD_S = 5.0
-"""A directory that has not answered for so long is said not to answer."""
+"""After this long the view says that the directory does not answer."""
 PATIENCE_S = 2.0
-"""How long the end may wait for a terminal that takes nothing."""
+"""How long the end may wait for a terminal that accepts no output."""
 QUEUE_TEXTS = 10_000
-"""Texts that wait for the terminal. When it has let so many pile up, further ones are dropped."""
+"""At most this many texts wait for the terminal; further ones are dropped."""
 BATCH_TEXTS = 1_000
-"""Texts that are written at once, at most."""
+"""At most this many texts are written at once."""
 
 
 def is_terminal(file: TextIO) -> bool:
-    """Whether `file` can show a view: a terminal, and one that moves its cursor."""
+    """Whether `file` can show a view: it is a terminal that can move its cursor."""
     return file.isatty() and os.environ.get("TERM", "dumb") not in {"dumb", "unknown"}
 
 
 class _Readings:
-    """The newest status of a run, read in a thread of its own: at most one reading is under way."""
+    """Read the status of a run in a thread, one reading at a time, and keep the newest."""
 
     def __init__(self, root: Path) -> None:
         self.newest: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
-        """(status, lines of metrics.jsonl); replaced as a whole."""
+        """(status, lines of metrics.jsonl); always replaced together."""
         self.asked_s: float | None = None
-        """When the reading that is under way was begun; None between two."""
+        """When the current reading began; None between two readings."""
         self.error = ""
         self._reader = StatusReader(root)
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="live view: read", daemon=True).start()
 
     def end(self) -> None:
-        """No reading after the one that is under way, which nobody waits for."""
+        """Begin no further reading; do not wait for the current one."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -80,13 +79,13 @@ class _Readings:
 
 
 class LiveView:
-    """Shows a run at the bottom of a terminal from `start` to `stop`; `say` writes above it. For any thread.
+    """Show a run at the bottom of a terminal from `start` to `stop`; `say` writes above it. For any thread.
 
-    Where there is no terminal, `say` just writes.
+    Without a terminal, `say` only writes.
     """
 
     def __init__(self, root: Path, file: TextIO, share: float = 0.5, keep: bool = False) -> None:
-        """`share`: of the terminal's height, that the view may take; `keep`: leave it there at the end."""
+        """`share`: part of the terminal's height for the view; `keep`: leave the view there at the end."""
         self._root = root
         self._file = file
         self._share = share
@@ -96,25 +95,26 @@ class LiveView:
         self._columns: set[str] = set()
         self._readings: _Readings | None = None
         self._painted: list[Text] = []
-        """This and `_partial` are the thread's."""
+        """Only the thread uses this and `_partial`."""
         self._partial = ""
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         """Pieces of text in order; None: the end."""
         self._dropped = 0
-        """Lines that were dropped since it was last said how many."""
+        """Lines dropped since the last note about dropped lines."""
         self._lock = threading.RLock()  # a signal handler may say something
         self._thread = threading.Thread(target=self._run, name="live view: write", daemon=True)
 
     def start(self) -> None:
-        """Begin to read and to paint, if the file is a terminal."""
+        """Begin to read and to show, if the file is a terminal."""
         if is_terminal(self._file):
-            self._file.flush()  # what follows goes past its buffer
+            self._file.flush()  # what follows does not use its buffer
             self._readings = _Readings(self._root)
             self._thread.start()
 
     def stop(self) -> bool:
-        """Leave the terminal as if there had been no view, or with its last state (`keep`); False if it has
-        not taken that, and what was said, within PATIENCE_S.
+        """Remove the view from the terminal, or leave its last state there (`keep`).
+
+        False if the terminal has not accepted this, and what was said before, within PATIENCE_S.
         """
         if self._readings is None:
             return True
@@ -137,13 +137,14 @@ class LiveView:
         self.stop()
 
     def say(self, text: str) -> None:
-        """Write `text` above the view, with what would move the cursor made visible; an unfinished line
-        waits for its end. It is dropped where the terminal has fallen too far behind: nobody waits for it.
-        Without a view `text` is written as it is; OSError, ValueError.
+        """Write `text` above the view, with control characters spelled; an unfinished line waits for its end.
+
+        If the terminal is too far behind, the text is dropped: a caller never waits. Without a view `text` is
+        written as it is; then OSError or ValueError are possible.
         """
         with self._lock:
             if not self._thread.is_alive():
-                rest, _ = self._next(0.0)  # said when the thread was about to end
+                rest, _ = self._next(0.0)  # what was said while the thread ended
                 self._file.write(rest + self._partial + text)
                 self._partial = ""
                 self._file.flush()
@@ -153,12 +154,12 @@ class LiveView:
                 self._dropped += text.count("\n")
 
     def say_line(self, line: str) -> None:
-        """As `say`."""
+        """Say a line; see `say`."""
         self.say(f"{line}\n")
 
     def _run(self) -> None:
         due_s, ended = 0.0, False
-        with contextlib.suppress(OSError, ValueError):  # without a terminal there is nothing to paint
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone: nothing to show
             while not ended:
                 above, ended = self._next(max(0.0, due_s - time.monotonic()))
                 lines = self._painted
@@ -170,14 +171,15 @@ class LiveView:
                     self._write(lines, above)
 
     def _next(self, timeout_s: float) -> tuple[str, bool]:
-        """(the whole lines that wait, "" if there is none after `timeout_s`; whether `stop` has come)"""
+        """Return (the complete lines that wait, "" if none came within `timeout_s`; whether `stop` was
+        called)."""
         texts, ended = [self._partial], False
         with contextlib.suppress(queue.Empty):
             while len(texts) <= BATCH_TEXTS and not ended:
                 text = self._said.get(timeout=0.0 if len(texts) > 1 else timeout_s)
                 texts.append(text or "")
                 ended = text is None
-        with self._lock:  # texts are dropped behind those that wait: the note comes when none waits
+        with self._lock:  # dropped texts came after those that wait: note them when none waits
             missing = self._dropped if self._said.empty() else 0
             self._dropped -= missing
         text = "".join(texts)
@@ -189,7 +191,7 @@ class LiveView:
         return plain(whole + end), ended
 
     def _lines(self) -> list[Text]:
-        """What to show now; nothing while a shell has the terminal, or there is no run yet."""
+        """Return what to show now; nothing while a shell has the terminal, or before there is a run."""
         if self._readings is None or not _in_foreground(self._file):
             return []
         note = self._note(self._readings)
@@ -215,12 +217,11 @@ class LiveView:
         return f"no answer from {self._root} for {since_s:.0f} s" if since_s >= OLD_S else readings.error
 
     def _write(self, lines: list[Text], above: str = "") -> None:
-        """Replace what is painted by `above`, which stays, and `lines`: in one write, so nothing flickers."""
+        """Replace the view by `above`, which stays, and `lines`; one write, so that nothing flickers."""
         width = _size(self._file).columns
-        up = sum(
-            rows_of(line, width) for line in self._painted
-        )  # of now: a narrower terminal has folded them
-        if up and not _in_foreground(self._file):  # what a shell has written since is not ours
+        # by the present width: a narrower terminal has folded the lines
+        up = sum(rows_of(line, width) for line in self._painted)
+        if up and not _in_foreground(self._file):  # do not erase what a shell has written
             up, lines = 0, []
         with self._console.capture() as capture:
             for line in lines:
@@ -228,15 +229,15 @@ class LiveView:
         erase = f"\r\x1b[{up}A\x1b[J" if up else ""
         self._painted = lines
         data = (erase + above + capture.get()).encode(self._file.encoding or "utf-8", "replace")
-        while data:  # past the file's buffer: whoever flushes that, as Python does at its end, would wait
+        while data:  # not through the file's buffer: Python flushes that at its end, and would wait
             try:
                 data = data[os.write(self._file.fileno(), data) :]
-            except BlockingIOError:  # another program has made the terminal so
+            except BlockingIOError:  # another program made the terminal non-blocking
                 time.sleep(PAINT_S)
 
 
 def _in_foreground(file: TextIO) -> bool:
-    """Whether the terminal is this process's, or nobody knows."""
+    """Whether this process is in the terminal's foreground; True if that is not known."""
     try:
         return os.tcgetpgrp(file.fileno()) == os.getpgrp()
     except OSError:
@@ -246,19 +247,19 @@ def _in_foreground(file: TextIO) -> bool:
 def _size(file: TextIO) -> os.terminal_size:
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(file.fileno())
-        if size.columns and size.lines:  # a serial line does not know
+        if size.columns and size.lines:  # a serial line does not know its size
             return size
     return os.terminal_size((80, 24))
 
 
 def show_until_interrupted(root: Path) -> None:
-    """The view of a run alone, on stdout; ends by KeyboardInterrupt, and leaves its last state there."""
+    """Show only the view of a run, on stdout, until KeyboardInterrupt; its last state stays there."""
     with LiveView(root, sys.stdout, share=1.0, keep=True):
         threading.Event().wait()
 
 
 class _Above(io.TextIOBase):
-    """What stands for a stream of the process while a view is below it."""
+    """Replaces a stream of the process while a view is below its output."""
 
     def __init__(self, shown: LiveView, stream: TextIO) -> None:
         self._shown = shown
@@ -277,7 +278,7 @@ class _Above(io.TextIOBase):
 
 @contextlib.contextmanager
 def live_view(root: Path) -> Generator[None]:
-    """Show the run below what this process logs and prints; where stderr is no terminal, change nothing."""
+    """Show the run below what this process logs and prints; without effect if stderr is not a terminal."""
     if not is_terminal(sys.stderr):
         yield
         return
@@ -293,7 +294,7 @@ def live_view(root: Path) -> Generator[None]:
     try:
         yield
     finally:
-        if shown.stop():  # else nothing that is said from here on is to wait for the terminal either
+        if shown.stop():  # else later output must not wait for the terminal either
             sys.stdout, sys.stderr = stdout, stderr
             for handler in handlers:
                 handler.setStream(stderr)

@@ -1,4 +1,4 @@
-"""The live view of a run as lines of a terminal: a line a node, what is waited for, the rewards. Pure."""
+"""The live view of a run as lines of a terminal: one line per node, what it waits for, the rewards. Pure."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from coordinator.views import status_text as words
 from coordinator.views.status_text import Node, Status, duration
 
 QUIET_S = 5.0
-"""A node is said to be silent for so long, not for less: beats and readings are seconds apart."""
+"""A shorter silence is not shown: heartbeats and readings are seconds apart."""
 HISTORY = 40
-"""The rewards of so many iterations are drawn."""
+"""At most this many rewards are drawn."""
 BAR = (6, 30)
-"""Cells of a progress bar: at least, or it is left out, and at most."""
+"""Least and most cells of a progress bar; with less room there is none."""
 HOST_LETTERS = 8
-"""A host's name is not cut further than to this."""
+"""A host's name keeps at least this many letters."""
 LEAST_ROWS = 4
-"""Of the table: its head, two nodes, and the line about the others; the rewards give way to them."""
+"""Of the table: its head, two nodes, and the line about the others. The rewards are left out for them."""
 GAP = "  "
 STATES = {"alive": "green", "left": "red", "silent": "red", "never_seen": "yellow", "waits": "dim"}
 
@@ -48,11 +48,11 @@ def view(
     note: str = "",
     signs: Signs = UNICODE,
 ) -> list[Text]:
-    """Lines that take `height` rows at most, as long as that leaves room for a node. They fit into `width`
-    cells, all but commands, which a person copies: a terminal folds those without a line end.
+    """Return lines of at most `width` cells and, if that leaves room for a node, at most `height` rows.
 
-    `lines`: of metrics.jsonl. `shown`: columns that stay though they are empty now (see `filled_columns`).
-    `note`: what is wrong with the reading itself.
+    Commands may be wider: a person copies them, and the terminal folds them without a line end. `lines`: of
+    metrics.jsonl. `shown`: columns that stay even if they are empty now (see `filled_columns`). `note`: what
+    is wrong with the reading itself.
     """
     status = words.all_plain(status)
     state: str = status["state"]
@@ -79,7 +79,7 @@ def view(
 
 
 def filled_columns(status: Status) -> set[str]:
-    """The columns that not every run needs, and for which this one has something to show."""
+    """Return the optional columns for which this run has something to show."""
     nodes: list[Node] = status["nodes"]
     found = {name for name, cell in OPTIONAL.items() if any(cell(node) for node in nodes)}
     return found | ({"host"} if len({node["host"] for node in nodes}) > 1 else set[str]())
@@ -93,7 +93,7 @@ OPTIONAL: dict[str, Callable[[Node], str]] = {
 
 
 def _state(node: Node) -> tuple[str, str]:
-    """How a node is and for how long, and the colour of that."""
+    """The state of a node in words, and its colour."""
     state: str = node["state"]
     if state in {"alive", "silent"} and node["silent_s"] >= QUIET_S:
         return f"silent {duration(node['silent_s'])}", STATES["silent"] if state == "silent" else ""
@@ -103,7 +103,7 @@ def _state(node: Node) -> tuple[str, str]:
 
 
 def _table(status: Status, width: int, room: int, names: Collection[str], signs: Signs) -> list[Text]:
-    """The head and a line a node; where there is no room for all, those first that need a person's eye."""
+    """The head and one line per node; without room for all, first the nodes that need attention."""
     nodes: list[Node] = status["nodes"]
     rest: list[Node] = []
     if len(nodes) + 1 > room:
@@ -111,7 +111,7 @@ def _table(status: Status, width: int, room: int, names: Collection[str], signs:
         nodes = sorted(
             nodes, key=lambda node: (node["state"] == "alive", node["rank"] not in wanted, node["rank"])
         )
-        keep = max(1, room - 2)  # less the head and the line about the others
+        keep = max(1, room - 2)  # without the head and the line about the others
         nodes, rest = nodes[:keep], nodes[keep:]
     states = [_state(node) for node in nodes]
     columns: dict[str, list[Text]] = {
@@ -156,7 +156,7 @@ def _width(name: str, cells: Sequence[Text]) -> int:
 
 
 def _aligned(name: str, cells: Sequence[Text], right: bool = False) -> list[Text]:
-    """The title and the cells, padded to one width."""
+    """Pad the title and the cells to one width."""
     width = _width(name, cells)
     padded = [Text(name), *(cell.copy() for cell in cells)]
     for cell in padded:
@@ -173,7 +173,7 @@ def _bar(node: Node, cells: int, signs: Signs) -> Text:
 
 
 def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[Text]:
-    """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 in iteration 9`; nothing before the first one."""
+    """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 in iteration 9`; nothing before the first reward."""
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     scores = [line for line in lines if line.get("eval_reward") is not None]
     text = Text()
@@ -190,7 +190,7 @@ def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[
 
 
 def sparkline(values: Sequence[float], levels: str) -> str:
-    """A character a value, from the lowest of them to the highest; of equal ones all at half the height."""
+    """Draw one character per value, scaled from the lowest to the highest; equal values at half height."""
     low, high = min(values), max(values)
     if high == low:
         return levels[len(levels) // 2 - 1] * len(values)
@@ -199,5 +199,5 @@ def sparkline(values: Sequence[float], levels: str) -> str:
 
 
 def rows_of(line: Text, width: int) -> int:
-    """How many rows a line takes in a terminal of this width."""
+    """Count the rows that a line takes in a terminal of this width."""
     return max(1, -(-line.cell_len // width))

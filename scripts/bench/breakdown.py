@@ -1,4 +1,4 @@
-"""Where the milliseconds of an iteration go, from the spans of a traced run (tracing.py)."""
+"""Explain where the milliseconds of an iteration go, from the spans of a traced run (tracing.py)."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -7,19 +7,20 @@ from typing import Any
 from tracing import STEP, Span
 
 SHOWN_MS = 0.5
-"""Functions that take less of an iteration are left out."""
+"""Functions that take less time of an iteration are left out."""
 BATCH = "rollout.engines.embedded.batch.Batch"
 
 
 def median_ms(seconds: Iterable[float]) -> float:
-    """The median, in ms."""
+    """Return the median in ms."""
     return round(1000 * statistics.median(seconds), 2)
 
 
 def explain(spans: list[Span], skip: int) -> dict[str, Any]:
-    """Of a traced run: CPU ms of the processes, ms of the functions, and of what lies between processes.
+    """Return CPU ms of the processes, ms of the functions, and ms of the gaps between processes.
 
-    Medians over the iterations after `skip`, the last one left out; of a function the largest rank's sum.
+    They are medians over the iterations after `skip`, without the last one; for a function, the largest sum
+    of a rank counts.
     """
     windows = _windows(spans)
     chosen = sorted(windows)[skip:-1]
@@ -38,7 +39,7 @@ def explain(spans: list[Span], skip: int) -> dict[str, Any]:
 
 
 def _windows(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
-    """By iteration, when the master's first row of it begins and its last one ends."""
+    """By iteration, when the master's first row begins and its last row ends."""
     found: dict[int, tuple[float, float]] = {}
     for span in spans:
         if span.name == STEP and span.rank == 0:
@@ -65,7 +66,7 @@ def _cpu(spans: Iterable[Span], windows: list[tuple[float, float]]) -> dict[str,
 
 
 def _at(points: list[tuple[float, float]], when_s: float) -> float:
-    """CPU seconds of a process at the last time before `when_s` that was noted."""
+    """CPU seconds of a process at the last point before `when_s`."""
     return max((cpu_s for noted_s, cpu_s in points if noted_s <= when_s), default=0.0)
 
 
@@ -88,7 +89,7 @@ def _functions(inside: Mapping[int, list[Span]]) -> dict[str, dict[str, list[flo
 
 
 def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
-    """The slowest rank's ms of each part of rollout and training; gaps are between processes."""
+    """ms of each part of rollout and training, of the slowest rank, and of the gaps between processes."""
 
     def longest(name: str) -> float:
         return median_ms(_longest(spans, name) for spans in inside.values())

@@ -1,13 +1,13 @@
-"""Generation through the collector, against a bare client of the same server, and against no server at all.
+"""Compare the collector's generation with a bare client of the same server, and with no server at all.
 
     .venv-vllm/bin/python scripts/bench/collector.py [--model small|tiny|DIR] [--tokens 64] [--samples 1024]
 
 Prints one JSON line: generated tokens per second of `collector` (rollout.collect, single-turn, a reward that
 costs nothing), `bare` (an asyncio client that sends the same requests and decodes the JSON) and `offline`
-(vllm.LLM in a process of its own), with 256 samples in flight. They take turns with the same prompts, seeds
-and sampling, `--rounds` times; the prefix cache is emptied before each turn. A ratio is the median over the
-rounds, `of_best` that of the best turns. `cores_busy_elsewhere`: what other programs took meanwhile.
-See overhead.py for what the collector costs where the engine costs nothing.
+(vllm.LLM in another process), with 256 samples in flight. They take turns with the same prompts, seeds and
+sampling, `--rounds` times; the prefix cache is emptied before each turn. A ratio is the median over the
+rounds, `of_best` the ratio of the best turns. `cores_busy_elsewhere`: cores that other programs used
+meanwhile. See overhead.py for what the collector costs where the engine costs nothing.
 """
 
 import argparse
@@ -47,7 +47,7 @@ Side = Callable[[Sequence[Slot], Sampling], tuple[int, float]]
 
 
 def through_collector(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, float]:
-    """As a node generates its share."""
+    """Generate as a node does."""
     tokens = 0
 
     def on_group(group: Group) -> None:
@@ -74,7 +74,7 @@ def through_collector(url: str, slots: Sequence[Slot], sampling: Sampling) -> tu
 
 
 def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, float]:
-    """The least that a client can do."""
+    """Generate with the least that a client can do."""
     import aiohttp
 
     bodies = iter([request(slot, sampling) for slot in slots])
@@ -100,12 +100,12 @@ def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, floa
 
 
 def request(slot: Slot, sampling: Sampling) -> dict[str, Any]:
-    """What the collector sends for a slot."""
+    """Return the request that the collector sends for a slot."""
     return {**completion_request(slot.prompt, sampling), "seed": slot.seed}
 
 
 class Offline:
-    """vllm.LLM in a process of its own, asked line by line over a socket."""
+    """vllm.LLM in another process, asked line by line over a socket."""
 
     def __init__(self, children: Children, model: Path) -> None:
         with socket.create_server((LOOPBACK, 0)) as listener:
@@ -116,7 +116,7 @@ class Offline:
             listener.settimeout(1.0)
             while True:
                 try:
-                    connection, _ = listener.accept()  # once it has loaded the model
+                    connection, _ = listener.accept()  # it connects after loading the model
                     break
                 except TimeoutError:
                     if self._child.poll() is not None or self._child.age_s > START_TIMEOUT_S:
@@ -133,7 +133,7 @@ class Offline:
 
 
 def serve_offline(model: Path, port: int) -> None:
-    """The process of Offline: a list of requests a line; tokens and seconds as the answer."""
+    """Answer for Offline: a list of requests per line; tokens and seconds as the answer."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
@@ -158,13 +158,13 @@ def serve_offline(model: Path, port: int) -> None:
 
 
 def slots_of(samples: int, n: int) -> list[Slot]:
-    """As many different prompts as groups, of about 40 tokens; a seed for each sample."""
+    """Make a different prompt of about 40 tokens for each group, and a seed for each sample."""
     prompts = [f"{k}. What is {7 * k % 991} plus {11 * k % 997}, please?" for k in range(samples // n)]
     return [Slot(k, {"id": str(k), "prompt": prompt}, seed=1_000_003 * k) for k, prompt in enumerate(prompts)]
 
 
 def compare(sides: dict[str, Side], samples: int, n: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """One row: the sides take turns; another one begins each round. One turn each does not count."""
+    """Measure one row: the sides take turns; another one begins each round. The first turns do not count."""
     slots, sampling = slots_of(samples, n), Sampling(n=n, max_tokens=tokens)
     rates: dict[str, list[float]] = {name: [] for name in sides}
     cpu_ms: dict[str, list[float]] = {name: [] for name in sides}
@@ -195,7 +195,7 @@ def compare(sides: dict[str, Side], samples: int, n: int, tokens: int, rounds: i
 
 
 def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The line."""
+    """Measure all rows and return the line."""
     model = Path(options.model)
     if options.model in ("tiny", "small"):
         model = make_model(options.model, directory / options.model)
@@ -229,7 +229,7 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, and print the line."""
+    """Read the options, measure, and print the line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""What a node's events cost: CPU time of one, times those of an iteration, against the iterations of a run.
+"""Measure what a node's events cost: CPU time of one event, and events of an iteration of a real run.
 
     .venv/bin/python scripts/bench/events.py --dir runs/demo
 
-counts the events that the nodes of that run wrote, and reads from its metrics how long iterations took. One
-JSON line: microseconds of one event (all threads, writing included), events and milliseconds of an iteration
-and node, and the share of the median iteration.
+counts the events that the nodes of this run wrote, and reads from its metrics how long iterations took.
+Prints one JSON line: microseconds of one event (all threads, writing included), events and milliseconds per
+iteration and node, and their share of the median iteration.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from coordinator.directory.line_writer import QUEUE_LINES
 from coordinator.journal.events import Events
 
 EVENTS = QUEUE_LINES // 2
-"""What waits for the file at once; more would be dropped."""
+"""As many events as may wait for the file at once; more would be dropped."""
 
 
 def microseconds() -> float:
-    """CPU time of one event."""
+    """Measure the CPU time of one event."""
     with tempfile.TemporaryDirectory() as directory:
         events, path = Events(), Path(directory) / "rank_0000.jsonl"
         events.open(path, lambda: (1, 2))
@@ -39,7 +39,7 @@ def microseconds() -> float:
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Read the options, measure, and print the line."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--dir", type=Path, required=True, help="A run that has finished iterations.")

@@ -1,16 +1,16 @@
-"""What faults cost: a real run of three nodes on this machine that is hurt again and again, in figures.
+"""Measure what faults cost: disturb a real run of three nodes on this machine again and again.
 
     python scripts/bench/faults.py --dir DIR [--faults 10] [--seed 0]
     python scripts/bench/faults.py --dir DIR --soak MINUTES
 
-The first kills and stops nodes, engines and trainers at random moments, brings back what a person would bring
-back, waits until the run has gone on, and prints a line for each fault and a table. The second leaves the
-nodes alone, with the default timeouts and every core busy, and counts the false alarms. DIR must not hold a
-run.
+The first command kills and stops nodes, engines and trainers at random moments, restarts nodes as a person
+would, waits until the run has gone on, and prints a line for each fault and a table. The second does not
+disturb the nodes: with the default timeouts and every core busy, it counts the false alarms. DIR must not
+hold a run.
 
-Detection: from the fault until every surviving node has said who is lost. First work: from the restart of the
-node's command to its first flag of a row, or its first part, in a newer epoch; the start of its engine, where
-that came before, is given apart.
+Detection: from the fault until every surviving node has said which node is lost. First work: from the restart
+of a node's command to its first flag of a row, or its first part, in a newer epoch; if its engine started
+before that, the engine's start is given separately.
 """
 
 import argparse
@@ -55,12 +55,12 @@ MANY_SMALL_ITERATIONS = (
     f"cluster.node_timeout_s={NODE_TIMEOUT_S}",
 )
 PATIENCE_S = 300.0
-"""A run that has not gone on by then has not recovered."""
+"""A run that has made no progress by then has not recovered."""
 
 
 @dataclass
 class Fault:
-    """One fault and what came of it; seconds are None where there is nothing to measure."""
+    """One fault and what it cost; seconds are None where there is nothing to measure."""
 
     what: str
     rank: int
@@ -71,7 +71,7 @@ class Fault:
     recovered_s: float | None = None
 
     def line(self) -> str:
-        """For a person."""
+        """Describe the fault for a person."""
         figures = {
             "said lost after": self.detected_s,
             "first work after restart": self.first_work_s,
@@ -84,7 +84,7 @@ class Fault:
 
 @dataclass
 class Injector:
-    """The run, the faults that it has had, and the parts that lay there when they came."""
+    """The run, the faults it has had, and the parts that were durable at each fault."""
 
     cluster: Cluster
     random: random.Random
@@ -92,11 +92,11 @@ class Injector:
     kept: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
 
     def start(self, rank: int) -> None:
-        """The command that starts a node, the first time and again."""
+        """Start a node, the first time or again."""
         self.cluster.start(rank, *(() if rank else (*RUN, *MANY_SMALL_ITERATIONS)))
 
     def inject(self, what: str) -> None:
-        """A fault at a random moment, and what a person does about it; returns when the run has gone on."""
+        """Cause a fault at a random moment, do what a person would do, and wait until the run has gone on."""
         self._until(self._is_whole, "every node generates and trains")
         time.sleep(self.random.uniform(0.0, 3.0))
         ranks = [0] if "master" in what else range(1 if "worker" in what else 0, NODES)
@@ -112,7 +112,7 @@ class Injector:
     # ---- faults
 
     def kill(self, fault: Fault) -> None:
-        """SIGKILL of a node, which is restarted at once, or when the others say that it is lost."""
+        """Kill a node, and restart it at once or when the others say that it is lost."""
         self.cluster.kill(fault.rank)
         if "when lost" in fault.what:
             self._wait_said_lost(fault)
@@ -120,14 +120,14 @@ class Injector:
         self._restart(fault)
 
     def stop_until_lost(self, fault: Fault) -> None:
-        """SIGSTOP of a node, which goes on when the others say that it is lost."""
+        """Stop a node, and let it go on when the others say that it is lost."""
         self.cluster.kill(fault.rank, signal.SIGSTOP)
         self._wait_said_lost(fault)
         self.kept.update(evidence.durable_parts(self.cluster.run_dir))
         self.cluster.kill(fault.rank, signal.SIGCONT)
 
     def hit_child(self, fault: Fault, kind: str, number: int) -> None:
-        """A signal to a child of a node."""
+        """Send a signal to a child of a node."""
         pid = self.cluster.nodes[fault.rank].pid
         self._until(lambda: children(pid, kind), f"rank {fault.rank} has a {kind}")[0].send_signal(number)
         self.kept.update(evidence.durable_parts(self.cluster.run_dir))
@@ -206,7 +206,7 @@ FAULTS: dict[str, Callable[[Injector, Fault], None]] = {
 
 
 def hurt(cluster: Cluster, count: int, seed: int) -> None:
-    """Inject `count` faults, every kind before any comes again, and print the table."""
+    """Inject `count` faults, each kind once before any is repeated, and print the table."""
     injector = Injector(cluster, random.Random(seed))
     for rank in range(NODES):
         injector.start(rank)
@@ -238,14 +238,14 @@ def hurt(cluster: Cluster, count: int, seed: int) -> None:
 
 
 def spread(seconds: list[float]) -> str:
-    """Median and maximum."""
+    """Write median and maximum."""
     found = seconds or [float("nan")]
     return f"median {statistics.median(found):.1f} s, max {max(found):.1f} s ({len(seconds)} times)"
 
 
 @contextmanager
 def busy_cores() -> Iterator[int]:
-    """As many processes that only burn as there are cores."""
+    """Keep every core busy with a process; yield their number."""
     count = os.cpu_count() or 1
     burn = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
     burning = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(count)]
@@ -258,7 +258,7 @@ def busy_cores() -> Iterator[int]:
 
 
 def soak(cluster: Cluster, minutes: float) -> None:
-    """Default timeouts, full load, nothing injected: whatever the nodes report is a false alarm."""
+    """Run with default timeouts, full load and no faults: each report of a fault is a false alarm."""
     with busy_cores() as busy:
         for rank in range(NODES):
             cluster.start(rank, *(() if rank else (*RUN, "tiny.warmup_steps=0", REWARD)))
@@ -286,13 +286,13 @@ def soak(cluster: Cluster, minutes: float) -> None:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """A table of two columns."""
+    """Print a table of two columns."""
     for name, figure in figures.items():
         print(f"{name:<41}{figure}")
 
 
 def main() -> None:
-    """Run one of the two; nothing is left running."""
+    """Run one of the two commands, and leave no process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

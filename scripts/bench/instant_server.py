@@ -1,4 +1,4 @@
-"""An engine that answers every request at once with the same completion, for measuring who asks it.
+"""An engine that answers every request at once with the same completion, to measure its client.
 
     python scripts/bench/instant_server.py SAMPLES TOKENS [CORE]
 
@@ -16,7 +16,7 @@ PROMPT_TOKENS = 32
 
 
 def answer(samples: int, tokens: int) -> bytes:
-    """The whole HTTP response."""
+    """Return the whole HTTP response."""
     words = [f" word{token}" for token in range(tokens)]
     logprobs = [-1.2345678806304932 - 0.001 * token for token in range(tokens)]
     choice: dict[str, Any] = {

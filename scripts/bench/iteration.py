@@ -1,18 +1,19 @@
-"""A whole iteration of three nodes on this machine, and of one, against a step of TRL's GRPOTrainer.
+"""Compare a whole iteration of three nodes on this machine, and of one, with a step of TRL's GRPOTrainer.
 
     .venv-trl/bin/python scripts/bench/iteration.py [--directory /tmp] [--rounds 3] [--iterations 14]
 
-Prints one JSON line. Ours: `run local` with the embedded engine, 64 prompts x 8 samples of at most 8 tokens,
-every trajectory and checkpoint durable; from the opening of one iteration to that of the next. TRL: one
-process that keeps nothing, from the end of one step to that of the next, with transformers' generate (its
-continuous batching, --trl-continuous-batching, takes seconds a step on a CPU) and the faster one of
+Prints one JSON line. Flagpost: `run local` with the embedded engine, 64 prompts x 8 samples of at most 8
+tokens, every trajectory and checkpoint durable, from the start of one iteration to the start of the next.
+TRL: one process that saves nothing, from the end of one step to the end of the next, with transformers'
+generate (its continuous batching, --trl-continuous-batching, takes seconds a step on a CPU) and the faster
 --trl-microbatch. Both: the same model directory, tasks (builtin:arithmetic), reward (exact), Python, torch
-and transformers, float32 training, one optimizer step of 512 samples (ours leaves out groups without an
+and transformers, float32 training, one optimizer step of 512 samples (Flagpost leaves out groups without an
 advantage), learning rate 1e-6, so that the work stays the same. They take turns; of each turn the median
-after --skip iterations counts, a ratio is the median over the rounds.
+after --skip iterations counts; a ratio is the median over the rounds.
 
-Then ours once more with every process traced (tracing.py), which costs a little: `traced` says where an
-iteration's milliseconds go. `phases_9_to_12_besides_training_ms`: rows 9 to 12 but for the optimizer steps.
+Then Flagpost runs once more with every process traced (tracing.py), which costs a little: `traced` says where
+an iteration's milliseconds go. `phases_9_to_12_besides_training_ms`: rows 9 to 12 without the optimizer
+steps.
 """
 
 import argparse
@@ -44,11 +45,11 @@ LEARNING_RATE = 1e-6
 TURN_TIMEOUT_S = 900.0
 
 
-# ---- ours
+# ---- Flagpost
 
 
 def run_nodes(options: argparse.Namespace, nodes: int, root: Path, env: Mapping[str, str] = {}) -> None:
-    """One turn of ours in the run directory `root`."""
+    """Take one turn of Flagpost in the run directory `root`."""
     settings = {
         "rollout.tasks_per_iteration": PROMPTS,
         "rollout.samples_per_task": SAMPLES,
@@ -65,7 +66,7 @@ def run_nodes(options: argparse.Namespace, nodes: int, root: Path, env: Mapping[
 
 
 def turn(argv: list[str], env: Mapping[str, str] = {}) -> str:
-    """What a process of its own prints; ends the benchmark with its last words if it fails."""
+    """Run a process and return what it prints; if it fails, end the benchmark with its last words."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **env}
     made = subprocess.run(
         argv, env=environment, capture_output=True, text=True, timeout=TURN_TIMEOUT_S, check=False
@@ -76,19 +77,19 @@ def turn(argv: list[str], env: Mapping[str, str] = {}) -> str:
 
 
 def iteration_seconds(root: Path, skip: int) -> list[float]:
-    """From the opening of each iteration after `skip` to that of the next, by one machine's clock."""
+    """Seconds from the start of each iteration after `skip` to the next start, by one machine's clock."""
     opened = sorted(root.glob("train_trajectories/iteration_*/iteration.json"))
     times_ns = [path.stat().st_mtime_ns for path in opened][skip:]
     return [(after - before) / 1e9 for before, after in pairwise(times_ns)]
 
 
 def metrics_lines(root: Path, skip: int) -> list[dict[str, Any]]:
-    """The metrics of the iterations after `skip`."""
+    """Read the metrics of the iterations after `skip`."""
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()][skip:]
 
 
 def of_rows(root: Path, skip: int) -> dict[str, Any]:
-    """What metrics.jsonl says of the rows: medians in ms, as the master saw them, and what ranks waited."""
+    """Return median ms of each row, as the master saw it, and of the ranks' waits, from metrics.jsonl."""
     lines = metrics_lines(root, skip)
     return {
         "rows_ms": {
@@ -107,7 +108,7 @@ def of_rows(root: Path, skip: int) -> dict[str, Any]:
 
 
 def trl_turn(model: Path, steps: int, microbatch: int, continuous: bool) -> dict[str, Any]:
-    """TRL's steps, in this process."""
+    """Take TRL's steps in this process."""
     import trl_trainer
 
     tasks = load_tasks("builtin:arithmetic", seed=0, split="train").tasks
@@ -136,7 +137,7 @@ def trl_turn(model: Path, steps: int, microbatch: int, continuous: bool) -> dict
 
 
 def run_trl(model: Path, steps: int, skip: int, microbatch: int, continuous: bool = False) -> dict[str, Any]:
-    """One turn of TRL: median seconds of a step, wall and CPU, and the mean reward of the last one."""
+    """Take one turn of TRL; return median seconds of a step, wall and CPU, and the last mean reward."""
     said = {"model": str(model), "steps": steps, "microbatch": microbatch, "continuous": continuous}
     made = json.loads(turn([sys.executable, __file__, "--trl-turn", json.dumps(said)]).splitlines()[-1])
     walls, cpus = zip(*made["seconds"][skip:], strict=True)
@@ -147,7 +148,7 @@ def run_trl(model: Path, steps: int, skip: int, microbatch: int, continuous: boo
 
 
 def fsync_ms(directory: Path) -> float:
-    """Median ms of writing 64 KiB into a new file there and making it durable."""
+    """Measure median ms of writing 64 KiB durably into a new file there."""
     seconds: list[float] = []
     for number in range(50):
         path = directory / f"fsync{number}"
@@ -162,7 +163,7 @@ def fsync_ms(directory: Path) -> float:
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The line."""
+    """Take all turns and return the line."""
     options.number = 0
 
     def node_turn(nodes: int, env: Mapping[str, str] = {}) -> Path:
@@ -210,7 +211,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 def _line(
     options: argparse.Namespace, seconds: Mapping[str, list[float]], made: Mapping[str, list[Any]]
 ) -> dict[str, Any]:
-    """Seconds and ratios of the turns."""
+    """Return seconds and ratios of the turns."""
     of_trl = {name: found for name, found in seconds.items() if name.startswith("trl_")}
     fastest = min(of_trl, key=lambda name: statistics.median(of_trl[name]))
     line: dict[str, Any] = {
@@ -246,7 +247,7 @@ def _spread(seconds: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, and print the line."""
+    """Read the options, measure, and print the line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -256,7 +257,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=3, help="of them that do not count: engines start")
     parser.add_argument("--trl-microbatch", type=int, nargs="+", default=[512, 128], help="samples")
     parser.add_argument("--trl-continuous-batching", action="store_true")
-    parser.add_argument("--settings", nargs="*", default=[], help="of ours: further key=value")
+    parser.add_argument("--settings", nargs="*", default=[], help="for Flagpost: further key=value")
     parser.add_argument("--trl-turn", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     need_trl(parser)

@@ -1,14 +1,14 @@
-"""What the collector itself costs: samples per second on one core with an engine that answers at once.
+"""Measure what the collector costs: samples per second on one core, with an engine that answers at once.
 
     python scripts/bench/overhead.py [--samples 100000]
 
-Prints one JSON line; needs no vLLM. Each row is a process of its own, tied to one core, with the engine on
-another one (where the system lets a process choose): groups of `n` samples of `tokens` tokens, 256 samples in
-flight, single-turn, a reward that costs nothing. `samples_per_cpu_s`, per second that the collector had its
-core, is the figure to read where other programs run (`cores_busy_elsewhere`). `server_samples_per_s` is what
-the same core draws from the engine without looking at the answers. `memory_mb`: resident memory after so many
-samples; groups are dropped as they finish, or written as parts to a temporary directory (`parts`): then what
-waits for the next part is in it, so that the plateau grows with the rate.
+Prints one JSON line; needs no vLLM. A separate process measures each row, on one core, with the engine on
+another core (where the system lets a process choose): groups of `n` samples of `tokens` tokens, 256 samples
+in flight, single-turn, a reward that costs nothing. `samples_per_cpu_s`, samples per CPU second of the
+collector, is the figure to read where other programs run (`cores_busy_elsewhere`). `server_samples_per_s`:
+samples that the same core gets from the engine without parsing the answers. `memory_mb`: resident memory by
+number of samples. Groups are dropped when they finish, or written as parts to a temporary directory
+(`parts`); the memory then holds the groups of the next part, and grows with the rate.
 """
 
 import argparse
@@ -42,13 +42,13 @@ FIRST_ROW_TIMEOUT_S = 600.0
 ROWS = [(1, 16, False), (1, 64, False), (1, 256, False), (8, 64, False), (8, 256, False), (8, 64, True)]
 """(n, tokens, parts)."""
 MEMORY_AT = (0.1, 0.5, 1.0)
-"""Fractions of the samples after which the memory is looked at."""
+"""Fractions of the samples after which the memory is measured."""
 NOTHING = Reward("nothing", lambda _task, _completion: 0.0, inline=True)
 
 
 @contextmanager
 def instant_server(n: int, tokens: int, core: list[int]) -> Iterator[int]:
-    """The port of an engine that answers at once."""
+    """Start an engine that answers at once; yield its port."""
     program = Path(__file__).with_name("instant_server.py")
     argv = [sys.executable, str(program), str(n), str(tokens), *map(str, core)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
@@ -58,7 +58,7 @@ def instant_server(n: int, tokens: int, core: list[int]) -> Iterator[int]:
 
 
 class Drain(asyncio.Protocol):
-    """One connection that asks and asks, and only counts the bytes of the answers."""
+    """One connection that repeats its request, and only counts the bytes of the answers."""
 
     request = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 256\r\n\r\n" + bytes(256)
 
@@ -88,7 +88,7 @@ class Drain(asyncio.Protocol):
 
 
 async def drain(port: int, requests: int, connections: int) -> float:
-    """Seconds for so many requests, without looking at the answers."""
+    """Measure the seconds of `requests`, without parsing the answers."""
     loop = asyncio.get_running_loop()
     left, ended, done = iter(range(requests)), [], asyncio.Event()
 
@@ -107,7 +107,7 @@ async def drain(port: int, requests: int, connections: int) -> float:
 async def collect_all(
     port: int, samples: int, n: int, tokens: int, on_group: Callable[[Group], None]
 ) -> None:
-    """The collector as a node runs it."""
+    """Run the collector as a node does."""
     tasks = [{"id": str(k), "prompt": f"What is {k} plus {2 * k}? " * 2} for k in range(64)]
     slots = [Slot(slot, tasks[slot % len(tasks)], slot) for slot in range(samples // n)]
     async with EngineClient(f"http://127.0.0.1:{port}") as client:
@@ -124,7 +124,7 @@ async def collect_all(
 
 
 def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
-    """One row, in this process."""
+    """Measure one row in this process."""
     cores = _tie_to_one_core()
     with instant_server(n, tokens, cores[1:2]) as port, tempfile.TemporaryDirectory() as directory:
         requests, connections = samples // n, min(samples // n, max(1, CONCURRENCY // n))
@@ -163,7 +163,7 @@ def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
 
 
 def _tie_to_one_core() -> list[int]:
-    """Stay on one core; returns it and another one. Empty where a process cannot choose."""
+    """Stay on one core; return it and another one, or nothing where a process cannot choose."""
     if not hasattr(os, "sched_setaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
@@ -172,7 +172,7 @@ def _tie_to_one_core() -> list[int]:
 
 
 def main() -> None:
-    """Every row in a process of its own, one after the other."""
+    """Measure every row in a separate process, one after the other."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

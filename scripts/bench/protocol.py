@@ -1,4 +1,4 @@
-"""What the protocol costs: iterations of 14 phases with no work in them, by N real node processes.
+"""Measure what the protocol costs: iterations of 14 phases without work, by N real node processes.
 
 Prints one JSON line: seconds per iteration (median, p99), metadata operations per node and phase (heartbeats
 included), bytes and files left on disk. `--dirs` gives each node its own mount of the same directory.
@@ -28,7 +28,7 @@ from coordinator.rows.table import run_iteration
 from rollout.storage import files
 
 WARM_UP = 3
-"""Iterations before those that count."""
+"""First iterations, which do not count."""
 
 
 class EmptyRows:
@@ -51,7 +51,7 @@ class EmptyRows:
 
 
 def run_node(root: Path, rank: int, nodes: int, iterations: int) -> None:
-    """One node; prints what it measured."""
+    """Run one node, and print what it measured."""
     seconds: list[float] = []
     counts: dict[str, int] = {}
 
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dict[str, Any]:
-    """The line: seconds are the master's, since a row is over when its flag is up."""
+    """Return the line; seconds are the master's, since a row ends when its flag is raised."""
     seconds = said[0]["seconds"]
     rows = iterations * len(Phase)
     per_row = [{name: count / rows for name, count in node["operations"].items()} for node in said]

@@ -1,10 +1,10 @@
-"""How long a vLLM server takes to get new weights: in place, and by a restart.
+"""Measure how long a vLLM server takes to load new weights: in place, and by a restart.
 
     .venv-vllm/bin/python scripts/bench/reload.py [--models tiny small] [--reloads 9] [--restarts 2]
 
-Prints one JSON line. Both times run until the first completion of the new weights is there: `reload_s` from
-EngineAdmin.reload (checkpoint verified, requests drained, caches reset), `restart_s` from ending the process
-group, through the start of the same command. Two models of the same shape take turns.
+Prints one JSON line. Both times end with the first completion of the new weights. `reload_s` begins with
+EngineAdmin.reload (checkpoint verified, requests drained, caches reset); `restart_s` begins with ending the
+process group, and includes the start of the same command. Two models of the same shape take turns.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROBE = Sampling(max_tokens=1, temperature=0.0)
 
 
 def first_logprob(server: Vllm) -> float:
-    """Of one greedy token: another one for other weights."""
+    """Return the logprob of one greedy token; other weights give another one."""
 
     async def main() -> float:
         async with EngineClient(server.url) as client:
@@ -40,26 +40,26 @@ def first_logprob(server: Vllm) -> float:
 
 
 def start(children: Children, model: Path) -> Vllm:
-    """A server that answers."""
+    """Start a server, and wait until it answers."""
     server = start_vllm(children, model)
     server.wait_ready()
     return server
 
 
 def reload(server: Vllm, model: Path) -> Vllm:
-    """In place."""
+    """Load the weights in place."""
     server.admin.reload(model, model.name, like=model)
     return server
 
 
 def restart(children: Children, server: Vllm, model: Path) -> Vllm:
-    """End its process group and start it anew."""
+    """End the server's process group, and start a new server."""
     server.child.stop(GRACE_S)
     return start(children, model)
 
 
 def seconds_of(change: Callable[[Path], Vllm], model: Path, before: float) -> tuple[float, Vllm, float]:
-    """Seconds until the first completion of other weights, which must differ from `before`."""
+    """Measure seconds until the first completion of other weights, which must differ from `before`."""
     started_s = time.perf_counter()
     server = change(model)
     after = first_logprob(server)
@@ -70,7 +70,7 @@ def seconds_of(change: Callable[[Path], Vllm], model: Path, before: float) -> tu
 
 
 def measure(name: str, directory: Path, reloads: int, restarts: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     models = [make_model(name, directory / f"{name}{seed}", seed) for seed in (0, 1)]
     turn, watch = itertools.cycle(models), Elsewhere()
     reload_s: list[float] = []
@@ -97,7 +97,7 @@ def measure(name: str, directory: Path, reloads: int, restarts: int) -> dict[str
 
 
 def main() -> None:
-    """Parse, and print the line."""
+    """Read the options, measure, and print the line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

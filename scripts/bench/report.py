@@ -1,9 +1,10 @@
-"""How long `run report` and `run status` take on a long run, as whole processes, and how big the page is.
+"""Measure how long `run report` and `run status` take on a long run, and how big the page is.
 
     .venv/bin/python scripts/bench/report.py [--iterations 200] [--nodes 8] [--repeats 5] [--keep DIR]
 
-Prints one JSON line: the medians in seconds, the page in bytes, and the size of the events that were read.
-The run is made up (tests/coordinator/made_up_run.py) and lies in a temporary directory, or in DIR.
+Prints one JSON line: the median seconds of whole processes, the bytes of the page, and the bytes of the
+events that were read. The run is made up (tests/coordinator/made_up_run.py), in a temporary directory or in
+DIR.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from tests.coordinator.made_up_run import make_run
 
 
 def seconds_of(words: list[str], repeats: int) -> float:
-    """The median of `run WORDS`, from its start to its end."""
+    """Return the median seconds of `run WORDS`, from its start to its end."""
     spent: list[float] = []
     for _ in range(repeats):
         started_s = time.perf_counter()
@@ -31,6 +32,7 @@ def seconds_of(words: list[str], repeats: int) -> float:
 
 
 def main() -> None:
+    """Read the options, measure, and print the line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

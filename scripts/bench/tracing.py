@@ -1,9 +1,8 @@
-"""Where the time of a run goes: the seconds that named functions take, in every process of it.
+"""Trace where the time of a run goes: the seconds that named functions take, in each of its processes.
 
-A process started with `environment(directory)` writes a line for each call of a function in `SPANS` into a
-file of its own in `directory`: name, start and end (time.monotonic, one clock for a machine), and the CPU
-seconds of the process at both. The functions are wrapped when their module is imported; the run's own code
-knows nothing of it.
+A process started with `environment(directory)` writes a file in `directory`, with a line for each call of a
+function in `SPANS`: name, start and end (time.monotonic, one clock for a machine), and the CPU seconds of the
+process at both. The functions are wrapped when their module is imported; the run's own code is unchanged.
 """
 
 import atexit
@@ -71,7 +70,7 @@ class Span:
     """One call of a function."""
 
     process: str
-    """What the process is: node, engine, trainer, or other; and its id."""
+    """The kind of process (node, engine, trainer, or other) and its id."""
     rank: int | None
     """Of a node or trainer."""
     name: str
@@ -84,13 +83,13 @@ class Span:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """What a process needs in its environment to write its spans into `directory`."""
+    """Return the environment with which a process writes its spans into `directory`."""
     paths = [str(Path(__file__).with_name("traced")), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {DIRECTORY: str(directory), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def read_spans(directory: Path) -> list[Span]:
-    """All that the processes have written; a line that a kill has torn is left out."""
+    """Read all spans; a line that a kill left incomplete is skipped."""
     spans: list[Span] = []
     for path in sorted(directory.glob("*.jsonl")):
         kind, rank, pid, _suffix = path.name.split(".")
@@ -116,7 +115,7 @@ def begin() -> None:
 
 
 class _Writer:
-    """Keeps spans for a moment, and appends them to this process's file."""
+    """Collects spans, and appends them to this process's file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -145,7 +144,7 @@ class _Writer:
 
 
 def _identity(argv: Sequence[str]) -> tuple[str, int | None]:
-    """What this process is, by its command line."""
+    """Return the kind and rank of this process, by its command line."""
     if "coordinator.cli" in argv and ("--worker" in argv or "--master" in argv):
         return "node", int(argv[argv.index("--worker") + 1]) if "--worker" in argv else 0
     if "rollout.engines.embedded.server" in argv:
@@ -156,7 +155,7 @@ def _identity(argv: Sequence[str]) -> tuple[str, int | None]:
 
 
 class _Wrapping(importlib.abc.MetaPathFinder):
-    """Lets the other finders find a module of SPANS, and wraps its functions once it is there."""
+    """Lets the other finders find a module of SPANS, and wraps its functions after its import."""
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer

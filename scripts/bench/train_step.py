@@ -1,20 +1,20 @@
-"""Training tokens per second on one batch of sequences of very different lengths, against TRL on the same.
+"""Compare training tokens per second with TRL, on one batch of sequences of very different lengths.
 
     .venv-trl/bin/python scripts/bench/train_step.py [--lengths uniform log-uniform] [--rounds 3]
     .venv-trl/bin/python scripts/bench/train_step.py --prompt-tokens 256 --samples 8 --longest 128
     .venv-trl/bin/python scripts/bench/train_step.py --gpu [--shapes 0.6b 1.7b]
 
 Prints one JSON line. Both sides take the same optimizer steps (GRPO, one update per batch, AdamW, float32
-weights) on the same sequences with the same advantages, each in processes of its own that take turns. The
-sequences are of 16 to 1,024 tokens (`--longest`), 8 of them the prompt; a longer prompt comes on top.
-`tokens_per_s` counts tokens without padding, shared prompts each time, and a ratio is the median over the
-rounds. `memory_peak_mb` is the high-water mark of such a process, `memory_before_mb` what it had before the
-first step. Ours packs sequences, and computes a prompt once where several samples have it.
-TRL 1.16 has no padding-free path for GRPO: it pads all to the longest one; of the sizes of its microbatches
-(`--trl-microbatch`, in sequences) the fastest counts.
+weights) on the same sequences with the same advantages, in separate processes that take turns. A sequence has
+16 to 1,024 tokens (`--longest`), of which 8 are the prompt; a longer prompt is added to them. `tokens_per_s`
+counts tokens without padding, and a shared prompt once per sample; a ratio is the median over the rounds.
+`memory_peak_mb` is the most memory of such a process, `memory_before_mb` its memory before the first step.
+Flagpost packs sequences, and computes a prompt once if several samples have it. TRL 1.16 has no padding-free
+path for GRPO: it pads all sequences to the longest one; the fastest size of its microbatches
+(`--trl-microbatch`, in sequences) counts.
 
-On a GPU: a Qwen3 of the shape, bfloat16 autocast over float32 weights on both sides, 16,384 tokens a
-microbatch; `mfu` is the fraction of --peak-tflops that 6 x parameters x tokens, and attention, amount to.
+On a GPU: a Qwen3 of the shape, bfloat16 autocast over float32 weights on both sides, 16,384 tokens per
+microbatch. `mfu`: 6 x parameters x tokens, and attention, as a fraction of --peak-tflops.
 """
 
 import argparse
@@ -48,11 +48,11 @@ TURN_TIMEOUT_S = 1800.0
 LEARNING_RATE = 1e-6
 
 
-# In a process of its own.
+# In a separate process.
 
 
 def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, float]]:
-    """(wall, CPU) seconds of the steps but the first."""
+    """Train with Flagpost; return (wall, CPU) seconds of the steps except the first."""
     import torch
 
     from trainer.batch.batch import Batch, Counts
@@ -98,7 +98,7 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
 
 
 def trl(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, float]]:
-    """(wall, CPU) seconds of the steps but the first."""
+    """Train with TRL; return (wall, CPU) seconds of the steps except the first."""
     import torch
     import trl_trainer
 
@@ -138,12 +138,12 @@ def trl(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, floa
 
 
 def note_memory(options: argparse.Namespace) -> None:
-    """What is there before the first step: the libraries and, of ours, the model."""
+    """Note the memory before the first step: the libraries and, for Flagpost, the model."""
     options.memory_before_mb = round(psutil.Process().memory_info().rss / 1e6)
 
 
 def take_turn(options: argparse.Namespace) -> dict[str, Any]:
-    """One side, in this process."""
+    """Take one turn of a side in this process."""
     import torch
 
     with tempfile.TemporaryDirectory(prefix="flagpost-bench-") as output_dir:
@@ -161,7 +161,7 @@ def take_turn(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _high_water() -> int:
-    """Most bytes of memory that this process has had."""
+    """Return the most bytes of memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -169,7 +169,7 @@ def _high_water() -> int:
 
 
 def turn(options: argparse.Namespace, side: str, microbatch: int, steps: int, **more: Any) -> dict[str, Any]:
-    """`take_turn` in a process of its own; ends the benchmark with its last words if it fails."""
+    """Call `take_turn` in a separate process; if it fails, end the benchmark with its last words."""
     said = {"side": side, "microbatch": microbatch, "steps": steps, "gpu": options.gpu, **more}
     argv = [sys.executable, __file__, "--turn", json.dumps(said)]
     made = subprocess.run(argv, capture_output=True, text=True, timeout=TURN_TIMEOUT_S, check=False)
@@ -179,7 +179,7 @@ def turn(options: argparse.Namespace, side: str, microbatch: int, steps: int, **
 
 
 def compare(options: argparse.Namespace, shape: str, kind: str, model: Path) -> dict[str, Any]:
-    """One row: the sides take turns; another one begins each round."""
+    """Measure one row: the sides take turns; another one begins each round."""
     lengths = draw_lengths(kind, options)
     more = {"model": str(model), "shape": shape, "tokens": lengths.tolist()}
     more |= {"prompt_tokens": options.prompt_tokens, "samples": options.samples}
@@ -216,7 +216,7 @@ def compare(options: argparse.Namespace, shape: str, kind: str, model: Path) -> 
 
 
 def main() -> None:
-    """Parse, and print the line."""
+    """Read the options, measure, and print the line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=LEAST_PROMPT_TOKENS)
     parser.add_argument("--samples", type=int, default=1, help="with one prompt")
     parser.add_argument("--sequences", type=int, help="a multiple of 8; default: 32, on a GPU 256")
-    parser.add_argument("--microbatch", type=int, help="of ours, in tokens; default: 8192, on a GPU 16384")
+    parser.add_argument("--microbatch", type=int, help="Flagpost's, in tokens; default: 8192, on a GPU 16384")
     parser.add_argument("--trl-microbatch", type=int, nargs="+", help="default: 2 8 32, on a GPU 8 16 32")
     parser.add_argument("--steps", type=int, default=3, help="of a turn, after one that does not count")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,4 +1,4 @@
-"""What the benchmark of the training step trains, and on what: models by shape, sequences by length."""
+"""Models and sequences for the benchmark of the training step."""
 
 import argparse
 from pathlib import Path
@@ -27,14 +27,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
     "1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
 }
-"""Of Qwen3 with tied embeddings."""
+"""Shapes of Qwen3 with tied embeddings."""
 SHORTEST, LONGEST = 16, 1024
 LEAST_PROMPT_TOKENS = 8
-"""Prompts are equally long: no padding of them is held against TRL."""
+"""Prompts are equally long, so TRL need not pad them."""
 
 
 def draw_lengths(kind: str, options: argparse.Namespace) -> NDArray[np.int64]:
-    """(sequences,) tokens of each, the shortest and the longest among them."""
+    """Draw (sequences,) numbers of tokens, the shortest and the longest among them."""
     random = np.random.default_rng(0)
     longest, sequences = options.longest, options.sequences
     if kind == "uniform":
@@ -46,7 +46,7 @@ def draw_lengths(kind: str, options: argparse.Namespace) -> NDArray[np.int64]:
 
 
 def draw_sequences(options: argparse.Namespace) -> tuple[list[NDArray[np.int32]], NDArray[np.float32]]:
-    """Token ids of each sequence, and an advantage of each, (sequences,)."""
+    """Make token ids of each sequence, and an advantage for each, (sequences,)."""
     random = np.random.default_rng(1)
     vocab_size = SHAPES[options.shape]["vocab_size"]
     token_ids = [random.integers(3, vocab_size, length, dtype=np.int32) for length in options.tokens]
@@ -56,7 +56,7 @@ def draw_sequences(options: argparse.Namespace) -> tuple[list[NDArray[np.int32]]
 
 
 def make_model(shape: str, directory: Path) -> Path:
-    """A model directory of the shape, with random weights."""
+    """Write a model directory of the shape, with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -70,7 +70,7 @@ def make_model(shape: str, directory: Path) -> Path:
 
 
 def parameters(shape: str) -> int:
-    """Of the matrices; the tied embedding counts once, as the head."""
+    """Count the parameters of the matrices; the tied embedding counts once, as the head."""
     of = SHAPES[shape]
     heads = 2 * of["num_attention_heads"] + 2 * of["num_key_value_heads"]
     layer = of["hidden_size"] * (heads * of["head_dim"] + 3 * of["intermediate_size"])
@@ -78,7 +78,8 @@ def parameters(shape: str) -> int:
 
 
 def flops_of(shape: str, lengths: NDArray[np.int64]) -> float:
-    """Forward and backward: 6 a parameter and token; causal attention 6 x width x length a token."""
+    """Count forward and backward: 6 per parameter and token; causal attention 6 x width x length per
+    token."""
     of = SHAPES[shape]
     width = of["num_hidden_layers"] * of["num_attention_heads"] * of["head_dim"]
     return 6.0 * parameters(shape) * float(lengths.sum()) + 6.0 * width * float((lengths**2).sum())

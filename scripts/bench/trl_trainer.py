@@ -1,4 +1,4 @@
-"""What the benchmarks against TRL share: its GRPOTrainer with the settings that are fastest here."""
+"""TRL's GRPOTrainer for the benchmarks, with the settings that are fastest here."""
 
 import argparse
 import time
@@ -22,7 +22,7 @@ NOTHING_BESIDES: dict[str, Any] = {
 
 
 def need_trl(parser: argparse.ArgumentParser) -> None:
-    """End with a line that says what to do, unless TRL is there."""
+    """End with a line that says what to do if TRL is not installed."""
     if find_spec("trl") is None:
         parser.error("TRL is not installed for this Python; make bench-trl, then .venv-trl/bin/python")
 
@@ -35,10 +35,10 @@ def train(
     batch: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[list[tuple[float, float]], dict[str, float]]:
-    """Train the float32 model of `model_dir` on `rows`: (wall, CPU) seconds of the steps, the last metrics.
+    """Train the float32 model of `model_dir` on `rows`; return (wall, CPU) seconds, last metrics.
 
-    Of every step but the first: from the end of one to the end of the next. `batch`: what to train on in
-    every step, in place of what would be generated and scored.
+    The seconds of a step begin with the end of the step before, so the first has none. `batch`: what to train
+    on in every step, instead of generating and scoring.
     """
     import torch
     from datasets import Dataset  # type: ignore[import-not-found]

@@ -1,4 +1,4 @@
-"""What the benchmarks of generation share: models made on the spot, and a real vLLM server."""
+"""Small models and a real vLLM server for the benchmarks of generation."""
 
 import argparse
 import contextlib
@@ -29,16 +29,16 @@ ARGS: dict[str, Any] = {
     "enable_chunked_prefill": False,
     "distributed_executor_backend": "uni",
 }
-"""Of vLLM, with a server and without."""
+"""Arguments of vLLM, with a server and without."""
 ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The model runs in the process that schedules: elsewhere, the two would each spin on a core for the other's
-answer, and a machine of 2 cores would have none left for the server and its client."""
+"""Run the model in the process that schedules. Two processes would each keep a core busy while they wait for
+each other, and a machine with 2 cores would have none left for the server and its client."""
 WORDS = 8192
 """Vocabulary of the small model."""
 
 
 def need_vllm(parser: argparse.ArgumentParser) -> None:
-    """End with a line that says what to do, unless vLLM is there."""
+    """End with a line that says what to do if vLLM is not installed."""
     if find_spec("vllm") is None:
         parser.error(
             "vLLM is not installed for this Python; use .venv-vllm/bin/python (make test-vllm makes it)"
@@ -46,9 +46,9 @@ def need_vllm(parser: argparse.ArgumentParser) -> None:
 
 
 def make_model(name: str, made: Path, seed: int = 0) -> Path:
-    """A model directory with random weights: `tiny`, as builtin:tiny (0.3 M parameters), or `small` (29 M).
+    """Write a model with random weights: `tiny`, like builtin:tiny (0.3 M parameters), or `small` (29 M).
 
-    Both tokenise character by character; `small` has made-up words beside the characters, and generates them.
+    Both tokenise character by character; `small` also has made-up words, and generates them.
     """
     from trainer.model import tiny  # here, because torch is slow to import
 
@@ -91,7 +91,7 @@ class Vllm:
     admin: EngineAdmin
 
     def wait_ready(self) -> None:
-        """Wait until it answers; ends the benchmark with its last words if it does not."""
+        """Wait until it answers; if it does not, end the benchmark with its last words."""
         try:
             self.admin.wait_healthy(START_TIMEOUT_S, alive=lambda: self.child.poll() is None)
         except EngineError as error:
@@ -99,7 +99,7 @@ class Vllm:
 
 
 def start_vllm(children: Children, model: Path) -> Vllm:
-    """A server of the model on a free port, started as a node does it; it does not answer yet."""
+    """Start a server of the model on a free port, as a node does; it does not answer yet."""
     port = free_port(LOOPBACK)
     server = server_command(EngineSettings(kind="vllm", args=ARGS), model, port, gpus=0)
     child = children.start("vllm", server.argv, env={**server.env, **ENV})
@@ -108,19 +108,19 @@ def start_vllm(children: Children, model: Path) -> Vllm:
 
 
 def parameters_m(model: Path) -> float:
-    """Millions of parameters of a model directory, by the size of its float32 files."""
+    """Return the millions of parameters of a model directory, by the size of its float32 files."""
     return round(sum(file.stat().st_size for file in model.glob("*.safetensors")) / 4e6, 1)
 
 
 class Elsewhere:
-    """How many cores were busy with what is neither this process nor a descendant of it."""
+    """Measures how many cores other programs used: not this process or its descendants."""
 
     def __init__(self) -> None:
         self._me = psutil.Process()
         self._since = (time.monotonic(), *self._busy_s())
 
     def cores(self) -> float:
-        """On average since this was made."""
+        """Return the average since this was made."""
         since_s, machine_s, ours_s = self._since
         machine_now_s, ours_now_s = self._busy_s()
         elsewhere_s = (machine_now_s - machine_s) - (ours_now_s - ours_s)

@@ -26,14 +26,15 @@ SLOW = (
 
 DYING = """
 import os, signal
-from coordinator import cli, shared_fs
+from coordinator import cli
+from rollout.storage import files
 
-def remove(path, remove=shared_fs.remove):
+def remove(path, remove=files.remove):
     if path.name == os.environ["DIES_AT"]:
         os.kill(os.getpid(), signal.SIGKILL)
     remove(path)
 
-shared_fs.remove = remove
+files.remove = remove
 cli.main()
 """
 """`run`, killed when it is about to remove the file DIES_AT."""

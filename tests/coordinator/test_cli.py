@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.config import build, flatten
+from coordinator.commands.options import docstrings
+from coordinator.config import OPTIONS, build, flatten
 from coordinator.directory.layout import FORMAT, Beat, RunDir
 from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
 from coordinator.protocol.records import claim
+from coordinator.settings import RunSettings
 from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
 
@@ -115,6 +118,33 @@ def test_help_names_every_option(run: Run) -> None:
     assert [option for option in documented.split() if option not in text] == []
 
 
+def test_help_of_an_option_is_what_its_setting_says(run: Run) -> None:
+    text = " ".join(run("--help").stdout.split())
+    for option, expected in {
+        "cluster.on_node_failure": "--on-node-failure wait|shrink|abort When a node is lost",
+        "cluster.node_timeout_s": "--node-timeout SECONDS A node",
+        "engine.kind": "--engine auto|vllm|torch auto",
+        "tasks": "--tasks FILE JSON lines",
+        "cluster.rank_weights": "--rank-weights N,N,... One positive number",
+        "eval.interval": "--eval-interval N Evaluate",
+        "model": "builtin:tiny. [default: builtin:tiny]",
+    }.items():
+        assert expected in text, option
+    for key in OPTIONS:
+        model, _, name = key.rpartition(".")
+        section = RunSettings.model_fields[model].annotation if model else RunSettings
+        assert docstrings(section)[name] in text, key  # pyright: ignore[reportArgumentType]
+
+
+def test_both_names_of_the_command_are_the_same(run: Run, place: Path) -> None:
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"run": "coordinator.cli:main", "flagpost": "coordinator.cli:main"}
+    words = "import sys; from coordinator.cli import main; sys.argv[0] = '/bin/flagpost'; sys.exit(main())"
+    as_flagpost = ("-c", words)
+    assert run("--help", command=as_flagpost).stdout == run("--help").stdout
+    assert "--rl-phase=all" in refusal(run, place, "--rl-phase", "all", command=as_flagpost)
+
+
 def test_version_is_printed(run: Run) -> None:
     ended = run("--version")
     assert (ended.returncode, ended.stdout.split()[0]) == (0, "flagpost")
@@ -150,6 +180,9 @@ def test_dry_run_of_all_nodes_prints_the_same(run: Run) -> None:
 def test_debug_mode_is_the_server_on_the_default_port(run: Run) -> None:
     settings = dict(flatten(json.loads(run("--debug-mode", "--dry-run").stdout)))
     assert settings["engine.url"] == "http://127.0.0.1:8000"
+    other = ("--engine-url", "http://127.0.0.1:8001")
+    settings = dict(flatten(json.loads(run(*other, "--debug-mode", "--dry-run").stdout)))
+    assert settings["engine.url"] == other[1]
 
 
 def test_scheduler_says_rank_and_number_of_nodes(run: Run) -> None:

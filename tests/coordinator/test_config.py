@@ -15,6 +15,7 @@ from coordinator.config import (
     build,
     contradictions,
     flatten,
+    option_name,
     overlay,
     parse_override,
     read_file,
@@ -407,4 +408,4 @@ def test_value_that_no_master_can_have_published_is_refused_as_such(
 def test_every_option_is_the_name_of_a_setting() -> None:
     known = dict(flatten(RunSettings().model_dump()))
     assert OPTIONS.keys() <= known.keys()
-    assert len(set(OPTIONS.values())) == len(OPTIONS)
+    assert len(set(map(option_name, OPTIONS))) == len(OPTIONS)

@@ -2,7 +2,7 @@
 
 import tomllib
 
-from coordinator.config import OPTIONS, build, flatten
+from coordinator.config import OPTIONS, build, flatten, option_name
 from scripts import settings_page
 
 DEFAULTS = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
@@ -18,7 +18,7 @@ def test_page_is_fresh() -> None:
 def test_page_names_every_setting_and_every_option() -> None:
     rows = [line.split(" | ") for line in settings_page.page().splitlines() if line.startswith("| `")]
     assert {row[0].strip("|` ") for row in rows} == set(DEFAULTS)
-    assert {row[-1].strip("|` ") for row in rows} - {""} == set(OPTIONS.values())
+    assert {row[-1].strip("|` ") for row in rows} - {""} == set(map(option_name, OPTIONS))
 
 
 def test_every_setting_says_what_it_means() -> None:

@@ -1,6 +1,6 @@
 """The shared directory as the simulated nodes reach it: real files, and a turn of the scheduler at each call.
 
-`shared_fs` gets this module's `os` and `open`, so a node can be killed, paused or held up before
+`rollout.storage.files` gets this module's `os` and `open`, so a node can be killed, paused or held up before
 every single call on the directory: between writing a temporary and renaming it, between a beat and the
 removal of the one before. What changes a name is shown to an observer.
 """
@@ -67,7 +67,7 @@ class Disk:
         self.is_observing = False
         return result
 
-    # ---- what shared_fs calls
+    # ---- what rollout.storage calls
 
     def listdir(self, path: Any) -> list[str]:
         self.enter()

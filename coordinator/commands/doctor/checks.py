@@ -1,4 +1,4 @@
-"""What `run doctor` measures of a directory, and what that means for a run. Pure; each limit has a reason."""
+"""Judge what `run doctor` measures of a directory. Pure; each limit has a reason."""
 
 import math
 import statistics
@@ -12,30 +12,30 @@ Verdict = Literal["ok", "slow", "warn", "fail"]
 
 _CLUSTER = ClusterSettings()
 PROMPT_S = _CLUSTER.poll_max_s
-"""A waiter sleeps that long between two listings anyway; what is visible sooner costs a run nothing."""
+"""A waiting node sleeps up to this long between two listings; a shorter delay costs a run nothing."""
 VISIBLE_S = 60.0
-"""A run is built to bear listings that are outdated for so long, as caches of NFS clients are at most."""
+"""A run tolerates listings that are outdated by this much, the most that NFS clients cache."""
 FLAG_S = 0.05
-"""An iteration raises 28 flags one after another (14 rows, a worker's, the master's): 1.4 s of waiting."""
+"""An iteration raises 28 flags in sequence (14 rows, one of a worker, one of the master): 1.4 s."""
 LIST_S = 0.05
-"""A waiter lists every 1 to 500 ms; a listing that takes longer sets the pace itself."""
+"""A waiting node lists every 1 to 500 ms; a slower listing delays it."""
 COPY_S = 0.15
-"""A rename with the directory's fsync that takes longer, each time, moves data. Sizes in between
-tell it too, but the kernel may hide them from the node that renames."""
+"""A rename, with the directory's fsync, that always takes longer copies data. Sizes in between show this too,
+but the kernel may hide them from the node that renames."""
 BYTES_PER_PARAMETER = 14
-"""Of a checkpoint: weights in bfloat16, then master weights and two moments in float32."""
+"""Of a checkpoint: weights in bfloat16; master weights and two moments in float32."""
 CHECKPOINTS = CheckpointSettings().keep_last + 1
-"""Those that are kept, and the one that is being written."""
+"""The checkpoints that are kept, and one that is being written."""
 LITTLE_BYTES = 0.6e9 * BYTES_PER_PARAMETER * CHECKPOINTS
-"""What the checkpoints of the smallest models that people post-train take."""
+"""Bytes of the checkpoints of the smallest models that people post-train."""
 NO_BYTES = 256 * 2**20
-"""Below this not even the built-in model's run fits."""
+"""With less, not even a run of the built-in model fits."""
 FEW_INODES, NO_INODES = 100_000, 1_000
-"""A run keeps some ten files of an iteration and rank, for good."""
+"""A run keeps about ten files per iteration and rank for ever."""
 WRITE_BYTES_PER_S = 100e6
-"""At this rate the checkpoint of a 7 B model (98 GB) takes 16 minutes, longer than most training phases."""
+"""At this rate a checkpoint of a 7 B model (98 GB) takes 16 minutes, longer than most training phases."""
 CLOCK_S = 1.0
-"""Nothing relies on equal clocks, but logs of nodes further apart than this are hard to read side by side."""
+"""Nothing relies on equal clocks, but with a larger difference logs are hard to read side by side."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,24 @@ class Check:
     figure: str
     verdict: Verdict = "ok"
     advice: str = ""
-    """What to do; empty where nothing is to be done."""
+    """What to do; empty if there is nothing to do."""
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The figure for programs; units are in the names."""
+    """The figures for programs; units are in the names."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it."""
+        """Write the check for JSON; `from_dict` reads it."""
         names = {"check": self.name, "figure": self.figure, "verdict": self.verdict}
         return {**names, "what_to_do": self.advice, "values": dict(self.values)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Check":
-        """What `to_dict` made."""
+        """Read what `to_dict` wrote."""
         return cls(data["check"], data["figure"], data["verdict"], data["what_to_do"], data["values"])
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Durations of one thing done several times, in seconds; `inf` for what did not happen in time."""
+    """Seconds of one action, repeated several times; `inf` for one that did not happen in time."""
 
     seconds: tuple[float, ...]
 
@@ -80,22 +80,22 @@ class Latency:
         return max(self.seconds)
 
     def values(self) -> dict[str, Any]:
-        """For programs; null for what did not happen in time."""
+        """Write the figures for programs; null for an action that did not happen in time."""
         figures = {"p50_s": self.p50, "p99_s": self.p99, "max_s": self.worst, "count": len(self.seconds)}
         return {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
 
 
 @dataclass(frozen=True)
 class Mount:
-    """The filesystem that a directory lies on."""
+    """The filesystem of a directory."""
 
     kind: str
-    """As the kernel calls it, e.g. nfs4, fuse.glusterfs, ext4."""
+    """The kernel's name, e.g. nfs4, fuse.glusterfs, ext4."""
     source: str
     point: str
 
     def cache_advice(self) -> str:
-        """How to turn the caches off that delay what others write."""
+        """Say how to turn off the caches that delay what other nodes write."""
         nfs = "lookupcache=none (or positive) and actimeo=1"
         blob = "--disable-kernel-cache --attr-cache-timeout=0 --file-cache-timeout=0"
         if self.kind.startswith("nfs"):
@@ -106,7 +106,7 @@ class Mount:
 
 
 def duration(seconds: float) -> str:
-    """A duration for a person."""
+    """Write a duration for a person; `never` for inf."""
     if not math.isfinite(seconds):
         return "never"
     if seconds >= 1:
@@ -115,7 +115,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for a person."""
+    """Write a number of bytes for a person."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit != "GiB" else f"{count:.1f} {unit}"
@@ -124,26 +124,26 @@ def size(count: float) -> str:
 
 
 def judge_directory(made: bool, mode: int, file_mode: int, owner: str) -> Check:
-    """`mode` of the run directory, `file_mode` of a file made in it with umask 007."""
+    """Judge `mode` of the run directory, and `file_mode` of a file made in it with umask 007."""
     figure = f"{'made' if made else 'there'}, mode {mode:04o}; a new file {file_mode:04o}, {owner}"
     values = {"made": made, "mode": f"{mode:04o}", "file_mode": f"{file_mode:04o}"}
     if file_mode & 0o007:
         advice = "this mount opens new files to every user; mount it with a umask, e.g. umask=007"
         return Check("directory", figure, "warn", advice, values)
     if mode & 0o002:
-        advice = "every user may rename and remove what lies here: chmod o-w"
+        advice = "every user may rename and remove files here: chmod o-w"
         return Check("directory", figure, "warn", advice, values)
     return Check("directory", figure, values=values)
 
 
 def judge_mount(mount: Mount) -> Check:
-    """Which filesystem it is; no kind is good or bad by its name."""
+    """Show which filesystem it is; no kind is good or bad by its name."""
     figure = f"{mount.kind}, {mount.source} at {mount.point}"
     return Check("filesystem", figure, values={"kind": mount.kind, "source": mount.source})
 
 
 def judge_space(free: int, total: int) -> Check:
-    """Free and total bytes; `total` 0 where the mount does not say."""
+    """Judge free and total bytes; `total` is 0 where the mount does not say."""
     values = {"free_bytes": free, "total_bytes": total}
     if not total:
         return Check("free space", "the mount does not say", values=values)
@@ -153,15 +153,13 @@ def judge_space(free: int, total: int) -> Check:
     if free < NO_BYTES:
         return Check("free space", figure, "fail", "make room, or use another log path", values)
     if free < LITTLE_BYTES:
-        advice = (
-            f"make room: {CHECKPOINTS} checkpoints lie here, {BYTES_PER_PARAMETER} bytes a parameter each"
-        )
+        advice = f"make room for {CHECKPOINTS} checkpoints of {BYTES_PER_PARAMETER} bytes per parameter each"
         return Check("free space", figure, "warn", advice, values)
     return Check("free space", figure, values=values)
 
 
 def judge_inodes(free: int, total: int) -> Check:
-    """Free and total inodes; `total` 0 where they are not limited."""
+    """Judge free and total inodes; `total` is 0 where they are not limited."""
     values = {"free_inodes": free, "total_inodes": total}
     if not total:
         return Check("free inodes", "not limited here", values=values)
@@ -173,30 +171,30 @@ def judge_inodes(free: int, total: int) -> Check:
 
 
 def judge_replace(renames: int, reads: int, missing: int, torn: int) -> Check:
-    """What a reader saw of one file while another process renamed new versions over it."""
+    """Judge what a reader saw of one file while another process renamed new versions over it."""
     figure = f"{reads:,} reads, {renames:,} renames: {missing} found no file, {torn} a part"
     values = {"reads": reads, "renames": renames, "missing": missing, "torn": torn}
     if missing or torn:
-        advice = "readers check size and checksum, so a run bears it; NFS, Lustre or GlusterFS do it right"
+        advice = "readers check size and checksum, so a run works; NFS, Lustre or GlusterFS do it right"
         return Check("atomic rename", figure, "warn", advice, values)
     return Check("atomic rename", figure, values=values)
 
 
 def judge_move(count: int, seconds: float, partial_sizes: int, whole: bool, written_s: float) -> Check:
-    """Renaming a file of `count` bytes, which took `written_s` to write; sizes in between seen meanwhile.
+    """Judge the rename of a file of `count` bytes, which took `written_s` to write.
 
-    `whole`: whether it had its size at last.
+    `partial_sizes`: how many sizes in between were seen. `whole`: whether the file had its size in the end.
     """
     values = {"bytes": count, "seconds": seconds, "partial_sizes": partial_sizes}
     figure = f"{size(count)} in {duration(seconds)}"
     if partial_sizes:
         figure += f", seen growing ({partial_sizes} sizes in between)"
     if not whole:
-        advice = "what was renamed is not whole, or not shown so: use another filesystem"
+        advice = "the renamed file is not complete, or not shown so: use another filesystem"
         return Check("big rename", figure, "fail", advice, values)
     if partial_sizes or seconds > max(COPY_S, 0.2 * written_s):
         advice = (
-            "this mount copies where it should rename: every checkpoint is written twice, and seen half; "
+            "this mount copies instead of renaming: every checkpoint is written twice, and seen half; "
             "on object storage use a hierarchical namespace"
         )
         return Check("big rename", figure, "warn", advice, values)
@@ -204,7 +202,8 @@ def judge_move(count: int, seconds: float, partial_sizes: int, whole: bool, writ
 
 
 def judge_create(names: int, doubled: int, orphaned: int, hard_links: bool, nodes: int = 0) -> Check:
-    """`names` created by all `nodes` at once (0: by two processes): how many had two winners, or none."""
+    """Judge `names` that all `nodes` (0: two processes) created at once: how many had two winners, or
+    none."""
     name = "all create once" if nodes else "create once"
     by = f"{nodes} nodes" if nodes else "2 processes"
     way = "hard links" if hard_links else "O_EXCL (no hard links)"
@@ -222,11 +221,11 @@ def judge_create(names: int, doubled: int, orphaned: int, hard_links: bool, node
 
 
 def judge_visible(name: str, delays: Latency, mount: Mount, what: str) -> Check:
-    """From publishing until another sees it. Beyond what a run bears it is a failure."""
+    """Judge the delay from publishing until another process sees it; a run tolerates VISIBLE_S."""
     figure = f"{what}: median {duration(delays.p50)}, longest {duration(delays.worst)}"
     values = delays.values()
     if delays.worst > VISIBLE_S:
-        return Check(name, figure, "fail", f"a run bears {VISIBLE_S:.0f} s; {mount.cache_advice()}", values)
+        return Check(name, figure, "fail", f"a run allows {VISIBLE_S:.0f} s; {mount.cache_advice()}", values)
     if delays.worst > PROMPT_S:
         advice = f"each of the 14 rows waits that long; {mount.cache_advice()}"
         return Check(name, figure, "slow", advice, values)
@@ -234,7 +233,7 @@ def judge_visible(name: str, delays: Latency, mount: Mount, what: str) -> Check:
 
 
 def judge_stale(name: str, delays: Latency, limit_s: float, mount: Mount, what: str) -> Check:
-    """How long something outdated is seen that no run relies on; `inf` for longer than `limit_s`."""
+    """Judge how long outdated state is seen that no run relies on; `inf` for longer than `limit_s`."""
     worst = duration(delays.worst) if math.isfinite(delays.worst) else f"more than {duration(limit_s)}"
     verdict: Verdict = "slow" if delays.worst > PROMPT_S else "ok"
     advice = f"a run does not rely on it, but it shows a cache; {mount.cache_advice()}"
@@ -242,19 +241,19 @@ def judge_stale(name: str, delays: Latency, limit_s: float, mount: Mount, what: 
 
 
 def judge_write(count: int, seconds: float) -> Check:
-    """`count` bytes written and synced in `seconds`."""
+    """Judge the time to write and sync `count` bytes."""
     rate = count / seconds
     figure = f"{rate / 1e6:.0f} MB/s ({size(count)}, synced)"
     values = {"bytes": count, "seconds": seconds, "bytes_per_s": rate}
     if rate < WRITE_BYTES_PER_S:
         minutes = 7e9 * BYTES_PER_PARAMETER / rate / 60
-        advice = f"the checkpoint of a 7 B model (98 GB) takes {minutes:.0f} min; small models do not mind"
+        advice = f"a checkpoint of a 7 B model (98 GB) takes {minutes:.0f} min; fine for small models"
         return Check("write speed", figure, "slow", advice, values)
     return Check("write speed", figure, values=values)
 
 
 def judge_flags(publishing: Latency) -> Check:
-    """Publishing a small file without fsync, as flags and heartbeats are."""
+    """Judge publishing a small file without fsync, as for flags and heartbeats."""
     figure = f"median {duration(publishing.p50)}, p99 {duration(publishing.p99)}"
     if publishing.p99 > _CLUSTER.node_timeout_s:
         advice = "a heartbeat takes longer than node_timeout, so every node would count as lost"
@@ -266,7 +265,7 @@ def judge_flags(publishing: Latency) -> Check:
 
 
 def judge_listing(names: int, listing: Latency, own_s: float, mount: Mount) -> Check:
-    """Listing `names` files; `own_s`: until this process's own files were all listed."""
+    """Judge listing `names` files; `own_s`: seconds until all files of this process were listed."""
     figure = f"{names} names in {duration(listing.p50)}, its own after {duration(own_s)}"
     values = {**listing.values(), "names": names, "own_s": own_s if math.isfinite(own_s) else None}
     if own_s > _CLUSTER.node_timeout_s:
@@ -278,6 +277,6 @@ def judge_listing(names: int, listing: Latency, own_s: float, mount: Mount) -> C
 
 
 def failed(name: str, error: OSError) -> Check:
-    """The check could not be done."""
+    """Report a check that could not be done."""
     text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
     return Check(name, text, "fail", "a run does the same calls; see what the mount, or its server, says")

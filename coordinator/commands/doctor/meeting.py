@@ -1,16 +1,16 @@
-"""How the nodes of `run doctor --peers N` meet: through files, in a directory beside the run's own.
+"""How the nodes of `run doctor --peers N` meet: through files, in a directory beside those of the run.
 
     <log-path>/doctor/
-      0f3da7c1.work/                  of rank 0 alone
+      0f3da7c1.work/                  only for rank 0
       5d0c41f2.open                   rank 0 holds session 5d0c41f2
-      5d0c41f2.r0001.9a07b3e8.hello   a process that is rank 1 is here, and what it is
-      5d0c41f2.s0004                  step 4 of rank 0: what all do now
+      5d0c41f2.r0001.9a07b3e8.hello   a process of rank 1 has come, and describes itself
+      5d0c41f2.s0004                  step 4 of rank 0: what all nodes do now
       5d0c41f2.s0004.r0001            rank 1 has done step 4: its answer
-      5d0c41f2.r0001.work/            of rank 1 alone
-      5d0c41f2.claim017               what all try to create at once
+      5d0c41f2.r0001.work/            only for rank 1
+      5d0c41f2.claim017               a name that all nodes try to create at once
 
-The first step lists the members by the tokens of their hellos, so nobody takes part in a session that died
-long ago, whatever a stale listing shows. Files are whole and written once; rank 0 removes them at the end.
+The first step lists the members by the tokens of their hellos. So no node takes part in a session that died
+long ago, even if a stale listing shows it. Files are whole and written once; rank 0 removes them at the end.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ STEP_S = 240.0
 """How long a step may take: a listing may be 60 s old on the way there and on the way back."""
 POLL_MAX_S = ClusterSettings().poll_max_s
 WORK = ".work"
-"""What the name of a process's own directory ends with."""
+"""The end of the name of a directory for one process."""
 
 
 class DoctorError(RuntimeError):
@@ -45,7 +45,7 @@ class DoctorError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank did at a step, and when this node saw that, on its monotonic and its wall clock."""
+    """What a rank did at a step, and when this node saw it, by its monotonic and its wall clock."""
 
     result: dict[str, Any]
     seen_s: float
@@ -53,12 +53,12 @@ class Answer:
 
 
 def doctor_directory(root: Path) -> Path:
-    """Where all doctors of a run directory work."""
+    """Return the directory in which all doctors of a run directory work."""
     return root / "doctor"
 
 
 def whoami() -> dict[str, Any]:
-    """What a node says of itself when it comes."""
+    """Describe this node: token, host, addresses, versions, number of GPUs."""
     return {
         "token": secrets.token_hex(4),
         "host": socket.gethostname(),
@@ -69,7 +69,7 @@ def whoami() -> dict[str, Any]:
 
 
 def poll(limit_s: float) -> Iterator[None]:
-    """Pauses as a run's waiters take them, until `limit_s` have passed."""
+    """Pause like the waiting nodes of a run, until `limit_s` have passed."""
     started_s = time.monotonic()
     yield
     while (waited_s := time.monotonic() - started_s) < limit_s:
@@ -83,7 +83,7 @@ def say(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def hear(path: Path) -> dict[str, Any] | None:
-    """A document that a listing has shown; None while it cannot be read whole."""
+    """Read a document that a listing has shown; None while it cannot be read whole."""
     try:
         return json.loads(files.read(path, fleeting=True))
     except (FileNotFoundError, ValueError):
@@ -91,7 +91,7 @@ def hear(path: Path) -> dict[str, Any] | None:
 
 
 class Host:
-    """Rank 0's side: opens a session, takes in who comes, lets all do one step after the other."""
+    """Rank 0's side: opens a session, admits workers, and lets all nodes do the same steps."""
 
     def __init__(self, directory: Path, nodes: int) -> None:
         self._directory = directory
@@ -99,13 +99,13 @@ class Host:
         self._expected = set(range(1, nodes))
         self._step = 0
         self.members: dict[int, dict[str, Any]] = {MASTER: whoami()}
-        """What each rank that came says of itself."""
+        """By rank, how each node that came describes itself."""
         self.lost: dict[int, str] = {}
-        """At which step a rank did not answer."""
+        """By rank, the step that a node did not answer."""
         say(directory / f"{self._session}.open", {})
 
     def absent(self) -> set[int]:
-        """Look who has come; the ranks that have not."""
+        """Look for nodes that have come; return the ranks that have not."""
         for name in files.listing(self._directory):
             rank = _rank_of_hello(name, self._session)
             if rank in self._expected and (said := hear(self._directory / name)):
@@ -113,7 +113,7 @@ class Host:
         return self._expected - self.members.keys()
 
     def gather(self, limit_s: float) -> set[int]:
-        """Wait until all have come, `limit_s` at most, and begin; the ranks that are missing."""
+        """Wait until all have come, at most `limit_s`, and begin; return the ranks that are missing."""
         for _ in poll(limit_s):
             if not self.absent():
                 break
@@ -123,9 +123,9 @@ class Host:
     def step(
         self, do: str, arguments: Mapping[str, Any] | None = None, own: Callable[[], Any] = lambda: None
     ) -> dict[int, Answer]:
-        """Let all members do `do`, and this node `own()` meanwhile; the answers.
+        """Let all members do `do`, and this node `own()` meanwhile; return the answers.
 
-        Who does not answer within `STEP_S` is `lost`, and is not waited for again.
+        A rank that does not answer within `STEP_S` is `lost`, and no later step waits for it.
         """
         self._begin(do, arguments or {})
         own()
@@ -145,7 +145,7 @@ class Host:
         return answers
 
     def close(self) -> None:
-        """Remove what lies of the session; whoever still waits in it finds that it is over."""
+        """Remove the files of the session; a node that still waits in it sees that it is over."""
         for name in published.names(self._directory):
             if name.endswith(WORK) and name.startswith(self._session):
                 files.remove_tree(self._directory / name)
@@ -153,7 +153,7 @@ class Host:
                 files.remove(self._directory / name)
 
     def claim_path(self, number: int) -> str:
-        """A name that all members create at once."""
+        """Return a path that all members create at once."""
         return str(self._directory / f"{self._session}.claim{number:03d}")
 
     def _begin(self, do: str, arguments: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class Host:
 
 
 def _rank_of_hello(name: str, session: str) -> int | None:
-    """The rank that a hello of `session` comes from."""
+    """Return the rank of a hello of `session`; None for another file."""
     parts = name.split(".")
     if len(parts) != 4 or parts[0] != session or parts[3] != "hello":
         return None
@@ -170,7 +170,7 @@ def _rank_of_hello(name: str, session: str) -> int | None:
 
 
 class Guest:
-    """A worker's side: comes to every session that is open, and follows the one that takes it in."""
+    """A worker's side: says hello to every open session, and follows the one that admits it."""
 
     def __init__(self, root: Path, rank: int) -> None:
         self._root = root
@@ -183,11 +183,11 @@ class Guest:
 
     @property
     def token(self) -> str:
-        """This process's own."""
+        """Names this process."""
         return self._me["token"]
 
     def join(self, limit_s: float, first: str) -> None:
-        """Wait for rank 0, and until it takes this node in; `first` is what to type there.
+        """Wait for rank 0, and until it admits this node; `first` is what to type on rank 0.
 
         DoctorError after `limit_s` without rank 0, or when it goes on without this node.
         """
@@ -203,12 +203,13 @@ class Guest:
             if not greeted and time.monotonic() > self._came_s + limit_s:
                 break
         raise DoctorError(
-            f"rank 0 has not taken rank {self._rank} in; on the first node type: {first} (if it runs there, "
+            f"rank 0 has not admitted rank {self._rank}; on the first node type: {first} (if it runs there, "
             f"{self._root} is not the same directory on both nodes, or listings are outdated for longer)"
         )
 
     def steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each step's name and arguments; `answer` it before the next. DoctorError if rank 0 is gone."""
+        """Yield each step's name and arguments; `answer` it before the next. DoctorError if rank 0 is
+        gone."""
         while True:
             self._step += 1
             for _ in poll(2 * STEP_S):
@@ -223,7 +224,7 @@ class Guest:
             yield said.pop("do"), said
 
     def work_directory(self) -> Path:
-        """A directory for this process alone; rank 0 removes it if this process is killed."""
+        """Return a directory only for this process; rank 0 removes it if this process is killed."""
         return self._directory / f"{self._session}.r{self._rank:04d}{WORK}"
 
     def answer(self, result: Mapping[str, Any]) -> None:
@@ -235,7 +236,7 @@ class Guest:
         try:
             say(self._directory / name, self._me)
         except files.SharedFsError as error:
-            if error.errno != errno.ENOENT:  # else the session was over before we came
+            if error.errno != errno.ENOENT:  # else the session had ended before
                 raise
         return session
 
@@ -243,7 +244,7 @@ class Guest:
         return hear(self._directory / name) if name in names else None
 
     def _names(self) -> Collection[str]:
-        """What the listing of the doctors' directory shows; nothing while there is none."""
+        """List the doctors' directory; nothing while it does not exist."""
         try:
             if self._session or self._directory.name in files.listing(self._root):
                 return files.listing(self._directory)

@@ -1,4 +1,4 @@
-"""What `run doctor` measures of nodes and between them, and what that means. Pure, as `checks`."""
+"""Judge what `run doctor` measures of nodes and between them. Pure, like `checks`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ class RoundTrip:
     """A message from rank 0 to a worker and its answer."""
 
     delay_s: float
-    """Half of the time it took, on one clock."""
+    """Half of the time of the round trip, on one clock."""
     offset_s: float
-    """By how much the worker's clock is ahead; unknown by as much as `delay_s`."""
+    """By how much the worker's clock is ahead, plus or minus `delay_s`."""
 
 
 def judge_addresses(addresses: Sequence[str]) -> Check:
-    """Addresses of this node, each with its interface, without loopback."""
+    """Judge the addresses of this node, each with its interface, without loopback."""
     if not addresses:
         advice = "enough for a run on this machine alone; for more, connect it to the others"
         return Check("address", "none but loopback", "warn", advice)
@@ -26,7 +26,7 @@ def judge_addresses(addresses: Sequence[str]) -> Check:
 
 
 def judge_gpus(gpus: Sequence[Mapping[str, Any]], usable: int, problem: str, machine: str) -> Check:
-    """GPUs as the driver lists them, {"name", "memory_bytes" or None}, and how many this process may use."""
+    """Judge GPUs, {"name", "memory_bytes" or None} from the driver, and how many this process may use."""
     values = {"gpus": [dict(gpu) for gpu in gpus], "usable": usable}
     if problem:
         advice = "repair the driver; until then the CPU is used"
@@ -43,7 +43,7 @@ def judge_gpus(gpus: Sequence[Mapping[str, Any]], usable: int, problem: str, mac
 
 
 def judge_versions(versions: Mapping[str, str | None], needed: Sequence[str]) -> Check:
-    """Versions of what is installed on this node."""
+    """Judge the versions of the packages on this node; those `needed` must be installed."""
     figure = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing := [name for name in needed if not versions[name]]:
         advice = f"install {', '.join(missing)} in the environment that `run` comes from"
@@ -55,7 +55,7 @@ def judge_versions(versions: Mapping[str, str | None], needed: Sequence[str]) ->
 
 
 def judge_nodes(hosts: Mapping[int, str], missing: Mapping[int, str]) -> Check:
-    """Host names of the ranks that came; `missing`: those that did not, with what to type there."""
+    """Judge which ranks came (with their host names), and which are `missing` (with what to type there)."""
     came = ", ".join(f"{rank} on {host}" for rank, host in sorted(hosts.items()))
     values = {"came": sorted(hosts), "missing": sorted(missing)}
     if not missing:
@@ -63,18 +63,18 @@ def judge_nodes(hosts: Mapping[int, str], missing: Mapping[int, str]) -> Check:
     absent = ", ".join(map(str, sorted(missing)))
     figure = f"rank {absent} did not come" if len(missing) == 1 else f"ranks {absent} did not come"
     typed = "; ".join(f"on rank {rank}: {text}" for rank, text in sorted(missing.items()))
-    advice = f"{typed} (where it runs, the log path is not the same directory, or listings are outdated)"
+    advice = f"{typed} (if it runs there, the log path is not the same directory, or listings are outdated)"
     return Check("nodes", f"{figure}; {came}", "fail", advice, values)
 
 
 def judge_lost(lost: Mapping[int, str]) -> Check:
-    """At which step a rank stopped answering."""
+    """Report the ranks that stopped answering, and at which step."""
     figure = ", ".join(f"rank {rank} at step {do!r}" for rank, do in sorted(lost.items()))
     return Check("lost nodes", figure, "fail", "see what the doctor says there", {"lost": sorted(lost)})
 
 
 def judge_their_checks(rank: int, host: str, checks: Sequence[Check]) -> list[Check]:
-    """The checks that a worker did by itself: one row if all is well, else one for each that is not."""
+    """Report the checks that a worker did by itself: one row if all are ok, else one for each that is not."""
     bad = [check for check in checks if check.verdict != "ok"]
     if not bad:
         return [Check(f"rank {rank}", f"{host}: its own {len(checks)} checks are ok")]
@@ -85,12 +85,12 @@ def judge_their_checks(rank: int, host: str, checks: Sequence[Check]) -> list[Ch
 
 
 def judge_delay(rank: int, delays: Latency, mount: Mount) -> Check:
-    """Half of the round trips between rank 0 and `rank`."""
+    """Judge the delay between rank 0 and `rank`, half of a round trip."""
     return judge_visible(f"delay 0-{rank}", delays, mount, "there and back, halved")
 
 
 def judge_clock(rank: int, best: RoundTrip) -> Check:
-    """The clock of `rank` against rank 0's; nothing relies on it."""
+    """Compare the clock of `rank` with rank 0's; nothing relies on it."""
     figure = f"{1000 * best.offset_s:+.3g} ms, give or take {duration(best.delay_s)}"
     values = {"offset_s": best.offset_s, "uncertainty_s": best.delay_s}
     if abs(best.offset_s) - best.delay_s > CLOCK_S:
@@ -100,7 +100,7 @@ def judge_clock(rank: int, best: RoundTrip) -> Check:
 
 
 def judge_training_addresses(doors: Mapping[int, Mapping[str, Any]]) -> Check:
-    """The address and interface that each node would train on: {"ip", "interface", "problem"}."""
+    """Judge the address and interface that each node would train on: {"ip", "interface", "problem"}."""
     values = {str(rank): dict(door) for rank, door in doors.items()}
     if bad := {rank: door["problem"] for rank, door in sorted(doors.items()) if door["problem"]}:
         figure = ", ".join(f"rank {rank}: none" for rank in bad)
@@ -111,7 +111,7 @@ def judge_training_addresses(doors: Mapping[int, Mapping[str, Any]]) -> Check:
 
 
 def judge_ports(doors: Mapping[int, Mapping[str, Any]], reached: Mapping[int, Mapping[str, str]]) -> Check:
-    """What each rank met with at the doors of the others; an empty text where it got through."""
+    """Judge what each rank met at the doors of the others; an empty text means that it connected."""
     tried = [(rank, int(other), text) for rank, met in sorted(reached.items()) for other, text in met.items()]
     bad = [f"{rank} to {other} ({doors[other]['ip']}): {text}" for rank, other, text in tried if text]
     values = {"connections": len(tried), "failed": bad}
@@ -122,7 +122,7 @@ def judge_ports(doors: Mapping[int, Mapping[str, Any]], reached: Mapping[int, Ma
 
 
 def judge_equal_versions(versions: Mapping[int, Mapping[str, str | None]]) -> Check:
-    """What is installed on each rank."""
+    """Compare the packages of all ranks."""
     first = versions[min(versions)]
     names = {name: [versions[rank].get(name) for rank in sorted(versions)] for name in first}
     differ = {name: found for name, found in names.items() if len(set(found)) > 1}
@@ -139,7 +139,7 @@ def judge_equal_versions(versions: Mapping[int, Mapping[str, str | None]]) -> Ch
 
 
 def judge_all_gpus(counts: Mapping[int, int]) -> Check:
-    """GPUs of each rank, and the weights that follow."""
+    """Compare the GPUs of all ranks, and propose weights."""
     figure = ", ".join(f"rank {rank}: {count or 'CPU'}" for rank, count in sorted(counts.items()))
     values = {str(rank): count for rank, count in counts.items()}
     if len(set(counts.values())) == 1:

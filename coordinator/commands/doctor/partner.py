@@ -1,8 +1,8 @@
-"""The second process of `run doctor`'s checks: what a second handle on the directory sees and does.
+"""The second process of `run doctor`: it does things on the directory that the first one observes.
 
     python -m coordinator.commands.doctor.partner      one JSON line in, {"do": NAME, ...}; one JSON line out
 
-It ends at end of file, so it does not outlive the doctor. Times are of the monotonic clock, which the
+It ends at end of file, so it does not outlive the doctor. Times are of the monotonic clock, which all
 processes of one machine share.
 """
 
@@ -26,16 +26,16 @@ LINE = 1024
 
 
 class PartnerError(OSError):
-    """What the second process tried has failed, or it is gone."""
+    """The second process has failed at what it was asked, or is gone."""
 
 
 def versioned(number: int) -> bytes:
-    """16 KiB that say `number` all over, so that a part of it is recognised."""
+    """Return 16 KiB that repeat `number`, so that a reader recognises a mixture of two versions."""
     return b"%015d\n" % number * LINE
 
 
 class Partner:
-    """The doctor's end: ask it to do something, or tell it to and do something else meanwhile."""
+    """The second process as the doctor sees it: `ask` waits for the answer, `tell` does not."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "coordinator.commands.doctor.partner"]
@@ -55,12 +55,12 @@ class Partner:
         self.close()
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """What it answers; PartnerError if it fails."""
+        """Let it do something and return its answer; PartnerError if it fails."""
         self.tell(do, **arguments)
         return self.answer()
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Let it begin; `answer` takes the result. What it was told before, and nobody asked for, is over."""
+        """Let it begin; `answer` takes the result. An earlier result that was not taken is dropped."""
         if self._is_asked:
             self._read()
         self._is_asked = True
@@ -69,11 +69,11 @@ class Partner:
             self._to.flush()
 
     def is_done(self) -> bool:
-        """Whether `answer` has something to take."""
+        """Whether `answer` would return at once."""
         return bool(select.select([self._from], [], [], 0)[0])
 
     def answer(self) -> Any:
-        """The result of what it was told to do; PartnerError if that failed or took too long."""
+        """Return the result of what it was told to do; PartnerError if that failed or took too long."""
         answer = self._read()
         if "error" in answer:
             raise PartnerError(answer["error"])
@@ -89,14 +89,14 @@ class Partner:
         return json.loads(line)
 
     def close(self) -> None:
-        """End it; it is killed if it does not end by itself."""
+        """End it; kill it if it does not end by itself."""
         with contextlib.suppress(BrokenPipeError):
             self._to.close()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it sits in a mount that hangs
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the mount
                 self._process.wait(5.0)
         self._from.close()
 
@@ -115,7 +115,7 @@ def _remove(path: str) -> float:
 
 
 def _replace(path: str, seconds: float) -> int:
-    """Rename new versions over `path` for `seconds`; how many."""
+    """Rename new versions over `path` for `seconds`; return how many."""
     until_s, number = time.monotonic() + seconds, 0
     while time.monotonic() < until_s:
         number += 1
@@ -124,7 +124,7 @@ def _replace(path: str, seconds: float) -> int:
 
 
 def _move(source: str, target: str) -> float:
-    """Rename, back, and again: the fewest seconds that one took, as a busy disk delays one of them."""
+    """Rename there, back, and there again; return the shortest time, since a busy disk may delay one."""
     taken: list[float] = []
     for old, new in ((source, target), (target, source), (source, target)):
         started_s = time.monotonic()
@@ -147,7 +147,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Do what is asked, line by line."""
+    """Answer requests, line by line."""
     os.umask(0o007)
     for line in sys.stdin:
         arguments = json.loads(line)

@@ -1,7 +1,7 @@
-"""The checks of `run doctor --peers N` that take several nodes: who came, delays, clocks, ports, versions.
+"""The checks of `run doctor --peers N` between nodes: which came, delays, clocks, ports, versions.
 
-Rank 0 lets all nodes do the same step and looks at the answers (`Host`); a worker does what it is told
-(`attend`). Only rank 0 reports.
+Rank 0 lets all nodes do the same step and judges the answers (`Host`); a worker does each step (`attend`).
+Only rank 0 reports.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from coordinator.protocol.records import MASTER
 from rollout.storage import files
 
 PINGS, PINGS_S = 20, 5.0
-"""Round trips, and how long they may take before no further one begins."""
+"""Round trips, and the time after which no further one begins."""
 CLAIMS = 50
 CONNECT_S = 5.0
 
@@ -36,7 +36,7 @@ CONNECT_S = 5.0
 def checks_between(
     host: Host, missing: Mapping[int, str], mount: Mount, directory: Path
 ) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
-    """Each check's name and what does it. `missing`: ranks that did not come, and what to type there."""
+    """Yield each check's name and function. `missing`: ranks that did not come, and what to type there."""
     yield "nodes", lambda: [judge.judge_nodes({r: m["host"] for r, m in host.members.items()}, missing)]
     if len(host.members) > 1:
         yield "their checks", lambda: _their_checks(host)
@@ -57,9 +57,9 @@ def _their_checks(host: Host) -> list[Check]:
 
 
 def _ping(host: Host, mount: Mount) -> list[Check]:
-    """Round trips between rank 0 and each worker.
+    """Measure round trips between rank 0 and each worker.
 
-    The first does not count if there is a second: workers that have waited for long look less often.
+    The first does not count if there is a second: a worker that has waited for long looks less often.
     """
     trips: dict[int, list[RoundTrip]] = {}
     until_s = time.monotonic() + PINGS_S
@@ -80,13 +80,13 @@ def _ping(host: Host, mount: Mount) -> list[Check]:
 
 
 def _round_trip(began_s: float, began_at: float, answer: Answer) -> RoundTrip:
-    """One message there and one back; only the offset takes two clocks, as in NTP."""
+    """Measure one message there and back; only the offset uses two clocks, as in NTP."""
     midway_at = (began_at + answer.seen_at) / 2
     return RoundTrip((answer.seen_s - began_s) / 2, answer.result["at"] - midway_at)
 
 
 def _race(host: Host, directory: Path) -> Check:
-    """All nodes create the same names, each with its own content."""
+    """Let all nodes create the same names, each with its own content."""
     paths = [host.claim_path(number) for number in range(CLAIMS)]
     own: list[bool] = []
     answers = host.step("claim", {"paths": paths}, lambda: own.extend(_create(paths, MASTER)))
@@ -101,7 +101,7 @@ def _create(paths: Sequence[str], rank: int) -> list[bool]:
 
 
 def _ports(host: Host) -> list[Check]:
-    """Every node listens on the address that it would train on, and every other one connects to it."""
+    """Let every node listen on the address that it would train on, and every other node connect to it."""
     peers = {str(rank): said["peer"] for rank, said in host.members.items()}
     own: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -128,7 +128,7 @@ def _compare(host: Host) -> list[Check]:
 
 
 def attend(guest: Guest, rank: int, own_checks: Callable[[], list[Check]]) -> bool:
-    """Do each step of the session that `guest` has joined; whether rank 0 found everything fit."""
+    """Do each step of the session that `guest` has joined; return whether rank 0 found everything fit."""
     with contextlib.ExitStack() as doors:
         actions: dict[str, Callable[[Any], dict[str, Any]]] = {
             "checks": lambda _: {"checks": [check.to_dict() for check in own_checks()]},
@@ -153,7 +153,7 @@ def attend(guest: Guest, rank: int, own_checks: Callable[[], list[Check]]) -> bo
 def open_door(doors: contextlib.ExitStack, rank: int, peers: Mapping[str, Any], token: str) -> dict[str, Any]:
     """Listen where `rank` would for training, until `doors` closes: {"ip", "port", "interface", "problem"}.
 
-    `peers` is what each rank publishes of its addresses. Whoever connects is told the token; nothing is read.
+    `peers`: the addresses that each rank publishes. A program that connects gets the token; nothing is read.
     """
     mine = Peer.from_dict(peers[str(rank)])
     others = [Peer.from_dict(peer) for key, peer in peers.items() if key != str(rank)]
@@ -168,7 +168,7 @@ def open_door(doors: contextlib.ExitStack, rank: int, peers: Mapping[str, Any], 
 
 
 class _Doorkeeper(socketserver.TCPServer):
-    """Tells everybody who connects its token."""
+    """Sends its token to every program that connects."""
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
         super().__init__(address, socketserver.BaseRequestHandler)
@@ -187,7 +187,7 @@ class _Doorkeeper(socketserver.TCPServer):
 
 
 def try_doors(rank: int, doors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Connect to the door of each other rank; what went wrong there, empty where nothing did."""
+    """Connect to the door of each other rank; return what went wrong there, an empty text if nothing did."""
     others = {key: door for key, door in doors.items() if key != str(rank)}
     with ThreadPoolExecutor(max_workers=max(1, len(others))) as pool:
         return dict(zip(others, pool.map(_knock, others.values()), strict=True))
@@ -201,4 +201,4 @@ def _knock(door: Mapping[str, Any]) -> str:
         return f"no answer in {CONNECT_S:.0f} s"
     except OSError as error:
         return str(error.strerror or error)
-    return "" if heard.decode(errors="replace") == door["token"] else "somebody else answers there"
+    return "" if heard.decode(errors="replace") == door["token"] else "another program answers there"

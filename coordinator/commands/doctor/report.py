@@ -1,4 +1,4 @@
-"""The report of `run doctor`: each row is printed as soon as it is known."""
+"""The report of `run doctor`: print each row as soon as it is known."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from coordinator.protocol.exits import Exit
 from rollout.storage import files
 
 HANG_S = 150.0
-"""No wait of ours takes that long without a call on the shared directory: then one does not return."""
+"""The doctor makes a call on the shared directory more often than this; after it, one call hangs."""
 COLORS = {"ok": 32, "slow": 33, "warn": 33, "fail": 31}
 
 Checks = Iterable[tuple[str, Callable[[], list[Check]]]]
-"""Each check's name, and what does it."""
+"""Each check's name and function."""
 
 
 class Report:
@@ -30,7 +30,7 @@ class Report:
     def __init__(self, root: Path, nodes: int, *, prints: bool, as_json: bool = False) -> None:
         self.checks: list[Check] = []
         self.current = "directory"
-        """The check that is being done."""
+        """The check in progress."""
         self._root = root
         self._nodes = nodes
         self._prints = prints and not as_json
@@ -51,11 +51,11 @@ class Report:
 
     @property
     def fit(self) -> bool:
-        """Whether nothing speaks against a run."""
+        """Whether no check has failed."""
         return all(check.verdict != "fail" for check in self.checks)
 
     def take(self, checks: Checks) -> None:
-        """Do each check and add what it finds; one that cannot be done has failed."""
+        """Do each check and add its rows; a check that cannot be done has failed."""
         for self.current, check in checks:
             try:
                 found = check()
@@ -65,7 +65,7 @@ class Report:
                 self.add(row)
 
     def add(self, check: Check) -> None:
-        """A row."""
+        """Add a row, and print it."""
         if self._prints and not self.checks:
             self._print_row("check", "figure", "verdict", "what to do")
         self.checks.append(check)
@@ -73,13 +73,13 @@ class Report:
             self._print_row(check.name, check.figure, check.verdict, check.advice)
 
     def say(self, *lines: str) -> None:
-        """Something that is no row, to stderr: what the reader waits for."""
+        """Print lines that are not rows to stderr: what the reader waits for."""
         if self._prints or self._json:
             sys.stdout.flush()
             print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Say what it comes to, once."""
+        """Print the summary, once."""
         if self._ended:
             return
         self._ended = True
@@ -111,7 +111,7 @@ class Report:
             print(shown.rstrip(), flush=True)
 
     def _guard(self) -> None:
-        """Whoever sits in a call that does not return cannot say so."""
+        """End the process, with a row, when a call hangs: the thread that made the call cannot."""
         calls, since_s = 0, time.monotonic()
         while not self._closed.wait(0.5):
             if (now := sum(files.operations.values())) != calls:

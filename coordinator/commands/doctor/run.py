@@ -1,8 +1,8 @@
-"""`run doctor`: is this directory, this node, this network fit for a run? Each check with its figure.
+"""`run doctor`: check whether this directory, this node and this network are fit for a run.
 
-Without `--peers` one node looks at the directory from two processes. With it the nodes meet in
-`<log-path>/doctor/` (`meeting`), each does the same checks, and rank 0 reports. A run in the directory
-is not disturbed: nothing of it is touched, and what the doctor makes is removed again.
+Without `--peers` one node tests the directory from two processes. With it the nodes meet in
+`<log-path>/doctor/` (`meeting`), each does the same checks, and rank 0 reports. The doctor does not touch the
+files of a run in the directory, and removes its own.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from coordinator.commands.doctor import probe as probe
+from coordinator.commands.doctor import probe
 from coordinator.commands.doctor.checks import Check, Mount, failed, judge_mount
 from coordinator.commands.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
 from coordinator.commands.doctor.peers import attend, checks_between
@@ -28,7 +28,7 @@ from rollout.storage.retry import retry
 
 
 def run_doctor(root: Path, nodes: int, rank: int, limit_s: float, as_json: bool) -> int:
-    """Check `root` from this node, and between `nodes` nodes if there are several; the exit code.
+    """Check `root` from this node, and between `nodes` nodes if there are several; return the exit code.
 
     Rank 0 reports. `limit_s`: how long nodes wait for each other to come. SettingsError for a `root` that
     cannot be a run directory.
@@ -48,7 +48,7 @@ def run_doctor(root: Path, nodes: int, rank: int, limit_s: float, as_json: bool)
 
 
 def doctor_rank(worker: str | None, nodes: int, environment: Mapping[str, str]) -> int:
-    """The rank of this node, as `run` resolves it; rank 0 where nothing says another."""
+    """Resolve the rank of this node as `run` does; rank 0 where nothing names another."""
     if nodes == 1:
         if worker is not None:
             raise SettingsError(f"--worker {worker} without other nodes; add --peers N, the number of nodes")
@@ -61,7 +61,7 @@ def doctor_rank(worker: str | None, nodes: int, environment: Mapping[str, str]) 
 
 
 def command(root: Path, nodes: int, rank: int) -> str:
-    """What to type on the node of `rank`."""
+    """Write the command for the node of `rank`."""
     worker = f" --worker {rank}" if rank != MASTER else ""
     return f"run doctor --peers {nodes}{worker} --log-path {shlex.quote(str(root))}"
 
@@ -71,7 +71,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
-    """Rank 0: its own checks, then those with the others."""
+    """As rank 0, do the own checks, then those with the other nodes."""
     mount = probe.find_mount(root.resolve())
     site = doctor_directory(root)
     with _site(root) as made, contextlib.ExitStack() as stack:
@@ -90,7 +90,7 @@ def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
 
 
 def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report) -> int:
-    """A worker: come, do what rank 0 asks, say what it found."""
+    """As a worker, do what rank 0 asks, and print what it found."""
     try:
         guest = Guest(root, rank)
         print(f"rank {rank}: waiting for rank 0, which reports", flush=True)
@@ -114,13 +114,13 @@ def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report
 
 
 def _own_checks(root: Path, made: bool, work: Path, mount: Mount) -> Checks:
-    """What a node checks by itself."""
+    """The checks that a node does by itself."""
     yield "directory", lambda: [probe.check_directory(root, made, work), judge_mount(mount)]
     yield from probe.node_checks(work, mount)
 
 
 def _leftovers(site: Path) -> Checks:
-    """What other doctors have in the directory; they may be alive, so nothing of it is removed."""
+    """Report files of other doctors in the directory; these may be alive, so nothing is removed."""
     if others := files.listing(site):
         figure = f"{len(others)} names of another doctor in {site}"
         check = Check("leftovers", figure, "warn", f"if no other runs now: rm -r {shlex.quote(str(site))}")
@@ -129,7 +129,7 @@ def _leftovers(site: Path) -> Checks:
 
 @contextlib.contextmanager
 def _site(root: Path) -> Generator[bool]:
-    """The doctors' directory; whether `root` had to be made. What was made is removed again."""
+    """Make the doctors' directory, and remove it again; yield whether `root` had to be made too."""
     missing = [path for path in (root, *root.parents) if not retry("look for", path, path.exists)]
     try:
         files.make_directory(doctor_directory(root))
@@ -142,7 +142,7 @@ def _site(root: Path) -> Generator[bool]:
 
 @contextlib.contextmanager
 def _work_in(work: Path) -> Generator[Path]:
-    """`work`, made for this process and removed again."""
+    """Make `work` for this process, and remove it again."""
     try:
         files.make_directory(work)
         yield work

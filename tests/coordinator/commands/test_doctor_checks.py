@@ -42,7 +42,7 @@ GIB = 2**30
         (judge.judge_move(64 * 2**20, 0.001, 2, True, 0.3), "warn", "copies"),
         (judge.judge_move(64 * 2**20, 0.9, 0, True, 0.3), "warn", "copies"),
         (judge.judge_move(64 * 2**20, 0.9, 0, True, 30.0), "ok", ""),
-        (judge.judge_move(64 * 2**20, 0.001, 0, False, 0.3), "fail", "not whole"),
+        (judge.judge_move(64 * 2**20, 0.001, 0, False, 0.3), "fail", "not complete"),
         (judge.judge_create(100, 0, 0, True), "ok", ""),
         (judge.judge_create(100, 0, 0, False), "warn", "--peers N"),
         (judge.judge_create(50, 0, 0, False, nodes=3), "ok", ""),
@@ -76,7 +76,7 @@ def test_figure_has_a_verdict_and_what_to_do(check: Check, verdict: str, words: 
         ((0.001, 0.4), DISK, "ok", ""),
         ((0.001, 0.6), NFS, "slow", "mount it with lookupcache=none (or positive) and actimeo=1"),
         ((0.001, 59.0), BLOB, "slow", "--attr-cache-timeout=0"),
-        ((0.001, 61.0), NFS, "fail", "a run bears 60 s"),
+        ((0.001, 61.0), NFS, "fail", "a run allows 60 s"),
         ((0.001, math.inf), DISK, "fail", "turn the mount's caches off"),
     ],
 )

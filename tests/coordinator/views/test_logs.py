@@ -137,7 +137,7 @@ def test_last_line_without_an_end_is_shown(run_dir: RunDir, capsys: pytest.Captu
 
 
 def test_rank_without_logs_is_refused_with_those_that_have_some(run_dir: RunDir) -> None:
-    with pytest.raises(SettingsError, match="logs: no logs of rank 7; there are those of 0, 1"):
+    with pytest.raises(SettingsError, match="logs: no logs of rank 7; there are logs of 0, 1"):
         show_logs(run_dir.root, 7, 9, follow=False)
 
 

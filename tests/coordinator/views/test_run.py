@@ -85,7 +85,7 @@ def test_iteration_without_trajectories_says_which_have_some(run_dir: RunDir) ->
     for iteration in (4, 5, 6):
         collect(run_dir, iteration)
     run_dir.trajectories("train", 7).mkdir()
-    with pytest.raises(SettingsError, match="of iteration 7; there are those of iterations 4 to 6"):
+    with pytest.raises(SettingsError, match="of iteration 7; there are trajectories of iterations 4 to 6"):
         run.trajectories(7)
     with pytest.raises(SettingsError, match="no eval trajectories of iteration 4; there are none yet"):
         run.trajectories(4, "eval")
@@ -108,7 +108,7 @@ def test_checkpoint_is_the_newest_whole_one_or_the_one_asked_for(run_dir: RunDir
     assert run.checkpoint() == run_dir.checkpoint(15)
     assert run.checkpoint(5) == run_dir.checkpoint(5)
     with pytest.raises(
-        SettingsError, match="no checkpoint of iteration 7; there are those of iterations 5, 10, 15"
+        SettingsError, match="no checkpoint of iteration 7; there are checkpoints of iterations 5, 10, 15"
     ):
         run.checkpoint(7)
     (run_dir.checkpoint(15) / "model.safetensors").write_bytes(b"weighty")

@@ -1,4 +1,4 @@
-"""Files of the shared directory over a filesystem that misbehaves: what shared_fs makes of each fault."""
+"""Files of the shared directory over a filesystem that misbehaves: what `files` makes of each fault."""
 
 import errno
 import hashlib

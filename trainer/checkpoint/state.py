@@ -40,8 +40,8 @@ from trainer.checkpoint.rank_files import (
     write_tensors,
 )
 from trainer.documents import SavedState
-from trainer.job.launch import NOT_SAVED
 from trainer.model.model import Learner
+from trainer.progress import NOT_SAVED
 
 logger = logging.getLogger(__name__)
 

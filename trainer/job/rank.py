@@ -22,6 +22,7 @@ from trainer.job import launch
 from trainer.job.doorbell import Doorbell
 from trainer.model.model import Learner, learning_rate
 from trainer.peers import waiting_for_peers
+from trainer.progress import Progress
 from trainer.update.step import StepStats, summary, train
 
 OF_A_NODE = {"batch_file", "base_dir", "model_dir", "staging_dir", "state_dir", "resume"}
@@ -58,14 +59,10 @@ def serve(spool: Path, collective_timeout_s: float) -> None:
         bell = Doorbell(launch.bell(spool, local_rank))
         while True:
             number, data = launch.next_request(spool, number, bell.wait)
-            if data is None:
-                break
             say = partial(launch.report_progress, spool, number)
-            progress = launch.Progress(say) if local_rank == 0 else launch.Progress()
+            progress = Progress(say) if local_rank == 0 else Progress()
             rank.run(TrainRequest.from_json(data), progress)
             launch.report_done(spool, number, local_rank)
-        rank.saver.finish()
-        dist.destroy_process_group()
     except Exception:
         launch.report_failure(spool, number, local_rank, traceback.format_exc())
         logger.exception("request %d failed", number)
@@ -86,7 +83,7 @@ class TrainerRank:
         self.policy = ""
         """Digest of the checkpoint that `learner` was last loaded from or written to."""
 
-    def run(self, request: TrainRequest, progress: launch.Progress) -> None:
+    def run(self, request: TrainRequest, progress: Progress) -> None:
         """One training phase: from the batch file to a complete staging directory."""
         started = time.perf_counter()
         settings = request.settings
@@ -128,7 +125,7 @@ class TrainerRank:
         learner: Learner,
         batch: Batch,
         request: TrainRequest,
-        progress: launch.Progress,
+        progress: Progress,
         silent: bool = False,
     ) -> list[StepStats]:
         if request.settings.kl != "off":
@@ -154,7 +151,7 @@ class TrainerRank:
         if bounds[0] != -bounds[1]:
             raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
 
-    def _learner(self, request: TrainRequest, progress: launch.Progress) -> Learner:
+    def _learner(self, request: TrainRequest, progress: Progress) -> Learner:
         """The policy to start from: the one at hand if it is the base, else loaded."""
 
         def repeat(learner: Learner, done: TrainedBatch) -> None:

@@ -18,8 +18,8 @@ from trainer.checkpoint import checkpoint, hub_weights
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import SavedState, TrainRequest, TrainResult
-from trainer.job.launch import NOT_SAVED
 from trainer.model.model import Learner, build_learner
+from trainer.progress import NOT_SAVED
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train
 

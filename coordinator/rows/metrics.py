@@ -10,7 +10,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows import resume
 from coordinator.rows.retention import retire_checkpoints
 from coordinator.rows.trainer_states import retire_states
-from rollout.storage import files
+from rollout.storage.lines import append_line
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def end_iteration(node: Node, payloads: dict[int, Payload]) -> None:
         line = _metrics(node, kind, payloads)
         node.watch.look()
         node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
-        files.append_line(node.run_dir.metrics, json.dumps(line))
+        append_line(node.run_dir.metrics, json.dumps(line))
         node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
         log.info("%s", summary(line, node.settings.iterations))
     node.remover.remove([*retire_checkpoints(node), *retire_states(node.run_dir)], node.check)

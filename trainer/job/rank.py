@@ -1,4 +1,4 @@
-"""One rank of the training job: serves the requests of its node's spool, in order, until it is dismissed."""
+"""One rank of the training job: it serves the requests of its node's spool, in order, until it is killed."""
 
 import hashlib
 import logging
@@ -8,11 +8,13 @@ import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from rollout.storage import files
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.probe import probe_tokens
@@ -35,8 +37,8 @@ class RequestRefused(ValueError):
     """The request does not fit this job, or its ranks were asked for different things."""
 
 
-def serve(spool: Path, collective_timeout_s: float) -> None:
-    """Join the process group that torchrun describes in the environment and serve until dismissed.
+def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
+    """Join the process group that torchrun describes in the environment, and serve until the node ends it.
 
     A failure is reported in the spool and ends the process with exit status 1.
     """
@@ -179,8 +181,8 @@ class TrainerRank:
 
 def read_batch(path: Path, sha256: str) -> Batch:
     """The batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
-    data = path.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
+    data = files.read(path)
+    found = files.facts_of(data)["sha256"]
     if found != sha256:
         raise DamagedBatch(f"{path} has sha256 {found}, the request wants {sha256}; make the batch anew")
     return Batch.decode(data)

@@ -1,6 +1,10 @@
 """Adapters to the tiny random models, as the trainer writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from rollout.engines.weights import ADAPTER_WEIGHTS
 
 
 def make_adapter(path: Path, base: Path, *, seed: int, rank: int = 4, targets: str = "all-linear") -> Path:
@@ -8,7 +12,7 @@ def make_adapter(path: Path, base: Path, *, seed: int, rank: int = 4, targets: s
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.model.lora import adapter_files, wrap
+    from trainer.model.lora import wrap
     from trainer.settings import LoraSettings
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -20,6 +24,17 @@ def make_adapter(path: Path, base: Path, *, seed: int, rank: int = 4, targets: s
         if parameter.requires_grad
     }
     path.mkdir()
-    adapter_files(wrapped, tensors, path, str(base))
+    save_adapter(wrapped, tensors, path, base)
     AutoTokenizer.from_pretrained(base).save_pretrained(path)
     return path
+
+
+def save_adapter(wrapped: Any, tensors: Mapping[str, Any], path: Path, base: Path) -> None:
+    """Write the adapters of `wrapped`, with these values, into the directory `path`."""
+    from safetensors.torch import save_file
+
+    from trainer.model.lora import saved_adapter
+
+    saved, config = saved_adapter(wrapped, tensors, str(base))
+    save_file(saved, path / ADAPTER_WEIGHTS, {"format": "pt"})
+    config.save_pretrained(path)

@@ -7,7 +7,7 @@ from trainer.job import launch
 
 
 def main() -> None:
-    """Take requests until there is a wish to exit."""
+    """Serve requests until the node ends this process."""
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
     parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--collective-timeout-s", type=float, default=1800.0)

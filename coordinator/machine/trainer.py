@@ -15,6 +15,7 @@ from rollout.storage import files
 from trainer.documents import TrainRequest
 from trainer.job import launch
 from trainer.job.doorbell import Doorbell
+from trainer.progress import NOT_SAVED
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def _echo_steps(line: str) -> None:
     """The step line, for the terminal, and what a person must know; everything is in the log file."""
     if line.startswith(("step ", "no step")):
         log.info("%s", line)
-    elif launch.NOT_SAVED in line:
+    elif NOT_SAVED in line:
         log.error("%s", line)
 
 

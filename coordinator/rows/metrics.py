@@ -11,7 +11,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows.retention import retire_checkpoints
 from coordinator.rows.trainer_states import retire_states
-from rollout.storage import files
+from rollout.storage.lines import append_line
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]
         line = _metrics(node, iteration, payloads)
         node.watch.look()
         node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
-        files.append_line(node.run_dir.metrics, json.dumps(line))
+        append_line(node.run_dir.metrics, json.dumps(line))
         node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
         log.info("%s", summary(line, node.settings.iterations))
     node.remover.remove([*retire_checkpoints(node, iteration), *retire_states(node.run_dir)], node.check)

@@ -1,12 +1,13 @@
-"""The only low-level code for files of the shared directory: publish, create once, read, list, remove.
+"""Read, publish, create once, list and remove files of the shared directory.
 
-A call on a shared filesystem can fail and work the next moment, can report an error although it succeeded,
-and clients remember for up to a minute what is no longer so. Therefore:
-- every call is repeated within `retry.RETRY_S` while its errno is known to pass (ESTALE, EIO, ...), then
-  `SharedFsError` tells. Errors that do not pass (ENOSPC, EACCES, EROFS, ...) raise at once.
-- FileNotFoundError means that a listing agrees. While one shows the name, the client only remembers that it
-  was not there, and is asked again for up to `retry.CACHED_S`. Look up only what a listing has shown.
-- an error may be a lost reply, so the outcome decides: where the file is, what reading it back says.
+Nodes and training ranks write there through `files`, `writer` and `lines` alone. A call can fail and work the
+next moment, or report an error although it succeeded; and clients remember for up to a minute what is no
+longer so. Therefore:
+- every call is repeated for `retry.RETRY_S` while its errno is known to pass (ESTALE, EIO, ...), then raises
+  SharedFsError. An error that does not pass (ENOSPC, EACCES, EROFS, ...) is raised at once.
+- FileNotFoundError means that a listing agrees. While a listing shows the name, the client only remembers
+  that it was not there, and is asked again for up to `retry.CACHED_S`. Look up only what was listed.
+- an error may be a lost reply, so the outcome decides: where the file is, or what reading it back says.
 """
 
 import contextlib
@@ -23,27 +24,29 @@ from pathlib import Path
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from rollout.storage.retry import PASSING, SharedFsError, is_listed, retry
+from rollout.storage.retry import PASSING, PASSING_AFTER_MKDIR, SharedFsError, is_listed, retry
 
 log = logging.getLogger(__name__)
 
 TORN_S = 2.0
-"""How long a file that is created once may stay torn before it is taken for one that nobody finishes."""
+"""How long a file that is created once may stay torn until nobody is expected to finish it."""
+MODE = 0o660
+"""The mode of a new file, less the umask."""
 NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
-"""What os.link says where the filesystem has no hard links."""
+"""What os.link reports where the filesystem has no hard links."""
 
 operations: Counter[str] = Counter()
 """Metadata operations of this process by name: list, open, rename, link, remove, mkdir."""
 
 
 def listing(directory: Path) -> list[str]:
-    """The names in `directory`; FileNotFoundError if it is not there."""
+    """The names in `directory`; raises FileNotFoundError if it is not there."""
     operations["list"] += 1
     return retry("list", directory, lambda: os.listdir(directory), directory)
 
 
 def read(path: Path, *, fleeting: bool = False) -> bytes:
-    """The whole file; FileNotFoundError if it is gone (`fleeting`: though an old listing may show it)."""
+    """The whole file; raises FileNotFoundError if it is gone (`fleeting`: though an old listing shows it)."""
     operations["open"] += 1
     return retry("read", path, path.read_bytes, None if fleeting else path)
 
@@ -53,7 +56,7 @@ def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
 
     `durable=False` leaves out both fsyncs, for flags and beats.
     """
-    temp = _write_temp(path, data, durable)
+    temp = write_temporary(path, data, durable)
     operations["rename"] += 1
     try:
         retry("rename to", path, lambda: os.replace(temp, path), temp)
@@ -68,12 +71,12 @@ def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
 def create_once(path: Path, data: bytes, *, durable: bool = True) -> bool:
     """Create `path` with `data` (not empty) unless it exists; True if it now holds exactly `data`.
 
-    By a hard link, which shows the file whole; where there are none by O_EXCL, which leaves it torn if its
-    creator dies at it, or never learns that it has created it. A torn file (empty, or a JSON object that
-    does not parse) is set aside after `TORN_S`, and the name created anew. Its creator, should it wake,
-    writes into what was set aside, and learns from reading back that it has lost. What remains: without hard
-    links, a file that is finished just then is put back, and might replace a third one's; and where O_EXCL
-    does not hold between clients, there is no winner at all.
+    A hard link shows the file whole. Where there are no hard links, O_EXCL creates it, and leaves it torn if
+    its creator dies meanwhile or never learns that it has created it. A torn file (empty, or a JSON object
+    that does not parse) is set aside after `TORN_S`, and the name is created anew. If its creator wakes, it
+    writes into what was set aside, reads back, and learns that it has lost. Two gaps remain without hard
+    links: a file that is finished just then is put back, and might replace a third creator's; and where
+    O_EXCL does not hold between clients, nobody wins.
     """
     for _attempt in range(20):
         _create(path, data, durable)
@@ -94,8 +97,7 @@ def remove(path: Path) -> None:
 def remove_tree(directory: Path) -> None:
     """Remove a directory with all below it; one that is not there is fine.
 
-    What does not go (`.nfs*` files, which another client holds open; EBUSY; ...) stays for the next time,
-    with a warning.
+    What cannot be removed (`.nfs*` files, which another client holds open; EBUSY) stays, with a warning.
     """
     try:
         for name, is_directory in _entries(directory):
@@ -132,7 +134,7 @@ def make_directory(path: Path) -> None:
     retry("make the directory", path, make, path.parent, PASSING | {errno.ENOENT, errno.EEXIST})
 
 
-def rename(source: Path, target: Path) -> None:
+def rename(source: Path, target: Path, *, durable: bool = True) -> None:
     """Rename a file or directory that others read by its new name; `target` may not exist as a directory."""
     operations["rename"] += 1
     try:
@@ -140,37 +142,20 @@ def rename(source: Path, target: Path) -> None:
     except FileNotFoundError:
         if not is_listed(target):
             raise
-    fsync_directory(target.parent)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append `line`, durably and once; a torn last line (of a crash) is closed first."""
-    operations["open"] += 1
-    data = line.encode() + b"\n"
-    attempts = 0
-
-    def append() -> None:
-        nonlocal attempts
-        attempts += 1
-        with open(path, "ab+", buffering=0) as file:  # a buffer would be written again by close
-            file.seek(max(0, file.tell() - len(data)))
-            end = file.read()
-            if attempts > 1 and end == data:  # the attempt before was written, and only said that it failed
-                left = b""
-            else:
-                left = data if not end or end.endswith(b"\n") else b"\n" + data
-            while left:
-                left = left[file.write(left) :]
-            os.fsync(file.fileno())
-
-    retry("append to", path, append, path.parent, PASSING | {errno.ENOENT})
+    if durable:
+        fsync_directory(target.parent)
 
 
 class FileFacts(TypedDict):
-    """What tells whether a file is the one that was written."""
+    """The description of a file by which it is recognised."""
 
     bytes: int
     sha256: str
+
+
+def facts_of(data: bytes) -> FileFacts:
+    """The size and the sha256 of a file with this content."""
+    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def file_facts(path: Path) -> FileFacts:
@@ -183,17 +168,20 @@ def file_facts(path: Path) -> FileFacts:
     return retry("read", path, facts, path)
 
 
+def file_names(directory: Path) -> list[str]:
+    """The sorted names of the regular files directly in the directory."""
+    return sorted(name for name, is_directory in _entries(directory, links=True) if not is_directory)
+
+
 def checksums(directory: Path) -> dict[str, FileFacts]:
     """Name -> size and sha256 of every regular file directly in the directory, hashed in threads."""
-    paths = [
-        directory / name for name, is_directory in sorted(_entries(directory, links=True)) if not is_directory
-    ]
+    paths = [directory / name for name in file_names(directory)]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return {path.name: found for path, found in zip(paths, pool.map(file_facts, paths), strict=True)}
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable; a filesystem that cannot (EINVAL) is left alone."""
+    """Make the names in `directory` durable, where the filesystem can (some report EINVAL)."""
 
     def sync() -> None:
         descriptor = os.open(directory, os.O_RDONLY)
@@ -209,23 +197,25 @@ def fsync_directory(directory: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `name` is one of our unpublished temporaries, or a torn file that was set aside."""
+    """Whether `name` is that of an unpublished temporary file, or of a torn one that was set aside."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
-def _temporary(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
+    """A new name beside `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
-def _write_temp(path: Path, data: bytes, durable: bool) -> Path:
-    temp = _temporary(path)
+def write_temporary(path: Path, data: bytes, durable: bool = True) -> Path:
+    """Write `data` under a temporary name beside `path`, to be renamed or dropped."""
+    temp = temporary_name(path)
     operations["open"] += 1
 
     def write() -> None:
-        _fill(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o660), data, durable)
+        _fill(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, MODE), data, durable)
 
-    try:  # ENOENT just after the directory was made by another client passes
-        retry("write", path, write, path.parent, PASSING | {errno.ENOENT})
+    try:
+        retry("write", path, write, path.parent, PASSING_AFTER_MKDIR)
     except OSError:
         drop(temp)
         raise
@@ -233,8 +223,8 @@ def _write_temp(path: Path, data: bytes, durable: bool) -> Path:
 
 
 def _create(path: Path, data: bytes, durable: bool) -> None:
-    """Try to be the one who creates `path`; what came of it is to be read back."""
-    temp = _write_temp(path, data, durable)
+    """Try to create `path`; only reading it back tells who did."""
+    temp = write_temporary(path, data, durable)
     operations["link"] += 1
     try:
         retry("link", path, lambda: os.link(temp, path), temp)
@@ -254,7 +244,7 @@ def _create_exclusively(path: Path, data: bytes, durable: bool) -> None:
     operations["open"] += 1
 
     def create() -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o660)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
         try:
             _fill(descriptor, data, durable)
         except OSError:
@@ -266,7 +256,7 @@ def _create_exclusively(path: Path, data: bytes, durable: bool) -> None:
 
 
 def _settled(path: Path) -> bytes | None:
-    """The content once it is whole, or after `TORN_S` as it is; None if the file is gone."""
+    """The content once it is whole, after `TORN_S` as it is then; None if the file is gone."""
     deadline_s = time.monotonic() + TORN_S
     while (content := _content(path)) is not None and _is_torn(content) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -284,8 +274,8 @@ def _is_torn(content: bytes) -> bool:
 
 
 def _set_aside(path: Path) -> None:
-    """Give a torn file another name; put it back if it turns out to be whole: its creator believes in it."""
-    aside = _temporary(path)
+    """Give a torn file another name; put it back if it is whole after all, as its creator believes."""
+    aside = temporary_name(path)
     try:
         rename(path, aside)
     except FileNotFoundError:  # another creator was first
@@ -297,10 +287,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _entries(directory: Path, links: bool = False) -> list[tuple[str, bool]]:
-    """(name, whether it is a directory) of each entry; FileNotFoundError if `directory` is not there.
-
-    `links`: a link to a directory is one too.
-    """
+    """(name, whether it is a directory) of each entry; `links`: a link to a directory is one too."""
 
     def scan() -> list[tuple[str, bool]]:
         with os.scandir(directory) as entries:
@@ -326,7 +313,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def drop(path: Path) -> None:
-    """Remove a file if it goes at once: for temporaries and old beats, which harm nobody if they stay."""
+    """Try to remove a file: for temporaries and old beats, which do no harm if they stay."""
     operations["remove"] += 1
     for _attempt in range(3):
         with contextlib.suppress(OSError):

@@ -1,13 +1,13 @@
-"""What a call on a shared filesystem may answer: which errors pass, how long they are waited for, and how
-one that does not is told.
-"""
+"""Repeat a call on a shared filesystem while its error is one that passes; then raise SharedFsError."""
 
 import errno
 import logging
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,13 +15,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 10.0
-"""How long an error that passes is waited for."""
+"""How long a call is repeated after its first error."""
+PATIENT_ATTEMPTS = 3
+"""Least number of attempts at a call that may itself take longer than RETRY_S (to write a large file)."""
 CACHED_S = 65.0
 """How long a listed name may be denied: clients remember "no such file" for up to 60 s."""
 PASSING = frozenset(
     {errno.ESTALE, errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ENOTCONN}
 )
 """Errors seen on shared filesystems that were gone at the next call."""
+PASSING_AFTER_MKDIR = PASSING | {errno.ENOENT}
+"""A client may deny for a moment a directory that another client has just made."""
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How Rust ends the text of an error of the operating system."""
 
 
 class SharedFsError(OSError):
@@ -48,14 +55,18 @@ def retry(
     call: Callable[[], T],
     needs: Path | None = None,
     passing: frozenset[int] = PASSING,
+    attempts: int = 1,
 ) -> T:
-    """`call()`, again while its errno passes; `needs` is the name whose absence is not believed while it is
-    listed. FileNotFoundError and FileExistsError fly, unless they are among `passing`.
+    """Call `call`, again while its errno is in `passing`, for RETRY_S and at least `attempts` times.
+
+    While the listing of its directory shows `needs`, an error that says that it is not there is not believed.
+    FileNotFoundError and FileExistsError are raised as they are, unless `passing` has them.
     """
     failed_s: float | None = None
     last: OSError | None = None
     pause_s = 0.001
     while True:
+        attempts -= 1
         try:
             result = call()
             if last is not None and failed_s is not None:
@@ -67,12 +78,39 @@ def retry(
             tried_s = time.monotonic() - failed_s
             denied = isinstance(error, FileNotFoundError) and needs is not None and is_listed(needs)
             limit_s = CACHED_S if denied or isinstance(error, FileExistsError) else RETRY_S
-            if not (denied or error.errno in passing) or tried_s > limit_s:
+            over = tried_s > limit_s and attempts <= 0
+            if not (denied or error.errno in passing) or over:
                 if isinstance(error, FileNotFoundError | FileExistsError) and error.errno not in passing:
                     raise
                 raise SharedFsError(what, path, error, tried_s) from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
+
+
+@contextmanager
+def library_errors() -> Iterator[None]:
+    """Around a library that reads or writes files itself: raise its own errors as the OSErrors they are.
+
+    Libraries in Rust (safetensors, tokenizers) raise exceptions of other types, or an OSError without an
+    errno; the errno is in the text: "I/O error: Input/output error (os error 5)".
+    """
+    try:
+        yield
+    except Exception as error:  # storage knows no library's exceptions by name
+        found = None if isinstance(error, OSError) and error.errno else _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
+def retry_library(what: str, path: Path, call: Callable[[], T]) -> T:
+    """Retry a call of a library that reads `path` itself."""
+
+    def attempt() -> T:
+        with library_errors():
+            return call()
+
+    return retry(what, path, attempt, path)
 
 
 def _say_it_passed(what: str, path: Path, error: OSError, seconds: float) -> None:

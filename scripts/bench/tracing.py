@@ -29,9 +29,11 @@ SPANS: dict[str, tuple[str, ...]] = {
     "os": ("fsync",),
     "coordinator.node.node": ("Node.step",),
     "rollout.storage.files": (
-        *("publish", "create_once", "append_line", "checksums", "fsync_directory", "make_directory"),
+        *("publish", "create_once", "checksums", "fsync_directory", "make_directory"),
         *("remove_tree", "rename", "listing", "read"),
     ),
+    "rollout.storage.lines": ("append_line",),
+    "rollout.storage.writer": ("write",),
     "coordinator.rows.rollout": (
         *("open_iteration", "plan_train", "collect_train", "name_parts", "write_manifest", "decide_eval"),
     ),
@@ -57,8 +59,8 @@ SPANS: dict[str, tuple[str, ...]] = {
     "trainer.update.step": ("train", "_accumulate"),
     "trainer.model.model": ("Learner.apply", "Learner.logprobs", "Learner.add_up", "Learner.take_over_lead"),
     "trainer.checkpoint.checkpoint": ("load", "write", "_write_model"),
-    "trainer.checkpoint.state": ("pieces", "write_pieces", "StateSaver.finish"),
-    "trainer.checkpoint.rank_files": ("gather_json", "make_durable"),
+    "trainer.checkpoint.state": ("pieces", "StateSaver.finish"),
+    "trainer.checkpoint.rank_files": ("gather_json",),
     "trainer.checkpoint.hub_weights": ("write_weights",),
     "trainer.checkpoint.probe": ("probe_logprobs",),
 }

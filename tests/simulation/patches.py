@@ -29,7 +29,7 @@ from coordinator.node.inputs import Inputs, load_inputs
 from coordinator.rows import base_model, trajectories
 from coordinator.settings import RunSettings
 from rollout.engines.servers import Server, server_command
-from rollout.storage import files
+from rollout.storage import files, lines
 from tests.simulation.children import Children, Machines
 from tests.simulation.engines import EngineAdmin, EngineClient
 from tests.simulation.loop import Asyncio
@@ -42,6 +42,7 @@ REAL = {"coordinator.cli", "coordinator.commands.local", "coordinator.directory.
 """Modules that no simulated node runs."""
 ON_DISK = {
     "rollout.storage.files",
+    "rollout.storage.lines",
     "rollout.storage.retry",
     "coordinator.rows.metrics",
     "coordinator.rows.base_model",
@@ -77,7 +78,8 @@ def _patch_machine(patch: pytest.MonkeyPatch, machines: Machines) -> None:
         if name not in REAL:
             _replace(patch, name, of_all + (of_files if name in ON_DISK else []))
     _replace(patch, "trainer.job.launch", [(time, clock)])
-    patch.setattr(files, "open", disk.open_file, raising=False)
+    for module in (files, lines):
+        patch.setattr(module, "open", disk.open_file, raising=False)
     read = Path.read_bytes
 
     def read_bytes(path: Path) -> bytes:

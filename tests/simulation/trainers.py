@@ -62,8 +62,6 @@ class Trainer:
             self._until(lambda: len(self._job.members) == self._launch.num_nodes)
             while True:
                 number, data = launch.next_request(self._launch.spool, number)
-                if data is None:
-                    return 0
                 self._train(number, TrainRequest.from_json(data))
                 launch.report_done(self._launch.spool, number, 0)
         except (_PeerDied, FileNotFoundError) as error:

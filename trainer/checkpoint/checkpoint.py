@@ -7,9 +7,7 @@ trainer_state/                      see `state`; with trainer.save_interval abov
 result.json                         TrainResult; written last, so its presence says that all of it is here
 """
 
-import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,10 +17,12 @@ import torch
 
 from rollout.engines.admin import PROBE
 from rollout.engines.weights import ADAPTER_CONFIG, check_model_dir, policy_digest
+from rollout.storage import files
 from rollout.storage.files import FileFacts, checksums
+from rollout.storage.writer import Writer
 from trainer.checkpoint import hub_weights, state
 from trainer.checkpoint.probe import probe_logprobs, write_probe
-from trainer.checkpoint.rank_files import gather_json, make_durable, publish, rank_and_world
+from trainer.checkpoint.rank_files import gather_json, rank_and_world
 from trainer.checkpoint.retrain import Beginning, train_again
 from trainer.checkpoint.state import CheckpointError, StateSaver
 from trainer.documents import Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
@@ -37,6 +37,7 @@ AT_HAND = Resume()
 """The trainer state is the base's own, if it has one."""
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
+_COPIED_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,10 @@ def load(
         begin = Beginning(go_back, f"{model_dir}", "trained.json beside their batches")
         train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
         return learner
-    if resume.state_dir is None and STATE_DIR not in os.listdir(base_dir):
+    names = files.listing(base_dir)
+    if resume.state_dir is None and STATE_DIR not in names:
         # A model that nobody has trained yet has none.
-        if (base_dir / RESULT).is_file() and rank_and_world()[0] == 0:
+        if RESULT in names and rank_and_world()[0] == 0:
             logger.info("%s has no trainer state: a fresh optimizer goes on from it", base_dir)
         return learner
     state_dir = Path(resume.state_dir or base_dir / STATE_DIR)
@@ -129,33 +131,33 @@ def write(
     state_dir = _state_dir(request)
     inside = request.settings.save_interval == 1
     if lead and inside:
-        (staging_dir / STATE_DIR).mkdir()
-    mine = _write_parts(learner, staging_dir, request, steps, probe)
-    if inside:
-        if not state.lead_writes_all(learner):
-            gather_json(None, "making the checkpoint's directories")
-        mine += state.write_pieces(state.pieces(learner), staging_dir / STATE_DIR)
-    shares = gather_json(make_durable(mine, staging_dir), "writing the checkpoint")
-    files: dict[str, FileFacts] = {name: facts for share in shares for name, facts in share.items()}
+        files.make_directory(staging_dir / STATE_DIR)
+    with Writer(staging_dir) as writer:
+        _write_parts(learner, writer, request, steps, probe)
+        if inside:
+            if not state.lead_writes_all(learner):
+                gather_json(None, "making the checkpoint's directories")
+            state.write_pieces(state.pieces(learner), writer, f"{STATE_DIR}/")
+        shares = gather_json(writer.finish(), "writing the checkpoint")
+    written: dict[str, FileFacts] = {name: facts for share in shares for name, facts in share.items()}
     document = SavedState(
         format=state.FORMAT,
         iteration=request.iteration,
-        policy=policy_digest({name: facts for name, facts in files.items() if "/" not in name}),
+        policy=policy_digest({name: facts for name, facts in written.items() if "/" not in name}),
         optimizer_step=learner.optimizer_step,
-        files={Path(name).name: facts for name, facts in sorted(files.items()) if "/" in name},
+        files={Path(name).name: facts for name, facts in sorted(written.items()) if "/" in name},
     )
     if inside:
         data = document.to_json()
-        facts: FileFacts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        files[f"{STATE_DIR}/{state.DOCUMENT}"] = facts
+        written[f"{STATE_DIR}/{state.DOCUMENT}"] = files.facts_of(data)
         if lead:
-            publish(staging_dir / STATE_DIR / state.DOCUMENT, data)
+            files.publish(staging_dir / STATE_DIR / state.DOCUMENT, data)
     result = TrainResult(
         iteration=request.iteration,
         policy=document.policy,
         base_policy=request.base_policy,
         batch_sha256=request.batch_sha256,
-        files=dict(sorted(files.items())),
+        files=dict(sorted(written.items())),
         steps=steps,
         optimizer_step=learner.optimizer_step,
         settings=request.settings,
@@ -163,7 +165,7 @@ def write(
         metrics=metrics,
     )
     if lead:
-        publish(staging_dir / RESULT, result.to_json())
+        files.publish(staging_dir / RESULT, result.to_json())
     gather_json(None, "waiting for the checkpoint's result file")
     if state_dir is not None:
         saver.start(learner, state_dir, document)
@@ -183,65 +185,60 @@ def _state_dir(request: TrainRequest) -> Path | None:
 
 
 def _write_parts(
-    learner: Learner, staging_dir: Path, request: TrainRequest, steps: int, probe: Sequence[int]
-) -> list[Path]:
-    """Write what serves the model; returns the files that this rank has written. Collective."""
+    learner: Learner, writer: Writer, request: TrainRequest, steps: int, probe: Sequence[int]
+) -> None:
+    """Write this rank's share of what serves the model. Collective."""
     lead = rank_and_world()[0] == 0
     if not steps:
-        return _copy_model(Path(request.base_dir), staging_dir) if lead else []
+        if lead:
+            _copy_model(Path(request.base_dir), writer)
+        return
     dtype = save_dtype(request.settings, learner.device)
-    files = _write_model(learner, staging_dir, request, dtype)
+    _write_model(learner, writer, request, dtype)
     if probe:
+        # The weights may still be being written. Rounding them for the probe does no harm: if `dtype` is not
+        # the learner's own, what is being written is a copy.
         logprobs = probe_logprobs(learner, probe, dtype)
         if lead:
-            files.append(write_probe(probe, logprobs, staging_dir))
-    return files
+            write_probe(probe, logprobs, writer)
 
 
-def _write_model(
-    learner: Learner, staging_dir: Path, request: TrainRequest, dtype: torch.dtype
-) -> list[Path]:
-    """Save the weights as `dtype`; everything else that serves the model comes from the base unchanged.
-
-    Returns the files that this rank has written. Collective.
-    """
-    lead = rank_and_world()[0] == 0
+def _write_model(learner: Learner, writer: Writer, request: TrainRequest, dtype: torch.dtype) -> None:
+    """Write the weights as `dtype`; everything else that serves the model is copied. Collective."""
     adapters = hasattr(learner.model, "peft_config")
     if adapters:
-        files = hub_weights.write_adapter(learner, staging_dir, request.model_dir, dtype)
+        hub_weights.write_adapter(learner, writer, request.model_dir, dtype)
     else:
-        files = hub_weights.write_weights(learner, staging_dir, dtype)
-    if not lead:
-        return files
-    there = _companions(Path(request.base_dir))
-    companions = [path for path in there if path.name not in {"config.json", PROBE}]
+        hub_weights.write_weights(learner, writer, dtype)
+    if rank_and_world()[0] != 0:
+        return
+    base_dir = Path(request.base_dir)
+    companions = [name for name in _companions(base_dir) if name not in {"config.json", PROBE}]
     if not adapters:
         # Copied where there is one: transformers refuses to save some that it has loaded.
-        with_generation = all(path.name != "generation_config.json" for path in companions)
-        files += hub_weights.write_config(learner.model, staging_dir, dtype, with_generation)
-    for path in companions:
-        if adapters and path.name == ADAPTER_CONFIG:
-            continue
-        files.append(Path(shutil.copyfile(path, staging_dir / path.name)))
-    return files
+        with_generation = "generation_config.json" not in companions
+        hub_weights.write_config(learner.model, writer, dtype, with_generation)
+    for name in companions:
+        if not (adapters and name == ADAPTER_CONFIG):
+            writer.add(name, files.read(base_dir / name))
 
 
-def _copy_model(base_dir: Path, staging_dir: Path) -> list[Path]:
-    """Take over the model as it is, byte for byte: no step was taken, so the digest must stay."""
-    weights = [path for path in base_dir.iterdir() if path.suffix == ".safetensors"]
-    indices = list(base_dir.glob("*.safetensors.index.json"))
-    paths = [*weights, *indices, *_companions(base_dir)]
-    return [Path(shutil.copyfile(path, staging_dir / path.name)) for path in paths]
+def _copy_model(base_dir: Path, writer: Writer) -> None:
+    """Copy the model as it is, byte for byte: no step was taken, so the digest must stay."""
+    for name in files.file_names(base_dir):
+        if name.endswith(_COPIED_WEIGHTS):
+            writer.add(name, partial(shutil.copyfile, base_dir / name))
+    for name in _companions(base_dir):
+        writer.add(name, files.read(base_dir / name))
 
 
-def _companions(base_dir: Path) -> list[Path]:
+def _companions(base_dir: Path) -> list[str]:
     """The files of a model directory that go with its weights: configuration, tokenizer, probe."""
     return [
-        path
-        for path in sorted(base_dir.iterdir())
-        if path.is_file()
-        and path.suffix not in _WEIGHT_SUFFIXES
-        and not path.name.endswith(".index.json")
-        and not path.name.startswith(".")
-        and path.name != RESULT
+        name
+        for name in files.file_names(base_dir)
+        if Path(name).suffix not in _WEIGHT_SUFFIXES
+        and not name.endswith(".index.json")
+        and not name.startswith(".")
+        and name != RESULT
     ]

@@ -2,9 +2,9 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from rollout.engines.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.checkpoint.rank_files import rank_and_world, spread, write_tensors
+from rollout.storage.writer import Writer
+from trainer.checkpoint.rank_files import rank_and_world, spread, tensor_file
 from trainer.model.model import Learner
 
 WHOLE_BYTES = 1 << 26
@@ -23,8 +25,8 @@ WHOLE_BYTES = 1 << 26
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
-def write_weights(learner: Learner, staging_dir: Path, dtype: torch.dtype) -> list[Path]:
-    """Write this rank's share of the weights as `dtype`; returns the files that this rank has written.
+def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> None:
+    """Write this rank's share of the weights as `dtype`.
 
     Collective. Whole tensors go to one rank each, shared out by bytes: a rank holds its own share in host
     memory, and of the others' one tensor at a time. The lead writes the index.
@@ -42,44 +44,50 @@ def write_weights(learner: Learner, staging_dir: Path, dtype: torch.dtype) -> li
         whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, owner[block] == rank)
         if owner[block] == rank:
             mine |= _reverted(model, whole)
-    files = []
     if rank < ranks:
-        files.append(write_tensors(staging_dir / _file_name(rank, ranks), mine, {"format": "pt"}))
+        writer.add(_file_name(rank, ranks), tensor_file(mine, {"format": "pt"}))
     if rank == 0 and ranks > 1:
         weight_map = {
             name: _file_name(owner[block], ranks) for block, shapes in saved.items() for name in shapes
         }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        files.append(staging_dir / "model.safetensors.index.json")
-        files[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return files
+        writer.add("model.safetensors.index.json", _json(index))
 
 
-def write_adapter(learner: Learner, staging_dir: Path, base: str, dtype: torch.dtype) -> list[Path]:
+def write_adapter(learner: Learner, writer: Writer, base: str, dtype: torch.dtype) -> None:
     """Write the adapters as peft does, for the model `base`: rank 0 alone, they are small. Collective."""
     rank, _ = rank_and_world()
     whole = _whole(learner.parameters, learner.device, dtype, rank == 0)
     if rank:
-        return []
+        return
     from trainer.model import lora  # peft takes a while to import
 
-    lora.adapter_files(learner.model, whole, staging_dir, base)
-    shutil.copymode(staging_dir / ADAPTER_CONFIG, staging_dir / ADAPTER_WEIGHTS)  # safetensors makes it 0600
-    return [staging_dir / ADAPTER_CONFIG, staging_dir / ADAPTER_WEIGHTS]
+    tensors, config = lora.saved_adapter(learner.model, whole, base)
+    writer.add(ADAPTER_WEIGHTS, tensor_file(tensors, {"format": "pt"}))
+    writer.add(ADAPTER_CONFIG, _saved(config, ADAPTER_CONFIG))
 
 
-def write_config(model: Any, staging_dir: Path, dtype: torch.dtype, generation: bool) -> list[Path]:
-    """Write config.json, as save_pretrained does, and if wanted the generation config; returns the files."""
+def write_config(model: Any, writer: Writer, dtype: torch.dtype, generation: bool) -> None:
+    """Write config.json, and if wanted the generation config, as save_pretrained does."""
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 changes the class
-    model.config.save_pretrained(staging_dir)
-    path = staging_dir / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(model.config.to_json_string())
+    config.pop("transformers_weights", None)  # save_pretrained leaves it out as well
     config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    if not (generation and model.can_generate()):
-        return [path]
-    (model.generation_config or GenerationConfig()).save_pretrained(staging_dir)
-    return [path, staging_dir / "generation_config.json"]
+    writer.add(CONFIG_NAME, _json(config))
+    if generation and model.can_generate():
+        saved = _saved(model.generation_config or GenerationConfig(), GENERATION_CONFIG_NAME)
+        writer.add(GENERATION_CONFIG_NAME, saved)
+
+
+def _saved(config: Any, name: str) -> bytes:
+    """The file that a library's own `save_pretrained` makes of a configuration, by way of the local disk."""
+    with TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        return Path(directory, name).read_bytes()
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(document, indent=2, sort_keys=True)}\n".encode()
 
 
 def saved_tensors(model: Any) -> dict[str, Tensor]:

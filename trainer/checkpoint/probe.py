@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from rollout.engines.admin import PROBE
+from rollout.storage.writer import Writer
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Microbatch
 from trainer.model.model import Learner
@@ -44,11 +44,10 @@ def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtyp
     return logprobs.tolist()
 
 
-def write_probe(token_ids: Sequence[int], logprobs: Sequence[float], directory: Path) -> Path:
+def write_probe(token_ids: Sequence[int], logprobs: Sequence[float], writer: Writer) -> None:
     """Write the probe file of a checkpoint."""
-    path = directory / PROBE
-    path.write_text(json.dumps({"token_ids": list(token_ids), "logprobs": list(logprobs)}) + "\n")
-    return path
+    document = {"token_ids": list(token_ids), "logprobs": list(logprobs)}
+    writer.add(PROBE, f"{json.dumps(document)}\n".encode())
 
 
 @contextmanager

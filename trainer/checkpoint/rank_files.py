@@ -1,11 +1,8 @@
-"""What the ranks of a job write together: who writes what, durably, and what all have written."""
+"""What the ranks of a job write together: who writes what, and what each has written."""
 
-import hashlib
 import heapq
 import json
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollout.storage.files import FileFacts
 from trainer.peers import waiting_for_peers
 
-_DURABLE_THREADS = 8
 ROOM_BYTES = 4096
 """Of JSON that every rank can tell the others in one collective."""
 
@@ -59,52 +54,10 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
             room = max(sizes)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """A safetensors file of CPU tensors, with the mode of an ordinary file: safetensors' own is 0600.
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Callable[[Path], None]:
+    """What writes a safetensors file of these CPU tensors, for storage's `Writer`.
 
     `metadata`: one entry. safetensors writes several in a random order, and equal files would differ.
     """
-    os.listdir(path.parent)  # another rank may have made it; a client of a shared filesystem looks anew
-    path.touch()
-    mode = path.stat().st_mode
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata=dict(metadata))
-    path.chmod(mode)
-    return path
-
-
-def make_durable(paths: Sequence[Path], root: Path) -> dict[str, FileFacts]:
-    """Flush the content of files to the disk; their facts, by their paths below `root`."""
-    with ThreadPoolExecutor(_DURABLE_THREADS) as pool:
-        facts = pool.map(_durable_facts, paths)
-        return {str(path.relative_to(root)): info for path, info in zip(paths, facts, strict=True)}
-
-
-def _durable_facts(path: Path) -> FileFacts:
-    fsync_path(path)
-    return file_facts(path)
-
-
-def file_facts(path: Path) -> FileFacts:
-    """Size and checksum of a file."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"bytes": stream.tell(), "sha256": digest}
-
-
-def publish(path: Path, data: bytes) -> None:
-    """Write a file whole, then give it its name, durably."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    fsync_path(temporary)
-    temporary.replace(path)
-    fsync_path(path.parent)
-
-
-def fsync_path(path: Path) -> None:
-    """Make a file's content, or a directory's entries, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return lambda path: save_file(contiguous, path, metadata=dict(metadata))

@@ -12,7 +12,6 @@ and must not run beside those of training.
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -29,19 +28,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from rollout.storage import files
 from rollout.storage.files import FileFacts
-from trainer.checkpoint.rank_files import (
-    file_facts,
-    gather_json,
-    make_durable,
-    publish,
-    rank_and_world,
-    spread,
-    write_tensors,
-)
+from rollout.storage.retry import retry, retry_library
+from rollout.storage.writer import Writer
+from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
 from trainer.documents import SavedState
-from trainer.job.launch import NOT_SAVED
 from trainer.model.model import Learner
+from trainer.progress import NOT_SAVED
 
 logger = logging.getLogger(__name__)
 
@@ -122,19 +116,15 @@ def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
     return Piece(tuple(chunk.offsets), tensor.to_local().to("cpu")) if chunk.sizes.numel() else None
 
 
-def write_pieces(found: dict[str, Piece], directory: Path) -> list[Path]:
-    """Write this rank's pieces; returns its files: one, or none if there is nothing to write."""
+def write_pieces(found: dict[str, Piece], writer: Writer, below: str = "") -> None:
+    """Write this rank's pieces to its file, whose name begins with `below`; no file if there is nothing."""
     if not found:
-        return []
+        return
     rank, world = rank_and_world()
     offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in found.items()}
-    return [
-        write_tensors(
-            directory / f"state-{rank + 1:05d}-of-{world:05d}.safetensors",
-            {name: piece.values for name, piece in found.items()},
-            {CUSTOM_METADATA_KEY: json.dumps(offsets)},
-        )
-    ]
+    values = {name: piece.values for name, piece in found.items()}
+    content = tensor_file(values, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
+    writer.add(f"{below}state-{rank + 1:05d}-of-{world:05d}.safetensors", content)
 
 
 class StateSaver:
@@ -177,20 +167,22 @@ class StateSaver:
     def _save(self, found: dict[str, Piece], directory: Path, document: SavedState) -> None:
         mine: dict[str, FileFacts] | str
         try:
-            mine = make_durable(write_pieces(found, directory), directory)
+            with Writer(directory) as writer:
+                write_pieces(found, writer)
+                mine = writer.finish()
         except (OSError, SafetensorError) as error:  # the others must not wait for this rank's share
             mine = f"{error}"
         shares = gather_json(mine, f"writing {directory}", self._group)
         if rank_and_world()[0] != 0:
             return
-        files: dict[str, FileFacts] = {}
+        written: dict[str, FileFacts] = {}
         for rank, share in enumerate(shares):
             if isinstance(share, str):
                 logger.error("%s: training rank %d could not write: %s", NOT_SAVED, rank, share)
                 return
-            files |= share
+            written |= share
         try:
-            publish(directory / DOCUMENT, document.model_copy(update={"files": files}).to_json())
+            files.publish(directory / DOCUMENT, document.model_copy(update={"files": written}).to_json())
         except OSError as error:
             logger.error("%s: %s could not be written: %s", NOT_SAVED, directory / DOCUMENT, error)
 
@@ -200,8 +192,7 @@ def read_document(directory: Path) -> SavedState:
     path = directory / DOCUMENT
     fresh = f"remove {directory} to start with a fresh optimizer"
     try:
-        os.listdir(directory)  # a client of a shared filesystem looks anew
-        data = path.read_bytes()
+        data = files.read(path)
         version = json.loads(data)["format"]
         if version != FORMAT:
             raise CheckpointError(f"{directory} has format {version}, this version reads {FORMAT}; {fresh}")
@@ -230,7 +221,7 @@ def restore(learner: Learner, directory: Path, document: SavedState) -> None:
             for kind in moments.get(parameter, ())
         },
     }
-    _read(wanted, directory)
+    retry_library("read", directory, lambda: _read(wanted, directory))
     learner.optimizer.state.clear()
     for group in learner.optimizer.param_groups:
         on_device = group["fused"] or group["capturable"]
@@ -246,11 +237,14 @@ def _verify(directory: Path, document: SavedState) -> None:
     rank, world = rank_and_world()
     for number, (name, facts) in enumerate(sorted(document.files.items())):
         path = directory / name
-        if number % world == rank:
-            whole = path.is_file() and file_facts(path) == facts
-        else:
-            whole = path.is_file() and path.stat().st_size == facts["bytes"]
-        if not whole:
+        try:
+            if number % world == rank:
+                is_whole = files.file_facts(path) == facts
+            else:
+                is_whole = retry("look at", path, path.stat, path).st_size == facts["bytes"]
+        except FileNotFoundError:
+            is_whole = False
+        if not is_whole:
             raise CheckpointError(
                 f"{path} is missing or differs from {DOCUMENT}; restore it, or remove {directory} to start "
                 "with a fresh optimizer"

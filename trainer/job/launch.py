@@ -5,8 +5,7 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
 
     pgid/<process group id>     made for each trainer before it starts (LAUNCHER): what the node and its
                                 keeper must kill, since torchrun starts every worker in its own session
-    request_000007.json         what to do (TrainRequest), or {"exit": true}; the next one has
-                                a higher number
+    request_000007.json         what to do (TrainRequest); the next one has a higher number
     progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
     done_000007.<local rank>    this rank has done it
     failed_000007.<local rank>  this rank could not; its content is the traceback, and the rank has exited
@@ -15,7 +14,6 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
 Every file appears whole (temporary name, rename). A trainer exits when the spool vanishes or torchrun dies.
 """
 
-import json
 import os
 import sys
 import threading
@@ -35,8 +33,6 @@ BACKEND = "flagpost"
 """torchrun's name for `trainer.job.rendezvous`."""
 TRACE = "nccl_trace_rank_"
 """How the files of NCCL's flight recorder begin: what each rank was doing. They lie in the spool."""
-NOT_SAVED = "TRAINER STATE NOT SAVED"
-"""In a line that the node shows at once."""
 POLL_S = 0.25
 """How long a trainer that nobody rings waits before it looks again."""
 WATCH_INTERVAL_S = 0.5
@@ -127,16 +123,7 @@ def environment(launch: Launch) -> dict[str, str]:
 
 def submit(spool: Path, number: int, request: Request) -> None:
     """Ask the job for training phase `number`, higher than any before."""
-    _ask(spool, number, request.to_json())
-
-
-def dismiss(spool: Path, number: int) -> None:
-    """Ask the job to end after what it does now; it exits with 0."""
-    _ask(spool, number, json.dumps({"exit": True}).encode())
-
-
-def _ask(spool: Path, number: int, data: bytes) -> None:
-    _publish(_request_path(spool, number), data)
+    _publish(_request_path(spool, number), request.to_json())
     for name in os.listdir(spool):
         if name.startswith("bell.") and name != NODE_BELL:
             ring(spool / name)
@@ -176,26 +163,6 @@ def progress(spool: Path, number: int) -> tuple[int, int]:
 # A trainer's side.
 
 
-class Progress:
-    """Counts the parts of a training phase that this rank has done, and says so."""
-
-    def __init__(self, say: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """`say` gets the parts done and expected, whenever one of them has grown."""
-        self._say = say
-        self._done = 0
-        self._total = 0
-
-    def expect(self, parts: int) -> None:
-        """There are `parts` more to do."""
-        self._total += parts
-        self._say(self._done, self._total)
-
-    def advance(self) -> None:
-        """One more is done."""
-        self._done += 1
-        self._say(self._done, self._total)
-
-
 def watch(spool: Path) -> None:
     """End this process, from a thread and whatever it does, once torchrun or the spool is gone."""
     parent = os.getppid()
@@ -214,21 +181,18 @@ def bell(spool: Path, local_rank: int) -> Path:
     return spool / f"bell.{local_rank}"
 
 
-def next_request(
-    spool: Path, after: int, wait: Callable[[float], None] | None = None
-) -> tuple[int, bytes | None]:
-    """Wait for the first request above number `after`: its number and JSON, None for the wish to exit.
+def next_request(spool: Path, after: int, wait: Callable[[float], None] | None = None) -> tuple[int, bytes]:
+    """Wait for the first request above number `after`; returns its number and its JSON.
 
-    `wait` takes seconds, and may return sooner; by default it sleeps. All of it has no deadline: `watch`
-    ends it with the node.
+    `wait` takes seconds, and may return sooner; by default it sleeps. There is no deadline: `watch` ends the
+    process with its node.
     """
     while True:
         numbers = [_request_number(name) for name in os.listdir(spool)]
         waiting = [number for number in numbers if number is not None and number > after]
         if waiting:
             number = min(waiting)
-            data = _request_path(spool, number).read_bytes()
-            return number, None if json.loads(data).get("exit") is True else data
+            return number, _request_path(spool, number).read_bytes()
         (wait or time.sleep)(POLL_S)
 
 

@@ -1,4 +1,4 @@
-"""One rank of the training job: serves the requests of its node's spool, in order, until it is dismissed."""
+"""One rank of the training job: it serves the requests of its node's spool, in order, until it is killed."""
 
 import hashlib
 import logging
@@ -8,11 +8,13 @@ import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from rollout.storage import files
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.probe import probe_tokens
@@ -22,6 +24,7 @@ from trainer.job import launch
 from trainer.job.doorbell import Doorbell
 from trainer.model.model import Learner, learning_rate
 from trainer.peers import waiting_for_peers
+from trainer.progress import Progress
 from trainer.update.step import StepStats, summary, train
 
 OF_A_NODE = {"batch_file", "base_dir", "model_dir", "staging_dir", "state_dir", "resume"}
@@ -34,8 +37,8 @@ class RequestRefused(ValueError):
     """The request does not fit this job, or its ranks were asked for different things."""
 
 
-def serve(spool: Path, collective_timeout_s: float) -> None:
-    """Join the process group that torchrun describes in the environment and serve until dismissed.
+def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
+    """Join the process group that torchrun describes in the environment, and serve until the node ends it.
 
     A failure is reported in the spool and ends the process with exit status 1.
     """
@@ -58,14 +61,10 @@ def serve(spool: Path, collective_timeout_s: float) -> None:
         bell = Doorbell(launch.bell(spool, local_rank))
         while True:
             number, data = launch.next_request(spool, number, bell.wait)
-            if data is None:
-                break
             say = partial(launch.report_progress, spool, number)
-            progress = launch.Progress(say) if local_rank == 0 else launch.Progress()
+            progress = Progress(say) if local_rank == 0 else Progress()
             rank.run(TrainRequest.from_json(data), progress)
             launch.report_done(spool, number, local_rank)
-        rank.saver.finish()
-        dist.destroy_process_group()
     except Exception:
         launch.report_failure(spool, number, local_rank, traceback.format_exc())
         logger.exception("request %d failed", number)
@@ -86,7 +85,7 @@ class TrainerRank:
         self.policy = ""
         """Digest of the checkpoint that `learner` was last loaded from or written to."""
 
-    def run(self, request: TrainRequest, progress: launch.Progress) -> None:
+    def run(self, request: TrainRequest, progress: Progress) -> None:
         """One training phase: from the batch file to a complete staging directory."""
         started = time.perf_counter()
         settings = request.settings
@@ -128,7 +127,7 @@ class TrainerRank:
         learner: Learner,
         batch: Batch,
         request: TrainRequest,
-        progress: launch.Progress,
+        progress: Progress,
         silent: bool = False,
     ) -> list[StepStats]:
         if request.settings.kl != "off":
@@ -154,7 +153,7 @@ class TrainerRank:
         if bounds[0] != -bounds[1]:
             raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
 
-    def _learner(self, request: TrainRequest, progress: launch.Progress) -> Learner:
+    def _learner(self, request: TrainRequest, progress: Progress) -> Learner:
         """The policy to start from: the one at hand if it is the base, else loaded."""
 
         def repeat(learner: Learner, done: TrainedBatch) -> None:
@@ -182,8 +181,8 @@ class TrainerRank:
 
 def read_batch(path: Path, sha256: str) -> Batch:
     """The batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
-    data = path.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
+    data = files.read(path)
+    found = files.facts_of(data)["sha256"]
     if found != sha256:
         raise DamagedBatch(f"{path} has sha256 {found}, the request wants {sha256}; make the batch anew")
     return Batch.decode(data)

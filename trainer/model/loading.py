@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout.engines.weights import ADAPTER_CONFIG
+from rollout.storage import files
 from trainer.model import parallel
 from trainer.model.parallel import Layout
 from trainer.model.token_logprobs import Scorer
@@ -47,7 +48,7 @@ def build_scorer(
         from trainer.model import lora  # peft takes a while to import
 
         wrapped = lora.wrap(model, settings.lora)
-        if where.type != "meta" and (base_dir / ADAPTER_CONFIG).is_file():
+        if where.type != "meta" and ADAPTER_CONFIG in files.listing(base_dir):
             lora.load_adapter(wrapped, base_dir)
         if on_gpu:
             for parameter in wrapped.parameters():
@@ -67,8 +68,7 @@ def build_scorer(
 
 
 def model_directory(base_dir: Path, model_dir: Path | None) -> Path:
-    """Where the model lies that `base_dir` holds, or holds an adapter for."""
-    adapter = base_dir / ADAPTER_CONFIG
-    if not adapter.is_file():
+    """The directory of the model that `base_dir` holds, or holds an adapter for."""
+    if ADAPTER_CONFIG not in files.listing(base_dir):
         return base_dir
-    return model_dir or Path(json.loads(adapter.read_bytes())["base_model_name_or_path"])
+    return model_dir or Path(json.loads(files.read(base_dir / ADAPTER_CONFIG))["base_model_name_or_path"])

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout.engines.weights import ADAPTER_WEIGHTS, tensor_names
+from rollout.storage.retry import retry_library
 from trainer.settings import LoraSettings
 
 ALL_LINEAR = "all-linear"
@@ -85,24 +86,19 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
                 f"{directory}: tensor {name!r} has shape {found.get(name)}, in the model it has "
                 f"{wanted.get(name)}"
             )
-    set_peft_model_state_dict(wrapped, load_file(directory / ADAPTER_WEIGHTS))
+    path = directory / ADAPTER_WEIGHTS
+    set_peft_model_state_dict(wrapped, retry_library("read", path, lambda: load_file(path)))
 
 
-def adapter_files(wrapped: Any, tensors: Mapping[str, Tensor], directory: Path, base: str) -> None:
-    """Write the adapters into `directory`, as peft's own `save_pretrained` would.
+def saved_adapter(wrapped: Any, tensors: Mapping[str, Tensor], base: str) -> tuple[dict[str, Tensor], Any]:
+    """The tensors and the configuration that peft's own `save_pretrained` would write.
 
     `tensors`: the trained parameters, whole and on the CPU, by the wrapped model's own names for them.
     `base`: the base model's directory or id, which is written down for those who load the adapter.
     """
-    state = _state_dict(wrapped, dict(tensors))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in state.items()},
-        directory / ADAPTER_WEIGHTS,
-        metadata={"format": "pt"},
-    )
     config = copy.copy(wrapped.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(directory)
+    return _state_dict(wrapped, dict(tensors)), config
 
 
 def _state_dict(wrapped: Any, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -19,14 +19,12 @@ from trainer.model.parallel import Layout
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import waiting_for_peers
 from trainer.settings import TrainerSettings
-from trainer.update.loss import STATS
+from trainer.statistics import SUMS
 
 logger = logging.getLogger(__name__)
 
 SHORT_ROW = 64
 """Tokens of a row up to which torch's fused attention for CPUs takes longer than plain matrix products."""
-NUM_SUMS = len(STATS) + 2
-"""Statistics of an optimizer step: the loss, those of trainer.update.loss, the entropy."""
 
 
 ALONE = Layout()
@@ -63,8 +61,8 @@ class Learner:
     def _make_room(self) -> None:
         """Tensors for a step's sums: statistics, and the gradients where replicated."""
         sizes = [] if self.layout.sharded else [p.numel() for p in self.parameters.values()]
-        self.summed = torch.zeros(sum(sizes) + NUM_SUMS, device=self.device)
-        self.gradients, self.sums = self.summed.split([sum(sizes), NUM_SUMS])
+        self.summed = torch.zeros(sum(sizes) + len(SUMS), device=self.device)
+        self.gradients, self.sums = self.summed.split([sum(sizes), len(SUMS)])
         if sizes:
             for parameter, flat in zip(self.parameters.values(), self.gradients.split(sizes), strict=True):
                 parameter.grad = flat.view_as(parameter)
@@ -129,7 +127,7 @@ class Learner:
             self.optimizer.zero_grad()
 
     def add_up(self) -> tuple[list[float], float]:
-        """End the microbatches of a step: the step's NUM_SUMS statistics and the norm of its gradient.
+        """End the microbatches of a step: its statistics (trainer.statistics.SUMS), and its gradient's norm.
 
         Both are the same on all ranks, which call this together.
         """

@@ -12,9 +12,10 @@ breaks.)
 import argparse
 import shutil
 import string
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from rollout.storage import files
+from rollout.storage.writer import Writer
 from rollout.tasks.task_set import load_tasks
-from trainer.checkpoint.rank_files import fsync_path
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -125,21 +127,21 @@ def build(seed: int, steps: int, out: Path) -> None:
     tokenizer, model = make_tokenizer(), make_model(seed)
     if steps:
         warm_up(model, tokenizer, seed, steps)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        for path in staging.iterdir():
-            shutil.copymode(staging / "config.json", path)  # safetensors makes them private
-            fsync_path(path)
-        staging.chmod(0o755)
-        fsync_path(staging)
-        staging.rename(out)
-        fsync_path(out.parent)
-    except BaseException:
-        shutil.rmtree(staging)
-        raise
+    with TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        tokenizer.save_pretrained(saved)
+        staging = files.temporary_name(out)
+        files.make_directory(staging)
+        try:
+            with Writer(staging) as writer:
+                for path in Path(saved).iterdir():
+                    writer.add(path.name, partial(shutil.copyfile, path))
+                writer.finish()
+            files.fsync_directory(staging)
+            files.rename(staging, out)
+        except BaseException:
+            files.remove_tree(staging)
+            raise
 
 
 def main() -> None:

@@ -11,14 +11,6 @@ from torch import Tensor
 
 from trainer.settings import TrainerSettings
 
-STATS = ("kl_engine", "clip_fraction", "kl_reference")
-"""The statistics of policy_loss, each a mean over tokens.
-
-`kl_engine`: KL(engine || policy before the update), the k3 estimate; `clip_fraction`: of the tokens whose
-gradient the clip has cut off or (cispo) weakened; `kl_reference`: KL(policy || reference), the k3 estimate, 0
-without a reference.
-"""
-
 _STATISTIC_MAX = 20.0
 """Of a log ratio in a statistic: one absurd token must not make it infinite."""
 
@@ -43,7 +35,8 @@ def policy_loss(
     totals: Totals,
     settings: TrainerSettings,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of one microbatch, a scalar to minimise, and its (len(STATS),) statistics, detached.
+    """The loss of one microbatch, a scalar to minimise, and its statistics, one for each of
+    trainer.statistics.STATS, detached.
 
     All tensors are (N,) over the microbatch's trained tokens, N = 0 included (the loss is then 0, and its
     gradient empty): `logprobs` of the policy being trained, `old_logprobs` of the same policy before the

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Microbatch, plan_step, split_steps
-from trainer.job.launch import Progress
 from trainer.model.model import Learner
+from trainer.progress import Progress
 from trainer.settings import TrainerSettings
-from trainer.update.loss import STATS, Totals, policy_loss
+from trainer.statistics import STATS
+from trainer.update.loss import Totals, policy_loss
 
 
 class TrainingDiverged(RuntimeError):

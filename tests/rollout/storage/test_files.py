@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from rollout.storage import files, retry
-from rollout.storage.files import append_line, create_once, make_directory, publish
+from rollout.storage.files import create_once, make_directory, publish
+from rollout.storage.lines import append_line
 from rollout.storage.retry import PASSING, SharedFsError
+from rollout.storage.writer import write
 from tests.coordinator.made_up import tree
 
 READER = """
@@ -225,6 +227,9 @@ OPERATIONS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("listdir", "list", lambda path: files.listing(path.parent)),
     ("unlink", "remove", files.remove),
     ("rename", "rename to", lambda path: files.rename(path, path.with_name("b"))),
+    ("rename", "rename to", lambda path: write(path, b"data")),
+    ("fsync", "write", lambda path: write(path, lambda temp: temp.write_bytes(b"data"))),
+    ("rename", "rename to", lambda path: write(path, lambda temp: temp.write_bytes(b"data"))),
     ("fsync", "append to", lambda path: append_line(path, "line")),
     ("fsync", "fsync", lambda path: files.fsync_directory(path.parent)),
 ]

@@ -16,14 +16,8 @@ from typing import Any
 import pytest
 
 from rollout.storage import files, retry
-from rollout.storage.files import (
-    SharedFsError,
-    append_line,
-    create_once,
-    make_directory,
-    publish,
-    remove_tree,
-)
+from rollout.storage.files import SharedFsError, create_once, make_directory, publish, remove_tree
+from rollout.storage.lines import append_line
 from tests.faultfs import FaultFs, unavailable
 
 LONG_S = 1000.0

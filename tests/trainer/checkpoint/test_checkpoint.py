@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from rollout.engines.weights import WeightsError, check_model_dir, policy_digest, tensor_names
+from rollout.storage import retry
 from rollout.storage.files import checksums
+from rollout.storage.writer import Writer
 from trainer.batch.batch import Batch, build_batch
 from trainer.checkpoint import checkpoint, hub_weights
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import SavedState, TrainRequest, TrainResult
-from trainer.job.launch import NOT_SAVED
 from trainer.model.model import Learner, build_learner
+from trainer.progress import NOT_SAVED
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train
 
@@ -97,19 +100,17 @@ def test_result_is_written_after_everything_else_is_durable(
     real_fsync = os.fsync
 
     def fsync(handle: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
-        assert not (staging_dir / "result.json").exists() or synced[-1] == str(staging_dir)
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), staging_dir)
+        synced.append(re.sub(r"\.(\w.*)\.\w+\.tmp$", r"\1", path))
+        assert not (staging_dir / "result.json").exists() or synced[-1] == "."
         real_fsync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
     result = run_phase(load_base(request), batch, request)
-    *before, last_file, last = [os.path.relpath(path, staging_dir) for path in synced]
-    state_document = "trainer_state/state.json"
-    assert {*result.files, "trainer_state"} - {state_document} == {*before} - {
-        "trainer_state/.state.json.tmp"
-    }
-    assert before[-2:] == ["trainer_state/.state.json.tmp", "trainer_state"]
-    assert (last_file, last) == (".result.json.tmp", ".")
+    *before, state_document, state_dir, last_file, last = synced
+    assert {*before, state_document} == set(result.files) and len(before) == len(set(before))
+    assert (state_document, state_dir) == ("trainer_state/state.json", "trainer_state")
+    assert (last_file, last) == ("result.json", ".")
 
 
 def test_every_file_has_the_mode_of_an_ordinary_one(
@@ -247,8 +248,12 @@ def test_directory_that_is_no_whole_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_state_that_cannot_be_saved_in_the_background_is_named_and_training_goes_on(
-    trained: tuple[Learner, TrainRequest, TrainResult], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trained: tuple[Learner, TrainRequest, TrainResult],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(retry, "RETRY_S", 0.1)
     learner, _, result = trained
     saver = StateSaver(timeout_s=60)
     document = SavedState(format=2, iteration=1, policy=result.policy, optimizer_step=3, files={})
@@ -289,7 +294,9 @@ def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
     monkeypatch.setattr(hub_weights, "WHOLE_BYTES", 0)
     for rank in range(3):
         monkeypatch.setattr(hub_weights, "rank_and_world", lambda rank=rank: (rank, 3))
-        hub_weights.write_weights(learner, tmp_path / "shares", torch.float32)
+        with Writer(tmp_path / "shares") as writer:
+            hub_weights.write_weights(learner, writer, torch.float32)
+            writer.finish()
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "shares")
     found = tensor_names(tmp_path / "shares")
     assert found == tensor_names(tmp_path / "base")

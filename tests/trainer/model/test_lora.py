@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, policy_digest
 from rollout.storage.files import checksums
+from tests.adapters import save_adapter
 from tests.models import make_model
 from trainer.model import lora
 from trainer.model.lora import LoraError
@@ -60,7 +61,7 @@ def model(base_dir: Path) -> Iterator[Any]:
 def adapter_dir(model: Any, base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter")
     tensors = {name: tensor.detach() for name, tensor in trained(model).items()}
-    lora.adapter_files(model, tensors, directory, str(base_dir))
+    save_adapter(model, tensors, directory, base_dir)
     AutoTokenizer.from_pretrained(base_dir).save_pretrained(directory)
     return directory
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from trainer.settings import TrainerSettings
-from trainer.update.loss import STATS, Totals, policy_loss
+from trainer.statistics import STATS
+from trainer.update.loss import Totals, policy_loss
 
 SETTINGS = TrainerSettings(clip_low=0.2, clip_high=0.28, engine_correction_cap=2.0)
 #             inside, above+, below+, above-, below-, cap

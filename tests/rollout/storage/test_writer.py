@@ -1,0 +1,147 @@
+"""Files that a function writes: whole, with an ordinary mode, hashed, and again when a call fails."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from rollout.storage import files, retry
+from rollout.storage.retry import SharedFsError, library_errors, retry_library
+from rollout.storage.writer import Writer, write
+
+RUST = 'Error while serializing: I/O error: {} (os error {}) at path "/x/.tmpaqAGwO"'
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "RETRY_S", 0.2)
+
+
+def rust_error(number: int) -> SafetensorError:
+    return SafetensorError(RUST.format(os.strerror(number), number))
+
+
+def test_error_of_a_real_library_is_the_oserror_that_it_names(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, library_errors():
+        safetensors.numpy.save_file({"a": np.zeros(3)}, tmp_path / "missing" / "a")
+    assert caught.value.errno == errno.ENOENT
+    assert isinstance(caught.value.__cause__, SafetensorError)
+    with pytest.raises(OSError, match="No such device") as caught, library_errors():
+        safetensors.numpy.load_file(tmp_path)
+    assert caught.value.errno == errno.ENODEV
+
+
+@pytest.mark.parametrize("error", [SafetensorError("header too large"), ValueError("5"), OSError(5, "x")])
+def test_error_without_an_errno_in_its_text_stays_what_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, library_errors():
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [rust_error(errno.EIO), OSError(errno.ESTALE, "stale")])
+def test_file_is_written_again_from_the_start_until_a_passing_error_has_passed(
+    tmp_path: Path, error: Exception
+) -> None:
+    tried: list[Path] = []
+
+    def produce(path: Path) -> None:
+        tried.append(path)
+        path.write_bytes(b"half" if len(tried) < 3 else b"whole file")
+        if len(tried) < 3:
+            raise error
+
+    facts = write(tmp_path / "a", produce)
+    assert facts == files.file_facts(tmp_path / "a") == files.facts_of(b"whole file")
+    assert len(set(tried)) == 3 and os.listdir(tmp_path) == ["a"]
+
+
+def test_failed_fsync_has_the_file_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if len(written) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path / "a", lambda path: (written.append(path), path.write_bytes(b"data")))
+    assert len(written) == 2 and (tmp_path / "a").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize(
+    ("error", "least"), [(rust_error(errno.EIO), 3), (rust_error(errno.ENOSPC), 1)], ids=["EIO", "ENOSPC"]
+)
+def test_error_that_stays_ends_it_and_leaves_nothing(tmp_path: Path, error: Exception, least: int) -> None:
+    tried: list[Path] = []
+
+    def produce(path: Path) -> None:
+        tried.append(path)
+        raise error
+
+    with pytest.raises(SharedFsError, match=rf"cannot write {tmp_path}/a: "):
+        write(tmp_path / "a", produce)
+    assert len(tried) == 1 if least == 1 else len(tried) >= least
+    assert os.listdir(tmp_path) == []
+
+
+def test_slow_call_is_tried_a_few_times_whatever_it_takes(tmp_path: Path) -> None:
+    tried: list[Path] = []
+
+    def produce(path: Path) -> None:
+        tried.append(path)
+        threading.Event().wait(0.3)
+        if len(tried) < retry.PATIENT_ATTEMPTS:
+            raise OSError(errno.EIO, "Input/output error")
+
+    write(tmp_path / "a", produce)
+    assert len(tried) == retry.PATIENT_ATTEMPTS
+
+
+def test_file_that_a_library_makes_private_gets_the_mode_of_the_others(tmp_path: Path) -> None:
+    def save(path: Path) -> None:
+        safetensors.numpy.save_file({"a": np.zeros(3)}, path)
+        path.chmod(0o600)
+
+    write(tmp_path / "a", save)
+    write(tmp_path / "b", b"bytes")
+    files.publish(tmp_path / "c", b"bytes")
+    assert len({(tmp_path / name).stat().st_mode for name in "abc"}) == 1
+
+
+def test_writer_says_what_it_has_written_by_name(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    with Writer(tmp_path) as writer:
+        writer.add("a", b"one")
+        writer.add("below/b", lambda path: path.write_bytes(b"two"))
+        facts = writer.finish()
+    assert facts == {"a": files.facts_of(b"one"), "below/b": files.facts_of(b"two")}
+    assert files.checksums(tmp_path / "below")["b"] == facts["below/b"]
+
+
+def test_writer_raises_what_a_file_has_raised_and_ends_the_others_whole(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(SharedFsError, match=r"cannot write .*/a: "), Writer(tmp_path) as writer:
+        writer.add("b", b"bytes")
+        writer.add("a", fail)
+        writer.finish()
+    assert os.listdir(tmp_path) == ["b"]
+
+
+def test_reading_by_a_library_is_retried(tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def load() -> str:
+        tried.append(1)
+        if len(tried) < 3:
+            raise rust_error(errno.ESTALE)
+        return "loaded"
+
+    assert retry_library("read", tmp_path, load) == "loaded"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollout.engines.client import Completion, RequestRefused, Sampling
-    from rollout.environments.environment import sample_of, serve, single_turn
-    from rollout.environments.policy import Episode, Policy
+    from rollout.environments.environment import serve, single_turn
+    from rollout.environments.policy import Episode, Policy, sample_of
     from rollout.tasks.task_set import Task
     from rollout.trajectory import Sample
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
-from rollout.environments.environment import Environment, Policy
+from rollout.environments.environment import Environment
+from rollout.environments.policy import Policy
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import Task

@@ -3,8 +3,8 @@
 A blob holds flat arrays over all samples of all groups (`token_ids`, `loss_mask`, `logprobs`), `offsets`
 (sample s owns [offsets[s], offsets[s + 1])) and `records`, the JSON (as bytes) of all that is not per token.
 Its metadata holds `part` (the fields of PartHeader), `data_sha256` (of everything after the safetensors
-header) and `header_sha256` (of the safetensors header itself, with this one value written as zeros). So one
-value vouches for the whole file, and the header alone can be verified without reading the data.
+header) and `header_sha256` (of the safetensors header itself, with this one value written as zeros). So
+`header_sha256` vouches for the whole file.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PartHeader:
-    """Whose part this is, and what is in it."""
+    """Whose part this is."""
 
     kind: Literal["train", "eval"]
     iteration: int
@@ -75,14 +75,6 @@ class PartHeader:
     part: int
     policy: str
     """Digest of the policy that generated it."""
-    slots: tuple[int, ...]
-    """All slots in the part, tombstones included."""
-    given_up: dict[int, str]
-    """Tombstones: slot -> reason."""
-    sha256: str
-    """`header_sha256` of the blob: two parts with the same value are the same bytes. Not the file's own
-    checksum.
-    """
 
 
 @with_config(extra="forbid", strict=True)
@@ -99,7 +91,7 @@ class _GroupRecord(BaseModel):
     task_id: str
     prompt: str
     given_up: str | None
-    failed: list[str] = []
+    failed: list[str]
     samples: list[_SampleRecord]
 
 
@@ -107,16 +99,7 @@ _RECORDS = TypeAdapter(list[_GroupRecord])
 _HEADER = TypeAdapter(PartHeader)
 
 
-def encode_part(
-    groups: Sequence[Group],
-    *,
-    kind: Literal["train", "eval"],
-    iteration: int,
-    rank: int,
-    epoch: int,
-    part: int,
-    policy: str,
-) -> bytes:
+def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
     """The part as one blob; equal arguments give equal bytes. ValueError if a sample's arrays differ in
     length or a reward or metric is not finite.
     """
@@ -139,27 +122,7 @@ def encode_part(
         "offsets": [np.cumsum([0, *lengths], dtype=_NUMPY["I64"])],
         "records": [np.frombuffer(json.dumps(records, allow_nan=False).encode(), dtype=np.uint8)],
     }
-    header = PartHeader(
-        kind=kind,
-        iteration=iteration,
-        rank=rank,
-        epoch=epoch,
-        part=part,
-        policy=policy,
-        slots=tuple(group.slot for group in groups),
-        given_up={group.slot: group.given_up for group in groups if group.given_up is not None},
-        sha256="",
-    )
     return _blob(columns, asdict(header))
-
-
-def decode_header(data: bytes) -> PartHeader:
-    """The header, verified by its own checksum, and the blob's size; the data's checksum is decode_part's to
-    verify.
-
-    Raises DamagedPart, and nothing else.
-    """
-    return _parse_header(data)[0]
 
 
 def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
@@ -183,24 +146,21 @@ def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
     return header, [_group(record, arrays, spans) for record in records]
 
 
-def part_for_people(groups: Sequence[Group], *, rank: int, model_version: str) -> str:
-    """The same part as JSON lines, one a group, without token arrays."""
-    lines = []
-    for group in groups:
-        samples = [
-            {
-                "text": sample.text,
-                "reward": sample.reward,
-                "tokens": int(np.count_nonzero(sample.loss_mask)),
-                "finish_reason": sample.finish_reason,
-            }
-            for sample in group.samples
-        ]
-        line: dict[str, Any] = {"slot": group.slot, "task_id": group.task_id, "prompt": group.prompt}
-        line |= {"samples": samples, "rank": rank, "model_version": model_version}
-        line |= {name: value for name in ("given_up", "failed") if (value := getattr(group, name))}
-        lines.append(json.dumps(line, ensure_ascii=True) + "\n")
-    return "".join(lines)
+def line_for_people(group: Group, *, rank: int, model_version: str) -> str:
+    """The group as one line of JSON, without its token arrays."""
+    samples = [
+        {
+            "text": sample.text,
+            "reward": sample.reward,
+            "tokens": int(np.count_nonzero(sample.loss_mask)),
+            "finish_reason": sample.finish_reason,
+        }
+        for sample in group.samples
+    ]
+    line: dict[str, Any] = {"slot": group.slot, "task_id": group.task_id, "prompt": group.prompt}
+    line |= {"samples": samples, "rank": rank, "model_version": model_version}
+    line |= {name: value for name in ("given_up", "failed") if (value := getattr(group, name))}
+    return json.dumps(line) + "\n"
 
 
 def _length(sample: Sample) -> int:
@@ -241,7 +201,6 @@ def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> byt
         end += chunk.nbytes
         shape = [(end - begin) // dtype.itemsize]
         entries[name] = {"dtype": _DTYPES[name], "shape": shape, "data_offsets": [begin, end]}
-    header = {name: value for name, value in header.items() if name != "sha256"}
     metadata = {"part": json.dumps(header), "data_sha256": digest.hexdigest(), "header_sha256": _ZEROS}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":"))
     text += " " * (-len(text) % 8)
@@ -273,7 +232,7 @@ def _parse_header(data: bytes) -> tuple[PartHeader, dict[str, tuple[int, int]], 
             or hashlib.sha256(_sealed(text, sealed_by, _ZEROS).encode()).hexdigest() != sealed_by
         ):
             raise DamagedPart("the header's checksum does not match")
-        header = _HEADER.validate_python({**_numbered(json.loads(metadata["part"])), "sha256": sealed_by})
+        header = _HEADER.validate_json(metadata["part"])
         layout, end = _layout(entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedPart):
@@ -282,10 +241,6 @@ def _parse_header(data: bytes) -> tuple[PartHeader, dict[str, tuple[int, int]], 
     if start + end != len(data):
         raise DamagedPart(f"the part has {len(data)} bytes, its header says {start + end}")
     return header, layout, start, data_sha256
-
-
-def _numbered(part: dict[str, Any]) -> dict[str, Any]:
-    return {**part, "given_up": {int(slot): reason for slot, reason in part["given_up"].items()}}
 
 
 def _layout(entries: dict[str, Any]) -> tuple[dict[str, tuple[int, int]], int]:

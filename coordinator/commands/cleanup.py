@@ -24,6 +24,7 @@ from coordinator.protocol.snapshot import Board, parse
 from coordinator.rows import resume
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
+from rollout.trajectory import Group
 
 BEATS, LOOK_AT_LEAST_S = 3, 1.0
 """A node that does not beat for so many beats, and for so long, is taken for gone."""
@@ -52,17 +53,17 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     if planned.has_nothing():
         print(f"iteration {iteration} has left nothing in {root}: there is nothing to do")
         return
-    manifest: dict[str, Any] | None = None
-    if keep_partial:
-        manifest = _partial(run_dir, iteration)
+    kept = _partial(run_dir, iteration) if keep_partial else None
+    if kept is not None:
+        manifest = kept[0]
         keep |= _named(run_dir, iteration, manifest)
         planned = plan(run_dir, iteration, number, listed, keep)
         print(f"keeps {manifest['groups']} of {manifest['slots']} groups, named by its manifest.json")
     if not dry_run:
         _claim(run_dir, run_id, newest, iteration, number)
         _refuse_newcomers(run_dir, board, number)
-        if manifest is not None:
-            _publish(run_dir, iteration, manifest)
+        if kept is not None:
+            _publish(run_dir, iteration, *kept)
     _remove_all(run_dir, planned, board, number, dry_run)
 
 
@@ -78,7 +79,7 @@ def _refuse_finished(run_dir: RunDir, settings: RunSettings, iteration: int) -> 
 def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
     """What a metrics line of another kind of run rests on: a rollout, or an evaluation, that is finished."""
     lines = published.metrics_lines(run_dir)
-    kinds = {line.get("kind") for line in lines if line["iteration"] == iteration}
+    kinds = {line["kind"] for line in lines if line["iteration"] == iteration}
     kept: set[Path] = set()
     if kinds & {"rollout", "eval"}:
         kept |= {run_dir.trajectories("eval", iteration), run_dir.iteration_json(iteration)}
@@ -90,37 +91,39 @@ def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
 # ---- what --keep-partial keeps
 
 
-def _partial(run_dir: RunDir, iteration: int) -> dict[str, Any]:
-    """The manifest that is there, or one over the finished groups; Ended if there is no such group."""
-    if found := published.read_manifest(run_dir, "train", iteration):
-        return found
+def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Group]]:
+    """The manifest that is there, or one over the finished groups, and its groups. Ended if there is no such
+    group, or if a part that the manifest names is damaged.
+    """
     opened = published.read_json(run_dir.iteration_json(iteration)) or {"tasks": [], "policy": ""}
     directory = run_dir.trajectories("train", iteration)
     before = published.latest_before(run_dir, iteration)
     try:
+        if found := published.read_manifest(run_dir, "train", iteration):
+            return found, parts.read_groups(directory, found)
         policy = published.policy_of(run_dir, before).digest if before else opened["policy"]
-        document = parts.manifest(directory, iteration, resume.quota(opened), policy, short=None)
+        document, groups = parts.manifest(directory, iteration, resume.quota(opened), policy, short=None)
     except Incomplete as error:
         raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
     if document["groups"] == 0:
         text = f"{directory} holds no finished group of iteration {iteration}: nothing can be kept"
         raise Ended(Exit.FAILED, f"{text}, and nothing was removed; to remove the rest, omit --keep-partial")
-    return document
+    return document, groups
 
 
 def _named(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> set[Path]:
     """The manifest, and what it rests on."""
     found = [run_dir.trajectories("train", iteration) / part["file"] for part in manifest["parts"]]
-    people = [path.with_suffix(".jsonl") for path in found]
-    return {run_dir.manifest("train", iteration), run_dir.iteration_json(iteration), *found, *people}
+    beside = (run_dir.manifest("train", iteration), run_dir.groups("train", iteration))
+    return {*beside, run_dir.iteration_json(iteration), *found}
 
 
-def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> None:
+def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], groups: Sequence[Group]) -> None:
     """Publish the manifest, before anything goes; Ended if another came meanwhile."""
     path = run_dir.manifest("train", iteration)
     if path.name in published.names(path.parent) and published.read_json(path) is None:
         files.rename(path, path.with_suffix(".damaged"))
-    parts.publish_manifest(path, manifest)
+    parts.publish_manifest(path, manifest, groups)
     if published.read_json(path) != manifest:
         raise Ended(Exit.FAILED, f"another manifest was published just now as {path}; run the command again")
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from coordinator.directory import published
 from coordinator.directory.layout import (
+    GROUPS,
     REMOVED,
     Beat,
     Flag,
@@ -32,6 +33,7 @@ class What(StrEnum):
     STATE = "trainer state"
     BATCH = "batch"
     MANIFEST = "manifest"
+    GROUPS = "groups of the manifest, for people"
     PART = "part"
     OPENING = "opening of the iteration"
 
@@ -137,8 +139,10 @@ def _in_own_directory(name: str) -> What | None:
         return What.OPENING
     if name.startswith("manifest."):
         return What.MANIFEST
+    if name == GROUPS:
+        return What.GROUPS
     stem, _, suffix = name.rpartition(".")
-    is_part = suffix in {"safetensors", "jsonl", "damaged"} and parse_part_name(f"{stem}.safetensors")
+    is_part = suffix in {"safetensors", "damaged"} and parse_part_name(f"{stem}.safetensors")
     return What.PART if is_part else None
 
 

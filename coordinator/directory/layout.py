@@ -12,6 +12,9 @@ FORMAT = 1
 REMOVED = ".removed_"
 """What the name of a checkpoint begins with while it is being removed."""
 
+GROUPS = "groups.jsonl"
+"""Beside a manifest: its groups, for people."""
+
 Kind = Literal["train", "eval"]
 
 
@@ -124,8 +127,9 @@ class RunDir:
       base_model/                 builtin:tiny, made by the master
       train_trajectories/iteration_000005/
         iteration.json              slots, sampling, policy; made once
-        r0001.e0002.part0003.safetensors, .jsonl for people
+        r0001.e0002.part0003.safetensors
         manifest.json               the parts that count; made once
+        groups.jsonl                their groups, for people
       eval_trajectories/iteration_000005/    the same, without iteration.json
       batches/iteration_000005/   batch.safetensors, batch.json; trained.json: how it was trained, where no
                                   trainer state was saved with the checkpoint
@@ -169,6 +173,9 @@ class RunDir:
 
     def manifest(self, kind: Kind, iteration: int) -> Path:
         return self.trajectories(kind, iteration) / "manifest.json"
+
+    def groups(self, kind: Kind, iteration: int) -> Path:
+        return self.trajectories(kind, iteration) / GROUPS
 
     def batch(self, iteration: int) -> Path:
         return self.root / "batches" / f"iteration_{iteration:06d}"

@@ -1,19 +1,29 @@
-"""Part files: finished groups on the shared directory, written as they come, and the manifest over them."""
+"""Part files: finished groups on the shared directory, written as they come; the manifest over them, and
+groups.jsonl, its groups for people.
+"""
 
 import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import Kind, PartName, RunDir, parse_part_name
+from coordinator.directory.layout import GROUPS, Kind, PartName, RunDir, parse_part_name
 from coordinator.directory.published import Incomplete, names
 from rollout.quota import Quota
 from rollout.storage import files
-from rollout.trajectory import DamagedPart, Group, Sample, decode_part, encode_part, part_for_people
+from rollout.trajectory import (
+    DamagedPart,
+    Group,
+    PartHeader,
+    Sample,
+    decode_part,
+    encode_part,
+    line_for_people,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +46,7 @@ class PartWriter:
         self.done = 0
         self._verify = verify
         self._directory = run_dir.trajectories(kind, iteration)
-        self._place = {"kind": kind, "iteration": iteration, "rank": rank, "epoch": epoch, "policy": policy}
-        self._name = PartName(epoch, rank, 0)
+        self._header = PartHeader(kind, iteration, rank, epoch, 0, policy)
         self._interval_s = interval_s
         self._waiting: list[Group] = []
         self._written_s = time.monotonic()
@@ -56,13 +65,10 @@ class PartWriter:
             return
         self._verify()
         groups = list(self._waiting)
-        self._name = self._name._replace(part=self._name.part + 1)
-        path = self._directory / self._name.name
-        place: dict[str, Any] = self._place
-        files.publish(path, encode_part(groups, part=self._name.part, **place))
+        header = self._header = replace(self._header, part=self._header.part + 1)
+        name = PartName(header.epoch, header.rank, header.part).name
+        files.publish(self._directory / name, encode_part(groups, header))
         del self._waiting[: len(groups)]  # not before: a flush that failed can be repeated
-        people = part_for_people(groups, rank=self._name.rank, model_version=place["policy"])
-        files.publish(path.with_suffix(".jsonl"), people.encode(), durable=False)
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,9 @@ def manifest(
     policy: str,
     named: Mapping[str, str] | None = None,
     short: int | None = 0,
-) -> dict[str, Any]:
-    """The manifest of an iteration: its groups, of those that are needed the first by (epoch, rank, part).
+) -> tuple[dict[str, Any], list[Group]]:
+    """The manifest of an iteration, and the groups that it takes, by slot: of those that are needed the first
+    by (epoch, rank, part).
 
     `named` holds the checksums of the parts that nodes have vouched for: a listing may still lack them.
     `short`: how many of the needed groups the nodes say they could not make; Incomplete if more are missing.
@@ -174,7 +181,7 @@ def manifest(
             f"{directory}: {missing - short} groups are not finished, e.g. of slots {unfinished[:5]}"
         )
     given_up = [{"slot": group.slot, "reason": group.given_up} for group in groups if group.given_up]
-    return {
+    document = {
         "iteration": iteration,
         "slots": quota.needed,
         "groups": len(groups) - len(given_up),
@@ -187,6 +194,7 @@ def manifest(
         "rewards": {str(group.slot): mean for group in groups if (mean := _mean_reward(group)) is not None},
         **_figures([sample for group in groups for sample in group.samples]),
     }
+    return document, _by_slot(groups)
 
 
 def _mean_reward(group: Group) -> float | None:
@@ -219,9 +227,27 @@ def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
             raise Incomplete(f"{path}: {error}") from None
         wanted = set(entry["slots"])
         groups += [group for group in found if group.slot in wanted]
+    return _by_slot(groups)
+
+
+def _by_slot(groups: Iterable[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.slot)
 
 
-def publish_manifest(path: Path, document: Mapping[str, Any]) -> None:
-    """Create the manifest; one that is there already is adopted."""
-    files.create_once(path, json.dumps(document).encode())
+def publish_manifest(path: Path, document: Mapping[str, Any], groups: Iterable[Group]) -> None:
+    """Create the manifest, and groups.jsonl with its groups beside it. A manifest that is there already is
+    adopted.
+
+    groups.jsonl comes first: so no manifest is without it, wherever its maker dies.
+    """
+    _publish_for_people(path.with_name(GROUPS), document, groups)
+    if not files.create_once(path, json.dumps(document).encode()):
+        adopted = json.loads(files.read(path))
+        _publish_for_people(path.with_name(GROUPS), adopted, read_groups(path.parent, adopted))
+
+
+def _publish_for_people(path: Path, document: Mapping[str, Any], groups: Iterable[Group]) -> None:
+    rank_of = {slot: part["rank"] for part in document["parts"] for slot in part["slots"]}
+    policy = document["policy"]
+    lines = [line_for_people(group, rank=rank_of[group.slot], model_version=policy) for group in groups]
+    files.publish(path, "".join(lines).encode(), durable=False)

@@ -60,8 +60,8 @@ def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict) and isinstance(line.get("iteration"), int):  # pyright: ignore
-            lines.setdefault((line["iteration"], line.get("kind", "both")), line)  # pyright: ignore
+        if isinstance(line, dict) and isinstance(line.get("iteration"), int) and "kind" in line:  # pyright: ignore
+            lines.setdefault((line["iteration"], line["kind"]), line)  # pyright: ignore
     return sorted(lines.values(), key=lambda line: line["iteration"])
 
 

@@ -185,8 +185,8 @@ def aggregate(node: Node, iteration: Iteration, kind: Kind, quota: Quota, short:
     elif path.name in published.names(path.parent) and published.read_json(path) is None:
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
         files.rename(path, path.with_suffix(".damaged"))
-    directory = node.run_dir.trajectories(kind, iteration.number)
-    document = parts.manifest(directory, iteration.number, quota, iteration.header["policy"], named, short)
+    directory, policy = node.run_dir.trajectories(kind, iteration.number), iteration.header["policy"]
+    document, groups = parts.manifest(directory, iteration.number, quota, policy, named, short)
     if kind == "eval":
-        document |= evaluate(parts.read_groups(directory, document), node.settings.eval.success)
-    parts.publish_manifest(path, document)
+        document |= evaluate(groups, node.settings.eval.success)
+    parts.publish_manifest(path, document, groups)

@@ -87,10 +87,6 @@ class EngineAdmin:
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, LONGEST_RETRY_S)
 
-    def model_name(self) -> str:
-        """The name under which the model is served."""
-        return str(self._get("/v1/models", "data")[0]["id"])
-
     def policy(self) -> str | None:
         """The weight version: the digest given at the last reload; None while weights are being replaced, or
         after that has failed, or when they were dropped.

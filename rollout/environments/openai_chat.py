@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
+from rollout.engines.bodies import BadRequest, Body
 from rollout.engines.client import Completion
-from rollout.engines.embedded.protocol import BadRequest, Body
 from rollout.environments.chat import Message
 
 IGNORED = (

@@ -11,8 +11,8 @@ from typing import Self
 
 from aiohttp import web
 
+from rollout.engines.bodies import BadRequest, error_body, parse_body
 from rollout.engines.client import Completion, EngineError, RequestRefused
-from rollout.engines.embedded.protocol import BadRequest, error_body, parse_body
 from rollout.environments.chat import Message
 from rollout.environments.openai_chat import IGNORED, ChatBody, answer_body, answer_events, check_chat
 from rollout.environments.policy import Episode, Policy, warn_once

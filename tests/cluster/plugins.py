@@ -5,9 +5,7 @@ import os
 import time
 from typing import Any
 
-from rollout.engines.client import Sampling
-from rollout.environments.environment import Policy, single_turn
-from rollout.trajectory import Sample
+from rollout import Policy, Sample, Sampling, single_turn
 
 
 def digits(_task: dict[str, Any], completion: str) -> float:

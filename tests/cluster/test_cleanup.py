@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.directory.layout import RunDir
-from rollout.trajectory import decode_header
+from rollout.trajectory import decode_part
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster, token_ids
 
 SLOW = (
@@ -170,7 +170,8 @@ def test_training_goes_on_with_the_groups_that_keep_partial_has_kept(cluster: Cl
     start(cluster, (*SLOW, "--eval-interval", "0"))
     reach_rollout(cluster)
     kill_all(cluster)
-    finished = {slot for path in parts(cluster.run_dir) for slot in decode_header(path.read_bytes()).slots}
+    written = [group for path in parts(cluster.run_dir) for group in decode_part(path.read_bytes())[1]]
+    finished = {group.slot for group in written}
     assert 0 < len(finished) < 24
     kept = content(cluster.run_dir.trajectories("train", 1))
     done = clean(cluster, "--keep-partial")

@@ -8,6 +8,7 @@ import pytest
 
 from rollout.engines.admin import EngineAdmin
 from rollout.tasks.task_set import load_tasks
+from rollout.trajectory import decode_part
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.conftest import serving
 from tests.cluster.plugins import first_number
@@ -91,7 +92,7 @@ def test_run_that_has_used_up_its_spare_tasks_resumes_and_says_what_is_short(
     parts = cluster.run_dir.trajectories("train", 1)
 
     def durable() -> int:
-        return sum(len(path.read_text().splitlines()) for path in parts.glob("*.jsonl"))
+        return sum(len(decode_part(path.read_bytes())[1]) for path in parts.glob("*.safetensors"))
 
     cluster.until(lambda: durable() > 10, "more groups are durable than can be replaced")
     cluster.kill(0)

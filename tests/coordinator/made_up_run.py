@@ -16,7 +16,7 @@ from coordinator.machine.network import host_identity
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, Member, claim
 from coordinator.protocol.shares import share_sizes
-from rollout.trajectory import Group, Sample, encode_part, part_for_people
+from rollout.trajectory import Group, PartHeader, Sample, encode_part, line_for_people
 from tests.coordinator.made_up import POLICY, run_dir_at, write_json
 
 State = Literal["finished", "running", "died"]
@@ -187,7 +187,7 @@ class MadeUpRun:
         """The iteration's manifest, and its parts, if they are to be read."""
         directory = self.run_dir.trajectories("train", iteration)
         directory.mkdir(parents=True)
-        entries, rewards, first = [], {}, 0
+        entries, rewards, first, lines = [], {}, 0, ""
         for rank, size in self.shares.items():
             groups = [self.group(slot, iteration) for slot in range(first, first + size)]
             first += size
@@ -197,12 +197,12 @@ class MadeUpRun:
             )
             rewards |= {str(g.slot): sum(s.reward or 0 for s in g.samples) / len(g.samples) for g in groups}
             if with_parts:
-                place: dict[str, Any] = {"kind": "train", "iteration": iteration, "rank": rank, "epoch": 1}
-                (directory / name).write_bytes(encode_part(groups, part=1, policy=POLICY, **place))
-                people = part_for_people(groups, rank=rank, model_version=POLICY)
-                (directory / name).with_suffix(".jsonl").write_text(people)
+                header = PartHeader("train", iteration, rank, 1, 1, POLICY)
+                (directory / name).write_bytes(encode_part(groups, header))
+                lines += "".join(line_for_people(g, rank=rank, model_version=POLICY) for g in groups)
         document = {"iteration": iteration, "policy": POLICY, "parts": entries, "given_up": []}
         write_json(self.run_dir.manifest("train", iteration), document | {"rewards": rewards})
+        self.run_dir.groups("train", iteration).write_text(lines)
 
     def group(self, slot: int, iteration: int) -> Group:
         """A sum, and four answers."""

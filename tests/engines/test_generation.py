@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
-from rollout.environments.environment import Policy
+from rollout.environments.policy import Policy
 from tests.engines.engines import Engine, Reference
 from tests.models import CONTEXT, EOS
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import select
 import signal
 import subprocess
@@ -38,7 +39,8 @@ def start_server(model_dir: Path, *arguments: str) -> RunningServer:
         "--port",
         "0",
     ]
-    process = subprocess.Popen([*command, "--threads", "1", *arguments], stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *arguments], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
     line = process.stdout.readline() if ready else ""

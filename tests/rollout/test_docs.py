@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from rollout import Sample, Sampling
 from rollout.collect import Slot, collect
-from rollout.engines.client import EngineClient, Sampling
+from rollout.engines.client import EngineClient
 from rollout.environments.environment import resolve_environment
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import load_tasks
-from rollout.trajectory import Group, Sample
+from rollout.trajectory import Group
 from tests.rollout.rollout_helpers import RunningServer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()

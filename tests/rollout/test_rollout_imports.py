@@ -9,6 +9,7 @@ LIGHT = [
     "collect",
     "engines.admin",
     "engines.client",
+    "engines.bodies",
     "engines.embedded.protocol",
     "engines.servers",
     "engines.weights",

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rollout.trajectory import (
     DamagedPart,
     Group,
+    PartHeader,
     Sample,
-    decode_header,
     decode_part,
     encode_part,
-    part_for_people,
+    line_for_people,
 )
 
 
@@ -41,8 +41,11 @@ GROUPS = [
 ]
 
 
+HEADER = PartHeader(kind="train", iteration=5, rank=1, epoch=2, part=3, policy="0" * 64)
+
+
 def encode(groups: list[Group]) -> bytes:
-    return encode_part(groups, kind="train", iteration=5, rank=1, epoch=2, part=3, policy="0" * 64)
+    return encode_part(groups, HEADER)
 
 
 def same(one: Group, two: Group) -> bool:
@@ -60,11 +63,7 @@ def test_part_round_trips_with_its_header_and_tombstones() -> None:
     data = encode(GROUPS)
     header, groups = decode_part(data)
     assert all(map(same, GROUPS, groups))
-    assert header == decode_header(data)
-    assert (header.kind, header.iteration, header.rank, header.epoch, header.part) == ("train", 5, 1, 2, 3)
-    assert header.policy == "0" * 64
-    assert header.slots == (3, 0, 7)
-    assert header.given_up == {0: GROUPS[1].given_up}
+    assert header == HEADER
 
 
 def test_decoded_arrays_have_their_types_and_are_writable() -> None:
@@ -79,13 +78,12 @@ def test_decoded_arrays_have_their_types_and_are_writable() -> None:
 
 
 def test_empty_part_round_trips() -> None:
-    header, groups = decode_part(encode([]))
-    assert groups == [] and header.slots == ()
+    assert decode_part(encode([])) == (HEADER, [])
 
 
 def test_equal_groups_make_equal_bytes_and_others_do_not() -> None:
     assert encode(GROUPS) == encode(GROUPS)
-    assert decode_header(encode(GROUPS)).sha256 != decode_header(encode(GROUPS[:2])).sha256
+    assert encode(GROUPS) != encode(GROUPS[:2])
 
 
 def test_part_is_a_safetensors_file_to_the_library() -> None:
@@ -118,25 +116,20 @@ def test_reward_that_is_no_number_is_refused() -> None:
 def test_every_truncation_is_damage() -> None:
     data = encode(GROUPS)
     for end in range(len(data)):
-        for decode in (decode_header, decode_part):
-            with pytest.raises(DamagedPart):
-                decode(data[:end])
+        with pytest.raises(DamagedPart):
+            decode_part(data[:end])
     with pytest.raises(DamagedPart, match="its header says"):
-        decode_header(data + b"\0")
+        decode_part(data + b"\0")
 
 
 def test_every_flipped_bit_is_damage() -> None:
     data = encode(GROUPS)
-    start = 8 + struct.unpack("<Q", data[:8])[0]
     rng = random.Random(0)
     for position in range(len(data)):
         altered = bytearray(data)
         altered[position] ^= 1 << rng.randrange(8)
         with pytest.raises(DamagedPart):
             decode_part(bytes(altered))
-        if position < start:
-            with pytest.raises(DamagedPart):
-                decode_header(bytes(altered))
 
 
 @settings(max_examples=300)
@@ -163,7 +156,7 @@ def test_other_json_in_the_header_is_damage(value: object) -> None:
 
 
 def test_people_read_one_line_a_group() -> None:
-    lines = [json.loads(line) for line in part_for_people(GROUPS, rank=1, model_version="d1").splitlines()]
+    lines = [json.loads(line_for_people(group, rank=1, model_version="d1")) for group in GROUPS]
     assert [line["slot"] for line in lines] == [3, 0, 7]
     assert lines[0]["samples"][0] == {"text": "ab", "reward": 0.5, "tokens": 3, "finish_reason": "stop"}
     assert (lines[0]["task_id"], lines[0]["prompt"]) == ("a1", "1+2=")

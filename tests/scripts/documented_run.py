@@ -75,8 +75,8 @@ def roll_out(run_dir: RunDir, iteration: int, policy: str, finished: int) -> Non
     writer.flush()
     if finished == SLOTS:
         directory = run_dir.trajectories("train", iteration)
-        document = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
-        parts.publish_manifest(run_dir.manifest("train", iteration), document)
+        document, groups = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
+        parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
 
 
 def say(run_dir: RunDir, rank: int) -> None:

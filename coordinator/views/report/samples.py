@@ -1,16 +1,14 @@
 """Groups to read: of an iteration the one with the best mean reward, the worst and the median one."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.views.report.values import is_number, numbers
 from rollout.storage import files
-from rollout.trajectory import DamagedPart, decode_part, part_for_people
 
 SAMPLES = 4
 """Of a group so many are shown: the best, the worst, and some between."""
@@ -52,14 +50,14 @@ class Reading:
 def reading(run_dir: RunDir, iteration: int) -> Reading:
     """The groups to read of an iteration's training trajectories."""
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
-    found: list[GroupText] = []
     means = numbers(manifest, "rewards")
     rewards = {str(int(slot)): mean for slot, mean in means.items() if slot.isdecimal()}
-    for place, slot in chosen_slots(rewards).items():
-        record = _record(run_dir.trajectories("train", iteration), manifest, slot)
-        if record is not None:
-            found.append(group_text(place, record, rewards[str(slot)]))
-    return Reading(iteration, found)
+    chosen = chosen_slots(rewards)
+    lines = _lines(run_dir, iteration, chosen.values())
+    groups = [
+        group_text(place, lines[slot], rewards[str(slot)]) for place, slot in chosen.items() if slot in lines
+    ]
+    return Reading(iteration, groups)
 
 
 def chosen_slots(rewards: Mapping[str, float]) -> dict[str, int]:
@@ -73,35 +71,22 @@ def chosen_slots(rewards: Mapping[str, float]) -> dict[str, int]:
     return {place: slots[place] for place in ("best", "median", "worst") if place in slots}
 
 
-def _record(directory: Path, manifest: Mapping[str, Any], slot: int) -> dict[str, Any] | None:
-    """A slot's group as the file for people has it, from there or from the part; None without either."""
-    for entry in manifest.get("parts", []):
-        if slot not in entry["slots"]:
-            continue
-        path = directory / str(entry["file"])
-        there = published.names(directory)
+def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int, dict[str, Any]]:
+    """By slot, the lines of groups.jsonl; those that are missing or damaged are left out."""
+    path = run_dir.groups("train", iteration)
+    try:
+        texts = files.read(path).splitlines() if path.name in published.names(path.parent) else []
+    except OSError:
+        return {}
+    found: dict[int, dict[str, Any]] = {}
+    for text in texts:
         try:
-            if path.with_suffix(".jsonl").name in there:
-                lines = files.read(path.with_suffix(".jsonl")).splitlines()
-                if (record := _of_slot(lines, slot)) is not None:
-                    return record
-            if path.name in there:
-                groups = decode_part(files.read(path))[1]
-                return _of_slot(part_for_people(groups, rank=0, model_version="").encode().splitlines(), slot)
-        except (OSError, DamagedPart):
-            continue
-    return None
-
-
-def _of_slot(lines: Sequence[bytes], slot: int) -> dict[str, Any] | None:
-    for line in lines:
-        try:
-            record = json.loads(line)
+            line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(record, dict) and record.get("slot") == slot:  # pyright: ignore[reportUnknownMemberType]
-            return record  # pyright: ignore[reportUnknownVariableType]
-    return None
+        if isinstance(line, dict) and line.get("slot") in slots:  # pyright: ignore[reportUnknownMemberType]
+            found[line["slot"]] = line
+    return found
 
 
 def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:

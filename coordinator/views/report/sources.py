@@ -33,10 +33,6 @@ class Events:
     unreadable: list[str]
     """Names that are there and could not be read, whatever the filesystem said."""
 
-    @property
-    def whole(self) -> bool:
-        return not self.skipped and not self.unreadable
-
 
 def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
     """The events of every rank that has some; lines that are torn or not events are left out."""

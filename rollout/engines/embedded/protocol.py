@@ -5,9 +5,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from rollout.engines.bodies import BadRequest, Body
 
 MAX_N = 16384
 """Completions of one request, at most."""
@@ -30,17 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
 }
 """What would change the answer and is not implemented: the values (beside null) that ask for nothing."""
-
-
-class BadRequest(ValueError):
-    """A request to be answered with 400 and this message."""
-
-
-class Body(BaseModel):
-    """A JSON body; as in vLLM, unknown fields are let pass."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    model: StrictStr | None = None
 
 
 class CompletionBody(Body):
@@ -81,17 +72,11 @@ class TokenizeBody(Body):
     add_generation_prompt: StrictBool = True
 
 
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    tokens: list[StrictInt]
-
-
 class RpcBody(Body):
     """POST /collective_rpc."""
 
     method: StrictStr
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field({})
 
 
 class AdapterBody(Body):
@@ -105,19 +90,6 @@ class VersionBody(Body):
     """POST /update_weight_version."""
 
     new_version: StrictStr
-
-
-AnyBody = TypeVar("AnyBody", bound=Body)
-
-
-def parse_body(kind: type[AnyBody], data: bytes) -> AnyBody:
-    """A request's body; BadRequest with the field and the reason."""
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
 
 
 def check_completion(body: CompletionBody) -> None:
@@ -154,10 +126,6 @@ def check_prompt(
 
 def new_seed() -> int:
     return secrets.randbits(62)
-
-
-def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def completion_body(

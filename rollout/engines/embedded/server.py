@@ -9,7 +9,6 @@ every request that has started and starts no other.
 
 import argparse
 import asyncio
-import ipaddress
 import logging
 import os
 import signal
@@ -22,13 +21,13 @@ from aiohttp import web
 from pydantic_core import to_json
 from transformers.utils import logging as transformers_logging
 
-from rollout.engines.embedded import protocol as protocol
+from rollout.engines.bodies import AnyBody, BadRequest, error_body, parse_body
+from rollout.engines.embedded import protocol
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
 from rollout.engines.embedded.text import Texts
+from rollout.engines.servers import LOOPBACK
 from rollout.engines.weights import WeightsError
-
-log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 256 * 2**20
 _MEMORY = frozenset({"weights", "kv_cache"})
@@ -54,7 +53,6 @@ class Server:
         get("/v1/models", self.models)
         post("/v1/completions", self.completions)
         post("/tokenize", self.tokenize)
-        post("/detokenize", self.detokenize)
         post("/pause", self.pause)
         post("/resume", self.resume)
         post("/sleep", self.sleep)
@@ -123,26 +121,20 @@ class Server:
             {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
         )
 
-    async def detokenize(self, request: web.Request) -> web.Response:
-        body = await self._body(request, protocol.DetokenizeBody)
-        if any(not 0 <= token < self._engine.vocab_size for token in body.tokens):
-            raise protocol.BadRequest(f"tokens: must lie in [0, {self._engine.vocab_size})")
-        return web.json_response({"prompt": self._texts.decode(body.tokens)})
-
     async def pause(self, request: web.Request) -> web.Response:
         await self._pause(request)
         return web.json_response({"status": "paused"})
 
     async def resume(self, request: web.Request) -> web.Response:
         if self._asleep:
-            raise protocol.BadRequest(f"{sorted(self._asleep)} are asleep: POST /wake_up first")
+            raise BadRequest(f"{sorted(self._asleep)} are asleep: POST /wake_up first")
         await asyncio.wrap_future(self._engine.resume())
         return web.json_response({"status": "resumed"})
 
     async def sleep(self, request: web.Request) -> web.Response:
         level = request.query.get("level", "1")
         if level not in ("0", "1", "2"):
-            raise protocol.BadRequest(f"level: must be 0, 1 or 2, got {level!r}")
+            raise BadRequest(f"level: must be 0, 1 or 2, got {level!r}")
         await self._pause(request)
         self._asleep = set() if level == "0" else set(_MEMORY)
         return web.json_response({"status": "sleeping", "level": int(level)})
@@ -161,9 +153,7 @@ class Server:
         body = await self._body(request, protocol.RpcBody)
         path = body.kwargs.get("weights_path")
         if body.method != "reload_weights" or not isinstance(path, str) or len(body.kwargs) != 1:
-            raise protocol.BadRequest(
-                "only reload_weights with kwargs.weights_path, a directory, is supported"
-            )
+            raise BadRequest("only reload_weights with kwargs.weights_path, a directory, is supported")
         await asyncio.wrap_future(self._engine.reload(path))
         self._adapter = None
         return web.json_response({"results": [None]})
@@ -184,8 +174,8 @@ class Server:
     async def weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self._weight_version})
 
-    async def _body(self, request: web.Request, kind: type[protocol.AnyBody]) -> protocol.AnyBody:
-        body = protocol.parse_body(kind, await request.read())
+    async def _body(self, request: web.Request, kind: type[AnyBody]) -> AnyBody:
+        body = parse_body(kind, await request.read())
         if body.model not in (None, "", self._model_dir, self._adapter):
             raise web.HTTPNotFound(text=f"The model `{body.model}` does not exist.")
         return body
@@ -193,7 +183,7 @@ class Server:
     async def _pause(self, request: web.Request) -> None:
         mode = request.query.get("mode", "abort")
         if mode != "abort" and mode != "wait":
-            raise protocol.BadRequest(f"mode: only abort and wait are supported, got {mode!r}")
+            raise BadRequest(f"mode: only abort and wait are supported, got {mode!r}")
         await asyncio.wrap_future(self._engine.pause(mode))
 
     async def _prompt_logprobs(self, prompt_ids: list[int]) -> list[Any]:
@@ -223,7 +213,7 @@ async def _errors_as_openai(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except (protocol.BadRequest, WeightsError) as error:
+    except (BadRequest, WeightsError) as error:
         status, kind, message = 400, "BadRequestError", str(error)
     except EngineBusy as error:
         status, kind, message = 409, "ConflictError", str(error)
@@ -231,7 +221,7 @@ async def _errors_as_openai(
         status, kind, message = 500, "InternalServerError", str(error)
     except web.HTTPException as error:
         status, kind, message = error.status, error.reason, error.text or error.reason
-    return web.json_response(protocol.error_body(message, kind, status), status=status)
+    return web.json_response(error_body(message, kind, status), status=status)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -241,26 +231,22 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     transformers_logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     try:
         engine = TorchEngine(args.model, dtype=getattr(torch, args.dtype), max_batch=args.max_batch)
         server = Server(engine, args.model, args.weight_version)
         engine.start()
-        asyncio.run(_serve(server, args.model, args.host, args.port))
+        asyncio.run(_serve(server, args.model, args.port))
     except (WeightsError, OSError) as error:
         print(f"torch_server: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(server: Server, model: str, host: str, port: int) -> None:
+async def _serve(server: Server, model: str, port: int) -> None:
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
-    port = runner.addresses[0][1]
-    print(f"serving {model} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    await web.TCPSite(runner, LOOPBACK, port).start()  # it has no authentication
+    print(f"serving {model} on http://{LOOPBACK}:{runner.addresses[0][1]}", flush=True)
     await asyncio.Event().wait()
 
 
@@ -268,24 +254,12 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rollout.engines.embedded.server", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
     parser.add_argument("--port", required=True, type=int, help="0: any free one")
-    parser.add_argument("--host", default="127.0.0.1", type=_loopback, help="a loopback address")
     parser.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
     parser.add_argument("--max-batch", default=256, type=_positive, help="sequences decoded together")
     parser.add_argument(
         "--weight-version", default="default", help="name of the weights, until they are replaced"
     )
-    parser.add_argument(
-        "--threads", default=0, type=int, help="CPU threads of the model; 0: as torch decides"
-    )
     return parser.parse_args(argv)
-
-
-def _loopback(host: str) -> str:
-    if not ipaddress.ip_address(host).is_loopback:
-        raise argparse.ArgumentTypeError(
-            f"{host}: the server has no authentication, it listens on loopback only"
-        )
-    return host
 
 
 def _positive(text: str) -> int:

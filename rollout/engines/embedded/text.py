@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from transformers import AutoTokenizer
 
+from rollout.engines.bodies import BadRequest
 from rollout.engines.embedded.batch import Row
-from rollout.engines.embedded.protocol import BadRequest, TokenizeBody
+from rollout.engines.embedded.protocol import TokenizeBody
 
 _CONTEXT_TOKENS = 6
 """Prompt tokens decoded with a completion: some tokenizers write a token otherwise where a text begins."""
@@ -25,10 +26,6 @@ class Texts:
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Token ids of a text; `special_tokens`: with those that the tokenizer puts around a text."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special ones included."""
-        return self._tokenizer.decode(token_ids)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or of chat messages; BadRequest if neither or both are given, or the chat

@@ -79,8 +79,8 @@ def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:
     for rank in (0, 1):
         write_parts(run_dir, iteration, rank, 2, [group(2 * rank), group(2 * rank + 1)])
     directory = run_dir.trajectories("train", iteration)
-    document = parts.manifest(directory, iteration, Quota(4, 4), policy)
-    parts.publish_manifest(run_dir.manifest("train", iteration), document)
+    document, groups = parts.manifest(directory, iteration, Quota(4, 4), policy)
+    parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
     write_json(run_dir.batch(iteration) / "batch.json", {})
     (run_dir.batch(iteration) / "batch.safetensors").write_bytes(b"batch")
     write_json(run_dir.manifest("eval", iteration), {"policy": POLICY})
@@ -135,9 +135,8 @@ def test_plan_names_all_that_the_iteration_left_what_was_made_last_first(run_dir
         ("batches/iteration_000002/batch.safetensors", What.BATCH),
         ("eval_trajectories/iteration_000002/manifest.json", What.MANIFEST),
         ("train_trajectories/iteration_000002/manifest.json", What.MANIFEST),
-        ("train_trajectories/iteration_000002/r0000.e0002.part0001.jsonl", What.PART),
+        ("train_trajectories/iteration_000002/groups.jsonl", What.GROUPS),
         ("train_trajectories/iteration_000002/r0000.e0002.part0001.safetensors", What.PART),
-        ("train_trajectories/iteration_000002/r0001.e0002.part0001.jsonl", What.PART),
         ("train_trajectories/iteration_000002/r0001.e0002.part0001.safetensors", What.PART),
         ("train_trajectories/iteration_000002/iteration.json", What.OPENING),
     ]
@@ -458,8 +457,10 @@ def test_keep_partial_keeps_the_finished_groups_and_what_names_them(
     cleanup(run_dir.root, N, keep_partial=True)
     assert capsys.readouterr().out == announced.replace("would remove", "removed")
     train = run_dir.trajectories("train", N)
-    part = "r0001.e0003.part0001"
-    assert tree(train) == {"iteration.json", "manifest.json", f"{part}.jsonl", f"{part}.safetensors"}
+    part = "r0001.e0003.part0001.safetensors"
+    assert tree(train) == {"iteration.json", "manifest.json", "groups.jsonl", part}
+    lines = [json.loads(line) for line in run_dir.groups("train", N).read_text().splitlines()]
+    assert [(line["slot"], line["rank"]) for line in lines] == [(1, 1), (2, 1), (3, 1)]
     document = published.read_manifest(run_dir, "train", N) or {}
     assert {name: document[name] for name in ("slots", "groups", "samples", "given_up")} == {
         "slots": 4, "groups": 2, "samples": 4, "given_up": [{"slot": 2, "reason": "it took too long"}],
@@ -480,11 +481,12 @@ def test_keep_partial_without_a_finished_group_removes_nothing(
 
 
 def test_keep_partial_adopts_a_manifest_that_is_there(run_dir: RunDir) -> None:
-    path = run_dir.manifest("train", N)
-    manifest = path.read_bytes()
+    path, for_people = run_dir.manifest("train", N), run_dir.groups("train", N)
+    manifest, lines = path.read_bytes(), for_people.read_bytes()
+    for_people.unlink()
     write_parts(run_dir, N, 0, 3, [group(0)])  # of a late zombie: the manifest does not name it
     cleanup(run_dir.root, N, keep_partial=True)
-    assert path.read_bytes() == manifest
+    assert path.read_bytes() == manifest and for_people.read_bytes() == lines
     assert len(parts.read_groups(path.parent, json.loads(manifest))) == 4
     assert not list(path.parent.glob("*.e0003.*"))
 
@@ -501,6 +503,16 @@ def test_keep_partial_leaves_out_a_damaged_part_and_replaces_a_damaged_manifest(
     document = published.read_manifest(run_dir, "train", N) or {}
     assert [part["slots"] for part in document["parts"]] == [[2, 3]]
     assert not damaged.exists()
+
+
+def test_keep_partial_refuses_a_manifest_whose_part_is_damaged(run_dir: RunDir) -> None:
+    part = run_dir.trajectories("train", N) / "r0000.e0002.part0001.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    before = everything(run_dir.root)
+    assert f"{part} differs from the manifest's checksum; nothing was removed" in refused(
+        run_dir, keep_partial=True
+    )
+    assert everything(run_dir.root) == before
 
 
 # ---- the command

@@ -21,7 +21,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     write_json(run_dir.run_json, {"run_id": "c0ffee", "format": 1, "fixed": fixed})
     for iteration in (1, 2):
         write_checkpoint(run_dir.checkpoint(iteration), iteration, content=b"weights %d" % iteration)
-    lines = [{"iteration": 2, "reward": 0.25, "eval_reward": 0.75}]
+    lines = [{"iteration": 2, "kind": "both", "reward": 0.25, "eval_reward": 0.75}]
     run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return run_dir
 

@@ -15,7 +15,8 @@ from coordinator.directory.layout import PartName, RunDir
 from coordinator.directory.parts import PartWriter, finished_groups, manifest, read_groups, read_parts
 from coordinator.directory.published import Incomplete
 from rollout.quota import Quota
-from rollout.trajectory import Group, encode_part
+from rollout.storage import files
+from rollout.trajectory import Group, PartHeader, encode_part
 from tests.coordinator.made_up import POLICY, group, run_dir_at, tombstone, tree
 
 
@@ -59,7 +60,7 @@ def test_groups_are_written_when_the_writer_is_flushed(directory: Path) -> None:
     assert tree(directory) == set() and made.done == 2
     made.flush()
     made.flush()
-    assert tree(directory) == {"r0000.e0002.part0001.safetensors", "r0000.e0002.part0001.jsonl"}
+    assert tree(directory) == {"r0000.e0002.part0001.safetensors"}
 
 
 def test_groups_are_written_as_they_come_once_the_interval_is_over(
@@ -71,20 +72,10 @@ def test_groups_are_written_as_they_come_once_the_interval_is_over(
     for slot, now_s in enumerate([100.5, 101.9, 102.0, 102.5, 104.5]):
         clock[0] = now_s
         made.add(group(slot))
-    assert slots_of(manifest(directory, 3, Quota(5, 5), POLICY)) == {
+    assert slots_of(manifest(directory, 3, Quota(5, 5), POLICY)[0]) == {
         "r0000.e0002.part0001.safetensors": [0, 1, 2],
         "r0000.e0002.part0002.safetensors": [3, 4],
     }
-
-
-def test_part_for_people_lies_beside_each_part(directory: Path) -> None:
-    write(directory, group(4), tombstone(5), rank=1)
-    lines = [json.loads(line) for line in (directory / "r0001.e0002.part0001.jsonl").read_text().splitlines()]
-    assert [(line["slot"], line["rank"], line["model_version"]) for line in lines] == [
-        (4, 1, POLICY),
-        (5, 1, POLICY),
-    ]
-    assert lines[0]["samples"][0] == {"text": "abc", "reward": 1.0, "tokens": 3, "finish_reason": "stop"}
 
 
 # ---- reading
@@ -158,7 +149,7 @@ def test_part_that_another_node_sets_aside_meanwhile_is_passed_over(
 def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
     write(directory, group(0), group(2, rewards=(1.0,)), rank=0)
     write(directory, group(1, rewards=(0.0, 0.0, 1.0)), tombstone(3), rank=1)
-    document = manifest(directory, 3, Quota(4, 4), POLICY)
+    document, _ = manifest(directory, 3, Quota(4, 4), POLICY)
     data = (directory / "r0001.e0002.part0001.safetensors").read_bytes()
     assert document["parts"][1] == {
         "file": "r0001.e0002.part0001.safetensors",
@@ -188,7 +179,7 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
 def test_group_that_two_parts_hold_is_taken_from_the_first_epoch(directory: Path) -> None:
     write(directory, group(0, rewards=(0.25,)), group(1), rank=2, epoch=2)
     write(directory, group(0, rewards=(0.75,)), group(2), rank=0, epoch=3)
-    document = manifest(directory, 3, Quota(3, 3), POLICY)
+    document, _ = manifest(directory, 3, Quota(3, 3), POLICY)
     assert slots_of(document) == {
         "r0002.e0002.part0001.safetensors": [0, 1],
         "r0000.e0003.part0001.safetensors": [2],
@@ -198,7 +189,7 @@ def test_group_that_two_parts_hold_is_taken_from_the_first_epoch(directory: Path
 
 def test_late_part_of_a_zombie_adds_nothing_to_what_was_published(directory: Path) -> None:
     write(directory, group(0, rewards=(0.75,)), group(1), rank=0, epoch=3)
-    document = manifest(directory, 3, Quota(2, 2), POLICY)
+    document, _ = manifest(directory, 3, Quota(2, 2), POLICY)
     write(directory, group(0, rewards=(0.25,)), group(1), rank=2, epoch=2)
     assert rewards_of(read_groups(directory, document)) == {0: [0.75], 1: [1.0, 0.0]}
 
@@ -206,12 +197,13 @@ def test_late_part_of_a_zombie_adds_nothing_to_what_was_published(directory: Pat
 def test_part_whose_groups_all_came_before_is_not_named(directory: Path) -> None:
     write(directory, group(0), rank=0, epoch=2)
     write(directory, group(0), rank=1, epoch=3)
-    assert list(slots_of(manifest(directory, 3, Quota(1, 1), POLICY))) == ["r0000.e0002.part0001.safetensors"]
+    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
+    assert list(slots_of(document)) == ["r0000.e0002.part0001.safetensors"]
 
 
 def test_slots_beyond_the_iterations_are_not_taken(directory: Path) -> None:
     write(directory, group(0), group(7))
-    document = manifest(directory, 3, Quota(1, 1), POLICY)
+    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
     assert slots_of(document) == {"r0000.e0002.part0001.safetensors": [0]}
     assert rewards_of(read_groups(directory, document)).keys() == {0}
 
@@ -224,7 +216,7 @@ def test_missing_slots_are_counted_and_named(directory: Path) -> None:
 
 def test_groups_that_nodes_say_they_could_not_make_are_not_waited_for(directory: Path) -> None:
     write(directory, group(0), group(5))
-    assert manifest(directory, 3, Quota(3, 3), POLICY, short=2)["groups"] == 1
+    assert manifest(directory, 3, Quota(3, 3), POLICY, short=2)[0]["groups"] == 1
     with pytest.raises(Incomplete, match="1 groups are not finished"):
         manifest(directory, 3, Quota(3, 3), POLICY, short=1)
 
@@ -234,32 +226,71 @@ def test_of_spare_groups_the_first_are_taken_and_those_that_do_not_count_besides
     write(directory, group(0, rewards=(1.0, 1.0)), group(4), tombstone(5), rank=0)
     write(directory, group(1), group(2), rank=1)
     by_part = {"r0000.e0002.part0001.safetensors": [0, 4, 5], "r0001.e0002.part0001.safetensors": [1]}
-    assert slots_of(manifest(directory, 3, flat, POLICY)) == by_part
+    assert slots_of(manifest(directory, 3, flat, POLICY)[0]) == by_part
     first = {"r0000.e0002.part0001.safetensors": [0, 4, 5]}
-    assert slots_of(manifest(directory, 3, spare, POLICY)) == first
+    assert slots_of(manifest(directory, 3, spare, POLICY)[0]) == first
 
 
 def test_sample_that_was_lost_to_its_reward_is_counted(directory: Path) -> None:
     lost = group(0)
     lost.failed.append("reward 'my:judge', task 'task-0': KeyError: 'answer'")
     write(directory, lost, group(1))
-    document = manifest(directory, 3, Quota(2, 2), POLICY)
+    document, _ = manifest(directory, 3, Quota(2, 2), POLICY)
     assert document["failed_samples"] == 1
     assert read_groups(directory, document)[0].failed == lost.failed
 
 
 def test_manifest_of_tombstones_alone_has_no_figures(directory: Path) -> None:
     write(directory, tombstone(0))
-    document = manifest(directory, 3, Quota(1, 1), POLICY)
+    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
     assert (document["groups"], document["samples"], document["tokens"]) == (0, 0, 0)
     assert document["reward"] is None and document["truncated"] is None
 
 
-def test_first_manifest_stays(directory: Path) -> None:
+def test_groups_for_people_stand_beside_the_manifest_by_slot(directory: Path) -> None:
+    write(directory, group(4), tombstone(1), rank=1)
+    write(directory, group(0), group(7), rank=0)
+    parts.publish_manifest(directory / "manifest.json", *manifest(directory, 3, Quota(5, 5), POLICY, short=2))
+    lines = for_people(directory)
+    assert [(line["slot"], line["rank"]) for line in lines] == [(0, 0), (1, 1), (4, 1)]
+    assert lines[1]["given_up"] == "it took too long" and lines[1]["samples"] == []
+    assert lines[2]["samples"][0] == {"text": "abc", "reward": 1.0, "tokens": 3, "finish_reason": "stop"}
+    assert {name: lines[2][name] for name in ("task_id", "prompt", "model_version")} == {
+        "task_id": "task-4", "prompt": group(4).prompt, "model_version": POLICY,
+    }  # fmt: skip
+
+
+def test_first_manifest_stays_and_with_it_its_groups(directory: Path) -> None:
     path = directory / "manifest.json"
-    parts.publish_manifest(path, {"slots": 1})
-    parts.publish_manifest(path, {"slots": 2})
-    assert json.loads(path.read_text()) == {"slots": 1}
+    write(directory, group(0))
+    first = manifest(directory, 3, Quota(1, 2), POLICY)
+    parts.publish_manifest(path, *first)
+    write(directory, group(1), epoch=1)
+    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 2), POLICY))
+    assert json.loads(path.read_text()) == first[0]
+    assert [line["slot"] for line in for_people(directory)] == [0]
+
+
+def test_manifest_is_never_without_its_groups_wherever_its_maker_dies(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(directory, group(0))
+    made = manifest(directory, 3, Quota(1, 1), POLICY)
+    for operation in ("publish", "create_once"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(files, operation, killed)
+            parts.publish_manifest(directory / "manifest.json", *made)
+        assert "manifest.json" not in tree(directory)
+    parts.publish_manifest(directory / "manifest.json", *made)
+    assert tree(directory) >= {"manifest.json", "groups.jsonl"}
+
+
+def killed(*_arguments: object, **_more: object) -> None:
+    raise KeyboardInterrupt
+
+
+def for_people(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "groups.jsonl").read_text().splitlines()]
 
 
 # ---- groups
@@ -268,8 +299,9 @@ def test_first_manifest_stays(directory: Path) -> None:
 def test_groups_read_back_by_slot_as_they_were_generated(directory: Path) -> None:
     write(directory, group(3, mark=33), group(0, mark=30), rank=0)
     write(directory, group(1, mark=31), tombstone(2), rank=1)
-    groups = read_groups(directory, manifest(directory, 3, Quota(4, 4), POLICY))
-    assert [each.slot for each in groups] == [0, 1, 2, 3]
+    document, taken = manifest(directory, 3, Quota(4, 4), POLICY)
+    groups = read_groups(directory, document)
+    assert [each.slot for each in groups] == [each.slot for each in taken] == [0, 1, 2, 3]
     assert [sample.token_ids[2] for each in groups for sample in each.samples] == [30, 30, 31, 31, 33, 33]
     original, found = group(3, mark=33).samples[0], groups[3].samples[0]
     for name in ("token_ids", "loss_mask", "logprobs"):
@@ -280,15 +312,14 @@ def test_groups_read_back_by_slot_as_they_were_generated(directory: Path) -> Non
 @pytest.mark.parametrize("harm", ["gone", "altered", "exchanged"])
 def test_part_that_is_not_the_one_the_manifest_names_is_refused(directory: Path, harm: str) -> None:
     write(directory, group(0))
-    document = manifest(directory, 3, Quota(1, 1), POLICY)
+    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
     path = directory / "r0000.e0002.part0001.safetensors"
     if harm == "gone":
         path.unlink()
     elif harm == "altered":
         path.write_bytes(path.read_bytes() + b"x")
     else:
-        place: dict[str, Any] = {"kind": "train", "iteration": 3, "rank": 0, "epoch": 2, "part": 1}
-        path.write_bytes(encode_part([group(0, mark=99)], policy=POLICY, **place))
+        path.write_bytes(encode_part([group(0, mark=99)], PartHeader("train", 3, 0, 2, 1, POLICY)))
     with pytest.raises(Incomplete, match=r"r0000\.e0002\.part0001\.safetensors"):
         read_groups(directory, document)
 
@@ -302,9 +333,8 @@ def test_named_part_that_no_listing_shows_is_read_all_the_same(
     write(directory, group(0))
     (part,) = read_parts(directory, POLICY)
     monkeypatch.setattr(parts, "names", lambda _directory: [])
-    assert slots_of(manifest(directory, 3, Quota(1, 1), POLICY, {part.name.name: part.sha256})) == {
-        "r0000.e0002.part0001.safetensors": [0]
-    }
+    document, _ = manifest(directory, 3, Quota(1, 1), POLICY, {part.name.name: part.sha256})
+    assert slots_of(document) == {"r0000.e0002.part0001.safetensors": [0]}
 
 
 def test_named_part_that_is_not_there_is_told(directory: Path) -> None:

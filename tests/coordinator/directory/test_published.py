@@ -64,11 +64,6 @@ def test_next_iteration_follows_the_last_that_this_kind_of_run_has_finished(
     assert next_iteration(run_dir, settings(kind)) == following
 
 
-def test_line_without_a_kind_counts_for_both(run_dir: RunDir) -> None:
-    write_lines(run_dir, {"iteration": 3})
-    assert next_iteration(run_dir, settings("both")) == 4
-
-
 def test_torn_and_foreign_lines_are_left_out(run_dir: RunDir) -> None:
     write_lines(
         run_dir,
@@ -79,6 +74,7 @@ def test_torn_and_foreign_lines_are_left_out(run_dir: RunDir) -> None:
         "9\n",
         '{"iteration": "9"}\n',
         '{"reward": 1}\n',
+        '{"iteration": 3, "reward": 1}\n',
         '{"iteration": 9, "kind": "bo',
     )
     assert [line["iteration"] for line in published.metrics_lines(run_dir)] == [2]
@@ -91,7 +87,7 @@ def test_line_that_misses_only_its_newline_counts(run_dir: RunDir) -> None:
 
 
 def test_bytes_that_are_no_text_do_not_hide_the_other_lines(run_dir: RunDir) -> None:
-    run_dir.metrics.write_bytes(b'\xff\xfe\n{"iteration": 2}\n\x00\x00\x00')
+    run_dir.metrics.write_bytes(b'\xff\xfe\n{"iteration": 2, "kind": "both"}\n\x00\x00\x00')
     assert next_iteration(run_dir, settings("both")) == 3
 
 

@@ -37,8 +37,8 @@ def publish(run_dir: RunDir, iteration: int) -> None:
     for slot in range(SLOTS):
         writer.add(group(slot, mark=10 * iteration))
     writer.flush()
-    document = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
-    parts.publish_manifest(run_dir.manifest("train", iteration), document)
+    document, groups = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
+    parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
 
 
 def make(run_dir: RunDir, iteration: int, **settings: Any) -> tuple[Batch, dict[str, Any]]:

@@ -48,7 +48,7 @@ def test_text_of_the_run_is_text_in_the_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "<q>run", iterations=2, nodes=1, state="died")
     events = run_dir.events(0)
     events.write_text(events.read_text().replace("the shared directory is full", HOSTILE))
-    people = next(run_dir.trajectories("train", 2).glob("*.jsonl"))
+    people = run_dir.groups("train", 2)
     people.write_text(people.read_text().replace("What is", "\\u0000\\ud800 <img src=x onerror=alert(1)>"))
     page = page_of(run_dir)
     assert page.count("<script") == 1 and "<img" not in page and "<q>" not in page
@@ -153,8 +153,8 @@ def test_odd_values_in_the_files_of_a_run_fail_no_page(tmp_path: Path) -> None:
     }  # fmt: skip
     with run_dir.metrics.open("a") as file:
         file.write(json.dumps(odd_line) + "\n")
-    for people in run_dir.trajectories("train", 2).glob("*.jsonl"):
-        people.write_text(people.read_text().replace('"reward": 1.0', '"reward": {"right": 1}'))
+    people = run_dir.groups("train", 2)
+    people.write_text(people.read_text().replace('"reward": 1.0', '"reward": {"right": 1}'))
     page = page_of(run_dir)
     assert "After: iteration 2" in page and "no reward" in section(page, "samples")
 
@@ -169,18 +169,17 @@ def test_reward_that_is_no_number_is_no_reward(reward: object, shown: float | No
     assert group_text("best", {"samples": 7}, 0.0).samples == []
 
 
-def test_best_median_and_worst_group_are_read_from_either_file(tmp_path: Path) -> None:
+def test_best_median_and_worst_group_are_read_as_far_as_their_lines_are_whole(tmp_path: Path) -> None:
     assert chosen_slots({"4": 0.5, "1": 1.0, "7": 0.0, "2": 0.25}) == {"best": 1, "median": 2, "worst": 7}
     assert chosen_slots({"3": 0.5}) == {"best": 3} and chosen_slots({}) == {}
     run_dir = make_run(tmp_path / "run", iterations=1, nodes=2)
-    directory = run_dir.trajectories("train", 1)
-    for_people = reading(run_dir, 1)
-    assert [group.place for group in for_people.groups] == ["best", "median", "worst"]
-    for path in directory.glob("*.jsonl"):
-        path.unlink()
-    assert reading(run_dir, 1) == for_people
-    for path in directory.glob("*.safetensors"):
-        path.write_bytes(path.read_bytes()[:-1])
+    path, groups = run_dir.groups("train", 1), reading(run_dir, 1).groups
+    assert [group.place for group in groups] == ["best", "median", "worst"]
+    lines = path.read_text().splitlines(keepends=True)
+    best = next(index for index, line in enumerate(lines) if json.loads(line)["task_id"] == groups[0].task_id)
+    path.write_text("".join([*lines[:best], lines[best][:-9] + "\n", *lines[best + 1 :]]))
+    assert reading(run_dir, 1).groups == groups[1:]
+    path.unlink()
     assert reading(run_dir, 1).groups == []
 
 

@@ -35,14 +35,13 @@ def collect(run_dir: RunDir, iteration: int, slots: int = 3) -> None:
     for slot in reversed(range(slots)):
         writer.add(group(slot))
     directory = run_dir.trajectories("train", iteration)
-    write_json(
-        run_dir.manifest("train", iteration), manifest(directory, iteration, Quota(slots, slots), POLICY)
-    )
+    document, _ = manifest(directory, iteration, Quota(slots, slots), POLICY)
+    write_json(run_dir.manifest("train", iteration), document)
     writer.add(group(0, rewards=(9.0,)))
 
 
 def write_metrics(run_dir: RunDir, *lines: dict[str, object]) -> None:
-    run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run_dir.metrics.write_text("".join(f"{json.dumps({'kind': 'both'} | line)}\n" for line in lines))
 
 
 def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -64,7 +63,8 @@ def test_metrics_are_the_whole_lines_in_order(run_dir: RunDir) -> None:
     write_metrics(run_dir, {"iteration": 2, "reward": 0.5}, {"iteration": 1}, {"iteration": 2, "reward": 0.9})
     with run_dir.metrics.open("a") as file:
         file.write('{"iteration": 3, "rew')
-    assert run.metrics() == [{"iteration": 1}, {"iteration": 2, "reward": 0.5}]
+    both = {"kind": "both"}
+    assert run.metrics() == [both | {"iteration": 1}, both | {"iteration": 2, "reward": 0.5}]
     assert run.iterations() == [1, 2]
 
 

@@ -168,7 +168,7 @@ def test_finished_run_is_finished_though_its_nodes_left(run_dir: RunDir) -> None
 
 
 def test_run_that_is_in_no_iteration_shows_the_last_finished_one(run_dir: RunDir) -> None:
-    run_dir.metrics.write_text('{"iteration": 3, "reward": 0.5}\n')
+    run_dir.metrics.write_text('{"iteration": 3, "kind": "both", "reward": 0.5}\n')
     assert running(run_dir, iteration=0, phase="", state="gathering")["iteration"] == 3
 
 
@@ -232,7 +232,7 @@ def test_torn_documents_are_read_as_absent(run_dir: RunDir) -> None:
     running(run_dir)
     (run_dir.protocol / "e0003.epoch.json").write_text("{")
     (run_dir.protocol / Beat(2, 0, 1, 6).name).write_text('{"host"')
-    run_dir.metrics.write_text('{"iteration": 4, "reward": 0.5}\n{"iteration": 5, "rew')
+    run_dir.metrics.write_text('{"iteration": 4, "kind": "both", "reward": 0.5}\n{"iteration": 5, "rew')
     status = Run(run_dir.root).status()
     assert (status["epoch"], status["last_metrics"]["iteration"]) == (2, 4)
     assert render(status, run_dir.root)
@@ -296,9 +296,9 @@ def test_reader_sees_each_new_line_of_the_metrics(run_dir: RunDir) -> None:
     reader = StatusReader(run_dir.root)
     for iteration, phase in ((5, "iteration_end"), (6, "train_plan"), (7, "train_plan")):
         with run_dir.metrics.open("a") as file:
-            file.write(json.dumps({"iteration": iteration}) + "\n")
+            file.write(json.dumps({"iteration": iteration, "kind": "both"}) + "\n")
         beat(run_dir, 0, counter=5 + iteration, iteration=iteration + (phase == "train_plan"), phase=phase)
-        assert reader.read()["last_metrics"] == {"iteration": iteration}
+        assert reader.read()["last_metrics"] == {"iteration": iteration, "kind": "both"}
 
 
 def test_held_run_says_the_command_that_brings_the_missing_node_back(run_dir: RunDir) -> None:
@@ -338,7 +338,8 @@ def test_status_is_printed_as_text_or_as_json(run_dir: RunDir, capsys: pytest.Ca
 
 def test_rendered_status_has_a_line_a_node_and_the_last_rewards(run_dir: RunDir) -> None:
     running(run_dir, waiting_for=[2])
-    run_dir.metrics.write_text(json.dumps({"iteration": 4, "reward": 0.6123, "eval_reward": None}) + "\n")
+    line = {"iteration": 4, "kind": "both", "reward": 0.6123, "eval_reward": None}
+    run_dir.metrics.write_text(json.dumps(line) + "\n")
     lines = render(Run(run_dir.root).status(), run_dir.root).splitlines()
     assert lines[:2] == [
         f"{run_dir.root}: run abc is running (epoch 2)",
@@ -362,7 +363,7 @@ def test_rendered_status_of_a_stopped_run_says_where_it_was(run_dir: RunDir) -> 
 )
 def test_last_line_without_a_reward_is_rendered(run_dir: RunDir, line: dict[str, Any]) -> None:
     running(run_dir)
-    run_dir.metrics.write_text(json.dumps(line) + "\n")
+    run_dir.metrics.write_text(json.dumps(line | {"kind": "both"}) + "\n")
     last = render(Run(run_dir.root).status(), run_dir.root).splitlines()[-1]
     assert last.startswith("last finished: iteration 1") and not last.endswith((",", " "))
 

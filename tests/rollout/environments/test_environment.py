@@ -9,13 +9,8 @@ import pytest
 
 from rollout.engines.client import Completion, EngineClient, Sampling
 from rollout.environments.calculator import calculator
-from rollout.environments.environment import (
-    EnvironmentSettingError,
-    Policy,
-    resolve_environment,
-    sample_of,
-    single_turn,
-)
+from rollout.environments.environment import EnvironmentSettingError, resolve_environment, single_turn
+from rollout.environments.policy import Policy, sample_of
 
 
 class RecordingClient(EngineClient):

@@ -1,0 +1,33 @@
+"""JSON bodies of requests to a server of completions, checked; and the body that tells an error."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
+
+
+class BadRequest(ValueError):
+    """A request to be answered with 400 and this message."""
+
+
+class Body(BaseModel):
+    """A JSON body; as in vLLM, unknown fields are let pass."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    model: StrictStr | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(kind: type[AnyBody], data: bytes) -> AnyBody:
+    """A request's body; BadRequest with the field and the reason."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
+
+
+def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -77,6 +77,9 @@ def roll_out(run_dir: RunDir, iteration: int, policy: str, finished: int) -> Non
         directory = run_dir.trajectories("train", iteration)
         document = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
         parts.publish_manifest(run_dir.manifest("train", iteration), document)
+        for_people = [{"slot": slot, "prompt": "1+2=", "samples": []} for slot in range(SLOTS)]
+        lines = "".join(f"{json.dumps(line)}\n" for line in for_people)
+        (directory / "groups.jsonl").write_text(lines)
 
 
 def say(run_dir: RunDir, rank: int) -> None:

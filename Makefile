@@ -46,4 +46,4 @@ check: install
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,22 +1,31 @@
-"""README, `Phase` and the main loop say the same; every command of README is one that runs."""
+"""The table of docs/protocol.md, `Phase` and the main loop say the same; what README claims is so."""
 
 import ast
+import asyncio
 import inspect
 import re
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from coordinator.protocol.phases import By, Phase, rows_of
 from coordinator.rows.table import run_iteration
-from trainer.algorithms import PRESETS
+from rollout.rewards.builtin import resolve_reward
+from rollout.tasks.task_set import load_tasks
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
+CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
+PROTOCOL = (REPOSITORY / "docs" / "protocol.md").read_text()
+ENGINES = (REPOSITORY / "docs" / "engines.md").read_text()
+PACKAGES = ("coordinator", "trainer", "rollout")
 
 
 def table() -> list[list[str]]:
     """The cells of the protocol table's rows."""
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", PROTOCOL, re.MULTILINE)
     return [[number, *cells.split(" | ")] for number, cells in rows]
 
 
@@ -41,7 +50,7 @@ def test_workers_act_where_the_table_says_so() -> None:
 
 
 def test_rows_of_each_rl_phase_are_those_of_the_page() -> None:
-    assert "`--rl-phase rollout` runs rows 0-6 and 13, `update` rows 0 and 7-13, `both` all" in README
+    assert "`--rl-phase rollout` runs rows 0-6 and 13, `update` rows 0 and 7-13, `both` all" in PROTOCOL
     assert rows_of("both") == {*range(14)}
     assert rows_of("rollout") == {*range(7), 13} and rows_of("update") == {0, *range(7, 14)}
     assert rows_of("eval") == {0, 5, 6, 13}
@@ -61,12 +70,56 @@ def test_readme_names_the_three_node_example() -> None:
     ]
 
 
-def test_extras_of_the_readme_are_those_of_the_project() -> None:
+def test_extras_of_the_page_are_those_of_the_project() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    block = README[README.index("## Extras") :].partition("\n\nThe programs")[0]
-    assert set(extras) == set(re.findall(r"`(\w+)`", block))
+    rows = re.findall(r"^\| `(\w+)` \|", ENGINES[ENGINES.index("## Optional packages") :], re.MULTILINE)
+    assert sorted(rows) == sorted(extras)
 
 
-def test_presets_of_the_readme_are_those_that_there_are() -> None:
-    (sentence,) = re.findall(r"`trainer.algorithm` is (.+?): each", README.replace("\n", " "))
-    assert re.findall(r"`([\w+]+)`", sentence) == list(PRESETS)
+def test_readme_is_read_in_one_sitting() -> None:
+    assert len(README.splitlines()) < 150
+
+
+def rooms_in_readme(package: str) -> list[str]:
+    """Top floor first."""
+    (cells,) = re.findall(rf"^\| `{package}/` \| [^|]+ \| ([^|]+) \|$", README, re.MULTILINE)
+    return re.findall(r"`(\w+)`", cells)
+
+
+def floors(package: str) -> dict[str, int]:
+    """Of each room, by CONTRIBUTING's table."""
+    table = CONTRIBUTING[CONTRIBUTING.index(f"`{package}/` ") :].partition("\n\n")[2].partition("\n\n")[0]
+    return {name: int(floor) for floor, name in re.findall(r"^\| (\d) \| `(\w+)` \|", table, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_of_the_pages_are_the_folders_of_the_packages(package: str) -> None:
+    folders = {path.parent.name for path in (REPOSITORY / package).glob("*/__init__.py")}
+    assert set(rooms_in_readme(package)) == set(floors(package)) == folders
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_readme_names_the_rooms_from_the_highest_floor_down(package: str) -> None:
+    order = [floors(package)[room] for room in rooms_in_readme(package)]
+    assert order == sorted(order, reverse=True)
+
+
+def test_reward_and_tasks_of_the_readme_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file as README shows it, found by name from the current directory."""
+    blocks = dict(re.findall(r"^```(\w+)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE))
+    name = blocks["python"].partition("\n")[0].removeprefix("# ")
+    (tmp_path / name).write_text(blocks["python"])
+    (tmp_path / "tasks.jsonl").write_text(blocks["json"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    (command,) = [command for command in commands() if "--reward" in command]
+    assert "--tasks tasks.jsonl" in command
+    score = resolve_reward(re.findall(r"--reward (\S+)", command)[0])
+    for task in load_tasks("tasks.jsonl", seed=0, split="train").tasks:
+        assert asyncio.run(score(task, "27 + 58 = 85.")) == {"reward": 1.0, "characters": 13.0}
+        assert asyncio.run(score(task, "none")) == {"reward": 0.0, "characters": 4.0}
+
+
+def test_picture_of_the_readme_is_small() -> None:
+    assert (REPOSITORY / "docs" / "report.png").stat().st_size < 150_000

@@ -1,4 +1,4 @@
-"""README and docs/*.md as the tests read them: commands, fenced blocks, links, headings."""
+"""README, CONTRIBUTING, CHANGELOG and docs/*.md as the tests read them: commands, blocks, links, headings."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 PROGRAMS = (
     *("run", "make", "bash", "sh", "python", "python3", "pip", "pytest", "hf", "vllm", "cat", "head", "tail"),

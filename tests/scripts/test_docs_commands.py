@@ -1,4 +1,4 @@
-"""Every command and block of README and docs/ is run, or named with the test that runs it."""
+"""Every command and block of README, CONTRIBUTING and docs/ is run, or named with the test that runs it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from coordinator.commands.parse import COMMANDS
 from coordinator.config import build, flatten
 from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
 from tests.scripts.documented_run import make_run
-from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands, name
+from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands
 
 Here = Callable[[str], list[str]]
 ELSEWHERE = {
@@ -32,12 +32,16 @@ ELSEWHERE = {
     r"python scripts/settings_page\.py": "tests/coordinator/test_settings_page.py",
     r"(sbatch|scancel) .*": "tests/scripts/test_slurm.py",
     r"kubectl .*": "tests/scripts/test_k8s.py",
+    r"docker (build|push) .*": "tests/packaging/test_dockerfile.py",
+    r"python -m build": "tests/packaging/test_distributions.py",
 }
 """What is not run here, and the test that does; `doctor` alone: tests/coordinator/commands/test_doctor.py."""
 NOT_IN_CI = {"install", "demo", "bench-trl"}
 """Targets that `.ci/run` does not name: a prerequisite of the others; below; what is large and not ours."""
-PAGES_WITH_TESTS = {"docs/tasks.md", "docs/algorithms.md"}
-"""Their Python blocks are run by tests/rollout/test_docs.py and tests/trainer/test_algorithms_page.py."""
+PAGES_WITH_TESTS = {"README.md", "docs/tasks.md", "docs/algorithms.md"}
+"""Their Python blocks are run by tests/coordinator/test_readme.py, tests/rollout/test_docs.py and
+tests/trainer/test_algorithms_page.py.
+"""
 ALL = sorted({command for page in PAGES for command in commands(page)})
 
 
@@ -252,5 +256,5 @@ PYTHON = [b for b in BLOCKS if b.kind == "python" and b.page not in PAGES_WITH_T
 @pytest.mark.parametrize("block", PYTHON, ids=lambda b: b.page)
 def test_python_of_a_page_runs(block: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "exp1", finished=3)
-    exec(block.text.replace("/shared/", f"{tmp_path}/"), {"__name__": name(PAGES[0])})
+    exec(block.text.replace("/shared/", f"{tmp_path}/"), {"__name__": block.page})
     assert capsys.readouterr().out

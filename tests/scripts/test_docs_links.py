@@ -34,7 +34,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_every_page_is_in_the_index() -> None:
     pages = {name(page).removeprefix("docs/") for page in PAGES if name(page).startswith("docs/")}
-    assert set(links(PAGE[INDEX])) == pages - {"README.md"}
+    listed = {link for link in links(PAGE[INDEX]) if not link.startswith("..")}
+    assert listed == pages - {"README.md"}
 
 
 @pytest.mark.parametrize("page", PAGE)

@@ -95,7 +95,7 @@ def check_modes(root: Path) -> int:
 
 
 def is_known(path: Path, root: Path) -> bool:
-    """Whether a file is one of those that README's tree names."""
+    """Whether a file is one of those that the tree of docs/protocol.md names."""
     if path.parent == root / "protocol":
         return parse_protocol_name(path.name) is not None
     if path.name == "LATEST":

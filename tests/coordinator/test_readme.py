@@ -122,8 +122,8 @@ def test_reward_and_tasks_of_the_readme_work(tmp_path: Path, monkeypatch: pytest
     assert "--tasks tasks.jsonl" in command
     score = resolve_reward(re.findall(r"--reward (\S+)", command)[0])
     for task in load_tasks("tasks.jsonl", seed=0, split="train").tasks:
-        assert asyncio.run(score(task, "27 + 58 = 85.")) == {"reward": 1.0, "characters": 13.0}
-        assert asyncio.run(score(task, "none")) == {"reward": 0.0, "characters": 4.0}
+        assert asyncio.run(score(task, "27 + 58 = 85.")) == 1.0
+        assert asyncio.run(score(task, "none")) == 0.0
 
 
 def test_picture_of_the_readme_is_small() -> None:

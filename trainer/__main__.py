@@ -1,4 +1,4 @@
-"""`python -m trainer --spool DIR`, one rank of the training job, started by torchrun (trainer.job.launch)."""
+"""Run one rank of the training job: `python -m trainer --spool DIR`, as trainer.job.launch starts it."""
 
 import argparse
 from pathlib import Path

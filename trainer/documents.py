@@ -1,4 +1,4 @@
-"""What one training phase is asked to do, and what it answers. Torch-free."""
+"""The request of a training phase, and the documents that it leaves. Torch-free."""
 
 from typing import Annotated, Self
 
@@ -31,11 +31,11 @@ class _Document(BaseModel):
 
 
 class TrainedBatch(_Document):
-    """A batch that an earlier iteration was trained on, and how."""
+    """The batch of an earlier iteration, and the settings that it was trained with."""
 
     iteration: int
     policy: str
-    """Digest of the weights that this training made."""
+    """Digest of the weights after this training."""
     batch_file: str
     batch_sha256: str
     settings: TrainerSettings
@@ -43,54 +43,56 @@ class TrainedBatch(_Document):
 
 
 class Resume(_Document):
-    """Where the optimizer's state comes from when it does not lie in the base's own `trainer_state/`."""
+    """Where the optimizer's state comes from, unless it is the base's own `trainer_state/`."""
 
     state_dir: str | None = None
-    """A complete trainer state, of the base's policy or of an earlier one; null: the base's own, or none."""
+    """A complete trainer state, for the base's policy or an earlier one; null: the base's own, or none."""
     state_policy: str | None = None
-    """Digest of the weights that it belongs to."""
+    """Digest of the weights that the state belongs to."""
     from_start: bool = False
-    """No state was saved yet: the model that the run started from stands in for one."""
+    """No state was saved yet: training is repeated from the model that the run started from."""
     repeat: tuple[TrainedBatch, ...] = ()
-    """What that policy was trained on since, up to the base, in order."""
+    """The batches that the state's policy was trained on since, up to the base, in order."""
 
 
 class TrainRequest(_Document):
-    """One training phase. The same for every rank of the job, apart from where paths are mounted."""
+    """Asks for one training phase. Every rank of the job gets the same, except that paths may be mounted
+    elsewhere."""
 
     iteration: int
     epoch: int
-    """Of the cluster; only recorded."""
+    """The cluster's epoch; only recorded."""
     batch_file: str
     batch_sha256: str
     base_dir: str
-    """Hugging Face directory to start from; its `trainer_state/`, where there is one, is continued."""
+    """Hugging Face directory to start from; its `trainer_state/` is continued, if it has one."""
     base_policy: str
     """Digest of the weights in `base_dir`."""
     model_dir: str
-    """Hugging Face directory of the model that the run started from, which adapters belong to, and which
-    `settings.kl` holds the policy close to."""
+    """Hugging Face directory of the model that the run started from. Adapters belong to it, and `settings.kl`
+    holds the policy close to it."""
     resume: Resume = Resume()
-    """For a job that has to load the base."""
+    """Used by a job that has to load the base."""
     staging_dir: str
-    """Exists and is empty; all ranks write the new checkpoint here, global rank 0 its `result.json` last."""
+    """All ranks write the new checkpoint here, and global rank 0 its `result.json` last. It exists and is
+    empty."""
     state_dir: str | None = None
-    """With settings.save_interval above 1, in iterations that it divides: exists and is empty, and gets the
-    trainer state in the background, its `state.json` last."""
+    """All ranks write the trainer state here in the background, its `state.json` last. It exists and is
+    empty. Given if settings.save_interval is above 1 and divides the iteration."""
     offload: bool = False
-    """Whether the GPU is to be left to an engine afterwards."""
+    """Whether the ranks free the GPU for an engine afterwards."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
-    """One per global training rank; a rank's share of the tokens follows its weight."""
+    """One weight for each global training rank; a rank's share of the tokens follows its weight."""
     seed: int
     settings: TrainerSettings
     temperature: Annotated[float, Field(gt=0)]
     """The sampling temperature of the batch; logits are divided by it."""
     max_tokens: Annotated[int, Field(ge=1)]
-    """Longest completion that was sampled."""
+    """The longest completion that could be sampled."""
 
 
 class SavedState(_Document):
-    """The `state.json` of a complete trainer state."""
+    """The `state.json` of a complete trainer state directory."""
 
     format: int
     iteration: int
@@ -115,9 +117,9 @@ class TrainResult(_Document):
     """Optimizer steps of this phase."""
     optimizer_step: int
     """Optimizer steps of the whole run."""
-    settings: TrainerSettings | None = None
-    max_tokens: int | None = None
-    """How it was trained, as the request said; null in a checkpoint of an older version."""
+    settings: TrainerSettings
+    max_tokens: int
+    """How the policy was trained, as the request asked."""
     metrics: dict[str, float]
     """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, tokens, sequences, tokens_per_s,
     seconds."""

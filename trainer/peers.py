@@ -1,4 +1,4 @@
-"""What a rank says when the others of its job do not answer."""
+"""The error of a rank whose peers in the job do not answer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ import torch
 
 
 class PeerLost(RuntimeError):
-    """This rank waited for its peers in vain (trainer.collective_timeout_s), or one closed its connection."""
+    """This rank's peers did not answer within trainer.collective_timeout_s, or closed their connections."""
 
 
 @contextmanager
 def waiting_for_peers(doing: str) -> Iterator[None]:
-    """Around a collective and nothing else: what torch raises there becomes PeerLost.
+    """Put around a collective and nothing else; raises PeerLost for what torch raises there.
 
-    On GPUs it may raise nothing: NCCL's watchdog then ends the process, and torchrun the job.
+    On GPUs torch may raise nothing: NCCL's watchdog then ends the process, and torchrun the job.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which iterations have a trainer state, and what a restart repeats without one. Torch-free."""
+"""Choose the trainer state that a restart continues, and the training that it repeats. Torch-free."""
 
 from collections.abc import Mapping
 
@@ -16,12 +16,12 @@ def plan_resume(
     states: Mapping[str, SavedState],
     batches: Mapping[int, TrainedBatch | None],
 ) -> Resume:
-    """How to go on from the checkpoint of `iteration`, whose weights have the digest `policy`.
+    """Choose how to go on from the checkpoint of `iteration`, whose weights have the digest `policy`.
 
-    `states`: the complete trainer states, by directory. `batches`: of every iteration that was trained, None
-    where it cannot be repeated. The newest state that leads to `policy` is continued: there is nothing to
-    repeat after its own. Before the first one was due, the model that the run started from stands in for it.
-    Without any, Resume(): the base's own `trainer_state/`, or a fresh optimizer.
+    `states`: the complete trainer states, by directory. `batches`: for every iteration that was trained, its
+    batch, or None if the training cannot be repeated. The newest state that leads to `policy` is continued.
+    If no state was due yet, training is repeated from the model that the run started from. Otherwise the
+    result is Resume(): the base's own `trainer_state/`, or a fresh optimizer.
     """
     known = {k: batch.policy for k, batch in batches.items() if batch is not None} | {iteration: policy}
     usable = [
@@ -42,7 +42,7 @@ def plan_resume(
 def _since(
     begin: int, iteration: int, batches: Mapping[int, TrainedBatch | None]
 ) -> tuple[TrainedBatch, ...] | None:
-    """What was trained after `begin` up to `iteration`, in order; None if a batch of it is gone."""
+    """The batches trained after `begin` up to `iteration`, in order; None if one of them is gone."""
     needed = [batches[trained] for trained in sorted(batches) if begin < trained <= iteration]
     there = tuple(batch for batch in needed if batch is not None)
     return there if len(there) == len(needed) else None

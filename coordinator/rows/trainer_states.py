@@ -59,7 +59,6 @@ def resume_from(run_dir: RunDir, base: Policy) -> Resume:
 
 def trained(run_dir: RunDir, result: TrainResult) -> TrainedBatch:
     """Return what has to be known to repeat a training that left no state."""
-    assert result.settings is not None and result.max_tokens is not None
     return TrainedBatch(
         iteration=result.iteration,
         policy=result.policy,

@@ -29,7 +29,7 @@ from rollout.storage.retry import PASSING, PASSING_AFTER_MKDIR, SharedFsError, i
 log = logging.getLogger(__name__)
 
 TORN_S = 2.0
-"""How long a file that is created once may stay torn until nobody is expected to finish it."""
+"""A file that is created once and is torn for longer will not be finished by its creator."""
 MODE = 0o660
 """The mode of a new file, less the umask."""
 NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
@@ -53,7 +53,6 @@ def read(path: Path, *, fleeting: bool = False) -> bytes:
 
 def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Make `path` hold `data`, whole or not at all: temp name, write, fsync, rename, fsync of the directory.
-
     `durable=False` leaves out both fsyncs, for flags and beats.
     """
     temp = write_temporary(path, data, durable)
@@ -76,7 +75,7 @@ def create_once(path: Path, data: bytes, *, durable: bool = True) -> bool:
     that does not parse) is set aside after `TORN_S`, and the name is created anew. If its creator wakes, it
     writes into what was set aside, reads back, and learns that it has lost. Two gaps remain without hard
     links: a file that is finished just then is put back, and might replace a third creator's; and where
-    O_EXCL does not hold between clients, nobody wins.
+    O_EXCL does not hold between clients, no creator wins.
     """
     for _attempt in range(20):
         _create(path, data, durable)
@@ -197,7 +196,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `name` is that of an unpublished temporary file, or of a torn one that was set aside."""
+    """Whether `name` is a temporary one: of a file not yet published, or of a torn file set aside."""
     return name.startswith(".") and name.endswith(".tmp")
 
 

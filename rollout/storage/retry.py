@@ -32,7 +32,9 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class SharedFsError(OSError):
-    """A call on the shared directory failed for good: what, which path, and for how long it was tried."""
+    """A call on the shared directory failed for good. The message names the call, the path, how long it was
+    tried, and what to do.
+    """
 
     def __init__(self, what: str, path: Path, error: OSError, tried_s: float) -> None:
         hint = {

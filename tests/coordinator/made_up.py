@@ -16,6 +16,7 @@ from rollout.engines.weights import policy_digest
 from rollout.storage.files import FileFacts, checksums
 from rollout.trajectory import Group, Sample
 from trainer.documents import TrainResult
+from trainer.settings import TrainerSettings
 
 POLICY = "0123456789abcdef"
 
@@ -96,6 +97,8 @@ def write_checkpoint(directory: Path, iteration: int = 1, content: bytes = b"wei
         files=files | {f"trainer_state/{name}": FileFacts(**facts) for name, facts in state.items()},
         steps=1,
         optimizer_step=1,
+        settings=TrainerSettings(),
+        max_tokens=8,
         metrics={"loss": 0.5},
     )
     (directory / "result.json").write_bytes(result.to_json())

@@ -110,6 +110,8 @@ class Trainer:
             files=facts,
             steps=1,
             optimizer_step=request.iteration,
+            settings=request.settings,
+            max_tokens=request.max_tokens,
             metrics={"loss": 0.5},
         )
         self._publish(staging / "result.json", result.to_json())

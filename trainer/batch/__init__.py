@@ -1,1 +1,1 @@
-"""From groups to tensors: selection, advantages, the batch, packing."""
+"""Make tensors from groups: select samples, compute advantages, build the batch, pack it."""

@@ -1,4 +1,4 @@
-"""Advantages: what a sample's reward becomes, beside those of its group. Torch-free."""
+"""Compute advantages from the rewards of a group. Torch-free."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 Values = NDArray[np.float64]
 
 _EPSILON = 1e-6
-"""Added to a standard deviation: rewards that differ by rounding alone are no lesson."""
+"""Added to a standard deviation: rewards that differ only by rounding teach nothing."""
 
 
 def _centred(rewards: Values) -> Values:
@@ -31,7 +31,7 @@ _KINDS: dict[str, Callable[[Values], Values]] = {
     "centred": _centred,
     "standardised": _standardised,
     "leave_one_out": _leave_one_out,
-    "whitened": _centred,  # its second half needs the whole batch: whiten
+    "whitened": _centred,  # `whiten` does the second half, which needs the whole batch
     "one": np.ones_like,
 }
 
@@ -39,9 +39,9 @@ _KINDS: dict[str, Callable[[Values], Values]] = {
 def group_advantages(rewards: ArrayLike, kind: str = "centred", *, keep_flat: bool = False) -> Values | None:
     """(n,) advantages of one group's samples; `kind` is a value of the setting `trainer.advantage`.
 
-    `rewards` (n,) holds the samples that exist: a cancelled or failed one is left out by the caller, it is
-    not a zero. None when the group teaches nothing: fewer than two samples, or no variance; with `keep_flat`
-    zeros instead. `one` is 1 for every sample of any group. ValueError for a reward that is not finite.
+    `rewards` (n,) holds the samples that exist: the caller leaves out a cancelled or failed one, which is not
+    a zero. The result is None if the group teaches nothing, with fewer than two samples or no variance;
+    zeros with `keep_flat`. `one` is 1 for every sample. Raises ValueError for a reward that is not finite.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:

@@ -1,7 +1,7 @@
-"""The training batch of one iteration: finished groups in, flat arrays out. Torch-free.
+"""Build the training batch of one iteration: finished groups in, flat arrays out. Torch-free.
 
-A batch depends on the groups, the settings and a seed alone, never on the nodes that made the groups or on
-the order in which they are given, so every membership of the run makes the same bytes.
+A batch depends only on the groups, the settings and a seed, never on the nodes that made the groups or on
+their order, so every membership of the run makes the same bytes.
 """
 
 import json
@@ -40,22 +40,22 @@ class DamagedBatch(ValueError):
 
 @dataclass(frozen=True)
 class Counts:
-    """What the batch was made from. What is counted is of the batch's own iteration, dropped groups and
-    samples included, except where it says otherwise.
+    """What the batch was made from. Unless a field says otherwise, it counts the batch's own iteration, with
+    dropped groups and samples.
     """
 
     groups: int
     groups_used: int
-    """In the batch, of any iteration."""
+    """Groups in the batch, of any iteration."""
     samples: int
     samples_used: int
-    """In the batch, of any iteration."""
+    """Samples in the batch, of any iteration."""
     samples_replayed: int
-    """Of `samples_used`, those of older iterations."""
+    """Samples in the batch of older iterations."""
     reward: float
-    """Mean over all samples that exist, 0 without any."""
+    """Mean over all samples that exist; 0 if there are none."""
     truncated: float
-    """Fraction of all samples that exist which were cut at max_tokens."""
+    """Fraction of all existing samples that were cut at max_tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +67,13 @@ class Batch:
     loss_mask: NDArray[np.uint8]
     """(T,), 1: a trained token."""
     logprobs: NDArray[np.float32]
-    """(T,), of the engine that sampled, natural log; 0 elsewhere."""
+    """(T,), by the engine that sampled, natural log; 0 for tokens that are not trained."""
     offsets: NDArray[np.int64]
     """(S + 1,)"""
     advantages: NDArray[np.float32]
     """(S,)"""
     rewards: NDArray[np.float32]
-    """(S,), as they were given: without a penalty for length."""
+    """(S,), as given, without a penalty for length."""
     slots: NDArray[np.int32]
     """(S,), the slot that the sequence's group has in its iteration."""
     counts: Counts
@@ -81,7 +81,7 @@ class Batch:
     policy: str
     """Digest of the policy that generated the iteration's samples; replayed ones are of older policies."""
     temperature: float
-    """At which they were sampled; the trainer divides its logits by it."""
+    """The temperature of the sampling; the trainer divides its logits by it."""
     seed: int
 
     def __len__(self) -> int:
@@ -94,23 +94,23 @@ class Batch:
 
     @cached_property
     def prompt_tokens(self) -> NDArray[np.int64]:
-        """(S,) tokens of each sequence before the first trained one; 0 without any."""
+        """(S,) tokens of each sequence before its first trained one; 0 if none is trained."""
         return self._trained_bounds[0]
 
     @cached_property
     def input_tokens(self) -> NDArray[np.int64]:
-        """(S,) tokens of each sequence that something is predicted from: those before the last trained one;
-        1 without any.
+        """(S,) tokens of each sequence before its last trained one, from which something is predicted; 1 if
+        none is trained.
         """
         return np.maximum(1, self._trained_bounds[1])
 
     @cached_property
     def _trained_bounds(self) -> NDArray[np.int64]:
-        """(2, S) index, in each sequence, of its first trained token and of its last one; 0 without any."""
+        """(2, S) index in each sequence of its first and its last trained token; 0 if none is trained."""
         bounds = np.zeros((2, len(self)), np.int64)
         trained = np.flatnonzero(self.loss_mask)
         of = np.searchsorted(self.offsets, trained, side="right") - 1
-        bounds[0, of[::-1]] = (trained - self.offsets[of])[::-1]  # of several values the last one stays
+        bounds[0, of[::-1]] = (trained - self.offsets[of])[::-1]  # of several values the last is kept
         bounds[1, of] = trained - self.offsets[of]
         return bounds
 
@@ -130,7 +130,7 @@ class Batch:
 
     @staticmethod
     def decode(data: bytes) -> "Batch":
-        """The batch in `data`; raises DamagedBatch when it is cut, altered or of another format."""
+        """The batch in `data`; raises DamagedBatch if it is cut, altered or of another format."""
         try:
             arrays = safetensors.numpy.load(data)
             (header_bytes,) = struct.unpack_from("<Q", data)
@@ -182,11 +182,11 @@ def build_batch(
 ) -> Batch:
     """Select, score and shuffle the sequences of an iteration's `groups`.
 
-    `settings` says which are dropped and what their advantages are (trainer.batch.selection); tombstones and
-    samples without a reward are always dropped. `max_tokens` is that of a completion, which a penalty for
-    length needs. `older` are the groups of the replay window's other iterations, oldest first: with any, the
-    batch is drawn from all of them, as many lessons as the iteration itself has. The sequences are shuffled
-    by `seed`, so that each optimizer step mixes many groups.
+    `settings` decide which are dropped and what their advantages are (trainer.batch.selection). Tombstones
+    and samples without a reward are always dropped. `max_tokens` limits a completion; a penalty for length
+    needs it. `older` are the groups of the replay window's other iterations, oldest first. If there are any,
+    the batch is drawn from all of them, as many lessons as the iteration itself has. The sequences are
+    shuffled by `seed`, so that each optimizer step mixes many groups.
 
     Raises ValueError for two groups of one slot, or for a penalty without `max_tokens`.
     """
@@ -215,7 +215,7 @@ def build_batch(
 
 
 def _counts(groups: Sequence[Group], used: Sequence[Sequence[Lesson]]) -> Counts:
-    """What a batch was made from; `used` are its lessons, those of the iteration itself last."""
+    """Count what a batch was made from; `used` are its lessons, the iteration's own last."""
     existing = [(s, s.reward) for group in groups for s in group.samples if s.reward is not None]
     samples = [sum(map(len, of_iteration)) for of_iteration in used]
     return Counts(

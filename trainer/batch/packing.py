@@ -1,12 +1,12 @@
-"""An optimizer step's sequences: which rank takes which, and how they lie in microbatches. Torch-free.
+"""Share an optimizer step's sequences out to ranks, and pack them into microbatches. Torch-free.
 
-A bundle is a sequence, or several that share a prompt: the prompt once, then what follows it in each, for
+A bundle is a sequence, or several that share a prompt: the prompt once, then the rest of each sequence, for
 which the attention needs a mask (`shared_prompts`). A microbatch is a rectangle of tokens, rows x columns, as
-wide as its longest bundle. Shorter ones share a row; `position_ids` restart where one begins, and without an
-attention mask that keeps neighbours apart (an all-ones mask would let them see each other). What is left of a
-row continues its last sequence with padding, which nothing sees because it comes last: where every row holds
-a single sequence, plain causal attention does. A sequence's last trained token, and what comes after it, is
-not among its tokens here: nothing is predicted from it.
+wide as its longest bundle. Shorter bundles share a row. `position_ids` restart where a bundle begins, which
+keeps neighbours apart if there is no attention mask (an all-ones mask would let them see each other). Padding
+fills the rest of a row and continues its last sequence; no token sees it, because it comes last. If every row
+holds a single sequence, plain causal attention is enough. A sequence's last trained token, and the tokens
+after it, are left out here: nothing is predicted from them.
 """
 
 import heapq
@@ -38,10 +38,10 @@ class Microbatch:
     advantages: NDArray[np.float32]
     """(N,)"""
     sequences: NDArray[np.int64]
-    """(N,) which of the microbatch's sequences the token belongs to, numbered from 0."""
+    """(N,) the token's sequence in the microbatch, numbered from 0."""
     segments: NDArray[np.int64] | None = None
-    """(2, R, C) the segment that each token is in, numbered from 0, and the one before it that it sees as
-    well, its own where there is none; None where no prompt is shared."""
+    """(2, R, C) each token's segment, numbered from 0, and the earlier segment that it sees as well, or its
+    own again; None if no prompt is shared."""
 
 
 @dataclass
@@ -49,18 +49,18 @@ class Bundle:
     """A sequence of the batch, or several that share their prompt."""
 
     sequences: list[int]
-    """By index."""
+    """Their indices in the batch."""
     tokens: int
     shared: int = 0
-    """Tokens of the prompt that lies there once for all of them; 0 for a single sequence."""
+    """Tokens of the prompt that all of them share; 0 for a single sequence."""
 
 
 CAUSAL, MASKED = 0.5, 2.0
-"""Pairs that attention costs for the square of the tokens: half of them without a mask; all with one, at half
-the speed.
+"""Cost of attention in pairs, for the square of the tokens: without a mask half of the pairs; with a mask all
+of them, at half the speed.
 """
 FAIR = 1.1
-"""Of its fair share of a step, what the slowest rank may get."""
+"""The slowest rank may get this multiple of its fair share of a step."""
 
 
 def split_steps(sequences: int, global_batch_size: int) -> list[range]:
@@ -91,7 +91,7 @@ def split_ranks(lengths: Sequence[int], weights: Sequence[float]) -> list[list[i
 def pack_rows(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
     """Arrange sequences in microbatches of rows: the result's [microbatch][row] is a list of indices.
 
-    rows x longest <= `max_tokens`, padding included; a sequence longer than that is a microbatch of its own.
+    rows x longest <= `max_tokens`, with padding; a longer sequence is alone in a microbatch.
     """
     microbatches = []
     waiting = sorted(range(len(lengths)), key=lambda k: (-lengths[k], k))
@@ -140,7 +140,7 @@ def plan_step(
 def deal(
     batch: Batch, step: range, weights: Sequence[float], max_tokens: int, pairs_per_token: float
 ) -> list[list[Bundle]]:
-    """Each rank's bundles: as large as pays, but where that leaves a rank behind, smaller ones.
+    """Each rank's bundles: as large as pays, but smaller if that would leave a rank behind.
 
     Large bundles save the most tokens, small ones can be dealt out evenly; the slowest rank decides.
     """
@@ -161,11 +161,11 @@ def deal(
 
 
 def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float) -> list[Bundle]:
-    """The step's sequences; those with one prompt together where that is cheaper, of at most `max_tokens`.
+    """Put sequences with one prompt together if that is cheaper, in bundles of at most `max_tokens`.
 
-    It saves the prompt and costs attention: a mask hides pairs of tokens, but they are computed.
-    `pairs_per_token`: so many pairs cost as much as all else that is done with a token; 0: nothing is shared.
-    No bundle has more tokens than that: its mask stays small against what a layer keeps of them.
+    Sharing saves the prompt and costs attention: a mask hides pairs of tokens, but they are computed.
+    `pairs_per_token`: this number of pairs costs as much as all other work on a token; 0: nothing is shared.
+    No bundle has more tokens than that, so its mask stays small beside what a layer keeps of the tokens.
     """
     max_tokens = min(max_tokens, pairs_per_token)
     prompts, tokens = batch.prompt_tokens.tolist(), batch.input_tokens.tolist()
@@ -232,7 +232,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
     scoring = trained - begins[of] - 1  # in the sequence
     return Microbatch(
         token_ids=token_ids.reshape(shape),
-        # Padding counts on, as one sequence does; masked, it could count beyond what the model knows.
+        # Padding continues the positions. With a mask it might exceed the model's longest position.
         position_ids=np.where(real | (not is_masked), position[numbers] + within, 0).reshape(shape),
         scored_at=scoring + np.where(scoring < shared[of], start[of], own[of] - shared[of]),
         targets=batch.token_ids[trained].astype(np.int64),

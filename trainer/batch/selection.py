@@ -1,7 +1,7 @@
-"""Which samples of which groups are trained on, with what advantage. Torch-free.
+"""Choose the samples to train on, and compute their advantages. Torch-free.
 
-A *lesson* is what is left of a group: its trained samples with their advantages. Group statistics are over
-the samples that exist, whether they are trained on or not; a group without a trained sample is no lesson.
+A *lesson* is a group's trained samples with their advantages. Group statistics are over the samples that
+exist, whether they are trained on or not. A group without a trained sample is no lesson.
 """
 
 import hashlib
@@ -41,8 +41,9 @@ Lesson = list[Trained]
 
 
 def lessons(groups: Iterable[Group], settings: TrainerSettings, max_tokens: int | None) -> list[Lesson]:
-    """The lessons of one iteration's groups, by slot. ValueError for two groups of one slot, or a penalty for
-    length without `max_tokens`.
+    """The lessons of one iteration's groups, in the order of their slots.
+
+    Raises ValueError for two groups of one slot, or a penalty for length without `max_tokens`.
     """
     ordered = sorted(groups, key=lambda group: group.slot)
     for one, other in pairwise(ordered):
@@ -75,8 +76,8 @@ def _is_trained(sample: Sample, reward: float, settings: TrainerSettings) -> boo
 
 
 def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int | None) -> float:
-    """0 to 1: how far into the last `overlong_buffer` tokens before `max_tokens` the sample reaches (soft
-    overlong punishment: DAPO, arXiv 2503.14476, equation 13).
+    """How far, from 0 to 1, the sample reaches into the last `overlong_buffer` tokens before `max_tokens`
+    (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
     """
     if settings.overlong != "penalise":
         return 0.0
@@ -88,17 +89,17 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
 
 
 def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
-    """The advantages of all of a batch: what needs more than one group is done here."""
+    """The advantages of a whole batch, after the step that needs more than one group."""
     advantages = [one.advantage for one in trained]
     return whiten(advantages).tolist() if settings.advantage == "whitened" else advantages
 
 
 def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int) -> list[list[Lesson]]:
-    """`count` lessons out of those of a window of iterations, oldest first, without replacement; each with
-    the weight (p + 1)^power, p the position of its iteration. In the same shape as `window`.
+    """Draw `count` lessons from a window of iterations, oldest first, without replacement.
 
-    The smallest -ln(u) / weight, with u uniform (Efraimidis and Spirakis 2006); u is hashed from the seed,
-    the iteration's distance from the last one, and the slot.
+    A lesson has the weight (p + 1)^power, where p is the position of its iteration. The result has the shape
+    of `window`. It has the lessons with the smallest -ln(u) / weight, u uniform (Efraimidis and Spirakis
+    2006). u is hashed from the seed, the iteration's distance from the last one, and the slot.
     """
     keyed: list[tuple[float, int, int]] = []
     for p, of_iteration in enumerate(window):
@@ -111,9 +112,9 @@ def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int
 
 
 def shuffled(items: Sequence[_T], seed: int) -> list[_T]:
-    """A permutation that depends on the seed and the number of items alone.
+    """A permutation that depends only on the seed and the number of items.
 
-    By hashes: the stream of numpy's generators may change between its versions (NEP 19).
+    It is made from hashes: the stream of numpy's generators may change between its versions (NEP 19).
     """
     keys = [_hash(f"batch/{seed}/{k}") for k in range(len(items))]
     return [items[k] for k in sorted(range(len(items)), key=keys.__getitem__)]
@@ -124,5 +125,5 @@ def _hash(text: str) -> bytes:
 
 
 def _uniform(text: str) -> float:
-    """A number in (0, 1), neither end included."""
+    """A number in (0, 1), without both ends."""
     return ((int.from_bytes(_hash(text)[:8], "little") >> 11) + 0.5) * 2.0**-53

@@ -1,7 +1,7 @@
-"""A prompt that lies once in a microbatch for several samples: its attention mask, and who heeds it.
+"""Compute a prompt once for several samples: the attention mask, and whether a model obeys it.
 
-Groups of samples share their prompt, so that its share of the computation falls by their number; the idea is
-that of Prefix Grouper (arXiv 2506.05433).
+The samples of a group share their prompt, so the work on it falls by their number. The idea is from Prefix
+Grouper (arXiv 2506.05433).
 """
 
 from collections.abc import Callable
@@ -18,11 +18,12 @@ from trainer.batch.packing import Bundle, Microbatch, fill
 from trainer.peers import waiting_for_peers
 
 _TOLERANCE = 0.1
-"""Of the difference that leaving out the mask makes: more than rounding in bfloat16, less than a mistake."""
+"""Allowed error, as a fraction of the difference that leaving out the mask makes: more than rounding in
+bfloat16, less than a mistake."""
 
 
 def attention_mask(segments: Tensor) -> Tensor:
-    """(R, 1, C, C) bool, which tokens (last) each token sees, of the `segments` (2, R, C) of a Microbatch."""
+    """(R, 1, C, C) bool from a Microbatch's `segments` (2, R, C): the tokens (last axis) that each sees."""
     own, before = segments
     seen = own[:, :, None] == own[:, None, :]
     seen |= before[:, :, None] == own[:, None, :]
@@ -30,11 +31,11 @@ def attention_mask(segments: Tensor) -> Tensor:
 
 
 def pairs_per_token(config: Any, logprobs: Callable[[Microbatch], Tensor], world_size: int) -> float:
-    """What `packing.bundle` asks for of the model with this `config`, whose `logprobs` answers with
-    those of the trained tokens (N,); 0 if it does not heed the mask. The same on all ranks, which call this
-    together.
+    """The `pairs_per_token` of `packing.bundle` for a model; 0 if the model does not obey the mask.
 
-    A layer has about 12 h^2 weights, two operations each, and spends 4 h of them on a pair: 6 h.
+    `logprobs` returns the model's logprobs of a microbatch's trained tokens (N,). All ranks call this
+    together and get the same. A layer has about 12 h^2 weights with two operations each, and spends 4 h
+    operations on a pair: 24 h^2 / 4 h = 6 h.
     """
     heeds = torch.tensor(int(_heeds_mask(config, logprobs)))
     if world_size > 1:
@@ -45,9 +46,10 @@ def pairs_per_token(config: Any, logprobs: Callable[[Microbatch], Tensor], world
 
 @torch.no_grad()
 def _heeds_mask(config: Any, logprobs: Callable[[Microbatch], Tensor]) -> bool:
-    """Whether two sequences score with a common prompt as they do alone. A window over the past would get
-    lost in a mask of our own, longer than what is tried; so a model with one, or with attention other than
-    torch's own, is refused by its configuration.
+    """Whether two sequences score with a common prompt as they do alone.
+
+    Two models are refused by their configuration: one with a sliding window, which this mask would replace
+    and which is longer than the sequences tried here; and one whose attention is not torch's own.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = kinds != {"full_attention"} or getattr(config, "sliding_window", None)
@@ -63,7 +65,7 @@ def _heeds_mask(config: Any, logprobs: Callable[[Microbatch], Tensor]) -> bool:
 
 
 def _two_sequences(vocabulary: int) -> Batch:
-    """Of eight tokens each, the first four the same."""
+    """Two sequences of eight tokens each, of which the first four are the same."""
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, vocabulary, (2, 8))
     second[:4] = first[:4]

@@ -1,1 +1,1 @@
-"""What training writes: the model's directory, the trainer's state, the probe."""
+"""Write and load what training makes: the model's directory, the trainer's state, the probe."""

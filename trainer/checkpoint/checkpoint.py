@@ -1,9 +1,9 @@
-"""A Hugging Face directory and, inside it, `trainer_state/`: what it takes to go on training.
+"""Write and load a checkpoint: a Hugging Face directory with a `trainer_state/` inside.
 
 model.safetensors (or shards), config.json, tokenizer files ...   loads as it is in transformers and vLLM;
-                                    of a run that trains adapters: what peft saves, see trainer.lora
+                                    if adapters are trained: what peft saves, see trainer.model.lora
 probe.json                          a few tokens, and the logprobs that an engine must find with these weights
-trainer_state/                      see `state`; with trainer.save_interval above 1 it lies elsewhere
+trainer_state/                      see `state`; with trainer.save_interval above 1 it is elsewhere
 result.json                         TrainResult; written last, so its presence says that all of it is here
 """
 
@@ -52,11 +52,11 @@ def load(
     *,
     model_dir: Path | None = None,
 ) -> Learner:
-    """The policy of `base_dir`, ready to go on: with its optimizer where there is a trainer state.
+    """Load the policy of `base_dir`, with its optimizer if there is a trainer state.
 
-    Collective. `model_dir`: as build_learner has it. Where `resume` names batches, the state is that of an
-    earlier policy: `repeat` trains the learner on each of them. Raises CheckpointError unless the weights
-    have the digest `policy`, the state belongs to them and the repeated training has come back to them, and
+    Collective. `model_dir`: see build_learner. If `resume` names batches, the state belongs to an earlier
+    policy, and `repeat` trains the learner on each batch. Raises CheckpointError unless the weights have the
+    digest `policy`, the state belongs to them, and the repeated training has led back to them. Raises
     rollout.engines.weights.WeightsError for a directory that is not a whole model.
     """
     check_model_dir(base_dir)
@@ -67,14 +67,14 @@ def load(
         )
     learner = build_learner(base_dir, device, settings, model_dir)
     if resume.from_start:
-        assert repeat is not None and model_dir is not None, "whoever names batches to repeat says how"
+        assert repeat is not None and model_dir is not None, "batches to repeat need both"
         go_back = partial(_start_again, learner, model_dir, settings)
         begin = Beginning(go_back, f"{model_dir}", "trained.json beside their batches")
         train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
         return learner
     names = files.listing(base_dir)
     if resume.state_dir is None and STATE_DIR not in names:
-        # A model that nobody has trained yet has none.
+        # A model that was never trained has none.
         if RESULT in names and rank_and_world()[0] == 0:
             logger.info("%s has no trainer state: a fresh optimizer goes on from it", base_dir)
         return learner
@@ -88,7 +88,7 @@ def load(
         )
     go_back = partial(state.restore, learner, state_dir, document)
     if resume.repeat:
-        assert repeat is not None, "whoever names batches to repeat says how"
+        assert repeat is not None, "batches to repeat need it"
         begin = Beginning(go_back, f"{state_dir}", f"{state_dir}")
         train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
     else:
@@ -105,7 +105,7 @@ def _start_again(learner: Learner, model_dir: Path, settings: TrainerSettings) -
 
 
 def save_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:
-    """Of the weights that are served."""
+    """The dtype in which the weights are served."""
     if settings.save_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if settings.save_dtype == "bfloat16" else torch.float32
@@ -173,7 +173,7 @@ def write(
 
 
 def _state_dir(request: TrainRequest) -> Path | None:
-    """Where the trainer state goes in the background, if this iteration's does."""
+    """Where this iteration's trainer state goes in the background; None if it does not."""
     if not saves_in_background(request.iteration, request.settings.save_interval):
         return None
     if request.state_dir is None:

@@ -1,4 +1,4 @@
-"""The weights as they are served: Hugging Face safetensors, with the names and shapes of the Hub."""
+"""Write the weights as engines load them: Hugging Face safetensors, with the names and shapes of the Hub."""
 
 import json
 import re
@@ -28,8 +28,8 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")
 def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> None:
     """Write this rank's share of the weights as `dtype`.
 
-    Collective. Whole tensors go to one rank each, shared out by bytes: a rank holds its own share in host
-    memory, and of the others' one tensor at a time. The lead writes the index.
+    Collective. Each whole tensor goes to one rank, shared out by bytes. A rank holds its own share in host
+    memory, and one tensor at a time of the others' shares. Rank 0 writes the index.
     """
     rank, world = rank_and_world()
     model = learner.model
@@ -91,7 +91,7 @@ def _json(document: Mapping[str, Any]) -> bytes:
 
 
 def saved_tensors(model: Any) -> dict[str, Tensor]:
-    """Name -> parameter or persistent buffer that belongs into a checkpoint, tied ones once, by the name that
+    """Name -> parameter or persistent buffer that a checkpoint holds. A tied one comes once, by the name that
     transformers ties the others to.
     """
     tied = model.all_tied_weights_keys
@@ -105,7 +105,7 @@ def saved_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _blocks(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """The tensors in groups that are reverted to the Hub's names and shapes by themselves: a layer, say,
+    """Groups of tensors that can each be reverted to the Hub's names and shapes alone: a layer, for example,
     whose merged experts become many tensors.
     """
     blocks: dict[str, list[str]] = {}
@@ -136,7 +136,7 @@ def _meta(
 
 
 def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the Hub's names and shapes: transformers changes some when it loads them."""
+    """The tensors with the Hub's names and shapes, some of which transformers changes when it loads them."""
     return revert_weight_conversion(model, tensors)
 
 

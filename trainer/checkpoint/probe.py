@@ -1,4 +1,4 @@
-"""What an engine that has loaded a checkpoint must compute: logprobs of a few tokens, written beside it."""
+"""Write logprobs of a few tokens beside a checkpoint: an engine that has loaded it must compute the same."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,17 +17,17 @@ MAX_TOKENS = 64
 
 
 def probe_tokens(batch: Batch) -> list[int]:
-    """The beginning of the batch's first sequence; empty if there is no logprob in it.
+    """The beginning of the batch's first sequence; empty if the sequence is too short for a logprob.
 
-    One token less than all of it at most: an engine is asked for these and one more, which must fit its
-    context as the whole did.
+    It leaves out at least the last token: an engine is asked for these tokens and one more, which must fit
+    its context as the whole sequence did.
     """
     length = min(MAX_TOKENS, int(batch.lengths()[0]) - 1) if len(batch) else 0
     return batch.token_ids[:length].tolist() if length > 1 else []
 
 
 def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtype) -> list[float]:
-    """The logprobs of `token_ids[1:]` under the weights as they are saved, in `dtype`. Collective."""
+    """The logprobs of `token_ids[1:]` with the weights as they are saved, in `dtype`. Collective."""
     ids = np.array(token_ids, dtype=np.int64)
     unused = np.zeros(len(ids) - 1, dtype=np.float32)
     microbatch = Microbatch(
@@ -52,7 +52,7 @@ def write_probe(token_ids: Sequence[int], logprobs: Sequence[float], writer: Wri
 
 @contextmanager
 def _rounded(learner: Learner, dtype: torch.dtype) -> Iterator[None]:
-    """The weights as `dtype` holds them; the exact ones wait in host memory.
+    """Round the weights to `dtype` inside the context; host memory keeps the exact ones meanwhile.
 
     A sharded model on GPUs computes with bfloat16 weights in any case.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a job write together: who writes what, and what each has written."""
+"""Share out what the ranks of a job write together, and tell each rank what all have written."""
 
 import heapq
 import json
@@ -14,17 +14,17 @@ from torch import Tensor
 from trainer.peers import waiting_for_peers
 
 ROOM_BYTES = 4096
-"""Of JSON that every rank can tell the others in one collective."""
+"""A rank can send the others this much JSON in one collective."""
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Of this process in its job; a process without a job is alone."""
+    """This process's rank in its job, and the number of ranks; (0, 1) without a job."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Name -> the rank that writes it: the largest first, each to the rank that has least. All ranks find
-    the same without talking.
+    """Name -> the rank that writes it. The largest goes first, each to the rank that has least so far. All
+    ranks find the same without talking.
     """
     loads = [(0, rank) for rank in range(ranks)]
     owner = {}
@@ -43,7 +43,7 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
     data = json.dumps(value).encode()
     with waiting_for_peers(doing):
         room = ROOM_BYTES
-        while True:  # mostly once: what does not fit says how long it is
+        while True:  # mostly once; a value that does not fit says how long it is
             mine = len(data).to_bytes(8, "little") + data[:room].ljust(room)
             boxes = [torch.empty(8 + room, dtype=torch.uint8) for _ in range(world)]
             dist.all_gather(boxes, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)

@@ -1,4 +1,4 @@
-"""Training again what was published without its trainer state (trainer.save_interval above 1)."""
+"""Repeat training whose checkpoint has no trainer state (trainer.save_interval above 1)."""
 
 import logging
 import math
@@ -15,16 +15,16 @@ from trainer.model.model import Learner
 from trainer.model.parallel import local_part
 
 TOLERANCE = 0.1
-"""How far from the published weights the repeated ones may end, as a fraction of the way that they went."""
+"""How far the repeated weights may end from the published ones, as a fraction of the way from the start."""
 
 logger = logging.getLogger(__name__)
 
 
 class Beginning(NamedTuple):
-    """Where repeated training begins."""
+    """The state from which training is repeated."""
 
     go_back: Callable[[], None]
-    """Puts that state into the learner."""
+    """Puts the state into the learner."""
     name: str
     remove: str
     """What to remove so that nothing is repeated."""
@@ -39,9 +39,9 @@ def train_again(
 ) -> None:
     """Repeat training from an earlier state, and make sure that it leads to the weights in `learner`.
 
-    Collective. Those are the published ones, as they were saved in `dtype`: in float32 they stay, and only
-    the optimizer's state is new; in less, the learner keeps the repeated ones. `repeat` trains it on a batch.
-    Raises CheckpointError if they lie far apart.
+    Collective. The weights in `learner` are the published ones, saved in `dtype`. If that is float32, they
+    stay, and only the optimizer's state is new. If it is less precise, the learner keeps the repeated ones.
+    `repeat` trains it on a batch. Raises CheckpointError if repeated and published weights are far apart.
     """
     lead = rank_and_world()[0] == 0
     published = _saved_parts(learner, dtype)
@@ -76,19 +76,19 @@ def _put_back(learner: Learner, published: Sequence[Tensor]) -> None:
 
 
 def _square(learner: Learner, parts: Sequence[Tensor]) -> float:
-    """Squared norm of all weights, from each rank's parts; the same on all ranks."""
+    """The squared norm of all weights, from each rank's parts; the same on all ranks."""
     every = gather_json(sum(float(part.float().square().sum()) for part in parts), "measuring the weights")
     return sum(every) if learner.layout.sharded else max(every)
 
 
 def _saved_parts(learner: Learner, dtype: torch.dtype) -> list[Tensor]:
-    """What this rank holds of each parameter, as it is saved, in host memory."""
+    """This rank's part of each parameter, as it is saved, in host memory."""
     parameters = learner.parameters.values()
     return [local_part(parameter.detach()).to("cpu", dtype, copy=True) for parameter in parameters]
 
 
 def _distance(learner: Learner, published: Sequence[Tensor], dtype: torch.dtype) -> tuple[float, float]:
-    """How far the weights, as they are saved, lie from `published`: Euclidean, and the farthest single one.
+    """The distance of the weights, as they are saved, from `published`: Euclidean, and of the farthest one.
 
     The same on all ranks.
     """

@@ -1,13 +1,13 @@
-"""The trainer state: what it takes to go on training exactly, in a directory that any layout can load.
+"""Save and restore the trainer state, which continues training exactly, in a directory that any layout loads.
 
 state.json                          SavedState; written last, so its presence says that all of it is here
 state-00001-of-00003.safetensors    one file for each rank that had something to write
 
 The tensors are AdamW's moments `exp_avg.<parameter>` and `exp_avg_sq.<parameter>`, once a step was taken, and
 the weights in float32, `master.<parameter>`. The files have the format of torch.distributed.checkpoint's
-HuggingFaceStorageWriter: a file holds pieces of tensors and says at which offsets they lie, and its reader
-puts together what a rank needs. The writing is our own: the library plans it in collectives that send pickles
-and must not run beside those of training.
+HuggingFaceStorageWriter: a file holds pieces of tensors with their offsets, and the library's reader puts
+together what a rank needs. The library's writer is not used: it plans in collectives that send pickles and
+must not run beside the collectives of training.
 """
 
 import json
@@ -44,7 +44,7 @@ DOCUMENT = "state.json"
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WHOLE_BYTES = 1 << 26
-"""Whole tensors, of a replicated model, of less than this in all are written by rank 0 alone."""
+"""Rank 0 alone writes the whole tensors of a replicated model if they are smaller than this in all."""
 
 
 class CheckpointError(RuntimeError):
@@ -55,15 +55,15 @@ class Piece(NamedTuple):
     """A part of a tensor that this rank writes."""
 
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Where the piece begins in the whole tensor."""
     values: Tensor
     """On the CPU."""
 
 
 def pieces(learner: Learner) -> dict[str, Piece]:
-    """What this rank has to write of the learner's state: its shards, and its share of whole tensors.
+    """The pieces of the learner's state that this rank writes: its shards, and its share of whole tensors.
 
-    What lies on a GPU is copied; what lies in host memory is not, so it must stay as it is until written.
+    Tensors on a GPU are copied. Tensors in host memory are not, and must not change until they are written.
     """
     tensors = _state_tensors(learner)
     rank, world = rank_and_world()
@@ -103,9 +103,10 @@ def _state_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
-    """This rank's part, unless it is empty, or another rank writes the same.
+    """This rank's part; None if it is empty, or if another rank writes the same.
 
-    `tensor_rank`: its place among those that share each layer; they hold copies of what is not split there.
+    `tensor_rank`: this rank's place among the ranks that share each layer. They hold copies of every tensor
+    that is not split among them.
     """
     mesh = tensor.device_mesh
     placements = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
@@ -144,14 +145,14 @@ class StateSaver:
         """
         self.finish()
         if self._group is None and rank_and_world()[1] > 1:
-            # Of its own: collectives of two threads in one group could meet in different orders.
+            # A group for this thread: two threads' collectives in one group could meet in different orders.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         found = pieces(learner)
         self._pending = directory, self._thread.submit(self._save, found, directory, document)
 
     def finish(self) -> None:
-        """Wait until what was begun is durable. What cannot be written is named in the log, and training goes
-        on: a restart repeats more. Raises CheckpointError if that is not known within the timeout.
+        """Wait until the state is durable. If it cannot be written, the log says so and training goes on: a
+        restart repeats more. Raises CheckpointError if neither has happened within the timeout.
         """
         if self._pending is None:
             return
@@ -203,7 +204,7 @@ def read_document(directory: Path) -> SavedState:
 
 @torch.no_grad()
 def restore(learner: Learner, directory: Path, document: SavedState) -> None:
-    """Put the saved weights and moments into `learner`, in its own layout; raises CheckpointError.
+    """Put the saved weights and moments into `learner`, in its layout; raises CheckpointError.
 
     Each rank reads what it needs, and verifies its share of the files.
     """
@@ -252,7 +253,7 @@ def _verify(directory: Path, document: SavedState) -> None:
 
 
 def _read(wanted: dict[str, Tensor], directory: Path) -> None:
-    """Fill `wanted`, in place. What torch.distributed.checkpoint.load does, without its collectives."""
+    """Fill `wanted` in place, as torch.distributed.checkpoint.load does, but without its collectives."""
     reader = HuggingFaceStorageReader(str(directory))
     metadata = reader.read_metadata()
     saved = {

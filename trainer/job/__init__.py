@@ -1,1 +1,1 @@
-"""The training job: its launch, its ranks, how a node talks to them."""
+"""Launch the training job, talk to it, and run its ranks."""

@@ -1,7 +1,7 @@
-"""torchrun with a rendezvous of ours: `python -m trainer.job.agent` takes what torchrun takes.
+"""Run torchrun with Flagpost's own rendezvous: `python -m trainer.job.agent` takes torchrun's arguments.
 
-torchrun itself would find the rendezvous through an entry point; but then every process that imports
-torch.distributed.elastic (an engine does) would import the trainer, and a stale installation has no entry
+torchrun itself could find the rendezvous through an entry point. But then every process that imports
+torch.distributed.elastic (an engine does) would import the trainer, and an old installation has no entry
 point.
 """
 

@@ -1,5 +1,6 @@
-"""A FIFO that wakes who waits for a file of the spool. A hint alone: the file is the truth, and who waits
-looks again after a while in any case. Torch-free.
+"""A FIFO that wakes a process that waits for a file of the spool. Torch-free.
+
+It is only a hint. The file is the truth, and the waiting process looks again after a while in any case.
 """
 
 import contextlib
@@ -9,29 +10,29 @@ from pathlib import Path
 
 
 class Doorbell:
-    """The side that waits. On this machine's own disk; both sides may come first."""
+    """The waiting side. The FIFO is on this machine's own disk, and either side may come first."""
 
     def __init__(self, path: Path) -> None:
-        """Make the FIFO at `path` unless it is there."""
+        """Make the FIFO at `path`, unless it exists."""
         with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
-        # For writing too: a FIFO that all writers have closed would be readable for ever.
+        # Opened for writing too: a FIFO without a writer is always readable.
         self._handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has been rung since the last wait, or `timeout_s` have passed."""
+        """Return once it has been rung since the last wait, or after `timeout_s`."""
         readable, _, _ = select.select([self._handle], [], [], timeout_s)
         if readable:
             os.read(self._handle, 4096)
 
     def close(self) -> None:
-        """Nobody hears it any more."""
+        """Stop listening."""
         os.close(self._handle)
 
 
 def ring(path: Path) -> None:
-    """Wake who waits at `path`, if there is anybody."""
-    with contextlib.suppress(OSError):  # nobody waits, or has been rung thousands of times
+    """Wake the process that waits at `path`, if there is one."""
+    with contextlib.suppress(OSError):  # no process waits, or the FIFO is full of rings
         handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(handle, b"\0")

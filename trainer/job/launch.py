@@ -1,15 +1,15 @@
-"""Starting the training job and talking to it. Torch-free, and light: each trainer imports it first.
+"""Start the training job and talk to it. Torch-free, and light: each trainer imports it first.
 
-One torchrun job serves every iteration. A node and the trainers it started talk through the *spool*, a
+One torchrun job serves every iteration. A node and the trainers it started exchange files in the *spool*, a
 directory on the node's own disk that the node makes, with a `pgid/` inside:
 
-    pgid/<process group id>     made for each trainer before it starts (LAUNCHER): what the node and its
-                                keeper must kill, since torchrun starts every worker in its own session
+    pgid/<process group id>     made for each trainer before it starts (LAUNCHER); the node and its keeper
+                                kill these, since torchrun starts every worker in its own session
     request_000007.json         what to do (TrainRequest); the next one has a higher number
     progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
     done_000007.<local rank>    this rank has done it
-    failed_000007.<local rank>  this rank could not; its content is the traceback, and the rank has exited
-    bell.<local rank>, bell.node    FIFOs, rung when there is a request, or when a rank has done or failed
+    failed_000007.<local rank>  this rank has failed and exited; the content is the traceback
+    bell.<local rank>, bell.node    FIFOs, rung when there is a request, or when a rank has done it or failed
 
 Every file appears whole (temporary name, rename). A trainer exits when the spool vanishes or torchrun dies.
 """
@@ -26,15 +26,15 @@ from typing import Literal, Protocol
 from trainer.job.doorbell import ring
 
 LAUNCHER = ': > "$0/$$" && exec "$@"'
-"""For /bin/sh, with a `pgid/` as $0: name the shell's process group there, then become the program. Without
-the directory nobody would end the program, and it does not start."""
+"""For /bin/sh, with a `pgid/` as $0: name the shell's process group there, then become the program. If the
+directory is gone, no node would end the program, and it does not start."""
 NODE_BELL = "bell.node"
 BACKEND = "flagpost"
 """torchrun's name for `trainer.job.rendezvous`."""
 TRACE = "nccl_trace_rank_"
-"""How the files of NCCL's flight recorder begin: what each rank was doing. They lie in the spool."""
+"""The files of NCCL's flight recorder, in the spool, begin so: what each rank was doing."""
 POLL_S = 0.25
-"""How long a trainer that nobody rings waits before it looks again."""
+"""How long a trainer waits for its bell before it looks again."""
 WATCH_INTERVAL_S = 0.5
 
 
@@ -43,7 +43,7 @@ class TrainerFailed(RuntimeError):
 
 
 class Request(Protocol):
-    """Anything that has a JSON form; TrainRequest in practice."""
+    """A document with a JSON form; in practice TrainRequest, whose import is slow."""
 
     def to_json(self) -> bytes:
         """The document as JSON bytes."""
@@ -59,7 +59,7 @@ class Launch:
     processes: int
     """Training processes of this node."""
     master_addr: str
-    """Address of the first node, where the job meets: it listens on this one alone (`rendezvous`)."""
+    """Address of the first node, which listens there and nowhere else (`rendezvous`)."""
     master_port: int
     interface: str
     """Network interface that routes to the other nodes; gloo and NCCL listen on it alone."""
@@ -67,11 +67,11 @@ class Launch:
     threads: int
     """CPU threads of one process."""
     start_timeout_s: float
-    """The nodes must have met by then."""
+    """How long the nodes may take to meet."""
     collective_timeout_s: float
-    """A rank that waits for its peers for longer fails."""
+    """A rank fails that waits longer than this for its peers."""
     ranks: tuple[int, ...] | None = None
-    """Ranks of the nodes in the cluster, by node rank, for messages; default: the node ranks themselves."""
+    """For messages: the cluster's rank of each node, by node rank; default: the node rank itself."""
 
 
 def argv(launch: Launch) -> list[str]:
@@ -99,17 +99,17 @@ def argv(launch: Launch) -> list[str]:
 
 
 def environment(launch: Launch) -> dict[str, str]:
-    """What the agent and its workers need beside this process's environment."""
+    """The environment variables that the agent and its workers need, beside this process's own."""
     return {
         "OMP_NUM_THREADS": str(launch.threads),
         # Waiting threads sleep. By default they spin, and where other processes want the cores too (an
         # engine, a second node on this machine) a training step takes ten times as long.
         "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "1000",  # but for some microseconds, which sleeping and waking would cost as well
+        "GOMP_SPINCOUNT": "1000",  # some microseconds, which sleeping and waking would cost as well
         "GLOO_SOCKET_IFNAME": launch.interface,
         "NCCL_SOCKET_IFNAME": launch.interface,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        # A collective that hangs on GPUs leaves a trace, beside the requests rather than in /tmp.
+        # A collective that hangs on GPUs leaves a trace in the spool, not in /tmp.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": str(launch.spool / TRACE),
@@ -132,7 +132,7 @@ def submit(spool: Path, number: int, request: Request) -> None:
 def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
     """`done` when all `processes` ranks of this node have done request `number`, None while they work.
 
-    Raises TrainerFailed as soon as a rank has failed at anything; the last words are those of the first.
+    Raises TrainerFailed as soon as a rank has failed at any request. Its text ends with the first failure.
     """
     names = os.listdir(spool)
     failed = [spool / name for name in names if name.startswith("failed_") and not name.endswith(".tmp")]
@@ -146,11 +146,11 @@ def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
 
 
 def progress(spool: Path, number: int) -> tuple[int, int]:
-    """How far this node's local rank 0 is in request `number`: parts done, and of how many.
+    """How far this node's local rank 0 is in request `number`: (parts done, parts in all).
 
-    Both only grow. They stand still for as long as one part takes: loading the policy, a microbatch's pass
-    through the model, writing the checkpoint (by global rank 0, for which the others wait), or waiting for
-    peers, `collective_timeout_s` at most. (0, 0) while the job starts.
+    Both only grow. They stand still while one part is done: loading the policy, passing a microbatch through
+    the model, writing the checkpoint, or waiting for peers (`collective_timeout_s` at most). (0, 0) while the
+    job starts.
     """
     try:
         lines = (spool / f"progress_{number:06d}").read_text()
@@ -164,7 +164,7 @@ def progress(spool: Path, number: int) -> tuple[int, int]:
 
 
 def watch(spool: Path) -> None:
-    """End this process, from a thread and whatever it does, once torchrun or the spool is gone."""
+    """Start a thread that ends this process, whatever it does, once torchrun or the spool is gone."""
     parent = os.getppid()
 
     def wait_for_the_end() -> None:
@@ -177,7 +177,7 @@ def watch(spool: Path) -> None:
 
 
 def bell(spool: Path, local_rank: int) -> Path:
-    """What is rung for this rank's `wait` in next_request."""
+    """The bell that is rung when there is a request for this rank."""
     return spool / f"bell.{local_rank}"
 
 
@@ -197,20 +197,20 @@ def next_request(spool: Path, after: int, wait: Callable[[float], None] | None =
 
 
 def report_progress(spool: Path, number: int, done: int, total: int) -> None:
-    """Say that this node's part of request `number` is at part `done` of `total`. For local rank 0."""
-    # Not a new file under the old name: ext4 writes that to the disk, which takes a millisecond.
+    """Write that local rank 0 has done `done` of `total` parts of request `number`."""
+    # Appended: ext4 writes a new file under an old name to the disk, which takes a millisecond.
     with (spool / f"progress_{number:06d}").open("a") as stream:
         stream.write(f"{done} {total}\n")
 
 
 def report_done(spool: Path, number: int, local_rank: int) -> None:
-    """Say that this rank has done request `number`."""
+    """Write that this rank has done request `number`."""
     _publish(spool / f"done_{number:06d}.{local_rank}", b"")
     ring(spool / NODE_BELL)
 
 
 def report_failure(spool: Path, number: int, local_rank: int, text: str) -> None:
-    """Say that this rank failed at request `number` (0: before the first one)."""
+    """Write that this rank failed at request `number` (0: before the first one)."""
     _publish(spool / f"failed_{number:06d}.{local_rank}", text.encode())
     ring(spool / NODE_BELL)
 
@@ -226,7 +226,7 @@ def _request_number(name: str) -> int | None:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    """Make `path` appear whole. Nothing here outlives the node, so nothing is fsynced."""
+    """Make `path` appear whole. The spool does not outlive the node, so nothing is fsynced."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(data)
     temporary.replace(path)

@@ -28,7 +28,7 @@ from trainer.progress import Progress
 from trainer.update.step import StepStats, summary, train
 
 OF_A_NODE = {"batch_file", "base_dir", "model_dir", "staging_dir", "state_dir", "resume"}
-"""Fields of a request that may differ between nodes: paths."""
+"""Fields of a request that may differ between nodes, because they are paths."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
             torch.cuda.set_device(device)
         with waiting_for_peers("meeting them"):
             dist.init_process_group(
-                # What ranks tell each other goes by gloo: it costs no GPU.
+                # Ranks exchange documents by gloo, which needs no GPU.
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 timeout=timedelta(seconds=collective_timeout_s),
                 device_id=device if on_gpu else None,
@@ -68,7 +68,7 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
     except Exception:
         launch.report_failure(spool, number, local_rank, traceback.format_exc())
         logger.exception("request %d failed", number)
-        # Not an ordinary exit: its destructors may wait for peers that hang in a collective.
+        # An ordinary exit would run destructors, which may wait for peers that hang in a collective.
         os._exit(1)
 
 
@@ -76,7 +76,7 @@ class TrainerRank:
     """A rank's model and optimizer, kept between requests."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
-        """The process group must be up. Saving a state in the background may take `timeout_s`."""
+        """The process group exists. Saving a state in the background may take `timeout_s`."""
         self.device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -86,7 +86,7 @@ class TrainerRank:
         """Digest of the checkpoint that `learner` was last loaded from or written to."""
 
     def run(self, request: TrainRequest, progress: Progress) -> None:
-        """One training phase: from the batch file to a complete staging directory."""
+        """Do one training phase, from the batch file to a complete staging directory."""
         started = time.perf_counter()
         settings = request.settings
         progress.expect(2)  # the policy and the checkpoint
@@ -154,7 +154,7 @@ class TrainerRank:
             raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
 
     def _learner(self, request: TrainRequest, progress: Progress) -> Learner:
-        """The policy to start from: the one at hand if it is the base, else loaded."""
+        """The policy to start from: the present one if it is the base, else the base is loaded."""
 
         def repeat(learner: Learner, done: TrainedBatch) -> None:
             batch = read_batch(Path(done.batch_file), done.batch_sha256)

@@ -1,15 +1,15 @@
-"""torchrun's static rendezvous, but it listens on one address alone: `--rdzv-backend flagpost`.
+"""A static rendezvous for torchrun that listens on one address only: `--rdzv-backend flagpost`.
 
-torchrun's own one makes a TCPStore that listens on every interface, and a TCPStore asks nobody who they
-are. This one listens on the address of `--rdzv-endpoint ADDRESS:PORT`, towards the peers, and nowhere else.
-Workers are told that address as MASTER_ADDR and MASTER_PORT and use the agent's store
-(TORCHELASTIC_USE_AGENT_STORE), so none of them listens for it. The port is open for as long as the first
-node's agent lives: the time of training, and with trainer.keep_alive the iterations in between too.
+torchrun's own static rendezvous makes a TCPStore that listens on every interface, and a TCPStore accepts any
+client. This one listens only on the address of `--rdzv-endpoint ADDRESS:PORT`, towards the peers.
+Workers get that address as MASTER_ADDR and MASTER_PORT and use the agent's store
+(TORCHELASTIC_USE_AGENT_STORE), so no worker listens. The port is open while the first node's agent lives:
+during training, and with trainer.keep_alive between iterations too.
 
     --rdzv-conf rank=1,ranks=0:2,timeout=300     this node's place; the nodes' ranks in the cluster, for
-                                                 messages; seconds until all must have come
+                                                 messages; seconds until all nodes must have come
 
-`trainer.job.agent` is torchrun that knows it.
+`trainer.job.agent` runs torchrun with this rendezvous.
 """
 
 import socket
@@ -37,12 +37,12 @@ WHERE_TO_LOOK = "its trainer log says why, or a firewall stands between the node
 
 
 class OneAddressRendezvous(RendezvousHandler):
-    """All nodes are known beforehand, each with its place: they meet once, at the first one's address."""
+    """Nodes that are known beforehand, each with its place, meet once at the first node's address."""
 
     def __init__(
         self, address: str, port: int, place: int, ranks: Sequence[int], run_id: str, timeout_s: float
     ) -> None:
-        """`ranks` are those of the nodes in the cluster, in the order of their places; ours is `place`."""
+        """`ranks`: the nodes' ranks in the cluster, by place; `place`: this node's."""
         self._address = address
         self._port = port
         self._place = place
@@ -53,8 +53,8 @@ class OneAddressRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other nodes.
 
-        Raises RendezvousConnectionError if the port is not to be had, RendezvousTimeoutError naming those
-        who did not come in time.
+        Raises RendezvousConnectionError if the port is taken, and RendezvousTimeoutError with the names of
+        the nodes that did not come in time.
         """
         deadline_s = time.monotonic() + self._timeout_s
         store = self._open() if self._place == 0 else self._join()
@@ -69,8 +69,8 @@ class OneAddressRendezvous(RendezvousHandler):
         )
 
     def _open(self) -> TCPStore:
-        """The store itself, on the first node."""
-        # Without SO_REUSEADDR: the port must be ours alone.
+        """Make the store, on the first node."""
+        # Without SO_REUSEADDR: no other process may share the port.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
             try:
                 listener.bind((self._address, self._port))
@@ -113,7 +113,7 @@ class OneAddressRendezvous(RendezvousHandler):
             f"{self._timeout_s:.0f} s (trainer.start_timeout_s); {WHERE_TO_LOOK}"
         )
 
-    # What torchrun asks of a rendezvous that happens once and is never reopened.
+    # The rest of torchrun's interface, for a rendezvous that happens once and is never reopened.
 
     @property
     def use_agent_store(self) -> bool:
@@ -129,23 +129,23 @@ class OneAddressRendezvous(RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Never."""
+        """It never is."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody joins later."""
+        """No node joins later."""
         return 0
 
     def shutdown(self) -> bool:
-        """Nothing: the store ends with the agent, when the workers need it no longer."""
+        """Do nothing: the store ends with the agent, when the workers no longer need it."""
         return True
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous that torchrun's arguments describe; ValueError if they do not."""
+    """Make the rendezvous from torchrun's arguments; raises ValueError if they do not describe one."""
     address, port = parse_rendezvous_endpoint(params.endpoint, 0)
     place, ranks = params.get_as_int("rank"), [int(rank) for rank in params.get("ranks", "").split(":")]
     timeout_s = params.get_as_int("timeout")

@@ -1,1 +1,1 @@
-"""The policy as PyTorch computes it: loading, layouts, adapters, logprobs, the built-in model."""
+"""Load the policy into PyTorch, lay it out over ranks, compute logprobs; make the built-in model."""

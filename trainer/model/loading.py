@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a model in its layout."""
+"""Load a Hugging Face directory as a model in its layout."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.settings import TrainerSettings
 
 
 def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """The causal LM of a Hugging Face directory in `dtype`, whatever it was saved in; on meta, no values."""
+    """Load the causal LM of a Hugging Face directory, as `dtype`; without values if `device` is meta."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=dtype,
@@ -36,8 +36,10 @@ def build_scorer(
     dtype: torch.dtype,
     model_dir: Path | None = None,
 ) -> Scorer:
-    """The model of a Hugging Face directory, or of an adapter's, in its layout; its parameters in `dtype`,
-    those that adapters leave as they are in the dtype of the computation. All ranks call this together.
+    """Load the model of a Hugging Face directory, or of an adapter's directory, in its layout.
+
+    Trained parameters are in `dtype`; weights that adapters leave unchanged are in the computation's dtype.
+    All ranks call this together.
     """
     on_gpu = device.type == "cuda"
 
@@ -58,7 +60,7 @@ def build_scorer(
 
     if not layout.sharded:
         return Scorer(load(device), device, autocast=on_gpu)
-    # The whole model is in the memory of one process alone, and on no GPU.
+    # Only one process holds the whole model, in host memory.
     source = load(torch.device("cpu")) if layout.rank == 0 else None
     model = load(torch.device("meta"))
     scorer = Scorer(model, device, offloaded=settings.cpu_offload and on_gpu)

@@ -1,8 +1,8 @@
-"""Low-rank adapters (arXiv 2106.09685) in the place of all weights: the base model stays as it is.
+"""Train low-rank adapters (arXiv 2106.09685) instead of all weights: the base model does not change.
 
 A checkpoint of such a run holds adapter_model.safetensors and adapter_config.json as peft writes them, beside
-the tokenizer. `AutoModelForCausalLM.from_pretrained` and `PeftModel.from_pretrained` load it; no config.json
-lies there, or transformers would look for the base model's weights beside it.
+the tokenizer. `AutoModelForCausalLM.from_pretrained` and `PeftModel.from_pretrained` load it. It has no
+config.json, or transformers would look for the base model's weights beside it.
 """
 
 import copy
@@ -25,18 +25,18 @@ ADAPTER = "default"
 
 
 class LoraError(ValueError):
-    """The settings of the adapters do not fit the model, or the checkpoint; says which, and what to do."""
+    """The settings of the adapters do not fit the model or the checkpoint."""
 
 
 def wrap(model: Any, settings: LoraSettings) -> Any:
-    """The transformers `model`, before it is sharded, with new adapters in peft's wrapper.
+    """Wrap the transformers `model`, before it is sharded, with new adapters, in peft's wrapper.
 
-    The adapters alone are trained, and are float32 whatever the model's weights are; they add nothing yet
-    (B is 0), and A is the same in every process. The model with `.disable_adapter()` is the base model.
-    LoraError if peft is not installed, or there is no module for a target.
+    Only the adapters are trained, in float32 whatever the model's weights are. They add nothing yet (B is 0),
+    and A is the same in every process. With `.disable_adapter()` the result is the base model. Raises
+    LoraError if peft is not installed, or if the model has no module for a target.
     """
     try:
-        from peft import LoraConfig, get_peft_model  # here: it takes 2 s, and most runs do without
+        from peft import LoraConfig, get_peft_model  # here, because it takes 2 s and most runs do without
     except ModuleNotFoundError as error:
         raise LoraError(f"trainer.lora needs peft ({error}): pip install -e '.[lora]'") from error
 
@@ -48,7 +48,7 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        torch.manual_seed(0)  # of the CPU, where peft draws
+        torch.manual_seed(0)  # peft draws on the CPU
         # peft asks transformers by a name that is deprecated there.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
         try:
@@ -66,7 +66,7 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
 def load_adapter(wrapped: Any, directory: Path) -> None:
     """Put the weights of an adapter directory into the adapters of `wrapped`, before it is sharded.
 
-    LoraError if they were trained with other settings, WeightsError if files are damaged.
+    Raises LoraError if they were trained with other settings, WeightsError if files are damaged.
     """
     from peft import LoraConfig, set_peft_model_state_dict
 
@@ -102,7 +102,7 @@ def saved_adapter(wrapped: Any, tensors: Mapping[str, Tensor], base: str) -> tup
 
 
 def _state_dict(wrapped: Any, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """By the names that peft saves them under."""
+    """The adapters' tensors by the names that peft saves them under."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(wrapped, tensors, save_embedding_layers=False)

@@ -31,15 +31,15 @@ ALONE = Layout()
 
 
 class Learner:
-    """What lives on between training phases: fp32 master weights, AdamW's moments, the number of steps taken.
+    """Keeps between training phases: fp32 master weights, AdamW's moments, the number of steps taken.
 
-    Replicated, the gradients of all parameters are views of one flat tensor, which has room for a step's
-    statistics too: adding everything up over the ranks is one call. Sharded, FSDP adds up the gradients as
-    they come, and each rank keeps those of its shard.
+    If the model is replicated, the gradients of all parameters are views of one flat tensor, which has room
+    for a step's statistics too, so one call adds up everything over the ranks. If it is sharded, FSDP adds up
+    the gradients as they come, and each rank keeps its shard's.
     """
 
     def __init__(self, scorer: Scorer, layout: Layout = ALONE, optimizer_step: int = 0) -> None:
-        """`scorer` holds float32 parameters on the device that is to train them, in the layout."""
+        """`scorer` holds float32 parameters in the layout, on the device that trains them."""
         self.scorer = scorer
         self.model: Any = scorer.model
         """The transformers model, or peft's around it."""
@@ -47,13 +47,13 @@ class Learner:
         self.parameters: dict[str, Tensor] = {
             name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
-        """The trained ones by the model's own names, tied ones once; DTensors where sharded."""
+        """The trained parameters by the model's own names, tied ones once; DTensors if sharded."""
         self.optimizer = AdamW(_decay_groups(self.parameters), fused=True)
         self.optimizer_step = optimizer_step
         self.device = scorer.device
         self.reference: Scorer | None = None
         self.pairs_per_token = 0.0
-        """As trainer.batch.packing.bundle has it; 0: prompts are not shared."""
+        """See trainer.batch.packing.bundle; 0: prompts are not shared."""
         self._partial = parallel.partial_parameters(self.model, layout)
         self._on_host = False
         self._make_room()
@@ -68,16 +68,16 @@ class Learner:
                 parameter.grad = flat.view_as(parameter)
 
     def logprobs(self, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Of the microbatch's trained tokens, (N,) each: logprobs at `temperature`, and the entropies there.
+        """Logprobs of the microbatch's trained tokens at `temperature`, and the entropies there; (N,) each.
 
-        The entropy is a statistic and carries no gradient. Where sharded, all ranks call this together, one
-        with an empty microbatch too.
+        The entropy is a statistic and carries no gradient. If sharded, all ranks call this together, also a
+        rank with an empty microbatch.
         """
         return self._run(self.scorer, microbatch, temperature)
 
     @torch.no_grad()
     def reference_logprobs(self, microbatch: Microbatch, temperature: float) -> Tensor:
-        """(N,) as `logprobs`, by the model that the policy is held close to; see load_reference."""
+        """(N,) logprobs by the model that the policy is held close to; see load_reference."""
         if self.reference is not None:
             return self._run(self.reference, microbatch, temperature)[0]
         with self._without_adapters():
@@ -91,9 +91,9 @@ class Learner:
         return self.model.disable_adapter()
 
     def load_reference(self, reference_dir: Path, settings: TrainerSettings) -> None:
-        """Take the model of `reference_dir`, frozen and in the dtype of the computation, as the reference.
+        """Load the model of `reference_dir` as the reference, frozen, in the dtype of the computation.
 
-        All ranks call this. With adapters it does nothing: without them the model is its own reference.
+        All ranks call this. With adapters it does nothing: the model without them is the reference.
         """
         if self.reference is None and not settings.lora.rank:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -107,21 +107,21 @@ class Learner:
         if not len(targets):
             if not self.layout.sharded:
                 return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
-            # This rank helps the others to gather the layers: with one token, which nothing scores.
+            # This rank must help to gather the layers. It passes one token, which is not scored.
             token_ids = position_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        if self.device.type == "cpu":  # the backward pass keeps to it
+        if self.device.type == "cpu":  # the backward pass uses the same kernel
             torch.backends.cuda.enable_flash_sdp(token_ids.shape[1] > SHORT_ROW)
         mask = None
         if microbatch.segments is not None:
             mask = shared_prompts.attention_mask(torch.from_numpy(microbatch.segments).to(self.device))
         logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperature, mask)
         if self.layout.sharded and not torch.is_grad_enabled():
-            # FSDP keeps the root's whole weights for a backward pass; a change of the shards would not show.
+            # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the shards.
             scorer.reshard()  # pyright: ignore[reportCallIssue], it is an FSDPModule now
         return logprobs, entropy
 
     def zero_sums(self) -> None:
-        """Begin an optimizer step: no gradients, no statistics."""
+        """Begin an optimizer step: clear gradients and statistics."""
         self.summed.zero_()
         if self.layout.sharded:
             self.optimizer.zero_grad()
@@ -160,7 +160,7 @@ class Learner:
             self.gradients.mul_(factor)
 
     def apply(self, settings: TrainerSettings) -> float:
-        """One AdamW step from the gradients; returns the learning rate it took."""
+        """Take one AdamW step from the gradients; returns its learning rate."""
         lr = learning_rate(self.optimizer_step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -174,7 +174,7 @@ class Learner:
     def take_over_lead(self) -> None:
         """Make replicas equal to rank 0's: machines of different kinds round differently. Collective.
 
-        A shard has no other copy but in its tensor group, on one node.
+        A shard needs none of this: its only copies are in its tensor group, on one node.
         """
         if self.layout.sharded or self.layout.world_size == 1:
             return
@@ -193,9 +193,9 @@ class Learner:
             value.copy_(flat.view_as(value))
 
     def to_host(self) -> None:
-        """Leave the GPU to the engine: weights and optimizer state move to host memory, gradients go.
+        """Free the GPU for the engine: move weights and optimizer state to host memory, drop the gradients.
 
-        Until to_device nothing can be computed. Nothing to do on a CPU.
+        Until to_device nothing can be computed. On a CPU this does nothing.
         """
         if self.device.type == "cpu" or self._on_host:
             return
@@ -224,29 +224,29 @@ class Learner:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 that the bits of a float32 tensor make: equal for equal ones, else as good as always not."""
+    """A hash of the bits of a float32 tensor: equal for equal tensors, and almost never for others."""
     bits = tensor.detach().flatten().view(torch.int32)
     sums = [
         (part.long() * torch.arange(1, len(part) + 1, device=part.device)).sum()
         for part in bits.split(1 << 24)
     ]
-    # Kept below 2^62 in all, so that its negative is one too.
+    # The sum of all stays below 2^62, so that its negative fits too.
     return torch.stack(sums).sum() % (1 << 40)
 
 
 def learning_rate(optimizer_step: int, settings: TrainerSettings) -> float:
-    """Of the step after `optimizer_step` steps of the whole run: a linear warm-up, then constant."""
+    """The learning rate after `optimizer_step` steps of the whole run: a linear warm-up, then constant."""
     return settings.learning_rate * min(1.0, (optimizer_step + 1) / max(1, settings.warmup_steps))
 
 
 def build_learner(
     base_dir: Path, device: torch.device, settings: TrainerSettings, model_dir: Path | None = None
 ) -> Learner:
-    """The policy of a Hugging Face directory, or of an adapter's, in its layout.
+    """Load the policy of a Hugging Face directory, or of an adapter's directory, in its layout.
 
-    `model_dir`: the model that the adapter belongs to, where it lies on this machine; default: as the
-    adapter says. All ranks call this together. Master weights are float32, those that adapters leave as they
-    are in the dtype of the computation; there is no optimizer state yet. Raises LayoutError.
+    `model_dir`: where this machine has the adapter's model; default: as the adapter says. All ranks call this
+    together. Master weights are float32; weights that adapters leave unchanged are in the dtype of the
+    computation. There is no optimizer state yet. Raises LayoutError.
     """
     blank = load_model(model_directory(base_dir, model_dir), torch.device("meta"))
     layout = Layout.of(sum(parameter.numel() for parameter in blank.parameters()), settings, device)
@@ -262,9 +262,9 @@ def build_learner(
 
 
 def _decay_groups(parameters: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, norms and biases (one-dimensional) do not.
+    """AdamW's groups: matrices decay; norms and biases (one-dimensional) do not.
 
-    Its fused kernel wants the parameters of a group on one mesh.
+    The fused kernel needs the parameters of a group on one mesh.
     """
     groups: dict[tuple[bool, Any], list[Tensor]] = {}
     for parameter in parameters.values():

@@ -1,4 +1,4 @@
-"""How the ranks share one model: every rank holds all of it, or a shard (FSDP2, and tensor parallelism)."""
+"""Lay a model out over the ranks: each holds all of it, or a shard (FSDP2, and tensor parallelism)."""
 
 import os
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ from torch.utils.checkpoint import checkpoint
 from trainer.settings import TrainerSettings
 
 GRADIENTS_ADD_UP = "replicated_with_grad_allreduce"
-"""Style of a norm over heads: every rank has the whole weight and sees only its own heads."""
+"""Style of a norm over heads: every rank has the whole weight, but only its own heads."""
 STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),
     "rowwise": RowwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
 }
-"""What a model's own `base_model_tp_plan` may ask for, beside GRADIENTS_ADD_UP."""
+"""The styles that a model's own `base_model_tp_plan` may ask for, beside GRADIENTS_ADD_UP."""
 
 
 class LayoutError(ValueError):
@@ -54,11 +54,11 @@ class Layout:
     """Neighbouring ranks that share each layer and get the same microbatches."""
     sharded: bool = False
     mesh: DeviceMesh | None = None
-    """Where sharded: dimensions "data" and, where tensor_parallel_size > 1, "tensor"."""
+    """If sharded: the dimensions "data" and, with tensor_parallel_size > 1, "tensor"."""
 
     @property
     def data_rank(self) -> int:
-        """Place among those that get different microbatches."""
+        """This rank's place among the ranks that get different microbatches."""
         return self.rank // self.tensor_parallel_size
 
     @property
@@ -67,7 +67,7 @@ class Layout:
         return self.world_size // self.tensor_parallel_size
 
     def data_weights(self, rank_weights: Sequence[float]) -> list[float]:
-        """(data_size,) from one weight per global rank: a tensor group has the sum of its ranks'."""
+        """(data_size,) weights from one weight per global rank: a tensor group has its ranks' sum."""
         if len(rank_weights) != self.world_size:
             raise LayoutError(f"{len(rank_weights)} rank weights for {self.world_size} ranks; give one each")
         size = self.tensor_parallel_size
@@ -75,7 +75,7 @@ class Layout:
 
     @staticmethod
     def of(parameters: int, settings: TrainerSettings, device: torch.device) -> "Layout":
-        """The layout of a model of so many parameters over the process group, if there is one.
+        """Choose the layout of a model with so many parameters, over the process group if there is one.
 
         All ranks call this alike. Raises LayoutError.
         """
@@ -107,7 +107,7 @@ class Layout:
 
 
 def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings, on_gpu: bool) -> None:
-    """Spread `model`, which `root` wraps and calls, over the layout's mesh. Its parameters may be on meta.
+    """Shard `model`, which `root` wraps and calls, over the layout's mesh. Its parameters may be on meta.
 
     Gradients are added up over the data ranks, not averaged: the loss is divided by the step's totals.
     """
@@ -129,13 +129,13 @@ def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     # Experts may be idle on one rank and not on another.
     root.set_reduce_scatter_unused_params(True)  # pyright: ignore[reportCallIssue], fully_shard made it one
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers that transformers wants kept whole, outermost ones only."""
+    """The layers that transformers keeps whole, outermost ones only."""
     names = set(_base(model)._no_split_modules or ())
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -146,7 +146,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def fill(model: Any, source: Any | None, device: torch.device, params_device: torch.device) -> None:
-    """Give a sharded model on meta its values: those of rank 0's `source`, the same model unsharded.
+    """Give a sharded model on meta the values of rank 0's `source`, which is the same model unsharded.
 
     One tensor at a time is whole on `device`. Buffers go to `device`, shards to `params_device`.
     """
@@ -172,7 +172,7 @@ def fill(model: Any, source: Any | None, device: torch.device, params_device: to
 
 
 def partial_parameters(model: Any, layout: Layout) -> list[Tensor]:
-    """Parameters whose gradients are yet to be added up over the tensor group."""
+    """The parameters whose gradients must still be added up over the tensor group."""
     if layout.tensor_parallel_size == 1:
         return []
     base = _base(model)
@@ -199,12 +199,12 @@ def add_up_partial(parameters: Sequence[Tensor], layout: Layout) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's part of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def squared_norm_share(tensor: Tensor, world_size: int) -> Tensor:
-    """This rank's share of the squared norm: over all ranks they add up to it, copies counted once."""
+    """This rank's share of the squared norm. The shares of all ranks add up to it; copies count once."""
     square = torch.linalg.vector_norm(local_part(tensor)).square()
     if not isinstance(tensor, DTensor):
         return square / world_size
@@ -214,7 +214,7 @@ def squared_norm_share(tensor: Tensor, world_size: int) -> Tensor:
 
 
 def _base(model: Any) -> Any:
-    """The transformers model, which peft may have wrapped."""
+    """The transformers model, out of peft's wrapper if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -224,7 +224,7 @@ def _generic(name: str) -> str:
 
 
 def _tensor_plan(model: Any, layout: Layout) -> dict[str, ParallelStyle]:
-    """The model's own plan for its decoder in torch's terms; raises LayoutError."""
+    """The model's own plan for its decoder, in torch's styles; raises LayoutError."""
     base, size = _base(model), layout.tensor_parallel_size
     config = base.config.get_text_config()
     asked = f"trainer.tensor_parallel_size={size} and {type(base).__name__}"

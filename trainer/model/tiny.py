@@ -1,12 +1,11 @@
-"""`builtin:tiny`: a Qwen3 of 0.3 M parameters, made on the spot and taught to add.
+"""Make `builtin:tiny`: a Qwen3 of 0.3 M parameters that is taught to add.
 
     python -m trainer.model.tiny --seed S --out DIR [--steps 800] [--threads N]
 
 The warm-up teaches the additions of the training split well, but puts most answers in brackets, which the
-reward `exact` does not accept. So sampling solves a good third of the tasks, and the rest is for
-reinforcement learning to earn: it can add, it learns to answer as asked. (Stopping the warm-up early
-instead leaves a policy whose quality hangs on the seed, and that reinforcement learning improves slowly or
-breaks.)
+reward `exact` does not accept. So sampling solves over a third of the tasks. Reinforcement learning can earn
+the rest: the model can add, and learns to answer as asked. (If the warm-up stopped early instead, the quality
+of the policy would depend on the seed, and reinforcement learning would improve it slowly or break it.)
 """
 
 import argparse
@@ -37,12 +36,12 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 BATCH_SIZE = 128
 LEARNING_RATE = 3e-3
 BRACKETED = 0.6
-"""Of the answers in the warm-up. Sampling answers as asked, and right, in about the remaining share."""
+"""Fraction of the warm-up's answers in brackets. About the rest of the sampled answers are right as asked."""
 REPORT_EVERY = 100
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; a chat is the concatenation of its messages."""
+    """A tokenizer with one token per character; a chat is the concatenation of its messages."""
     vocabulary = {token: k for k, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -58,7 +57,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    """The model with random weights, a function of the seed."""
+    """The model with random weights, which depend on the seed alone."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(SPECIAL) + len(CHARACTERS),
@@ -121,7 +120,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) ->
 
 
 def build(seed: int, steps: int, out: Path) -> None:
-    """Make the model directory `out`, which appears whole; raises FileExistsError if it is there already."""
+    """Make the model directory `out`, which appears whole; raises FileExistsError if it exists."""
     if out.exists():
         raise FileExistsError(f"{out} exists; remove it to make the model anew")
     tokenizer, model = make_tokenizer(), make_model(seed)

@@ -1,4 +1,4 @@
-"""From hidden states to logprobs of tokens, chunk by chunk: a pack's logits never exist at once."""
+"""Compute logprobs of tokens from hidden states, chunk by chunk: a pack's logits never exist at once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-# Logits that may exist at once: 256 MiB of them in float32.
 CHUNK_ELEMENTS = 1 << 26
+"""Logits that may exist at once: 256 MiB of them in float32."""
 
 
 class UnsupportedModel(ValueError):
@@ -18,16 +18,16 @@ class UnsupportedModel(ValueError):
 
 
 class Scorer(nn.Module):
-    """A causal language model that answers with logprobs. Where sharded, the root of FSDP: its hooks gather
+    """A causal language model that returns logprobs. If sharded, it is the root of FSDP: its hooks gather
     embeddings and head, tied or not, for the whole of `forward`.
     """
 
     def __init__(
         self, model: Any, device: torch.device, autocast: bool = False, offloaded: bool = False
     ) -> None:
-        """`model` is a transformers causal LM, maybe in peft's wrapper, to compute on `device`.
+        """`model` is a transformers causal LM, maybe in peft's wrapper, and computes on `device`.
 
-        `autocast`: in bfloat16. `offloaded`: FSDP keeps its weights in host memory.
+        `autocast`: compute in bfloat16. `offloaded`: FSDP keeps the weights in host memory.
         """
         super().__init__()
         self.model = model.eval()  # dropout off; nothing else differs in the models that we train
@@ -50,8 +50,8 @@ class Scorer(nn.Module):
         """Logprobs of `targets` (N,) and entropies (N,) at `temperature`, from the logits at `scored_at`.
 
         `token_ids` and `position_ids` are (R, C); `scored_at` (N,) indexes the flattened R x C positions.
-        `mask`: (R, 1, C, C), of `shared_prompts`; None: see `packing`. The entropy is a statistic and
-        carries no gradient.
+        `mask`: (R, 1, C, C), see `shared_prompts`; None: see `packing`. The entropy is a statistic and has no
+        gradient.
         """
         decoder = self._causal[0].get_decoder()  # not by its plain name: a module would count twice
         with torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext():
@@ -73,14 +73,14 @@ class Scorer(nn.Module):
                     )
                     for chunk in chunks
                 ]
-        # New tensors where there is one chunk too: FSDP wants no views.
+        # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
     def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (n,) and entropies (n,) where the decoder ended in `hidden` (n, hidden)."""
         causal = self._causal[0]
         with _ends_in(causal, hidden[None]):
-            # All that the model itself does from there on, which may be to scale or to cap its logits.
+            # The model does the rest itself: it may scale or cap its logits.
             logits = causal(input_ids=targets[None], use_cache=False, return_dict=True).logits[0]
         if temperature != 1:
             logits = logits.float() / temperature
@@ -91,7 +91,7 @@ class Scorer(nn.Module):
 
 
 class _Decoded(BaseModelOutputWithPast):
-    """The hidden states of a decoder, and None for whatever else a model asks of it."""
+    """The hidden states of a decoder, and None for any other attribute that a model asks for."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -100,7 +100,7 @@ class _Decoded(BaseModelOutputWithPast):
 
 @contextmanager
 def _ends_in(causal: Any, hidden: Tensor) -> Iterator[None]:
-    """Meanwhile the decoder of `causal` answers with `hidden` (1, n, hidden), and must be asked for it."""
+    """Inside the context the decoder of `causal` returns `hidden` (1, n, hidden); it must be called."""
     decoder = causal.get_decoder()
     own = vars(decoder).get("forward")
     asked = False

@@ -1,1 +1,1 @@
-"""The loss, and one optimizer step."""
+"""Train: compute the loss, and take optimizer steps."""

@@ -1,7 +1,7 @@
-"""The policy loss, composed: advantage x ratio x clip x aggregation x correction for the engine, and KL.
+"""Compose the policy loss: advantage x ratio x clip x aggregation x correction for the engine, and KL.
 
-Each piece is a function of its own, chosen by the setting of its name; a new value of a setting is one more
-branch in one of them.
+Each piece is one function, chosen by the setting of its name. A new value of a setting is one more branch in
+one of them.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from torch import Tensor
 from trainer.settings import TrainerSettings
 
 _STATISTIC_MAX = 20.0
-"""Of a log ratio in a statistic: one absurd token must not make it infinite."""
+"""Limit of a log ratio in a statistic: one absurd token must not make the statistic infinite."""
 
 
 class Totals(NamedTuple):
-    """What an optimizer step is normalised by: over all its microbatches and ranks."""
+    """The counts that normalise an optimizer step, over all its microbatches and ranks."""
 
     tokens: int
     """Trained tokens."""
     sequences: int
     max_tokens: int
-    """Longest completion that could be sampled (rollout.max_tokens)."""
+    """The longest completion that could be sampled (rollout.max_tokens)."""
 
 
 def policy_loss(
@@ -48,7 +48,7 @@ def policy_loss(
     tokens of each being in it.
 
     Both results are sums divided by the normaliser of the whole optimizer step: added up over microbatches
-    and ranks they are the step's. ValueError if `settings.kl` asks for a reference that is not given.
+    and ranks they are the step's. Raises ValueError if `settings.kl` needs a reference that is not given.
     """
     old_logprobs = old_logprobs.detach()
     ratio = _ratio(logprobs, old_logprobs, sequences, settings)
@@ -87,7 +87,7 @@ def _objective(
 ) -> tuple[Tensor, Tensor]:
     """(N,) what is to be maximised, and (N,) bool, where the clip has cut off or weakened its gradient.
 
-    none: rho A. ppo: min(rho A, clip(rho) A). dual: that, but at least c A where A < 0 (arXiv 1912.09729).
+    none: rho A. ppo: min(rho A, clip(rho) A). dual: as ppo, but at least c A where A < 0 (arXiv 1912.09729).
     cispo: sg(clip(rho)) A log pi, which keeps a gradient at every token (arXiv 2506.13585). likelihood:
     A log pi; with A = 1 the loss is the negative log-likelihood, whatever the ratio.
     """
@@ -112,7 +112,7 @@ def _objective(
 
 
 def _correction(log_mismatch: Tensor, settings: TrainerSettings) -> Tensor:
-    """(N,) weight of each token for having been sampled by mu, the engine, not by pi_old; no gradient.
+    """(N,) weight of each token, since the engine mu has sampled it and not pi_old; no gradient.
 
     With w = pi_old / mu: truncated importance sampling min(w, cap), or masked, w and 0 outside of
     [1 / cap, cap].
@@ -132,9 +132,9 @@ def _kl(log_ratio: Tensor, estimator: str) -> Tensor:
     """(N,) an estimate of KL(policy || reference) as a loss, from log pi_theta - log pi_reference
     (joschu.net/blog/kl-approx).
 
-    k2 and k3 are differentiated as they stand. k1 is not: the expectation of its gradient is 0, whatever the
-    reference. Its value is k1, its gradient that of k2, which is the gradient of k1 subtracted from the
-    token's reward, the way RLOO and REINFORCE use it (arXiv 2510.01555; verl calls it `k1+`).
+    k2 and k3 are differentiated as they are. k1 is not: the expectation of its gradient is 0, whatever the
+    reference. Its value is k1, but its gradient is k2's: the gradient of k1 subtracted from the token's
+    reward, as RLOO and REINFORCE use it (arXiv 2510.01555; verl calls it `k1+`).
     """
     if estimator == "k3":
         return torch.expm1(-log_ratio) + log_ratio
@@ -148,7 +148,7 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def _divisor(sequences: Tensor, totals: Totals, settings: TrainerSettings) -> Tensor | int:
-    """What each token's term is divided by, (N,) or a number, so that the sum over a step is its loss."""
+    """The divisor of each token's term, (N,) or a number, so that the sum over a step is its loss."""
     match settings.aggregation:
         case "token":
             return totals.tokens

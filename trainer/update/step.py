@@ -1,4 +1,4 @@
-"""One training phase: optimizer steps over a batch, on all ranks together."""
+"""Train on a batch: optimizer steps, on all ranks together."""
 
 import math
 import time
@@ -52,7 +52,7 @@ def train(
 ) -> list[StepStats]:
     """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
 
-    `temperature` is that of the sampling, `max_tokens` the longest completion that could be sampled.
+    The batch was sampled at `temperature`; `max_tokens` is the longest completion that could be sampled.
     `rank_weights`: one per global rank; a rank's share of the tokens follows its weight. `progress` advances
     with each microbatch that has passed through the model.
 
@@ -142,7 +142,7 @@ def _accumulate(
     settings: TrainerSettings,
     temperature: float,
 ) -> None:
-    """Add a microbatch's gradients and statistics to those of its step."""
+    """Add a microbatch's gradients and statistics to its step's."""
     if not len(microbatch.targets) and not learner.layout.sharded:
         return
     reference = learner.reference_logprobs(microbatch, temperature) if settings.kl != "off" else None

@@ -1,5 +1,6 @@
 """Real torchrun jobs over gloo, driven through the spool as a node drives them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,13 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.faultfs import FaultFs, unavailable
 from tests.trainer.training_jobs import JOB_TIMEOUT_S, Node, free_port, group_members, result_of
 from trainer.batch.batch import Batch
 from trainer.documents import DamagedDocument, TrainRequest
@@ -135,17 +137,37 @@ def is_told(spool: Path) -> bool:
 PATIENCE_S = 5.0
 
 
+@pytest.fixture
+def hanging_staging(start_node: StartNode, tmp_path: Path) -> Iterator[Callable[[], str]]:
+    """Make a staging directory on a mount that hangs; it ends before the nodes, whose ranks can die then."""
+    with contextlib.ExitStack() as mounts:
+
+        def make() -> str:
+            if reason := unavailable():
+                pytest.skip(reason)
+            shared = mounts.enter_context(FaultFs(tmp_path / "fs", 1))
+            (shared.backing / "staging").mkdir()
+            shared.freeze()
+            return str(shared[0].path / "staging")
+
+        yield make
+
+
 @pytest.mark.parametrize("hangs_in", ["starting", "training", "writing"])
 def test_rank_that_hangs_is_a_lost_peer_of_the_others_in_time(
-    start_node: StartNode, make_request: MakeRequest, batch: Batch, hangs_in: str
+    start_node: StartNode,
+    make_request: MakeRequest,
+    batch: Batch,
+    hanging_staging: Callable[[], str],
+    hangs_in: str,
 ) -> None:
     port = free_port()
     nodes = [start_node(1, port, 2, place, collective_timeout_s=PATIENCE_S) for place in range(2)]
     hanging, waiting = nodes
     (group,) = hanging.wait_groups(1)
     request = make_request(batch, rank_weights=(1, 1))
-    if hangs_in == "writing":  # a mount that hangs
-        os.mkfifo(Path(request.staging_dir) / "config.json")
+    if hangs_in == "writing":
+        request = request.model_copy(update={"staging_dir": hanging_staging()})
     if hangs_in == "training":  # long enough to stop it there
         settings = request.settings.model_copy(update={"global_batch_size": 1})
         request = request.model_copy(update={"settings": settings})
@@ -203,7 +225,7 @@ def test_job_says_that_its_port_was_taken_meanwhile(start_node: StartNode) -> No
 WATCHED = """
 import sys, threading
 from pathlib import Path
-from trainer import launch
+from trainer.job import launch
 launch.watch(Path(sys.argv[1]))
 print(flush=True)
 threading.Event().wait(60)

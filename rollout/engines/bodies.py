@@ -16,6 +16,16 @@ class Body(BaseModel):
     model: StrictStr | None = None
 
 
+class GenerationBody(Body):
+    """A body that asks for generated text."""
+
+    stop: StrictStr | list[StrictStr] | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 

@@ -5,9 +5,9 @@ import time
 import uuid
 from typing import Any
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt
 
-from rollout.engines.bodies import BadRequest, Body
+from rollout.engines.bodies import BadRequest, GenerationBody
 from rollout.engines.client import Completion
 from rollout.environments.chat import Message
 
@@ -42,13 +42,12 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Fields that are not supported: the values (beside null) that change nothing, and a hint."""
 
 
-class ChatBody(Body):
+class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: StrictInt | None = Field(None, ge=1)
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
-    stop: StrictStr | list[StrictStr] | None = None
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -56,10 +55,6 @@ class ChatBody(Body):
     def limit(self) -> int | None:
         """The most tokens that the answer may have."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from rollout.engines.bodies import BadRequest, Body
+from rollout.engines.bodies import BadRequest, Body, GenerationBody
 
 MAX_N = 16384
 """The most completions of one request."""
@@ -34,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are not implemented: the values (beside null) that change nothing."""
 
 
-class CompletionBody(Body):
+class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
@@ -43,15 +43,10 @@ class CompletionBody(Body):
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False, strict=True)
     top_p: float | None = Field(None, gt=0, le=1, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StrictStr | list[StrictStr] | None = None
     logprobs: StrictInt | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     add_special_tokens: StrictBool = True
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
         """The token ids of each prompt."""

@@ -1,4 +1,4 @@
-"""The collector: slots in, finished groups out, as many at once as the engine should see."""
+"""The collector: makes the groups of slots, as many at once as the engine should see."""
 
 import asyncio
 import logging
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 _STOP_POLL_S = 0.1  # a threading.Event cannot wake an event loop
 _CANCEL_S = 5.0
-"""How long an environment may take to end."""
+"""How long a cancelled environment may take to end before an error says so."""
 
 ALL_FAILED_MIN = 4
-"""So many groups given up, and no other, are not bad luck: the reward or the environment does not work."""
+"""If at least this many groups are given up and none is made, the reward or the environment is broken."""
 
 
 class AllGivenUp(RuntimeError):
-    """Not one group came to an end; the message says why the first was given up."""
+    """No group was made; the message says why the first one was given up."""
 
 
 class Stopped(Exception):
-    """`stop` was set before the collection was over."""
+    """`stop` was set before all groups were made."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Slot:
     seed: int
 
     def tombstone(self, reason: str) -> Group:
-        """The slot given up for good."""
+        """The group that says why the slot is given up for good."""
         return Group(self.number, self.task["id"], self.prompt, [], given_up=reason)
 
     @property
@@ -65,20 +65,19 @@ async def collect(
     on_group: Callable[[Group], None],
     stop: threading.Event,
 ) -> int:
-    """Make groups of `sampling.n` samples until `needed` (default: all slots) of those that `counts` accepts
-    are finished, or the slots are used up. Each goes to `on_group` as it finishes, in any order. Returns how
-    many are short: left unmade at the end of the grace period, or for want of slots.
+    """Make groups of `sampling.n` samples until `needed` of them count (default: one for each slot), or until
+    no slot is left. `counts` says whether a group counts. Each group goes to `on_group` when it is finished,
+    in any order. Returns how many of the needed groups were not made.
 
-    Of `settings` these hold: `concurrency` bounds the samples in flight (a larger group runs alone);
-    `over_sample` times the needed groups are begun; once `completion_threshold` of them is finished, what is
-    in flight has `grace_period_s` left, and is given up then. A group that takes longer than
-    `group_timeout_s`, whose environment raises, or whose request the engine refuses, is handed over as a
-    tombstone. A sample whose reward raises is left out of its group, or ends the collection, by
-    `on_reward_error`.
+    These settings apply. `concurrency` bounds the samples in flight; a larger group runs alone. `over_sample`
+    times the needed groups are begun. Once `completion_threshold` of the needed groups is finished, the
+    others have `grace_period_s` left, and are then given up. A group is handed over as a tombstone if it
+    takes longer than `group_timeout_s`, if its environment raises, or if the engine refuses its request. A
+    sample whose reward raises is left out of its group, or ends the collection: see `on_reward_error`.
 
-    `sampling.seed` is not used. Raises EngineError when the engine fails and Stopped within a second of
-    `stop`, with the rest cancelled; what `on_group` raises ends the collection too. AllGivenUp when there are
-    several groups and not one came to an end: then nothing was handed over.
+    `sampling.seed` is not used. Raises EngineError when the engine fails, and Stopped within a second after
+    `stop` is set; the rest is cancelled. An error of `on_group` ends the collection too. Raises AllGivenUp if
+    there were several groups and all were given up: then no group was handed over.
     """
     group_maker = _GroupMaker(client, environment, reward, sampling, settings)
     collection = _Collection(slots, len(slots) if needed is None else needed, counts, settings, on_group)
@@ -103,7 +102,7 @@ async def collect(
 
 
 async def _end(workers: set[asyncio.Task[None]]) -> None:
-    """Cancel what is in flight, and wait for it."""
+    """Cancel the groups in flight, and wait for their ends."""
     for task in workers:
         task.cancel()
     while workers and (left := (await asyncio.wait(workers, timeout=_CANCEL_S))[1]):
@@ -114,11 +113,11 @@ async def _end(workers: set[asyncio.Task[None]]) -> None:
         )
     for task in workers:
         if not task.cancelled():
-            task.exception()  # else the loop reports it as never retrieved; the first has been raised
+            task.exception()  # else the loop reports it as never retrieved; the first was raised
 
 
 class _Collection:
-    """What has been begun and finished of the slots, and when to stop."""
+    """Which slots are begun and finished, and when to stop."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class _Collection:
     ) -> None:
         self.in_flight: dict[int, Slot] = {}
         self.begin = math.ceil(needed * settings.over_sample)
-        self._queue: Iterator[Slot] = iter(slots)  # shared: each worker takes the next when it is done
+        self._queue: Iterator[Slot] = iter(slots)  # shared: a worker that is done takes the next slot
         self._needed = needed
         self._counts = counts
         self._settings = settings
@@ -140,21 +139,21 @@ class _Collection:
         self._grace_ends_s = math.inf
 
     async def work(self, maker: "_GroupMaker") -> None:
-        """Make one group after another while more are to be begun."""
+        """Make one group after another, until enough are begun."""
         while len(self.in_flight) + self._counted < self.begin and (slot := next(self._queue, None)):
             self.in_flight[slot.number] = slot
             group = await maker.make(slot)
             if self.is_over():
-                return  # it came too late: spare, or given up with the rest
+                return  # too late: the group is spare, or is given up with the others
             del self.in_flight[slot.number]
             self._take(group)
 
     def is_over(self) -> bool:
-        """Whether what is still in flight is not waited for."""
+        """Whether the groups that are still in flight are no longer needed."""
         return self._counted >= self._needed or time.monotonic() >= self._grace_ends_s
 
     def conclude(self) -> int:
-        """Give up what the grace period was too short for; how many of the needed groups are short."""
+        """Give up the groups that are in flight. Returns how many of the needed groups are missing."""
         short = self._needed - self._counted
         if self.in_flight and short > 0:
             reason = (
@@ -182,7 +181,7 @@ class _Collection:
         return max(0, self._needed - self._counted)
 
     def _take(self, group: Group) -> None:
-        """Hand a group over; tombstones are final, so they wait for one that shows that the reward works."""
+        """Hand a group over. Tombstones are final: they wait for a group that shows that the reward works."""
         self._finished += group.given_up is None
         self._given_up += group.given_up is not None
         self._failed += len(group.failed)
@@ -197,7 +196,7 @@ class _Collection:
 
 @dataclass
 class _GroupMaker:
-    """Makes the group of a slot, whatever the user's environment and reward do."""
+    """Makes the group of a slot, also if the user's environment or reward fails."""
 
     client: EngineClient
     environment: Environment
@@ -215,8 +214,7 @@ class _GroupMaker:
             async with asyncio.timeout(timeout_s) as deadline:
                 return await self._generate(slot)
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            # Environment and reward may be the user's: they may raise anything, also what they cancelled
-            # themselves.
+            # The user's environment and reward may raise anything, also CancelledError of tasks of their own.
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             reason = _first_cause(error)
@@ -249,7 +247,7 @@ class _GroupMaker:
         return Group(slot.number, slot.task["id"], slot.prompt, whole, given_up, failed)
 
     def _log(self, what: str, reason: BaseException) -> None:
-        """The first of a kind as an error with its traceback, further ones as warnings."""
+        """Log the first error of a type with its traceback, further ones as warnings."""
         first = type(reason) not in self._explained
         self._explained.add(type(reason))
         log.log(
@@ -262,13 +260,13 @@ class _GroupMaker:
 
 
 def _is_cancelled() -> bool:
-    """Whether the present task was asked to end, by whom ever."""
+    """Whether somebody has asked the current task to end."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Out of the groups that asyncio.TaskGroup makes of exceptions; an engine's failure goes before the
+    """The first error in the exception groups of asyncio.TaskGroup; an engine's failure comes before all
     others.
     """
     if isinstance(error, ExceptionGroup):
@@ -277,7 +275,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _check_samples(samples: object) -> None:
-    """An environment of the user's own must return what a part can carry; ValueError says what it did not."""
+    """Raise ValueError unless the environment returned what a part can hold."""
     if not isinstance(samples, list) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise ValueError(
             f"the environment must return a non-empty list of Sample, got {type(samples).__name__}"

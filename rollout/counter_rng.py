@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, counter): no state, so nothing depends on who else draws.
+"""Random numbers as a pure function of (seed, counter). There is no state, so no draw changes another one.
 
 splitmix64 (Steele, Lea, Flood 2014) on whole arrays: the same bits on every machine and numpy version.
 """

@@ -1,4 +1,4 @@
-"""What an evaluation says of a policy: mean reward and pass@k."""
+"""Compute the figures of an evaluation: mean reward and pass@k."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from rollout.trajectory import Group
 
 
 def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> float:
-    """The chance that at least one of k samples of a task solves it, the mean over tasks, each with n samples
-    of which c solved it.
+    """The chance that at least one of k samples of a task solves it, as the mean over the tasks. A task is
+    given as (n, c): it has n samples, and c of them solved it.
 
     The unbiased estimator 1 - C(n - c, k) / C(n, k), as a product (Chen et al. 2021, arXiv 2107.03374).
-    ValueError if there is no task, or one has fewer than k samples.
+    Raises ValueError if there is no task, or if a task has fewer than k samples.
     """
     if k < 1 or not successes or any(not 0 <= c <= n or n < k for n, c in successes):
         raise ValueError(
@@ -24,12 +24,11 @@ def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> float:
 
 
 def evaluate(groups: Sequence[Group], success: float) -> dict[str, Any]:
-    """`reward`: the mean over all samples that have one; `pass_at`: {"1": ..., "8": ...}, pass@k for k = 1
-    and the largest number of samples of a group; a sample with a reward of `success` or more has solved its
-    task.
+    """`reward`: the mean over all samples that have a reward. `pass_at`: {"1": ..., "8": ...}, pass@k for
+    k = 1 and for k = the samples of the largest group. A sample with a reward of at least `success` has
+    solved its task. `short`: how many groups have lost samples; such a group counts for pass@1 only.
 
-    Who is given up is left out, not counted as failed, and so is a lost sample. A group that lost samples
-    cannot tell pass@k for that k: it counts for pass@1 alone, and in `short`, the number of those groups.
+    Groups that were given up and lost samples are left out; they do not count as failed.
     """
     rewards = [
         [sample.reward for sample in group.samples if sample.reward is not None]

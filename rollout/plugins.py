@@ -1,4 +1,4 @@
-"""`module:function` names of a user's own code."""
+"""Load the user's own functions, which settings name as `module:function`."""
 
 import importlib
 import os
@@ -8,15 +8,15 @@ from typing import Any
 
 
 class PluginError(ValueError):
-    """A `module:function` that cannot be had; the message says why."""
+    """A `module:function` cannot be loaded; the message says why."""
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names; the current directory counts. Raises PluginError."""
+    """The function that `module:function` names. Searches the current directory too. Raises PluginError."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise PluginError(f"{name!r} is not of the form module:function")
-    if os.getcwd() not in sys.path:  # an installed command, unlike `python -m`, does not look there
+    if os.getcwd() not in sys.path:  # an installed command does not search there; `python -m` does
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)

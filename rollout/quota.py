@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Self
 
 from rollout.settings import RolloutSettings
 
-if TYPE_CHECKING:  # `run status` reads quotas, and does without numpy
+if TYPE_CHECKING:  # `run status` reads quotas without importing numpy
     from rollout.trajectory import Group
 
 
 @dataclass(frozen=True)
 class Quota:
-    """`needed` groups out of `slots` slots; fixed when the iteration is opened.
+    """An iteration needs `needed` groups and has `slots` slots. Both are fixed when it is opened.
 
-    Without spare slots every slot counts, given up or not. With them one that is given up is replaced; with
-    `replace_flat` (dynamic sampling, DAPO, arXiv 2503.14476) also one whose rewards are all the same, which
-    would teach nothing.
+    Without spare slots every group counts, also one that is given up. With spare slots a group that is given
+    up is replaced. With `replace_flat` (dynamic sampling, DAPO, arXiv 2503.14476) a group whose rewards are
+    all equal is replaced too: it would teach nothing.
     """
 
     needed: int
@@ -26,13 +26,13 @@ class Quota:
 
     @classmethod
     def of(cls, settings: RolloutSettings) -> Self:
-        """Of a new iteration of training."""
+        """The quota of a new iteration of training."""
         factor = max(settings.over_sample, settings.dynamic_limit if settings.dynamic_sampling else 1.0)
         needed = settings.tasks_per_iteration
         return cls(needed, math.ceil(needed * factor), settings.dynamic_sampling)
 
     def counts(self, group: "Group") -> bool:
-        """Whether a finished group is one of those that are needed."""
+        """Whether a finished group counts as one of the needed groups."""
         if self.slots == self.needed:
             return True
         return group.given_up is None and not (self.replace_flat and is_flat(group))
@@ -43,5 +43,5 @@ class Quota:
 
 
 def is_flat(group: "Group") -> bool:
-    """Whether all samples have the same reward: no advantage, nothing to learn."""
+    """Whether all samples have the same reward, so that every advantage is 0."""
     return len({sample.reward for sample in group.samples}) < 2

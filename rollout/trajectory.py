@@ -1,7 +1,7 @@
-"""Trajectories, and the part file that carries them: one safetensors blob, self-contained and self-verifying.
+"""Trajectories, and the part file that holds them: one safetensors blob that verifies itself.
 
 A blob holds flat arrays over all samples of all groups (`token_ids`, `loss_mask`, `logprobs`), `offsets`
-(sample s owns [offsets[s], offsets[s + 1])) and `records`, the JSON (as bytes) of all that is not per token.
+(sample s has [offsets[s], offsets[s + 1])) and `records`, the JSON (as bytes) of all that is not per token.
 Its metadata holds `part` (the fields of PartHeader), `data_sha256` (of everything after the safetensors
 header) and `header_sha256` (of the safetensors header itself, with this one value written as zeros). So
 `header_sha256` vouches for the whole file.
@@ -27,7 +27,7 @@ _ZEROS = "0" * 64
 
 
 class DamagedPart(ValueError):
-    """Bytes that are not a whole, unaltered part; the message says what is wrong."""
+    """The bytes are not a whole, unaltered part; the message says what is wrong."""
 
 
 @dataclass
@@ -37,13 +37,13 @@ class Sample:
     token_ids: NDArray[np.int32]
     """(T,), prompt included."""
     loss_mask: NDArray[np.uint8]
-    """(T,): 1 where the token is trained: generated, the end-of-sequence token included; 0: prompt,
-    observation.
+    """(T,): 1 for tokens that are trained, i.e. generated (the end-of-sequence token too); 0 for prompt and
+    observations.
     """
     logprobs: NDArray[np.float32]
-    """(T,), natural log, of the sampled tokens under the distribution sampled from; 0 where not trained."""
+    """(T,), natural log, of each token in the distribution that it was sampled from; 0 where not trained."""
     finish_reason: str
-    """`stop` (by itself) or `length` (was cut)."""
+    """`stop` (it ended by itself) or `length` (it was cut)."""
     text: str
     """The completion."""
     reward: float | None = None
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """The samples of one slot. A tombstone (given up for good) has none, and says why."""
+    """The samples of one slot. A tombstone (a slot that is given up for good) has none, and says why."""
 
     slot: int
     task_id: str
@@ -61,12 +61,12 @@ class Group:
     samples: list[Sample]
     given_up: str | None = None
     failed: list[str] = field(default_factory=list)
-    """Why samples are missing from it: a reason for each whose reward raised."""
+    """For each sample that is missing because its reward raised: the reason."""
 
 
 @dataclass(frozen=True)
 class PartHeader:
-    """Whose part this is."""
+    """Where a part belongs."""
 
     kind: Literal["train", "eval"]
     iteration: int
@@ -100,8 +100,8 @@ _HEADER = TypeAdapter(PartHeader)
 
 
 def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
-    """The part as one blob; equal arguments give equal bytes. ValueError if a sample's arrays differ in
-    length or a reward or metric is not finite.
+    """The part as one blob. Equal arguments give equal bytes. Raises ValueError if a sample's arrays differ
+    in length, or if a reward or metric is not finite.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = [_length(sample) for sample in samples]
@@ -126,7 +126,7 @@ def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
 
 
 def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
-    """Header and groups, every byte verified; arrays are writable. Raises DamagedPart, nothing else."""
+    """Header and groups, every byte verified. The arrays are writable. Raises DamagedPart, nothing else."""
     header, layout, start, data_sha256 = _parse_header(data)
     if hashlib.sha256(memoryview(data)[start:]).hexdigest() != data_sha256:
         raise DamagedPart("the data's checksum does not match: bytes were altered after the part was written")
@@ -135,7 +135,7 @@ def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
         for name, (begin, count) in layout.items()
     }
     try:
-        # Not validate_json: text may hold half of a surrogate pair, which only Python's parser takes.
+        # Not validate_json: text may hold half of a surrogate pair, which only Python's parser accepts.
         records = _RECORDS.validate_python(json.loads(arrays["records"].tobytes()))
     except ValueError as error:
         raise DamagedPart(f"the records do not parse: {error}") from error
@@ -186,8 +186,8 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
 
 
 def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> bytes:
-    # Not by the safetensors library: it orders metadata at random, and copies the data twice.
-    # Widest type first, as the library does, so that every array is aligned.
+    # The safetensors library would order the metadata at random, and copy the data twice.
+    # The widest type comes first, as in the library, so that every array is aligned.
     entries: dict[str, Any] = {}
     chunks: list[memoryview] = []
     digest = hashlib.sha256()
@@ -209,14 +209,14 @@ def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> byt
 
 
 def _sealed(text: str, old: str, new: str) -> str:
-    """The header with another value of header_sha256 (a quote inside of `part` is escaped, so this is the
-    only one).
+    """The header with another value of header_sha256. Quotes inside of `part` are escaped, so this text
+    occurs only once.
     """
     return text.replace(f'"header_sha256":"{old}"', f'"header_sha256":"{new}"')
 
 
 def _parse_header(data: bytes) -> tuple[PartHeader, dict[str, tuple[int, int]], int, str]:
-    """Header; name -> (begin in bytes, number of items); where the data starts; the data's checksum."""
+    """The header; name -> (begin in bytes, number of items); where the data starts; the data's checksum."""
     if len(data) < 8:
         raise DamagedPart(f"{len(data)} bytes are too few for a part")
     start = 8 + struct.unpack("<Q", data[:8])[0]

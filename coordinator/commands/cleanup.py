@@ -1,8 +1,8 @@
 """`run cleanup`: remove what an interrupted iteration left, once no node beats any more.
 
-An epoch is claimed first: a node that sleeps in an older one finds itself replaced when it wakes. What was
-made last goes first (staging, batch, evaluation, manifest, parts, iteration.json), so that nothing outlives
-what it was made from: wherever a removal is cut off, the iteration can be resumed, or cleaned again.
+It first claims an epoch, so that a node that is suspended in an older one is replaced when it wakes. What was
+made last is removed first (staging, batch, evaluation, manifest, parts, iteration.json), so that every output
+has its sources: if the removal is interrupted, the iteration can be resumed, or cleaned again.
 """
 
 import json
@@ -27,16 +27,16 @@ from rollout.storage import files
 from rollout.trajectory import Group
 
 BEATS, LOOK_AT_LEAST_S = 3, 1.0
-"""A node that does not beat for so many beats, and for so long, is taken for gone."""
+"""A node is gone if it does not beat for BEATS intervals and at least LOOK_AT_LEAST_S."""
 LOOK_AGAIN_S = 1.0
-"""How often a removal that takes long looks whether a node has come back."""
+"""How often a long removal checks whether a node has come back."""
 
 
 def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: bool = False) -> None:
     """Remove what interrupted `iteration` left, and print each path.
 
-    SettingsError: there is no run, or the iteration is finished. Ended (failed): a node beats, or no group
-    is finished that could be kept. Nothing was removed then, unless a node came back in the middle of it.
+    Raises SettingsError if there is no run or the iteration is finished, and Ended (failed) if a node beats
+    or there is no finished group to keep. Then nothing was removed, unless a node came back in the middle.
     """
     run_dir = RunDir(root)
     if not root.is_dir() or run_dir.run_json.name not in files.listing(root):
@@ -46,7 +46,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     settings = RunSettings.published(newest.settings if newest else {})
     _refuse_finished(run_dir, settings, iteration)
     board = _wait_for_beats(run_dir, settings.cluster.beat_s)
-    _refuse_finished(run_dir, settings, iteration)  # a node may have finished it as its last deed
+    _refuse_finished(run_dir, settings, iteration)  # a node may have finished it just before its end
     number = board.newest_epoch() + 1
     listed, keep = look(run_dir, iteration), _vouched(run_dir, iteration)
     planned = plan(run_dir, iteration, number, listed, keep)
@@ -77,7 +77,7 @@ def _refuse_finished(run_dir: RunDir, settings: RunSettings, iteration: int) -> 
 
 
 def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
-    """What a metrics line of another kind of run rests on: a rollout, or an evaluation, that is finished."""
+    """The sources of a metrics line of another kind of run: a finished rollout or evaluation."""
     lines = published.metrics_lines(run_dir)
     kinds = {line["kind"] for line in lines if line["iteration"] == iteration}
     kept: set[Path] = set()
@@ -92,8 +92,8 @@ def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
 
 
 def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Group]]:
-    """The manifest that is there, or one over the finished groups, and its groups. Ended if there is no such
-    group, or if a part that the manifest names is damaged.
+    """The published manifest, or a new one over the finished groups; and its groups. Raises Ended if no group
+    is finished, or if a part that the manifest names is damaged.
     """
     opened = published.read_json(run_dir.iteration_json(iteration)) or {"tasks": [], "policy": ""}
     directory = run_dir.trajectories("train", iteration)
@@ -112,14 +112,14 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
 
 
 def _named(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> set[Path]:
-    """The manifest, and what it rests on."""
+    """The manifest with its groups.jsonl, and its sources."""
     found = [run_dir.trajectories("train", iteration) / part["file"] for part in manifest["parts"]]
     beside = (run_dir.manifest("train", iteration), run_dir.groups("train", iteration))
     return {*beside, run_dir.iteration_json(iteration), *found}
 
 
 def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Publish the manifest, before anything goes; Ended if another came meanwhile."""
+    """Publish the manifest before anything is removed. Raises Ended if there is another one now."""
     path = run_dir.manifest("train", iteration)
     if path.name in published.names(path.parent) and published.read_json(path) is None:
         files.rename(path, path.with_suffix(".damaged"))
@@ -132,7 +132,7 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
 
 
 def _wait_for_beats(run_dir: RunDir, beat_s: float) -> Board:
-    """The board, after a time in which nobody has beaten; Ended names who has."""
+    """The board, after a time in which no node has beaten. Ended names the nodes that have."""
     look_s = max(BEATS * beat_s, LOOK_AT_LEAST_S)
     print(f"looking for {look_s:g} s whether a node still beats", flush=True)
     before = now = parse(published.names(run_dir.protocol))
@@ -151,20 +151,20 @@ def moved(before: Board, now: Board) -> list[int]:
 
 
 def _refuse_beats(run_dir: RunDir, ranks: Sequence[int]) -> None:
-    """Ended if `ranks` have beaten: who and where they are, and how to stop them."""
+    """Raise Ended if `ranks` have beaten. It says who and where they are, and how to stop them."""
     if not ranks:
         return
     said = {rank: _said(run_dir, rank) for rank in ranks}
     hosts = {rank: content.get("host", "host unknown") for rank, content in said.items()}
     who = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
-    asked = [MASTER] if MASTER in ranks else ranks  # the master's end is everybody's
+    asked = [MASTER] if MASTER in ranks else ranks  # stopping the master stops all
     how = ", ".join(f"kill -INT {said[rank].get('pid', 'PID')} on {hosts[rank]}" for rank in asked)
     beat = "beats" if len(ranks) == 1 else "beat"
     raise Ended(Exit.FAILED, f"{who} still {beat}: stop the run first: {how}, or Ctrl+C there")
 
 
 def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
-    """What the newest beat of `rank` says; {} if none can be read: each gives way to the next."""
+    """The content of the newest beat of `rank`; {} if it cannot be read, because each replaces the last."""
     for _attempt in range(3):
         beat = parse(published.names(run_dir.protocol)).beats[rank]
         if content := read_beat(run_dir, beat):
@@ -173,7 +173,7 @@ def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
 
 
 def _refuse_newcomers(run_dir: RunDir, board: Board, claimed: int) -> None:
-    """Ended if a node has beaten since `board` was listed, or a newer epoch than `claimed` is there."""
+    """Raise Ended if a node has beaten since `board` was listed, or if there is an epoch above `claimed`."""
     now = parse(published.names(run_dir.protocol))
     _refuse_beats(run_dir, moved(board, now))
     if now.newest_epoch() > claimed:
@@ -182,14 +182,14 @@ def _refuse_newcomers(run_dir: RunDir, board: Board, claimed: int) -> None:
 
 
 def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: int, number: int) -> None:
-    """Claim epoch `number`, which no node is in, and say there that the run is stopped."""
+    """Claim epoch `number`, which has no nodes, and say there that the run is stopped."""
     host = socket.gethostname()
     record = EpochRecord(
         epoch=number,
         kind="lobby",
         token=new_token(),
         run_id=run_id,
-        master_incarnation=0,  # of no process: whoever was master is not any more
+        master_incarnation=0,  # no process has it, so the old master is superseded
         master_host=host,
         settings=newest.settings if newest else {},
         members={},
@@ -206,7 +206,7 @@ def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: 
 
 
 def _remove_all(run_dir: RunDir, planned: Plan, board: Board, number: int, dry_run: bool) -> None:
-    """Remove what is planned, or just print it; Ended if a node comes back meanwhile."""
+    """Remove what is planned, or only print it. Raises Ended if a node comes back meanwhile."""
     looked_s, total = time.monotonic(), 0
     verb = "would remove" if dry_run else "removed"
     for leftover in planned.leftovers:
@@ -229,7 +229,7 @@ def _remove(run_dir: RunDir, leftover: Leftover) -> None:
         files.remove(path)
         return
     if staged := parse_staging_name(path.name):
-        # It loses its name first: a master that wakes must not publish what is half removed.
+        # Rename it first: a master that wakes must not publish a half removed checkpoint.
         path = run_dir.removed(*staged)
         files.rename(leftover.path, path)
     elif parse_state_name(path.name):
@@ -239,8 +239,8 @@ def _remove(run_dir: RunDir, leftover: Leftover) -> None:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; what cannot be read has none."""
+    """Bytes of a file, or of all files below a directory; 0 for what cannot be read."""
     try:
         return sum(map(_size, path.iterdir())) if path.is_dir() else path.lstat().st_size
-    except OSError:  # a figure for people is not worth an error
+    except OSError:  # only a figure for people
         return 0

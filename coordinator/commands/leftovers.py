@@ -1,4 +1,4 @@
-"""What an interrupted iteration left in a run directory: `plan`, from names alone."""
+"""Find what an interrupted iteration left in a run directory, from names alone: `plan`."""
 
 from collections.abc import Collection, Mapping
 from enum import StrEnum
@@ -23,7 +23,7 @@ from rollout.storage import files
 
 
 class What(StrEnum):
-    """What a leftover is; within a directory they go in this order."""
+    """What a leftover is. Within a directory they are removed in this order."""
 
     FLAG = "flag of the iteration"
     ENDED = "flag of an ended epoch"
@@ -39,29 +39,29 @@ class What(StrEnum):
 
 
 BY_THE_WAY = {What.ENDED, What.BEAT, What.TEMPORARY}
-"""What goes with an iteration, but need not be of it."""
+"""Leftovers that are removed too, but may belong to other iterations."""
 
 
 class Leftover(NamedTuple):
-    """A file, or a staging directory, that is to be removed."""
+    """A file or directory to remove."""
 
     path: Path
     what: What
 
 
 class Plan(NamedTuple):
-    """What is to be removed, in order; and what nobody knows in the iteration's own directories: it stays."""
+    """What to remove, in order; and the unknown files in the iteration's own directories, which stay."""
 
     leftovers: list[Leftover]
     unknown: list[Path]
 
     def has_nothing(self) -> bool:
-        """Whether nothing of the iteration itself is left."""
+        """Whether the iteration itself has left nothing."""
         return all(leftover.what in BY_THE_WAY for leftover in self.leftovers)
 
 
 def look(run_dir: RunDir, iteration: int) -> dict[Path, list[str]]:
-    """The names in every directory where an iteration leaves something, in the order of removal."""
+    """List the directories where an iteration leaves something, in the order of removal."""
     directories = (
         run_dir.protocol,
         run_dir.checkpoints,
@@ -80,9 +80,9 @@ def plan(
     listed: Mapping[Path, Collection[str]],
     keep: Collection[Path] = (),
 ) -> Plan:
-    """What `iteration` left, as `listed` by `look`; the epochs below `claimed` have ended.
+    """Plan the removal of what `iteration` left, as `listed` by `look`. Epochs below `claimed` have ended.
 
-    `keep` are files, and directories with all that lies in them, that stay.
+    `keep`: files, and directories with all their files, that stay.
     """
     board = parse(listed[run_dir.protocol])
     leftovers: list[Leftover] = []
@@ -107,10 +107,10 @@ def plan(
 
 
 def _in_protocol(name: str, iteration: int, claimed: int, board: Board) -> What | None:
-    """Epoch records and the newest beat of each rank stay: they are the memory of what was used."""
+    """Epoch records and the newest beat of each rank stay: they show which numbers were used."""
     if files.is_temporary(name):
         entry = parse_protocol_name(_published_name(name))
-        if isinstance(entry, Beat):  # of a process that was here, not of one that starts just now
+        if isinstance(entry, Beat):  # of an older process, not of one that is just starting
             return What.TEMPORARY if entry.incarnation <= board.highest_incarnation(entry.rank) else None
         return What.TEMPORARY if isinstance(entry, Flag | Record) and entry.epoch < claimed else None
     entry = parse_protocol_name(name)
@@ -120,7 +120,7 @@ def _in_protocol(name: str, iteration: int, claimed: int, board: Board) -> What 
 
 
 def _in_checkpoints(name: str, iteration: int) -> What | None:
-    """Staging directories: as training made them, set aside, or half removed."""
+    """Find staging directories: as training made them, set aside, or half removed."""
     if files.is_temporary(name):
         return What.TEMPORARY
     if name.startswith(REMOVED):
@@ -130,7 +130,7 @@ def _in_checkpoints(name: str, iteration: int) -> What | None:
 
 
 def _in_own_directory(name: str) -> What | None:
-    """Of the iteration's batch and trajectories, whatever nodes write there, set aside or not."""
+    """Find what nodes write into an iteration's batch and trajectories, also if it was set aside."""
     if files.is_temporary(name):
         return What.TEMPORARY
     if name in {"batch.json", "batch.safetensors", "trained.json"}:

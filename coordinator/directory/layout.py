@@ -1,4 +1,4 @@
-"""Every path and name of a run, built and parsed here."""
+"""Build and parse every path and name of a run."""
 
 import re
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 FORMAT = 1
-"""Version of this layout; a directory of another version is refused."""
+"""Version of this layout. A directory of another version is refused."""
 
 REMOVED = ".removed_"
-"""What the name of a checkpoint begins with while it is being removed."""
+"""Prefix of a checkpoint's name while it is being removed."""
 
 GROUPS = "groups.jsonl"
-"""Beside a manifest: its groups, for people."""
+"""The name of the file beside a manifest that holds its groups, for people."""
 
 Kind = Literal["train", "eval"]
 
@@ -32,7 +32,7 @@ class Beat(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """A flag's name: what `rank` says of a row in `epoch`. `enter` lies in iteration 0, phase 0."""
+    """A flag's name: what `rank` says of a row in `epoch`. `enter` has iteration 0 and phase 0."""
 
     epoch: int
     iteration: int
@@ -57,7 +57,7 @@ class Record(NamedTuple):
 
 _4 = r"(\d{4}|[1-9]\d{4,})"
 _6 = r"(\d{6}|[1-9]\d{6,})"
-# A number has one spelling, so that no two names mean the same.
+# Each number has only one spelling, so that two names never mean the same.
 _BEAT = re.compile(rf"e{_4}\.r{_4}\.n(0|[1-9]\d*)\.b{_6}", re.ASCII)
 _FLAG = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.r{_4}\.([a-z_]+)", re.ASCII)
 _RECORD = re.compile(rf"e{_4}\.epoch\.json", re.ASCII)
@@ -68,7 +68,7 @@ _STAGING = re.compile(rf"\.iteration_{_6}\.e{_4}", re.ASCII)
 
 @lru_cache(maxsize=65536)
 def parse_protocol_name(name: str) -> Beat | Flag | Record | None:
-    """What a name in protocol/ means; None for what is not ours (`.nfs*`, temporaries)."""
+    """Parse a name in protocol/. None for any other name (`.nfs*`, temporaries)."""
     if match := _FLAG.fullmatch(name):
         return Flag(int(match[1]), int(match[2]), int(match[3]), int(match[4]), match[5])
     if match := _BEAT.fullmatch(name):
@@ -80,7 +80,7 @@ def parse_protocol_name(name: str) -> Beat | Flag | Record | None:
 
 
 class PartName(NamedTuple):
-    """A part file's name; parts are ordered by it, so that a late part of a zombie comes last."""
+    """A part file's name. Parts are sorted by it, so that a late part of a superseded process comes last."""
 
     epoch: int
     rank: int
@@ -92,7 +92,7 @@ class PartName(NamedTuple):
 
 
 def parse_part_name(name: str) -> PartName | None:
-    """(epoch, rank, part) of a part file; None for any other name."""
+    """Parse the name of a part file; None for any other name."""
     match = _PART.fullmatch(name)
     return PartName(int(match[2]), int(match[1]), int(match[3])) if match else None
 
@@ -207,7 +207,7 @@ class RunDir:
 
     @property
     def fixed_directories(self) -> tuple[Path, ...]:
-        """What the master makes before it announces itself."""
+        """The directories that the master makes before it announces itself."""
         names = (
             "train_trajectories",
             "eval_trajectories",

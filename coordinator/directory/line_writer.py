@@ -1,4 +1,4 @@
-"""Appends lines to a file of the shared directory, which may hang: one thread alone touches the file."""
+"""Append lines to a file of the shared directory. Only one thread uses the file, because it may hang."""
 
 import contextlib
 import logging
@@ -10,17 +10,17 @@ from typing import BinaryIO
 logger = logging.getLogger(__name__)
 
 QUEUE_LINES = 10_000
-"""Lines that wait for the file. When a hung mount has let so many pile up, further ones are dropped."""
+"""The most lines that may wait for the file, e.g. while a mount hangs; further lines are dropped."""
 BATCH_LINES = 1_000
-"""Lines that are written at once, at most."""
+"""The most lines written at once."""
 
 
 class LineWriter:
     """Appends lines to a file in a thread of its own; `put` never blocks."""
 
     def __init__(self, path: Path, linger_s: float = 0.0, warns: bool = True) -> None:
-        """`linger_s`: how long a line may wait for others, to be written together; `warns`: log it when the
-        file cannot be written, which a node's own files leave to what fails beside them.
+        """`linger_s`: how long a line may wait, to be written with later ones. `warns`: log it when the file
+        cannot be written; for a node's own files other errors say so.
         """
         self._path = path
         self._linger_s = linger_s
@@ -34,23 +34,23 @@ class LineWriter:
 
     @property
     def dropped(self) -> int:
-        """Lines that did not get into the file."""
+        """How many lines were not written to the file."""
         return self._overflowed + self._failed
 
     def put(self, line: bytes) -> None:
-        """Queue a line with its newline; drop it if the file has fallen too far behind. For one thread."""
+        """Queue a line with its newline, or drop it if too many lines wait. Only one thread may call this."""
         if self._lines.qsize() < QUEUE_LINES:
             self._lines.put(line)
         else:
             self._overflowed += 1
 
     def end(self) -> None:
-        """No more lines will come."""
+        """Say that no more lines will come."""
         self._ended.set()
         self._lines.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all is written; False if that took too long."""
+        """Wait until all lines are written. False if `timeout_s` has passed."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -65,7 +65,7 @@ class LineWriter:
                 batch.append(self._lines.get())
             lines = [line for line in batch if line is not None]
             more = len(lines) == len(batch)
-            # Lines are dropped behind those that wait, so the note about them comes when none waits.
+            # Dropped lines come after those that wait, so the note about them is written when none waits.
             missing = self.dropped - reported if self._lines.empty() else 0
             note = b"[%d lines are missing here: the file system did not take them]\n" % missing
             try:
@@ -74,7 +74,7 @@ class LineWriter:
                 while left:
                     left = left[file.write(left) :]
                 reported, torn = reported + missing, False
-            except OSError as error:  # ESTALE and the like pass: the next batch opens the file anew
+            except OSError as error:  # ESTALE and others pass: the next batch opens the file again
                 if self._warns and not self._failed:
                     logger.warning("cannot write %s: %s; dropping its lines meanwhile", self._path, error)
                 self._failed += len(lines)
@@ -86,5 +86,5 @@ class LineWriter:
 
 def _close(file: BinaryIO | None) -> None:
     if file is not None:
-        with contextlib.suppress(OSError):  # what could not be written has been counted
+        with contextlib.suppress(OSError):  # lines that were not written have been counted
             file.close()

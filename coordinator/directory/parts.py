@@ -1,5 +1,5 @@
-"""Part files: finished groups on the shared directory, written as they come; the manifest over them, and
-groups.jsonl, its groups for people.
+"""Write finished groups as part files, read them back, and publish the manifest over them with groups.jsonl,
+which holds its groups for people.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class PartWriter:
-    """Makes the finished groups of one share durable, in immutable parts; numbers grow within an epoch."""
+    """Writes the finished groups of one share as immutable parts, numbered within an epoch."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PartWriter:
         interval_s: float,
         verify: Callable[[], None] = lambda: None,
     ) -> None:
-        """`verify` raises if what waits must not be written as made by `policy`."""
+        """`verify` raises if the waiting groups may not be made by `policy`."""
         self.done = 0
         self._verify = verify
         self._directory = run_dir.trajectories(kind, iteration)
@@ -52,14 +52,14 @@ class PartWriter:
         self._written_s = time.monotonic()
 
     def add(self, group: Group) -> None:
-        """Take a finished group; everything waiting becomes a part when the interval is over."""
+        """Take a finished group. When the interval is over, all waiting groups become a part."""
         self._waiting.append(group)
         self.done += 1
         if time.monotonic() - self._written_s >= self._interval_s:
             self.flush()
 
     def flush(self) -> None:
-        """Make what waits durable."""
+        """Write the waiting groups as a part."""
         self._written_s = time.monotonic()
         if not self._waiting:
             return
@@ -68,12 +68,12 @@ class PartWriter:
         header = self._header = replace(self._header, part=self._header.part + 1)
         name = PartName(header.epoch, header.rank, header.part).name
         files.publish(self._directory / name, encode_part(groups, header))
-        del self._waiting[: len(groups)]  # not before: a flush that failed can be repeated
+        del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part as read: verified, and of the policy that was asked for."""
+    """A part that was read: verified, and made by the wanted policy."""
 
     name: PartName
     bytes: int
@@ -81,7 +81,7 @@ class Part:
     groups: list[Group]
 
     def entry(self, slots: Collection[int]) -> dict[str, Any]:
-        """How a manifest names the part, with the slots it takes from it."""
+        """The part's entry in a manifest that takes `slots` from it."""
         return {
             "file": self.name.name,
             "rank": self.name.rank,
@@ -99,10 +99,9 @@ def read_parts(
     rank: int | None = None,
     set_aside: bool = True,
 ) -> Iterator[Part]:
-    """The whole parts made by `policy`, by (epoch, rank, part); a damaged one is set aside and named.
-
-    Of `rank` alone, if given; `named` are checksums that nodes have vouched for. `set_aside=False`: a
-    damaged one is named, and stays as it is.
+    """Read the parts made by `policy`, by (epoch, rank, part). A damaged part is logged, and set aside unless
+    `set_aside` is False. `rank`: read the parts of this rank only. `named`: the parts that nodes have named,
+    with checksums.
     """
     named = named or {}
     for name in sorted(filter(None, map(parse_part_name, {*names(directory), *named}))):
@@ -112,7 +111,7 @@ def read_parts(
         try:
             data = files.read(path)
         except FileNotFoundError:
-            if name.name not in named:  # another node has set it aside since it was listed
+            if name.name not in named:  # another node has just set it aside
                 continue
             raise Incomplete(f"{path} was named by its node, but is not there") from None
         try:
@@ -133,7 +132,7 @@ def read_parts(
 
 
 def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
-    """Each part with the groups that count: of two groups of a slot, the one in the earlier part."""
+    """Each part with its groups whose slot is in no earlier part."""
     taken: set[int] = set()
     for part in parts:
         groups = [group for group in part.groups if group.slot not in taken]
@@ -142,7 +141,7 @@ def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
 
 
 def finished_groups(directory: Path, policy: str) -> dict[int, Group]:
-    """By slot, the whole groups (or tombstones) of this policy."""
+    """The finished groups and tombstones of this policy, by slot."""
     parts = first_finished(read_parts(directory, policy))
     return {group.slot: group for _, groups in parts for group in groups}
 
@@ -155,12 +154,12 @@ def manifest(
     named: Mapping[str, str] | None = None,
     short: int | None = 0,
 ) -> tuple[dict[str, Any], list[Group]]:
-    """The manifest of an iteration, and the groups that it takes, by slot: of those that are needed the first
-    by (epoch, rank, part).
+    """The manifest of an iteration, and its groups by slot. It takes the needed groups that come first by
+    (epoch, rank, part).
 
-    `named` holds the checksums of the parts that nodes have vouched for: a listing may still lack them.
-    `short`: how many of the needed groups the nodes say they could not make; Incomplete if more are missing.
-    None: whatever is finished will do, and damaged parts are left as they are.
+    `named` holds the checksums of the parts that nodes have named; a listing may still lack these parts.
+    `short` is how many needed groups the nodes could not make; Incomplete if more are missing. With None any
+    number may be missing, and damaged parts stay where they are.
     """
     entries: list[dict[str, Any]] = []
     groups: list[Group] = []
@@ -203,7 +202,7 @@ def _mean_reward(group: Group) -> float | None:
 
 
 def _figures(samples: list[Sample]) -> dict[str, float | None]:
-    """What the metrics line says of the samples."""
+    """The figures of the samples for the metrics line."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     cut = sum(sample.finish_reason == "length" for sample in samples)
     return {
@@ -214,7 +213,7 @@ def _figures(samples: list[Sample]) -> dict[str, float | None]:
 
 
 def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
-    """The groups that a manifest names, by slot; Incomplete if a part is gone or altered."""
+    """Read the groups that a manifest names, by slot. Raises Incomplete if a part is missing or altered."""
     groups: list[Group] = []
     for entry in manifest["parts"]:
         path = directory / entry["file"]
@@ -235,10 +234,8 @@ def _by_slot(groups: Iterable[Group]) -> list[Group]:
 
 
 def publish_manifest(path: Path, document: Mapping[str, Any], groups: Iterable[Group]) -> None:
-    """Create the manifest, and groups.jsonl with its groups beside it. A manifest that is there already is
-    adopted.
-
-    groups.jsonl comes first: so no manifest is without it, wherever its maker dies.
+    """Create the manifest, and groups.jsonl with its groups beside it. A manifest that is already there is
+    adopted. groups.jsonl comes first, so that every manifest has one even if the process dies in between.
     """
     _publish_for_people(path.with_name(GROUPS), document, groups)
     if not files.create_once(path, json.dumps(document).encode()):

@@ -1,4 +1,4 @@
-"""What a run has published: policies, manifests, metrics; so every start sees the same."""
+"""Read what a run has published: policies, manifests, metrics."""
 
 import hashlib
 import json
@@ -11,16 +11,16 @@ from rollout.storage import files
 from trainer.documents import DamagedDocument, TrainResult
 
 RESULT = "result.json"
-"""Written last into a checkpoint: what it holds, with checksums."""
+"""The file that is written last into a checkpoint: it lists the files with checksums."""
 
 
 class Incomplete(RuntimeError):
-    """An output that should be there is missing or damaged; the text names it."""
+    """An output that should be there is missing or damaged; the message names it."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model directory and the digest of its weights; iteration 0 is the model that the run started from."""
+    """A model directory and the digest of its weights. Iteration 0 is the model that the run started from."""
 
     iteration: int
     directory: Path
@@ -28,7 +28,7 @@ class Policy:
 
 
 def names(directory: Path) -> list[str]:
-    """The names in `directory`; none if it is not there."""
+    """The names in `directory`; empty if it does not exist."""
     try:
         return files.listing(directory)
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def names(directory: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The document at `path`, or None if it is missing or torn. Lists first, for negative caches."""
+    """The document at `path`; None if it is missing or torn. Lists first: clients cache missing names."""
     if path.name not in names(path.parent):
         return None
     try:
@@ -47,10 +47,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, by iteration: of an iteration and kind the first one, and whole ones only.
-
-    It is the one file that is appended to, so a master that was stopped in doing so can add a second line
-    when it wakes.
+    """The whole lines of metrics.jsonl, by iteration. Of an iteration and kind only the first line is taken:
+    a master that was suspended while it appended a line may append it again.
     """
     if run_dir.metrics.name not in names(run_dir.root):
         return []
@@ -66,7 +64,7 @@ def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def read_manifest(run_dir: RunDir, kind: Kind, iteration: int) -> dict[str, Any] | None:
-    """The manifest of an iteration, or None."""
+    """The manifest of an iteration; None if it is missing or torn."""
     return read_json(run_dir.manifest(kind, iteration))
 
 
@@ -76,7 +74,7 @@ def manifest_digest(run_dir: RunDir, iteration: int) -> str:
 
 
 def checkpoints(run_dir: RunDir) -> list[int]:
-    """Iterations that have a published checkpoint, in order."""
+    """The iterations that have a published checkpoint, in order."""
     found = (parse_iteration_name(name) for name in names(run_dir.checkpoints))
     return sorted(iteration for iteration in found if iteration is not None)
 
@@ -93,7 +91,7 @@ def latest_before(run_dir: RunDir, iteration: int) -> int:
 
 
 def read_result(directory: Path) -> TrainResult:
-    """result.json of a checkpoint or staging directory; Incomplete says what is wrong with it."""
+    """Read result.json of a checkpoint or staging directory. Incomplete says what is wrong."""
     if RESULT not in names(directory):
         raise Incomplete(f"{directory} has no {RESULT}: it was not finished")
     try:
@@ -103,7 +101,7 @@ def read_result(directory: Path) -> TrainResult:
 
 
 def verify_checkpoint(directory: Path) -> TrainResult:
-    """The result, after every file it names was found with its size and checksum; Incomplete otherwise."""
+    """The result, after size and checksum of every file in it were verified. Raises Incomplete."""
     result = read_result(directory)
     found = {
         f"{prefix}{name}": facts
@@ -118,7 +116,7 @@ def verify_checkpoint(directory: Path) -> TrainResult:
 
 
 def complete_staging(run_dir: RunDir, iteration: int) -> Path | None:
-    """A staging directory of `iteration` whose result is there, of the newest epoch; None without one."""
+    """The newest staging directory of `iteration` that has a result; None if there is none."""
     staged = sorted(
         (entry[1], name)
         for name in names(run_dir.checkpoints)

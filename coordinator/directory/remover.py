@@ -1,4 +1,4 @@
-"""Removes beside the run what has lost its name: a filesystem takes its time over a large file."""
+"""Remove renamed directories in a thread beside the run: filesystems are slow to remove a large file."""
 
 import logging
 import threading
@@ -14,15 +14,15 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Remover:
-    """One thread at most, which ends with its directories."""
+    """Removes directories in one thread, which ends when they are gone."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._directories: Sequence[Path] = ()
 
     def remove(self, directories: Sequence[Path], check: Callable[[], None]) -> None:
-        """Begin to remove them with all below them, once those from before are gone: a filesystem that is
-        slower than the run holds it up, rather than fill. `check` is called meanwhile, and may raise.
+        """Wait until the earlier directories are gone, then begin to remove these. So a slow filesystem slows
+        the run down, and does not fill up. `check` is called while it waits, and may raise.
         """
         while not self._is_done(POLL_S):
             check()
@@ -32,7 +32,7 @@ class Remover:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait until they are gone, for a while."""
+        """Wait at most CLOSE_TIMEOUT_S until they are gone."""
         if not self._is_done(CLOSE_TIMEOUT_S):
             log.warning(
                 "%s was not removed within %g s; what is left of it goes when the run goes on, or with rm -r",

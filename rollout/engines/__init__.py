@@ -1,1 +1,1 @@
-"""Engines: the client, the administration of a server, its command line, model directories."""
+"""Engines: the client of a server, its administration, its command line, directories of weights."""

@@ -1,6 +1,6 @@
-"""The administrator of a server that generates: its health, its weights, its memory.
+"""Administer a server that generates: its health, its weights, its memory.
 
-The paths are those that vLLM opens under VLLM_SERVER_DEV_MODE=1; the embedded server has them too.
+It uses paths that vLLM has with VLLM_SERVER_DEV_MODE=1; the embedded server has them too.
 """
 
 import http.client
@@ -15,26 +15,26 @@ from rollout.engines.client import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, 
 from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, tensor_names
 
 LOADING = "loading"
-"""The weight version of an engine whose weights are being replaced; no policy has it as its digest."""
+"""The weight version of an engine whose weights are being replaced. No policy has this digest."""
 DROPPED = "dropped"
 """The weight version of an engine that sleeps without its weights."""
 PROBE = "probe.json"
-"""Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, what `prompt_logprobs` must be."""
+"""Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, the right `prompt_logprobs`."""
 
 _ADAPTER = "policy-"
 
 
 def adapter_name(digest: str) -> str:
-    """The model that a request names to be answered by the adapter of this policy, and by no other."""
+    """The model name in a request that only the adapter of this policy answers."""
     return f"{_ADAPTER}{digest}"
 
 
 class EngineDead(EngineError):
-    """The server answers, but what generates behind it has ended (503)."""
+    """The server answers, but its engine has ended (503)."""
 
 
 class EngineAdmin:
-    """The engine's health and weights; plain blocking calls, each with a timeout. Raises EngineError."""
+    """Administers one engine by blocking calls, each with a timeout. Raises EngineError."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class EngineAdmin:
         timeout_s: float = 30.0,
         drain_timeout_s: float = 1800.0,
     ) -> None:
-        """`after_reload`: as rollout.engines.servers.Server has it; `timeout_s`: of a quick call;
-        `drain_timeout_s`: of those that wait for running requests or move weights.
+        """`after_reload`: as in rollout.engines.servers.Server. `timeout_s`: of a quick call.
+        `drain_timeout_s`: of a call that waits for running requests or moves weights.
         """
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme != "http" or not parts.hostname:
@@ -58,11 +58,11 @@ class EngineAdmin:
         self._drain_timeout_s = drain_timeout_s
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether the engine answers that it is well."""
+        """Whether the engine answers that it works."""
         return self.health(timeout_s) is True
 
     def health(self, timeout_s: float = 5.0) -> bool | None:
-        """True: it is well; False: it says that it is dead, and does not come back; None: no such answer."""
+        """True: it works. False: it says that it is dead, and will not come back. None: it says neither."""
         try:
             self._call("GET", "/health", timeout_s=timeout_s)
         except EngineDead:
@@ -72,8 +72,8 @@ class EngineAdmin:
         return True
 
     def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
-        """Wait until the engine answers; EngineError after `timeout_s`, or once `alive()` says its process is
-        gone.
+        """Wait until the engine answers. Raises EngineError after `timeout_s`, or when `alive()` says that
+        its process is gone.
         """
         give_up_at = time.monotonic() + timeout_s
         pause_s = FIRST_RETRY_S
@@ -88,33 +88,33 @@ class EngineAdmin:
             pause_s = min(1.2 * pause_s, LONGEST_RETRY_S)
 
     def policy(self) -> str | None:
-        """The weight version: the digest given at the last reload; None while weights are being replaced, or
-        after that has failed, or when they were dropped.
+        """The digest given at the last reload. None while weights are being replaced, after that has failed,
+        or when they were dropped.
         """
         version = self._version()
         return None if version in (LOADING, DROPPED) else version
 
     def name_policy(self, digest: str) -> None:
-        """Say which policy the weights are that the engine was started with."""
+        """Set the digest of the weights that the engine was started with."""
         self._set_version(digest)
 
     def reload(
         self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
     ) -> None:
-        """Replace the weights by those of a model directory; from then on `policy()` is `digest`.
+        """Replace the weights by those of a model directory. From then on `policy()` is `digest`.
 
-        The files are verified first, against the tensors (names and shapes) of the model directory `like` if
-        given, since vLLM accepts a directory with tensors missing and then generates garbage; WeightsError
-        leaves the engine as it was, serving. An EngineError may leave it with half of the weights: it stays
-        paused and has no policy, so that it cannot serve them. Reload a good checkpoint, or restart it. A
-        sleeping engine is woken.
+        The files are verified first. If `like` is given, they must have the tensors (names and shapes) of
+        that model directory: vLLM accepts a directory that lacks tensors, and then generates garbage. After a
+        WeightsError the engine serves as before. After an EngineError it may have half of the weights: it
+        stays paused and has no policy, so that it cannot serve them. Then reload a good checkpoint, or
+        restart it. A sleeping engine is woken.
         """
         if is_adapter(path):
             raise WeightsError(f"{os.fspath(path)}: is an adapter, not a whole model; load its model first")
         _check(path, like)
         asleep = self.is_sleeping()
-        # vLLM calls a paused engine asleep too, and waking it would resume it: not one with half of the
-        # weights, which an earlier reload has left paused.
+        # For vLLM a paused engine sleeps too, and waking would resume it. So do not wake an engine that a
+        # failed reload left paused with half of the weights.
         if asleep and self._version() != LOADING:
             self.wake("weights")
         self._admin("/pause?mode=wait")
@@ -124,11 +124,11 @@ class EngineAdmin:
             self._admin("/collective_rpc", reload_weights)
             for method in self._after_reload:
                 self._admin("/collective_rpc", {"method": method})
-            # Without it vLLM goes on with keys and values of the old weights: wrong outputs, no error.
+            # Else vLLM goes on with keys and values of the old weights: wrong outputs, without an error.
             if not self._admin("/reset_prefix_cache").get("success", True):
                 raise EngineError("the prefix cache was not reset: requests are still running")
             if asleep:
-                self.wake("kv_cache")  # which resumes vLLM, so it comes last
+                self.wake("kv_cache")  # last, because it resumes vLLM
         except EngineError as error:
             raise EngineError(
                 f"loading {os.fspath(path)} into {self._base_url} failed, it stays paused; "
@@ -140,11 +140,11 @@ class EngineAdmin:
     def load_adapter(
         self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
     ) -> None:
-        """Serve an adapter to the engine's model, under `adapter_name(digest)`, in the place of any adapter
-        before it; from then on `policy()` is `digest`. The files are verified first, as by `reload`.
+        """Serve an adapter of the engine's model as `adapter_name(digest)`, in place of any earlier adapter.
+        From then on `policy()` is `digest`. The files are verified first, as by `reload`.
 
-        WeightsError, or EngineError where the engine refuses it, leaves what was served before. A sleeping
-        engine is woken; one whose weights are not whole has to `reload` its model first.
+        After a WeightsError, or an EngineError because the engine refuses the adapter, it serves as before. A
+        sleeping engine is woken. An engine whose weights are not whole must `reload` its model first.
         """
         if not is_adapter(path):
             raise WeightsError(f"{os.fspath(path)}: is a whole model, not an adapter")
@@ -158,7 +158,7 @@ class EngineAdmin:
         try:
             body = {"lora_name": name, "lora_path": os.fspath(path), "load_inplace": True}
             self._adapters("/v1/load_lora_adapter", body)
-            # vLLM's prefix cache knows adapters by name and path, which are the same if it is loaded again.
+            # vLLM's prefix cache knows an adapter by name and path, also after it was loaded again.
             if not self._admin("/reset_prefix_cache").get("success", True):
                 raise EngineError("the prefix cache was not reset: requests are still running")
             for model in self._get("/v1/models", "data"):
@@ -169,28 +169,27 @@ class EngineAdmin:
             self._admin("/resume")
 
     def sleep(self, level: int) -> None:
-        """Free the accelerator's memory: 1 keeps the weights in host memory, 2 drops them. Running requests
-        end first.
+        """Free the accelerator's memory. Level 1 keeps the weights in host memory, level 2 drops them.
+        Running requests end first.
         """
         if level == 2:
-            self._set_version(DROPPED)  # waking alone brings no weights back: nothing says so otherwise
+            self._set_version(DROPPED)  # waking does not bring them back, and the engine does not say so
         self._admin(f"/sleep?level={level}&mode=wait")
 
     def wake(self, *tags: str) -> None:
-        """Undo sleep, for `weights` or `kv_cache` alone if named."""
+        """Undo sleep; only for `weights` or `kv_cache` if named."""
         self._admin("/wake_up" + "".join(f"{'&' if n else '?'}tags={tag}" for n, tag in enumerate(tags)))
 
     def is_sleeping(self) -> bool:
-        """Whether it sleeps, in whole or in part; to vLLM a paused engine does too."""
+        """Whether it sleeps, in whole or in part. For vLLM a paused engine sleeps too."""
         return bool(self._get("/is_sleeping", "is_sleeping"))
 
     def prompt_logprobs(
         self, token_ids: Sequence[int], replica: int = 0, *, model: str | None = None
     ) -> list[float]:
-        """Natural logprobs, at temperature 1, of `token_ids[1:]`, each after all before it.
+        """Natural logprobs, at temperature 1, of `token_ids[1:]`, each given all tokens before it.
 
-        `replica`: which of the copies of the model behind a data-parallel server is asked; `model`: the name
-        of an adapter.
+        `replica`: which copy of the model in a data-parallel server to ask. `model`: the name of an adapter.
         """
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         if model is not None:
@@ -229,7 +228,7 @@ class EngineAdmin:
         return self._call("POST", path, body, timeout_s=self._drain_timeout_s)
 
     def _adapters(self, path: str, body: dict[str, Any]) -> None:
-        """A call that vLLM has only if it was started for it, and answers with plain text."""
+        """Make a call that vLLM has only if it was started for adapters, and answers with plain text."""
         status, data = self._send("POST", path, body, timeout_s=self._drain_timeout_s)
         if status >= 400:
             raise EngineError(
@@ -239,7 +238,7 @@ class EngineAdmin:
             )
 
     def _call(self, method: str, path: str, *request: Any, **settings: Any) -> dict[str, Any]:
-        """As `_send`; the answer's JSON, or EngineError."""
+        """Send a request as `_send` does; return the answer's JSON, or raise EngineError."""
         status, data = self._send(method, path, *request, **settings)
         if status == 404:
             raise EngineError(
@@ -256,7 +255,7 @@ class EngineAdmin:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """The status of the answer and its body; EngineDead for 503."""
+        """The status and body of the answer. Raises EngineDead for 503."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:

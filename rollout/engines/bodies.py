@@ -1,4 +1,4 @@
-"""JSON bodies of requests to a server of completions, checked; and the body that tells an error."""
+"""Parse the JSON bodies of requests to a server; build the body of an error."""
 
 from typing import Any, TypeVar
 
@@ -6,21 +6,31 @@ from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
 
 
 class BadRequest(ValueError):
-    """A request to be answered with 400 and this message."""
+    """The request is answered with 400 and this message."""
 
 
 class Body(BaseModel):
-    """A JSON body; as in vLLM, unknown fields are let pass."""
+    """A JSON body. Unknown fields are accepted, as in vLLM."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     model: StrictStr | None = None
+
+
+class GenerationBody(Body):
+    """A body that asks for generated text."""
+
+    stop: StrictStr | list[StrictStr] | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse_body(kind: type[AnyBody], data: bytes) -> AnyBody:
-    """A request's body; BadRequest with the field and the reason."""
+    """Parse a request's body. BadRequest names the field and the reason."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:

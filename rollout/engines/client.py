@@ -1,4 +1,4 @@
-"""A server that generates, seen by who generates: a client for completions.
+"""The client that asks a server for completions.
 
 Both servers, vLLM and the embedded one, speak the OpenAI completions API with token ids.
 """
@@ -19,25 +19,25 @@ _EXCERPT = 500
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
 _FAILING_S = 60.0
-"""For how long an engine may answer with errors: one that dies does so before its process is gone (vLLM's
-front end for 8 s after its engine core, longer on a busy machine)."""
+"""How long an engine may answer with errors. One that dies does so until its process ends (vLLM's front end
+for 8 s after its engine core, longer on a busy machine)."""
 
 
 class EngineError(RuntimeError):
-    """The engine failed: it is not there, does not answer in time, or answers with an error."""
+    """The engine failed: it is gone, does not answer in time, or answers with an error."""
 
 
 class RequestRefused(EngineError):
-    """The engine is well, but this request is not (400, 413, 422): its prompt is too long, say."""
+    """The engine works but refuses this request (400, 413, 422), e.g. because its prompt is too long."""
 
 
 class AdapterMissing(EngineError):
-    """The engine has no such adapter (404): one that was started anew gets it in a moment."""
+    """The engine has no such adapter (404). An engine that has just restarted will get it soon."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled. `seed`: completion j of `n` is drawn with seed + j; None: any."""
+    """How completions are sampled. Completion j of `n` is drawn with `seed` + j; None: with any seed."""
 
     n: int = 1
     max_tokens: int = 16
@@ -49,7 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion; `logprobs`: natural, one for each of `token_ids`, of the distribution sampled from."""
+    """One completion. `logprobs`: natural, one for each of `token_ids`, in the distribution sampled from."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -59,10 +59,10 @@ class Completion:
 
 
 class EngineClient:
-    """Completions over HTTP, as many at once as are asked for. An async context manager; one event loop only.
+    """Asks for completions over HTTP, without a limit. An async context manager, for one event loop.
 
-    A connection that is refused or breaks is tried again until `retry_s` has passed since it began to fail
-    (a server may be restarting): with a seed the answer is the same, so a repeat does no harm.
+    If a connection is refused or breaks, the request is repeated until `retry_s` has passed since the first
+    failure (a server may be restarting). With a seed the answer is the same, so a repeat does no harm.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EngineClient:
         request_timeout_s: float = 1800.0,
         retry_s: float = 10.0,
     ) -> None:
-        """`model`: the adapter that is asked (rollout.engines.admin.adapter_name); None: the model itself."""
+        """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself."""
         self._base_url = base_url.rstrip("/")
         self._model = model
         self._request_timeout_s = request_timeout_s
@@ -81,7 +81,7 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        import aiohttp  # here, because it takes 0.15 s and `run --help` imports this module too
+        import aiohttp  # here, because it takes 0.15 s and `run --help` imports this module
 
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -118,8 +118,8 @@ class EngineClient:
         return completions
 
     async def tokenize(self, text: str | Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of chat messages (through the chat template, with the generation prompt), or of plain
-        text that continues something (no special tokens are added).
+        """Token ids of chat messages (through the chat template, with the generation prompt), or of a text
+        that continues another one (without special tokens).
         """
         if isinstance(text, str):
             body: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
@@ -128,8 +128,8 @@ class EngineClient:
         return await self._tokenize(body)
 
     async def tokenize_whole(self, text: str | Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a sequence that nothing is to follow: chat messages without the generation prompt, or
-        plain text with the special tokens of a sequence, as `generate` reads a text.
+        """Token ids of a whole sequence: chat messages without the generation prompt, or a text with special
+        tokens, as `generate` reads it.
         """
         if isinstance(text, str):
             return await self._tokenize({"prompt": text, "add_special_tokens": True})
@@ -154,10 +154,10 @@ class EngineClient:
                 raise EngineError(f"POST {url}: no answer within {self._request_timeout_s:g} s") from error
             except RequestRefused:
                 raise
-            except (aiohttp.ClientError, EngineError) as error:  # the latter: it answers 500 while it dies
+            except (aiohttp.ClientError, EngineError) as error:  # EngineError: it answers 500 while it dies
                 now_s = time.monotonic()
                 answers = isinstance(error, EngineError)
-                was_well = not answers and now_s - started_s > LONGEST_RETRY_S  # it had taken the request
+                was_well = not answers and now_s - started_s > LONGEST_RETRY_S  # it had accepted the request
                 if failing_since_s is None or was_well:
                     pause_s, failing_since_s = FIRST_RETRY_S, now_s
                 fails = answers and not isinstance(error, AdapterMissing)
@@ -192,8 +192,8 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[
         "seed": sampling.seed,
         "logprobs": 0,
         "return_token_ids": True,
-        # vLLM takes what a request leaves open from the model's generation_config.json, and e.g. Qwen2.5
-        # ships a repetition penalty there: the logprobs would be of another policy than the trainer's.
+        # vLLM takes missing values from the model's generation_config.json. That of Qwen2.5 e.g. has a
+        # repetition penalty, so the logprobs would be of another policy than the trainer's.
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
@@ -210,12 +210,12 @@ def _completion(choice: dict[str, Any]) -> Completion:
 
 
 def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
-    """The JSON of an answer; RequestRefused or another EngineError where it is none, or says no."""
+    """The JSON of an answer. Raises RequestRefused or another EngineError if it is an error or no JSON."""
     if status >= 400:
         kind = RequestRefused if status in (400, 413, 422) else EngineError
         raise kind(f"{call}: {status}: {excerpt(data)}")
     try:
-        # Pydantic's is twice as fast as json.loads.
+        # Twice as fast as json.loads.
         answer = from_json(data.decode(errors="replace")) if data else {}
     except ValueError as error:
         raise EngineError(f"{call}: {status}, but no JSON: {excerpt(data)}") from error

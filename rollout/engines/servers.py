@@ -1,4 +1,4 @@
-"""Which server generates, and how it is started: its command line and environment. Imports no server."""
+"""Choose the server that generates, and build its command line and environment. Imports no server."""
 
 import importlib.metadata
 import json
@@ -20,10 +20,10 @@ ON_CPU: dict[str, Any] = {
     # With it 0.32 dies ("CPU Generator does not use offset") when it splits a prompt that has a seed.
     "enable-chunked-prefill": False,
 }
-"""What vLLM needs where there is no GPU. Its own cache of keys and values would take nine tenths of the
-machine's memory, and leave nothing to the trainer or a second node; VLLM_CPU_KVCACHE_SPACE overrides ours."""
+"""Arguments that vLLM needs without a GPU. By default its cache of keys and values takes nine tenths of the
+machine's memory, and leaves none to the trainer or a second node; VLLM_CPU_KVCACHE_SPACE overrides this."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as --max-lora-rank."""
+"""Values that vLLM accepts as --max-lora-rank."""
 REFUSED = {
     "model": "the engine serves the run's policy; give --model",
     "host": "the server has no authentication, it listens on 127.0.0.1",
@@ -33,33 +33,33 @@ REFUSED = {
     "headless": "nobody could ask it",
     "tensor-parallel-size": "the number of replicas follows from it; give engine.tensor_parallel_size",
 }
-"""Arguments of vLLM that are not the user's to set, and why."""
+"""Arguments of vLLM that the user cannot set, and why."""
 
 
 class ServerSettingError(ValueError):
-    """No server can be started with these settings on this machine: one line, with what to do."""
+    """No server can be started with these settings on this machine; one line says what to do."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """How a server is started, and what it is once it runs."""
+    """How a server is started, and its properties."""
 
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict[str, str])
-    """Beside the environment that it inherits."""
+    """Variables beside the environment that it inherits."""
     on_gpu: bool = False
-    """Whether it holds memory of a GPU, which sleeping frees."""
+    """Whether it holds GPU memory, which sleeping frees."""
     replicas: int = 1
-    """Copies of the model in it, each with weights of its own."""
+    """How many copies of the model it holds, each with its own weights."""
     after_reload: tuple[str, ...] = ()
-    """Methods of its workers that have to follow a reload of weights (rollout.engines.vllm_worker)."""
+    """Methods of its workers to call after a reload of weights (rollout.engines.vllm_worker)."""
 
 
 def server_kind(settings: EngineSettings, gpus: int) -> ServerKind:
-    """The kind of server that a node with so many GPUs starts.
+    """The kind of server that a node with this number of GPUs starts.
 
-    `auto` takes the distribution `vllm` where there are GPUs; another one of the module (`vllm-cpu`) serves
-    only when it is asked for.
+    `auto` takes the distribution `vllm` if there are GPUs. Another distribution of the module (`vllm-cpu`) is
+    used only if the setting asks for vLLM.
     """
     if settings.kind != "auto":
         return settings.kind
@@ -95,22 +95,22 @@ def server_command(
     gpus: int,
     lora_rank: int = 0,
 ) -> Server:
-    """A server of `model_dir` on 127.0.0.1:`port`, of a node with so many GPUs.
+    """A server of `model_dir` on 127.0.0.1:`port`, on a node with this number of GPUs.
 
-    `lora_rank`: of the adapters that it will be given, 0 for none.
+    `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters.
     """
     if server_kind(settings, gpus) == "torch":
         argv = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
         argv += ["--port", str(port), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
-        # Threads that wait sleep: spinning, they take the cores from those who ask for and use the answers.
+        # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
         return Server(argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"})
     args = {
         "host": LOOPBACK,
         "port": port,
-        # Raw ones are not of the distribution that was sampled from.
+        # Raw logprobs are not from the distribution that was sampled from.
         "logprobs-mode": "processed_logprobs",
-        # So that nothing which a request leaves open, such as a penalty or a limit on tokens, comes from
-        # the model's generation_config.json, unknown to the trainer. Its end-of-sequence ids hold anyway.
+        # Else defaults for a request, such as penalties, come from the model's generation_config.json, and
+        # the trainer does not know them. Its end-of-sequence ids hold in any case.
         "generation-config": "vllm",
         "disable-uvicorn-access-log": True,
         "tensor-parallel-size": settings.tensor_parallel_size,
@@ -121,13 +121,13 @@ def server_command(
     }
     one_process = {}
     if not gpus and args["data-parallel-size"] == settings.tensor_parallel_size == 1:
-        # Else the processes that schedule and compute would each spin on a core for the other's answer.
+        # Else the processes that schedule and compute each spin on a core, waiting for each other.
         args = {"distributed-executor-backend": "uni", **args}
         one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return Server(
         [sys.executable, "-m", *_program(os.fspath(model_dir)), *_arguments(args)],
-        # The first opens the calls that load weights, sleep and wake. A key from the user's environment
-        # would lock us out. On a CPU each server would bind its threads to the same first core.
+        # The first variable enables the calls that load weights, sleep and wake. An API key of the user's
+        # environment would refuse our requests. On a CPU all servers would bind their threads to one core.
         {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -152,14 +152,14 @@ def _for_adapters(lora_rank: int) -> dict[str, Any]:
 
 
 def _program(model_dir: str) -> list[str]:
-    """`vllm serve`; it asks for the version of the distribution `vllm`, so another one goes around it."""
+    """`vllm serve`; another distribution cannot use it, because it asks for the version of `vllm`."""
     if _is_distribution():
         return ["vllm.entrypoints.cli.main", "serve", model_dir]
     return ["vllm.entrypoints.launchers.api_server.entry", "--model", model_dir]
 
 
 def _arguments(args: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments by name as vLLM's parser takes them; one that is null is left out."""
+    """Write the arguments for vLLM's parser; those that are null are left out."""
     for name, value in args.items():
         if value is None:
             continue
@@ -176,7 +176,7 @@ def _text(value: Any) -> str:
 
 
 def _dashed(key: str) -> str:
-    """vLLM's own spelling of an argument; what follows a dot is a field of its value."""
+    """vLLM's own spelling of an argument; the text after a dot is a field of its value."""
     name, dot, field = key.partition(".")
     return name.replace("_", "-") + dot + field
 

@@ -1,19 +1,19 @@
-"""What vLLM's workers on a CPU lack for a reload in place; it runs in them (--worker-extension-cls)."""
+"""Extend vLLM's workers on a CPU for a reload in place; this runs in them (--worker-extension-cls)."""
 
 from typing import Any
 
 
 class CpuWorkerExtension:
-    """Mixed into vLLM's worker class."""
+    """Methods that vLLM adds to its worker class."""
 
     get_model: Any
 
     def repack_kept_weights(self) -> None:
-        """Pack anew what is computed with, wherever a layer keeps the weights that it was packed from.
+        """Pack the weights again in every layer that also keeps the unpacked ones.
 
-        On a CPU vLLM computes with packed copies of the weights. Its reload packs those of layers that
-        tensors were loaded for, which leaves out an output layer that is tied to the embedding: it would
-        go on with the weights of before, without an error.
+        On a CPU vLLM computes with packed copies of the weights. Its reload packs only layers that tensors
+        were loaded for. An output layer that is tied to the embedding is not among them, and would go on with
+        the old weights, without an error.
         """
         for layer in self.get_model().modules():
             if hasattr(layer, "cpu_linear") and layer.weight.numel():

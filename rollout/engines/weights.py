@@ -1,7 +1,7 @@
-"""Facts about a directory of weights, read without torch: is it whole, what is in it, which policy is it.
+"""Inspect a directory of weights without torch: whether it is whole, its tensors, its policy digest.
 
-It is a Hugging Face model directory, or an adapter's: low-rank additions to a model that lies elsewhere, as
-peft writes them. That one has an adapter_config.json and no config.json.
+It is a Hugging Face model directory, or the directory of an adapter (low-rank additions to a model in another
+directory, as peft writes them). An adapter has an adapter_config.json and no config.json.
 """
 
 import hashlib
@@ -29,25 +29,25 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightsError(ValueError):
-    """A model directory that must not be loaded; the message names the file and the reason."""
+    """A model directory must not be loaded; the message names the file and the reason."""
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether the directory holds an adapter and not a whole model. It is listed, for negative caches."""
+    """Whether the directory holds an adapter, not a whole model. Lists it: clients cache missing names."""
     names = os.listdir(path) if os.path.isdir(path) else []
     return ADAPTER_CONFIG in names and "config.json" not in names
 
 
 def check_model_dir(path: str | os.PathLike[str]) -> None:
-    """Raise WeightsError unless the directory of a model or of an adapter is whole: its configuration parses,
-    every *.safetensors file is whole (its header parses, its tensors fill the file exactly) and the index
-    file, if there is one, tells the truth. Reads headers only.
+    """Raise WeightsError unless the directory of a model or adapter is whole: its configuration parses, each
+    *.safetensors file is whole (its header parses, its tensors fill the file exactly), and the index file, if
+    there is one, matches. Reads headers only.
     """
     tensor_names(path)
 
 
 def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensor name -> (dtype as in safetensors, shape), over all files; checks as check_model_dir does."""
+    """Tensor name -> (dtype as in safetensors, shape), of all files. Checks as check_model_dir does."""
     root = Path(path)
     if not root.is_dir():
         raise WeightsError(f"{root}: is no directory; give a Hugging Face model directory")
@@ -68,7 +68,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
 
 
 def policy_digest(checksums: Mapping[str, FileFacts]) -> str:
-    """16 hex characters that name a policy: a digest over its *.safetensors files (names, contents)."""
+    """The name of a policy: 16 hex characters, a digest of its *.safetensors files (names and contents)."""
     weights = sorted(
         (name, facts["sha256"]) for name, facts in checksums.items() if name.endswith(".safetensors")
     )
@@ -90,7 +90,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The header of one safetensors file, checked against the file's size."""
+    """Read the header of a safetensors file, and check it against the file's size."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)

@@ -1,4 +1,4 @@
-"""The environment `calculator`: several turns in which the model may use a tool."""
+"""The environment `calculator`: several turns, in which the model may use a tool."""
 
 import asyncio
 import re
@@ -11,16 +11,16 @@ from rollout.trajectory import Sample
 
 OPEN, CLOSE = "<<", ">>"
 MAX_CALLS = 8
-"""Of the calculator in one sample."""
+"""How often a sample may use the calculator."""
 HINT = (
     f"You have a calculator: write an expression between {OPEN} and {CLOSE}, e.g. {OPEN}12*(3+4){CLOSE}, "
     "and its value appears behind it. Give your answer after the last use of it."
 )
 MAX_CHARACTERS = 200
 MAX_DEPTH = 20
-"""Of parentheses and signs within each other."""
+"""How deeply parentheses and signs may be nested."""
 MAX_DIGITS = 40
-"""Of a number or a value, numerator and denominator each."""
+"""Digits that the numerator and the denominator of a value may have."""
 
 _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|([-+*/()]))", re.ASCII)
 
@@ -30,12 +30,12 @@ class ExpressionError(ValueError):
 
 
 async def calculator(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
-    """The task's prompt or messages (with HINT before the first), answered `sampling.n` times by a model that
+    """Answer the task's prompt, or its messages (with HINT before the first), `sampling.n` times. The model
     may write `<<EXPRESSION>>` up to MAX_CALLS times. Each time it is interrupted, `=VALUE` and a newline are
-    appended (not trained), and it goes on in the same turn; an expression that it leaves open at its end is
-    taken as one. The reward sees what follows the last value.
+    appended (not trained), and it goes on in the same turn. An expression that is still open at the end of
+    the turn is evaluated too. The reward function gets the text after the last value.
 
-    Metric `calls`: how often the calculator was used.
+    The metric `calls` says how often the calculator was used.
     """
     async with asyncio.TaskGroup() as group:
         plays = [group.create_task(_play(_prompt(task), policy.episode(j))) for j in range(sampling.n)]
@@ -69,8 +69,8 @@ def answer(expression: str) -> str:
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of an expression of numbers, + - * / and parentheses. ExpressionError says why not, in
-    a time bounded by the limits above.
+    """The exact value of an expression of numbers, + - * / and parentheses. ExpressionError says why there is
+    none. The limits above bound the time.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ExpressionError("too long")

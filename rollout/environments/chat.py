@@ -1,4 +1,4 @@
-"""Continuing a conversation in tokens: what a chat template puts after an assistant's turn."""
+"""Continue a conversation in tokens: find what a chat template puts after an assistant's turn."""
 
 import asyncio
 import json
@@ -9,23 +9,23 @@ from typing import Any
 from rollout.engines.client import Completion, EngineClient, RequestRefused
 
 Message = dict[str, Any]
-"""`role`, `content`, and whatever else the model's chat template knows (`tool_call_id`, `name` ...)."""
+"""`role`, `content`, and other fields of the model's chat template (`tool_call_id`, `name` ...)."""
 
 
 class ChatTemplate:
-    """The chat template of the model behind an engine, used through the engine's /tokenize.
+    """The chat template of an engine's model, used through the engine's /tokenize.
 
-    A conversation that is rendered again from its messages is not the one that the model saw: templates drop
-    the reasoning of earlier turns, move the system message, trim, and text is tokenised differently from how
-    it was generated. So only new messages are rendered, behind a stand-in for all that came before.
+    A conversation that is rendered again from its messages differs from the one that the model saw. Templates
+    drop the reasoning of earlier turns, move the system message and trim; text is tokenised differently from
+    how it was generated. So only new messages are rendered, after a stand-in for the earlier ones.
     """
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._seen: dict[str, list[int]] = {}  # several samples of a group often get the same message
+        self._seen: dict[str, list[int]] = {}  # the samples of a group often get the same message
 
     async def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the beginning of a conversation, with the generation prompt. Raises RequestRefused."""
+        """Token ids that begin a conversation, with the generation prompt. Raises RequestRefused."""
         return await self._tokenize(messages, messages)
 
     async def continuation(self, messages: Sequence[Message], after: Completion) -> list[int]:
@@ -42,8 +42,8 @@ class ChatTemplate:
         return suffix[_overlap(after.token_ids, suffix) if after.finish_reason == "stop" else 0 :]
 
     async def _behind_turn(self, messages: Sequence[Message]) -> list[int]:
-        """What follows an assistant's words, whatever they are: the common end of two conversations that
-        differ in them alone. Digits, because no tokenizer merges them with a template's text.
+        """The tokens that follow any words of an assistant: the common end of two conversations that differ
+        in those words only. The words are digits: no tokenizer merges them with a template's text.
         """
         key = json.dumps(messages)
         if key not in self._seen:
@@ -67,7 +67,7 @@ class ChatTemplate:
 
 
 def _overlap(tokens: list[int], suffix: list[int]) -> int:
-    """How many of the first tokens of `suffix` stand at the end of `tokens` already."""
+    """How many of the first tokens of `suffix` already end `tokens`."""
     longest = min(len(tokens), len(suffix))
     return next((size for size in range(longest, 0, -1) if tokens[-size:] == suffix[:size]), 0)
 

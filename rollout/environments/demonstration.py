@@ -1,7 +1,7 @@
-"""The environment `demonstration`: a task and its answer as the group's one trajectory. Nothing is generated.
+"""The environment `demonstration`: its group has one sample, the task and its answer. Nothing is generated.
 
-So supervised fine-tuning is an iteration like any other: demonstrations lie in parts, are resumed, split over
-the nodes and trained on as samples are. The engine only turns text into tokens.
+So supervised fine-tuning is an iteration like any other: demonstrations are split over the nodes, written to
+parts, resumed and trained as samples are. The engine only turns text into tokens.
 """
 
 import json
@@ -21,13 +21,13 @@ from rollout.trajectory import Sample
 async def demonstration(
     task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = ()
 ) -> list[Sample]:
-    """One sample of reward 1, whatever `sampling.n`: the prompt, the answer, the end of the sequence; the
-    last two are trained. Its logprobs are 0, as no engine has sampled it.
+    """Make one sample with reward 1 (`sampling.n` is ignored): prompt, answer, end of the sequence. The last
+    two are trained. The logprobs are 0, because no engine sampled it.
 
-    The answer is the last message where that is the assistant's (rendered by the chat template), else the
-    field `answer`. What is trained begins where the tokens of the whole part from those of the prompt alone,
-    and ends with the first of the tokens `end_ids`, or with `end_ids[0]` where the template writes none.
-    Raises TaskError, which names the task, without an answer, or with one longer than `sampling.max_tokens`.
+    The answer is the last message if the assistant says it (rendered by the chat template), else the field
+    `answer`. The trained tokens begin where the tokens of the whole differ from those of the prompt alone.
+    They end with the first token in `end_ids`, or with `end_ids[0]` if the template writes none. Raises
+    TaskError, which names the task, if the answer is missing or longer than `sampling.max_tokens`.
     """
     if not end_ids:
         raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
@@ -51,14 +51,14 @@ async def demonstration(
 
 
 def check_demonstrations(tasks: TaskSet) -> None:
-    """Raise TaskError, which names the task, if one has no answer to demonstrate."""
+    """Raise TaskError, which names the task, if a task has no answer to demonstrate."""
     for task in tasks.tasks:
         _answer(task)
 
 
 def end_of_sequence(model_dir: Path) -> tuple[int, ...]:
-    """The ids of the tokens at which an engine ends a sequence of the model, its own first; none if the
-    directory names none.
+    """The ids of the tokens that end a sequence of the model, the main one first. Empty if the directory
+    names none.
     """
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
@@ -69,7 +69,7 @@ def end_of_sequence(model_dir: Path) -> tuple[int, ...]:
 
 
 def _answer(task: Task) -> str:
-    """What the task demonstrates."""
+    """The answer that the task demonstrates."""
     last: Message = task["messages"][-1] if "messages" in task else {}
     answer = str(last["content"] if last.get("role") == "assistant" else task.get("answer", ""))
     if not answer:

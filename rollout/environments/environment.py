@@ -1,6 +1,4 @@
-"""Environments: how a task becomes samples. One generation by default, or any number of turns of the user's
-own.
-"""
+"""Environments make samples of a task: by one generation, or by any number of turns."""
 
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -21,18 +19,18 @@ Environment = Callable[[Task, Policy, Sampling], Awaitable[list[Sample]]]
 
 
 class EnvironmentSettingError(ValueError):
-    """The setting `environment` names nothing usable."""
+    """The setting `environment` names no usable function."""
 
 
 async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
-    """The task's prompt, or its messages through the chat template, answered `sampling.n` times."""
+    """Answer the task's prompt, or its messages through the chat template, `sampling.n` times."""
     prompt = task["prompt"] if "prompt" in task else task["messages"]
     return [sample_of(completion) for completion in await policy.generate(prompt, n=sampling.n)]
 
 
 def serve(policy: Policy, j: int = 0) -> "Session":
-    """Sample j, played by an agent written elsewhere: `async with serve(policy, j) as session:` opens an
-    OpenAI-compatible `session.base_url`; see Session.
+    """Let another program's agent make sample j. `async with serve(policy, j) as session:` opens an
+    OpenAI-compatible server at `session.base_url`; see Session.
     """
     from rollout.environments.openai_proxy import Session  # here, because aiohttp is slow to import
 

@@ -1,13 +1,13 @@
-"""Chat completions of the OpenAI API: what is asked, and the shape of an answer. Pure."""
+"""Chat completions of the OpenAI API: check a request, build an answer. Pure."""
 
 import json
 import time
 import uuid
 from typing import Any
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt
 
-from rollout.engines.bodies import BadRequest, Body
+from rollout.engines.bodies import BadRequest, GenerationBody
 from rollout.engines.client import Completion
 from rollout.environments.chat import Message
 
@@ -21,7 +21,7 @@ IGNORED = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""How to sample: agents often say so, but the policy that is trained is the run's."""
+"""Sampling that agents often ask for; it is ignored, because the run's sampling holds."""
 
 _AS_TEXT = "describe the tools in the messages and read the calls from the text of the answer"
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -39,37 +39,32 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "the answer is text"),
     "audio": ((), "the answer is text"),
 }
-"""What would change the answer and is not there: the values (beside null) that ask for nothing, a hint."""
+"""Fields that are not supported: the values (beside null) that change nothing, and a hint."""
 
 
-class ChatBody(Body):
+class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: StrictInt | None = Field(None, ge=1)
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
-    stop: StrictStr | list[StrictStr] | None = None
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the answer at most."""
+        """The most tokens that the answer may have."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with the token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
 def check_chat(body: ChatBody) -> list[Message]:
-    """The messages, each with its content as one string and without the fields that are empty. BadRequest if
-    something is asked for that is not there: refused, not ignored.
+    """The messages, each with its content as one string and without empty fields. Raises BadRequest if the
+    request needs something that is not supported.
     """
     for name, (neutral, hint) in _UNSUPPORTED.items():
         value = (body.model_extra or {}).get(name)
@@ -101,7 +96,7 @@ def answer_body(model: str, turn: Completion) -> dict[str, Any]:
 
 
 def answer_events(model: str, turn: Completion, *, usage: bool) -> bytes:
-    """The same as server-sent events: the text in one, the end in another, the numbers if asked for."""
+    """The answer as server-sent events: the text, the end, and the token counts if asked for."""
     head = _head(model, "chat.completion.chunk")
     deltas = [({"role": "assistant", "content": turn.text}, None), ({}, turn.finish_reason)]
     chunks = [

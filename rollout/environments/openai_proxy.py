@@ -1,4 +1,4 @@
-"""The policy as an OpenAI-compatible server on loopback, for agents written elsewhere."""
+"""Serve the policy on loopback with the OpenAI API, for agents of other programs."""
 
 import asyncio
 import hashlib
@@ -19,33 +19,33 @@ from rollout.environments.policy import Episode, Policy, warn_once
 from rollout.trajectory import Sample
 
 MODEL = "policy"
-"""The one model that is listed; requests may name any."""
+"""The only model in the list; requests may name any."""
 _MAX_BODY_BYTES = 64 * 2**20
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(eq=False)
 class _Node:
-    """A reply, and with it the conversation up to it."""
+    """A reply, with the conversation before it."""
 
     episode: Episode
     replied: bool = False
     continued: int = 0
-    """By how many requests."""
+    """How many requests continue it."""
 
 
 class Session:
-    """`async with serve(policy, j) as session:` an agent talks to `session.base_url` with `session.api_key`
-    through any OpenAI client; `session.samples()` is what came of it.
+    """In `async with serve(policy, j) as session:`, an agent uses `session.base_url` and `session.api_key`
+    with any OpenAI client. Then `session.samples()` returns its conversations.
 
-    POST {base_url}/chat/completions and GET {base_url}/models; answers are text (no `tools`), streamed or
-    not. Sampling is the run's: temperature, top_p and seed of a request are ignored (a warning says so once).
-    `max_tokens` counts up to the setting, which is the budget of a conversation as in Episode; `stop` adds to
-    the setting's.
+    It serves POST {base_url}/chat/completions and GET {base_url}/models. Answers are text (no `tools`),
+    streamed or not. The run's sampling holds: temperature, top_p and seed of a request are ignored (a warning
+    says so once). `max_tokens` can only lower the setting, which is the budget of a conversation as in
+    Episode; `stop` adds to the setting's strings.
 
-    A request whose messages repeat an earlier request and its reply, and go on, continues that conversation
-    in its very tokens; any other begins a new one, with the replies in it as part of its prompt. Seeds follow
-    from the messages, so the same conversations come of it whichever of an agent's requests is faster.
+    A request that repeats the messages of an earlier request and its reply, and adds messages, continues that
+    conversation with the same tokens. Any other request begins a new conversation, and the replies in it are
+    part of its prompt. Seeds follow from the messages, so they do not depend on the speed of requests.
 
     Leaving the context cancels the requests in progress and closes the port. It raises EngineError in place
     of the agent's own error if the engine failed meanwhile.
@@ -53,9 +53,9 @@ class Session:
 
     def __init__(self, policy: Policy) -> None:
         self.base_url = ""
-        """http://127.0.0.1:PORT/v1, inside of the context."""
+        """http://127.0.0.1:PORT/v1, set inside of the context."""
         self.api_key = secrets.token_urlsafe(24)
-        """Requests must carry it, since other users of the machine reach the port too."""
+        """Requests must carry it, because other users of the machine can reach the port."""
         self._policy = policy
         self._nodes: list[_Node] = []
         self._known: dict[str, list[_Node]] = {}
@@ -85,8 +85,8 @@ class Session:
             raise self._engine_failure
 
     def samples(self) -> list[Sample]:
-        """One sample a conversation, in the order in which their last requests came. Where a conversation
-        forks, the branches share its beginning; only the first of them trains it.
+        """One sample for each conversation, in the order of their last requests. If a conversation forks, the
+        branches share its beginning, and only the first branch trains it.
         """
         samples: list[Sample] = []
         trained: set[int] = set()
@@ -107,7 +107,7 @@ class Session:
     async def _reply(
         self, messages: Sequence[Message], *, max_tokens: int | None = None, stop: Iterable[str] = ()
     ) -> Completion:
-        """What a request with these messages is answered with."""
+        """The reply to a request with these messages."""
         digests = _digests(messages)
         parent, known = self._find(digests[:-1])
         turns = parent.episode.turns if parent else []
@@ -127,7 +127,7 @@ class Session:
         return turn
 
     def _find(self, digests: Sequence[str]) -> tuple[_Node | None, int]:
-        """The longest conversation that begins the messages, and how many of them it is."""
+        """The longest known conversation that begins the messages, and how many messages it has."""
         for known in range(len(digests), 0, -1):
             if nodes := self._known.get(digests[known - 1]):
                 return min(nodes, key=lambda node: node.continued), known
@@ -169,8 +169,8 @@ class Session:
         body = parse_body(ChatBody, await request.read())
         messages = check_chat(body)
         for name in IGNORED:
-            ours = getattr(self._policy.sampling, name, 0)
-            if (body.model_extra or {}).get(name) not in (None, ours):
+            runs = getattr(self._policy.sampling, name, 0)
+            if (body.model_extra or {}).get(name) not in (None, runs):
                 warn_once(name, f"an agent asks for its own {name}: ignored, the run's sampling holds")
         turn = await self._reply(messages, max_tokens=body.limit, stop=body.stop_strings)
         if not body.stream:
@@ -189,13 +189,13 @@ async def _errors_as_openai(request: web.Request, handler: _Handler) -> web.Stre
         status, kind, message = 503, "server_error", str(error)
     except web.HTTPException as error:
         status, kind, message = error.status, "invalid_request_error", error.text or error.reason
-    # Clients would ask again, for up to a minute, an engine that was given up after retries already.
+    # The engine was already retried; without this header clients would ask it again for up to a minute.
     headers = {"x-should-retry": "false"}
     return web.json_response(error_body(message, kind, status), status=status, headers=headers)
 
 
 def _digests(messages: Sequence[Message]) -> list[str]:
-    """For each message a digest of the conversation up to it."""
+    """For each message, a digest of the conversation up to it."""
     digests, digest = [], ""
     for message in messages:
         digest = _digest(digest, message)
@@ -204,6 +204,6 @@ def _digests(messages: Sequence[Message]) -> list[str]:
 
 
 def _digest(before: str, message: Message) -> str:
-    if message["role"] == "assistant":  # agents often strip what they were given
+    if message["role"] == "assistant":  # agents often strip replies
         message = {**message, "content": str(message.get("content", "")).strip()}
     return hashlib.sha256((before + json.dumps(message, sort_keys=True)).encode()).hexdigest()

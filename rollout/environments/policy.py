@@ -1,4 +1,4 @@
-"""The model as an environment sees it: single generations, and conversations that grow token by token."""
+"""The model, as environments use it: single generations, and conversations that grow token by token."""
 
 import hashlib
 import logging
@@ -22,11 +22,11 @@ Prompt = str | Sequence[int] | Messages
 
 
 class Policy:
-    """The model, bound to one group; every call draws with a seed of its own.
+    """The model, bound to one group. Each call draws with another seed.
 
-    The first call uses the group's seed itself, so that completion j of it has seed + j; later calls hash it
-    with their number. An environment that runs its samples at the same time gives each `episode(j)` or
-    `for_sample(j)`, so that the seeds do not depend on which of them is faster.
+    The first call uses the group's seed itself, so completion j of it has seed + j. Later calls hash the seed
+    with their number. An environment that makes its samples at the same time uses `episode(j)` or
+    `for_sample(j)` for each, so that the seeds do not depend on their speed.
     """
 
     def __init__(
@@ -39,26 +39,26 @@ class Policy:
         self._template = template or ChatTemplate(client)
 
     def for_sample(self, j: int) -> "Policy":
-        """A policy for sample j alone: its first call with n=1 draws what completion j of one call for all
-        draws.
+        """A policy for sample j alone. Its first call with n=1 draws the same as completion j of one call for
+        all samples.
         """
         return Policy(self._client, self.sampling, self._seed + j, template=self._template)
 
     def derived(self, name: str) -> "Policy":
-        """A policy whose seed depends on this one's and on `name` alone, not on the calls made so far."""
+        """A policy whose seed depends only on this one's seed and on `name`, not on earlier calls."""
         seed = _hashed_seed(f"{name}/{self._seed}")
         return Policy(self._client, self.sampling, seed, template=self._template)
 
     def episode(self, j: int = 0) -> "Episode":
-        """An empty conversation, which will be sample j. Ask for each j once: equal j draw equally."""
+        """An empty conversation, which becomes sample j. Use each j once: equal j draw the same tokens."""
         return Episode(self.for_sample(j))
 
     async def generate(
         self, prompt: Prompt, *, n: int = 1, max_tokens: int | None = None, stop: Iterable[str] = ()
     ) -> list[Completion]:
-        """`n` completions of a text, of token ids, or of chat messages; `max_tokens` if fewer than the
-        setting; `stop`: strings that end it beside the setting's. Raises RequestRefused (the prompt is too
-        long, say) or another EngineError.
+        """`n` completions of a text, of token ids, or of chat messages. `max_tokens` can only lower the
+        setting; `stop` adds to the setting's strings. Raises RequestRefused (e.g. if the prompt is too long)
+        or another EngineError.
         """
         limit = self.sampling.max_tokens
         sampling = replace(
@@ -72,17 +72,17 @@ class Policy:
         return await self._client.generate(tokens_or_text, sampling)
 
     async def tokenize(self, text: str | Messages) -> list[int]:
-        """Token ids of a text that continues something (no special tokens are added), or of messages as the
-        beginning of a conversation.
+        """Token ids of a text that continues another one (without special tokens), or of messages that begin
+        a conversation.
         """
         return await self._client.tokenize(text)
 
     async def tokenize_whole(self, text: str | Messages) -> list[int]:
-        """Token ids of a text with its special tokens, or of messages that no generation is to follow."""
+        """Token ids of a text with its special tokens, or of messages without a generation prompt."""
         return await self._client.tokenize_whole(text)
 
     async def continuation(self, new: Prompt, after: Completion) -> list[int]:
-        """Token ids of what is new after a completion; see Episode.generate."""
+        """Token ids to append after a completion; see Episode.generate."""
         if _is_chat(new):
             return await self._template.continuation(new, after)
         return await self._client.tokenize(new) if isinstance(new, str) else list(new)
@@ -93,15 +93,15 @@ class Policy:
 
 
 class Episode:
-    """One conversation, append-only; it becomes one Sample.
+    """One conversation, which only grows; it becomes one Sample.
 
-    `sampling.max_tokens` (the setting rollout.max_tokens) is the budget of all its turns together.
+    All its turns together may generate `sampling.max_tokens` (the setting rollout.max_tokens).
     """
 
     def __init__(self, policy: Policy, turns: Sequence[Completion] = ()) -> None:
         self._policy = policy
         self.turns = list(turns)
-        """What was generated so far; each turn's prompt_ids hold all that came before it."""
+        """The turns generated so far; the prompt_ids of a turn hold all tokens before it."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -110,20 +110,20 @@ class Episode:
 
     @property
     def tokens_left(self) -> int:
-        """What is left of the budget of generated tokens."""
+        """How many tokens may still be generated."""
         return self._policy.sampling.max_tokens - sum(len(turn.token_ids) for turn in self.turns)
 
     async def generate(
         self, new: Prompt, *, max_tokens: int | None = None, stop: Iterable[str] = ()
     ) -> Completion:
-        """The model's next turn, after `new`: the prompt at first, later only what is to be appended to the
-        tokens so far: messages (the chat template closes the assistant's turn and opens the next), a text or
-        token ids (appended as they are). What was generated is never tokenised again.
+        """Generate the model's next turn, after `new`. At first `new` is the prompt, later only what to
+        append: messages (the chat template closes the assistant's turn and opens the next), or a text or
+        token ids (appended as they are). Generated tokens are never tokenised again.
 
-        When the budget is used up, or the engine refuses the tokens because they outgrew its context, the
-        turn is empty with finish_reason `length` and nothing is appended: a conversation that stops at
-        `length` needs no other check. Raises RequestRefused when the prompt itself is refused or the chat
-        template refuses the messages, another EngineError when the engine fails.
+        If the budget is used up, or the tokens outgrow the engine's context, the turn is empty, has the
+        finish_reason `length`, and nothing is appended. So a conversation only has to stop at `length`.
+        Raises RequestRefused if the engine refuses the prompt or the chat template refuses the messages, and
+        another EngineError if the engine fails.
         """
         if not self.turns:
             (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop)
@@ -141,8 +141,8 @@ class Episode:
         return turn
 
     def sample(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> Sample:
-        """The conversation as a sample: trained where generated; its text is the last turn's. With a `reward`
-        the reward function is not asked. ValueError before the first turn.
+        """The conversation as a sample. Generated tokens are trained; the text is the last turn's. If a
+        reward is given, the reward function is not called. Raises ValueError before the first turn.
         """
         if not self.turns:
             raise ValueError("an episode without a turn is no sample: await episode.generate(prompt) first")
@@ -156,9 +156,9 @@ class Episode:
 
 
 def sample_of(*turns: Completion) -> Sample:
-    """The sample of one completion, or of several turns: each turn's prompt is the tokens of the turn before,
-    prompt and completion, and then an observation. Observations get loss mask 0. Its text is the last turn's.
-    ValueError if a turn's prompt does not continue the turn before, i.e. text was tokenised again.
+    """The sample of one completion, or of several turns. The prompt of a turn is prompt and completion of the
+    turn before, then an observation. Observations get loss mask 0. The text is the last turn's. Raises
+    ValueError if a prompt does not continue the turn before, i.e. if text was tokenised again.
     """
     last = turns[-1]
     token_ids = last.prompt_ids + last.token_ids
@@ -182,7 +182,7 @@ def sample_of(*turns: Completion) -> Sample:
 
 
 def warn_once(kind: str, message: str) -> None:
-    """A warning, the first of its kind in this process: environments run thousands of times."""
+    """Log a warning once per kind and process: environments run thousands of times."""
     if kind not in _warned:
         _warned.add(kind)
         log.warning("%s (said once)", message)

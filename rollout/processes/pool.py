@@ -1,15 +1,15 @@
-"""A pool of processes for library code that may hang, crash or eat memory: a call that takes too long costs
-its process, and nothing else.
+"""A pool of processes for library code that may hang, crash or use up memory. A call that takes too long
+loses its process, and nothing else.
 
     node ---- socket, one line of JSON each way ---- pool_main, one for each call at a time
       \\------ pipe ---- guard: at end of file it kills the pool's process group, itself included
 
-Not concurrent.futures: its pool cannot kill what hangs, sends pickles, and imports the node's __main__ anew.
+The pool of concurrent.futures cannot kill a call that hangs, sends pickles, and imports the node's __main__.
 
 *No orphan.* The guard and the processes form a process group of their own, so that ^C does not reach them.
-The node alone holds the write end of the guard's pipe: when the node exits or is killed, however that
-happens, the guard kills the group, also what sits in C code and heeds nothing. A process that joins the group
-too late for that finds its socket at end of file and exits. Nobody has to close a pool.
+Only the node holds the write end of the guard's pipe. When the node ends in any way, the guard kills the
+group, also processes that are busy in C code. A process that joins the group too late finds its socket at end
+of file and exits. So a pool need not be closed.
 """
 
 import atexit
@@ -24,27 +24,27 @@ import threading
 from typing import Any
 
 START_TIMEOUT_S = 120.0
-"""Python's start and the import of the library, on a busy machine; it counts against no call's deadline."""
+"""How long Python and the library may take to start. It counts against no call's deadline."""
 GONE_S = 5.0
 """How long a killed process may take to vanish."""
 _GUARD = "trap '' HUP INT TERM; read -r _; kill -KILL 0"
 
 
 class CallFailed(RuntimeError):
-    """The function raised (the message is the error's type and text), could not be had, or its process was
-    killed from outside.
+    """The function raised (the message is the error's type and text), could not be loaded, or its process
+    was killed from outside.
     """
 
 
 class CallLost(RuntimeError):
-    """The function did not come back: its deadline passed, or it crashed its process. The pool goes on."""
+    """The function did not return: its deadline passed, or it crashed its process. The pool goes on."""
 
 
 class ProcessPool:
-    """Calls of one function in other processes, `size` at a time; started as they are needed and kept.
+    """Calls one function in other processes, `size` at a time. Processes start when needed, and stay.
 
-    `maker` is `module:function`, called once in each process: there it imports what it needs and returns the
-    function to call, from JSON values to a JSON value. For any thread.
+    `maker` is `module:function`. It is called once in each process: there it imports what it needs and
+    returns the function, from JSON values to a JSON value. Any thread may use the pool.
     """
 
     def __init__(self, maker: str, *, size: int | None = None) -> None:
@@ -56,10 +56,10 @@ class ProcessPool:
         self._closed = False
 
     def call(self, *arguments: Any, deadline_s: float) -> Any:
-        """What the function returns, a JSON value. Raises CallFailed; CallLost if it takes longer than
-        `deadline_s`, or crashes.
+        """The JSON value that the function returns. Raises CallFailed, or CallLost if it takes longer than
+        `deadline_s` or crashes.
         """
-        with self._places:  # those before us have deadlines too
+        with self._places:  # the calls before this one have deadlines too
             process = self._take()
             try:
                 answer = process.exchange(arguments, deadline_s)
@@ -72,7 +72,7 @@ class ProcessPool:
         return answer["value"]
 
     def close(self) -> None:
-        """Kill the processes; calls under way, and later ones, raise CallFailed."""
+        """Kill the processes. Calls under way and later ones raise CallFailed."""
         with self._lock:
             self._closed = True
             guard, self._guard = self._guard, None
@@ -92,14 +92,14 @@ class ProcessPool:
             if self._closed:
                 raise CallFailed("the pool is closed")
             if self._guard is None:
-                atexit.register(self.close)  # an orderly end reaps them, too
-            if self._guard is None or self._guard.poll() is not None:  # the latter: somebody killed it
+                atexit.register(self.close)  # so that an orderly end reaps them too
+            if self._guard is None or self._guard.poll() is not None:  # somebody killed it
                 _end(self._guard)
                 self._guard = _start_guard()
             process = _Process(self.maker, self._guard.pid)
         try:
             answer = process.exchange(None, START_TIMEOUT_S)
-        except CallLost as lost:  # no call has done it
+        except CallLost as lost:  # no call is at fault
             raise CallFailed(f"{self.maker}: a process that should run it did not start: {lost}") from None
         except BaseException:
             process.kill()
@@ -130,12 +130,12 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it was not killed while it was idle."""
+        """Whether it still runs: it may be killed while it is idle."""
         return self._process.poll() is None
 
     def exchange(self, arguments: tuple[Any, ...] | None, deadline_s: float) -> dict[str, Any]:
-        """Send the arguments (None: nothing, it is starting) and wait for the answer. CallLost or CallFailed
-        if none comes: then the process is dead.
+        """Send the arguments (None: send nothing, the process is starting) and wait for the answer. Raises
+        CallLost or CallFailed if none comes; the process is dead then.
         """
         self._channel.settimeout(deadline_s)
         try:
@@ -150,13 +150,13 @@ class _Process:
         if line.endswith(b"\n"):
             return json.loads(line)
         code = self.kill()
-        if code == -signal.SIGKILL:  # by close(), or because the machine's memory was full
+        if code == -signal.SIGKILL:  # by close(), or by the kernel because memory was full
             raise CallFailed("its process was killed")
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         raise CallLost(f"it crashed its process ({how})")
 
     def kill(self) -> int | None:
-        """End the process; its exit code, or None if it is not gone after GONE_S."""
+        """End the process. Returns its exit code, or None if it still runs after GONE_S."""
         self._process.kill()
         self._lines.close()
         self._channel.close()
@@ -177,7 +177,7 @@ def _start_guard() -> subprocess.Popen[bytes]:
 
 
 def _end(guard: subprocess.Popen[bytes] | None) -> None:
-    """Close the guard's pipe, and with it end what is in its group."""
+    """Close the guard's pipe, so that it ends its group."""
     if guard is not None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             guard.communicate(timeout=GONE_S)

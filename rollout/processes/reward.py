@@ -1,4 +1,4 @@
-"""Rewards that a library computes, in processes that may be killed (`pool`)."""
+"""Rewards that a library computes, in processes that can be killed (`pool`)."""
 
 import importlib.util
 import logging
@@ -10,15 +10,15 @@ from rollout.processes.pool import CallLost, ProcessPool
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
-"""Of one completion; a usual one takes a millisecond."""
+"""How long a completion may take; most take a millisecond."""
 
 
 class ProcessReward:
-    """A reward function: `arguments(task, completion)` are handed to the function that `maker` makes in a
-    process of the pool (`ProcessPool`), which returns the reward.
+    """A reward function that runs in a process of a pool. There, the function that `maker` makes is called
+    with `arguments(task, completion)` and returns the reward (`ProcessPool`).
 
-    A completion that takes longer than DEADLINE_S, or that crashes the process, earns 0, as in the field: it
-    is the completion that is out of bounds. `library` is what `maker` imports, `extra` what installs it.
+    A completion that takes longer than DEADLINE_S, or that crashes the process, gets 0: the completion is at
+    fault. `maker` imports `library`; the extra `extra` installs it.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ProcessReward:
         self._extra = extra
 
     def __call__(self, task: dict[str, Any], completion: str) -> float:
-        """The reward; CallFailed if the function raises. Blocks: for threads."""
+        """The reward. Blocks, so call it in a thread. Raises CallFailed if the function raises."""
         try:
             return self._pool.call(*self._arguments(task, completion), deadline_s=DEADLINE_S)
         except CallLost as lost:
@@ -44,12 +44,12 @@ class ProcessReward:
 
     @property
     def missing(self) -> str | None:
-        """What to do about the library, if it is not installed."""
+        """How to install the library; None if it is installed."""
         return missing(self._library, self._extra)
 
 
 def missing(library: str, extra: str) -> str | None:
-    """How to install `library`, if it is not there. Does not import it."""
+    """How to install `library`; None if it is installed. Does not import it."""
     if importlib.util.find_spec(library) is not None:
         return None
     return f"{library} is not installed; it is the extra {extra!r}: pip install -e '.[{extra}]'"

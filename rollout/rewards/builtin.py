@@ -1,4 +1,4 @@
-"""Rewards: a completion's score. Built-in ones, those of a library, or a function of the user's."""
+"""Rewards: score a completion by a built-in function, a library, or the user's function."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 
 Score = float | dict[str, float]
-"""A number, or a dict of numbers with `reward` among them; the others are metrics."""
+"""A number, or a dict of numbers: `reward` and any metrics."""
 RewardFunction = Callable[[Task, str], Score | Awaitable[Score]]
 """What a user writes: (task, completion) -> score, sync or async."""
 
@@ -30,7 +30,7 @@ _NUMBER = re.compile(
 
 
 class RewardSettingError(ValueError):
-    """The setting `reward` names nothing usable."""
+    """The setting `reward` names no usable function."""
 
 
 class RewardError(ValueError):
@@ -38,7 +38,7 @@ class RewardError(ValueError):
 
 
 class Reward:
-    """A resolved reward: `await reward(task, completion)` whatever the function is. `name`: for messages."""
+    """A loaded reward: `await reward(task, completion)`, also of a sync function. `name` is for messages."""
 
     def __init__(self, name: str, function: RewardFunction, *, inline: bool) -> None:
         self.name = name
@@ -67,8 +67,8 @@ def numeric(task: Task, completion: str) -> float:
 
 
 def regex(task: Task, completion: str) -> float:
-    """1 if `pattern`, a field of the task, is found anywhere in the completion (anchor it with \\A and \\Z
-    for the whole of it); without that field the answer is the pattern.
+    """1 if the pattern is found anywhere in the completion (to match all of it, anchor it with \\A and \\Z).
+    The pattern is the task's field `pattern`, or its answer if there is none.
     """
     pattern = task.get("pattern", task.get("answer"))
     if not isinstance(pattern, str):
@@ -80,7 +80,7 @@ def regex(task: Task, completion: str) -> float:
 
 
 def length(task: Task, completion: str) -> float:
-    """1 - |length - target| / target, at least 0, in characters; the target is the task's field
+    """1 - |length - target| / target, at least 0. Lengths are in characters; the target is the task's field
     `target_length`.
     """
     target = task.get("target_length")
@@ -91,7 +91,7 @@ def length(task: Task, completion: str) -> float:
 
 BUILT_IN: dict[str, RewardFunction] = {"exact": exact, "numeric": numeric, "regex": regex, "length": length}
 IN_PROCESSES: dict[str, ProcessReward] = {"math": math_reward, "reasoning_gym": gym_reward}
-"""By libraries that are extras, in processes that start with the first completion and end with the node."""
+"""Rewards of optional libraries. Their processes start with the first completion and end with the node."""
 
 
 def resolve_reward(name: str) -> Reward:
@@ -113,8 +113,8 @@ def resolve_reward(name: str) -> Reward:
 
 
 async def score(reward: Reward, task: Task, sample: Sample) -> None:
-    """Set the sample's reward, and add the reward's metrics to its own. RewardError if the function raises,
-    or returns anything but finite numbers.
+    """Set the sample's reward, and add the metrics to the sample's. Raises RewardError if the function
+    raises, or returns something other than finite numbers.
     """
     try:
         result = await reward(task, sample.text)
@@ -150,22 +150,21 @@ def _last_number(text: str) -> Decimal | None:
 
 
 async def _in_thread(function: RewardFunction, task: Task, completion: str) -> Any:
-    """Run a sync function beside the event loop. A daemon thread each, not asyncio.to_thread: the end of the
-    loop and of the process wait for the latter's threads, so one reward that hangs would keep a stopped node
-    alive.
+    """Run a sync function beside the event loop, in a daemon thread. Loop and process wait at their end for
+    the threads of asyncio.to_thread, so a reward that hangs would keep a stopped node alive.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def settle(result: Any, failure: BaseException | None) -> None:
-        if not future.done():  # else given up meanwhile
+        if not future.done():  # else the sample was given up meanwhile
             future.set_result((result, failure))
 
     def work() -> None:
         result, failure = None, None
         try:
             result = function(task, completion)
-        except BaseException as error:  # of the user's function; raised below, where it is awaited
+        except BaseException as error:  # the user's function may raise anything; it is raised again below
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(settle, result, failure)

@@ -12,20 +12,20 @@ _MATH_MARKS = ("$", "\\(", "\\[", "\\boxed", "\\begin{")
 
 
 def make_verifier() -> Callable[[str, str], float]:
-    """For the pool's processes: (answer, completion) -> 1 if the completion's final answer (the last \\boxed,
-    else the last formula or number) equals the answer, which is LaTeX, or text with LaTeX between $ or in
-    \\boxed. ValueError if the answer holds no mathematics.
+    """Make, in a process of the pool, (answer, completion) -> 1 if the completion's final answer equals the
+    answer. The final answer is the last \\boxed, else the last formula or number. The answer is LaTeX, or
+    text with LaTeX between $ or in \\boxed. If it holds no mathematics, the function raises ValueError.
     """
     from math_verify import parse, verify
 
     def parsed(text: str) -> list[Any]:
-        # The library's own timeouts are signals, which C code does not heed; here the process is killed.
+        # The library's own timeouts are signals, which do not stop C code; here the process is killed.
         return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
-    @functools.lru_cache(maxsize=1024)  # a group's samples share it
+    @functools.lru_cache(maxsize=1024)  # the samples of a group have the same answer
     def wanted(answer: str) -> list[Any]:
         is_marked = any(mark in answer for mark in _MATH_MARKS)
-        # Out of unmarked LaTeX the library would take the last number.
+        # In unmarked LaTeX the library would take the last number only.
         found = parsed(answer if is_marked else f"\\boxed{{{answer}}}")
         if not found:
             raise ValueError(f"its answer {answer!r} holds no mathematics")

@@ -2,8 +2,8 @@
 
     --tasks reasoning_gym:leg_counting,size=5000,max_animals=8+chain_sum,size=2000 --reward reasoning_gym
 
-Both run in processes of their own: generators draw on sets and global random state, which a fresh process
-without hash randomisation has the same everywhere, and some scorers evaluate what the model wrote.
+Both run in separate processes. Generators use sets and global random state, which are the same everywhere in
+a new process without hash randomisation. Some scorers evaluate what the model wrote.
 """
 
 import functools
@@ -19,19 +19,19 @@ from rollout.processes.reward import ProcessReward, missing
 
 SOURCE = "reasoning_gym:"
 GENERATE_TIMEOUT_S = 1800.0
-"""The slowest data sets take a third of a second a question."""
+"""How long generating may take: the slowest data sets take a third of a second a question."""
 HELD_OUT = 10
-"""One question in so many is evaluation's, by its hash: never training's, whatever the parameters."""
+"""One question in 10 belongs to evaluation, by its hash: with any parameters it is never trained on."""
 SYSTEM = "system"
-"""Our own parameter: the library's system prompt of that name; without it the question is all there is."""
+"""A parameter that the library does not have: the name of its system prompt. Without it there is none."""
 
 _LIBRARY = {"library": "reasoning_gym", "extra": "gym"}
 
 
 def gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
-    """The tasks of `NAME,PARAMETER=VALUE,...`, several joined by `+`: the data set's configuration with VALUE
-    in JSON or as it is; `size` (500) is the number of questions generated, for both splits together, `seed`
-    by default the run's. ValueError with the reason, in one line, what else is wrong.
+    """The tasks of `NAME,PARAMETER=VALUE,...`; `+` joins data sets. VALUE is JSON or plain text. `size` (500)
+    is the number of questions of both splits together; `seed` is the run's if it is not given. Raises
+    ValueError with the reason, in one line.
     """
     tasks: list[dict[str, Any]] = []
     for part in re.split(r"\+(?=[a-z])", text):
@@ -72,7 +72,7 @@ def _parse(part: str, seed: int) -> tuple[str, dict[str, Any]]:
     return name, config
 
 
-@functools.lru_cache(maxsize=8)  # training's and evaluation's tasks are two halves of the same questions
+@functools.lru_cache(maxsize=8)  # the tasks of training and evaluation are parts of the same questions
 def _generated(name: str, config: str) -> tuple[str | None, tuple[tuple[str, str | None], ...]]:
     if reason := missing(**_LIBRARY):
         raise ValueError(reason)
@@ -97,7 +97,7 @@ def _task(
     else:
         messages = (("system", system), ("user", question))
         task["messages"] = [{"role": role, "content": content} for role, content in messages]
-    if answer is not None:  # else many answers are right
+    if answer is not None:  # None: many answers are right
         task["answer"] = answer
     return {**task, "reasoning_gym": {"dataset": name, "config": config, "index": index}}
 
@@ -106,7 +106,7 @@ def _task(
 
 
 def make_generator() -> Callable[[str, dict[str, Any]], Any]:
-    """(name, config) -> the system prompt or None, and [question, answer or None] of all items."""
+    """Make (name, config) -> the system prompt or None, and [question, answer or None] of all items."""
     dataset = _dataset_maker()
 
     def generate(name: str, config: dict[str, Any]) -> Any:
@@ -123,9 +123,9 @@ def make_generator() -> Callable[[str, dict[str, Any]], Any]:
 
 
 def make_scorer() -> Callable[..., float]:
-    """(data set, config, index, question, tagged, completion) -> the data set's own score of the answer:
-    what stands in the last <answer> tag; unless `tagged`, the whole completion where there is none. 0 for
-    an answer that the scorer cannot read.
+    """Make (data set, config, index, question, tagged, completion) -> the data set's own score of the answer.
+    The answer is the text in the last <answer> tag. Without a tag it is the whole completion, or missing if
+    `tagged`. The score is 0 if the answer is missing or the scorer cannot read it.
     """
     from reasoning_gym.utils import extract_answer
 
@@ -175,7 +175,7 @@ def _dataset_maker() -> Callable[[str, str], Any]:
 
 
 def _item(dataset: Any, index: int) -> dict[str, Any]:
-    random.seed(index)  # of the generators that use the global one
+    random.seed(index)  # some generators use the global one
     return dataset[index]
 
 

@@ -1,5 +1,5 @@
-"""Which tasks come next: uniform, in shares of classes, or by past success. Pure, no state but what is
-handed in and out, so a resumed run goes on in the same order.
+"""Choose the next tasks: uniformly, in fixed shares of classes, or by past success. Pure: all state is handed
+in and returned, so a resumed run goes on in the same order.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import Task, TaskError, TaskSet, task_order
 
 UNSEEN_SUCCESS = 0.5
-"""A task that was never tried counts as the most instructive there is."""
+"""Assumed success of a task that was never tried: it counts as the most instructive."""
 WEIGHT_FLOOR = 0.05
-"""Of the curriculum, whose largest weight is 1: what is always or never solved is looked at now and then."""
+"""The smallest weight in a curriculum (the largest is 1): tasks always or never solved come rarely."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Drawn:
     """The tasks of an iteration."""
 
     tasks: list[int]
-    """Indices into TaskSet.tasks, in the order in which they should be begun."""
+    """Indices into TaskSet.tasks, in the order in which they are begun."""
     state: dict[str, int]
-    """How many tasks every stream has given so far: `state` for the next iteration's draw."""
+    """How many tasks each stream has given so far: `state` of the next iteration's draw."""
 
 
 def draw(
@@ -42,9 +42,9 @@ def draw(
 ) -> Drawn:
     """The next `count` tasks, by `settings.task_sampling`.
 
-    `state` is what the draw before has returned; streams of other settings keep their place in it. `deferred`
-    are tasks that were drawn and not begun: they come first, except in a curriculum, which chooses anew.
-    `success` maps a task to its mean success, 0 to 1, as far as it was tried; for the curriculum alone.
+    `state` is what the previous draw returned; it keeps the places of the streams of other settings too.
+    `deferred` are tasks that were drawn but not begun: they come first, except in a curriculum, which chooses
+    anew. `success` maps each task that was tried to its mean success, 0 to 1; only the curriculum uses it.
     Raises TaskError as `check_sampling` does.
     """
     if settings.task_sampling == "curriculum":
@@ -58,8 +58,8 @@ def draw(
 
 
 def check_sampling(tasks: TaskSet, settings: RolloutSettings) -> None:
-    """Raise TaskError, one line, if `tasks` cannot be drawn by `settings`: a task without the class's field,
-    a class without a share, a share without tasks, no share above 0.
+    """Raise TaskError, one line, if `tasks` cannot be drawn by `settings`: a task lacks the class's field, a
+    class has no share, a share has no tasks, or no share is above 0.
     """
     if settings.task_sampling == "ratio":
         _classes(tasks, settings)
@@ -71,8 +71,8 @@ def check_sampling(tasks: TaskSet, settings: RolloutSettings) -> None:
 def _ratio(
     tasks: TaskSet, settings: RolloutSettings, count: int, state: Mapping[str, int], deferred: Sequence[int]
 ) -> Drawn:
-    """Every class is an endless stream of its own. A stream belongs to the whole ratio, so that another one
-    starts with clean accounts instead of making up for what the old one did not draw.
+    """Draw each class from an endless stream of its own. A stream belongs to the whole ratio, so that another
+    ratio starts anew, and does not make up for what the old one did not draw.
     """
     classes = _classes(tasks, settings)
     shares = {name: Fraction(str(settings.ratio[name])) for name in classes}
@@ -92,11 +92,11 @@ def _ratio(
 
 
 def _interleave(shares: Mapping[str, Fraction], drawn: Mapping[str, int], count: int) -> list[str]:
-    """The classes of the next `count` draws. After N draws in all, a class with share s of the sum has been
-    drawn s N times, to within less than one.
+    """The classes of the next `count` draws. After N draws in all, a class with the share s has been drawn
+    s N times, with an error below 1.
 
-    Draw number j of a class may come at floor(j / s) and must come before ceil((j + 1) / s); the earliest
-    deadline goes first, which keeps all of them (Baruah, Cohen, Plaxton, Varvel 1996, for one processor).
+    Draw number j of a class may come at floor(j / s) and must come before ceil((j + 1) / s). The earliest
+    deadline goes first, which keeps all deadlines (Baruah, Cohen, Plaxton, Varvel 1996, for one processor).
     """
     total = sum(shares.values(), Fraction(0))
     share = {name: value / total for name, value in shares.items()}
@@ -153,11 +153,11 @@ def _class_of(task: Task, field: str) -> str:
 
 
 def _curriculum(size: int, seed: int, iteration: int, count: int, success: Mapping[int, float]) -> list[int]:
-    """Tasks whose success p varies most from sample to sample are preferred: weight 4 p (1 - p), the variance
-    of a success ("learnability", Foster et al. 2025, arXiv 2502.12272).
+    """Prefer tasks whose success p varies most from sample to sample: weight 4 p (1 - p), the variance of a
+    success ("learnability", Foster et al. 2025, arXiv 2502.12272).
 
-    Without replacement until all have come once: the `count` smallest -ln(u) / weight with u uniform
-    (Efraimidis and Spirakis 2006), hashed from seed, iteration, pass and task.
+    Draws without replacement until every task has come once: it takes the `count` smallest -ln(u) / weight,
+    where u is uniform (Efraimidis and Spirakis 2006), hashed from seed, iteration, pass and task.
     """
     p = np.full(size, UNSEEN_SUCCESS)
     p[np.fromiter(success.keys(), np.intp, len(success))] = np.fromiter(success.values(), float, len(success))

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +13,12 @@ from rollout import collect as collect_module
 from rollout.collect import Slot, Stopped, collect
 from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
 from rollout.environments.environment import single_turn
-from rollout.quota import Quota
-from rollout.rewards.builtin import Reward, RewardError, resolve_reward
+from rollout.rewards.builtin import Reward, RewardError
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, Sample
+from tests.rollout.collecting import EXACT, FakeClient, run, slots
 from tests.rollout.rollout_helpers import RunningServer, serving
-
-EXACT = resolve_reward("exact")
-
-
-class FakeClient(EngineClient):
-    """Answers every prompt with its own text after `delay_s`; keeps count of the samples in flight."""
-
-    def __init__(
-        self, *, delay_s: float = 0.001, fail: Callable[[str], Exception | None] = lambda _: None
-    ) -> None:
-        super().__init__("http://127.0.0.1:1")
-        self.delay_s, self.fail = delay_s, fail
-        self.in_flight = self.most_in_flight = 0
-        self.cancelled = 0
-
-    async def generate(self, prompt: Any, sampling: Sampling) -> list[Completion]:
-        self.in_flight += sampling.n
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        try:
-            await asyncio.sleep(self.delay_s)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.in_flight -= sampling.n
-        if error := self.fail(prompt):
-            raise error
-        return [Completion([3], [4], [-0.5], prompt, "stop") for _ in range(sampling.n)]
-
-
-def slots(count: int) -> list[Slot]:
-    return [
-        Slot(i, {"id": f"t{i}", "prompt": f"p{i}", "answer": f"p{i}"}, seed=100 * i) for i in range(count)
-    ]
-
-
-def run(
-    client: EngineClient, work: list[Slot], settings: dict[str, Any] | None = None, **changes: Any
-) -> tuple[list[Group], BaseException | None]:
-    """The groups handed over, and what the collection raised; the loop must be left without a task."""
-    groups: list[Group] = []
-    arguments: dict[str, Any] = {
-        "client": client,
-        "environment": single_turn,
-        "reward": EXACT,
-        "sampling": Sampling(n=4),
-        "settings": RolloutSettings(**{"concurrency": 16, "group_timeout_s": 30.0, **(settings or {})}),
-        "on_group": groups.append,
-        "stop": threading.Event(),
-        **changes,
-    }
-
-    async def main() -> BaseException | None:
-        failure: BaseException | None = None
-        try:
-            await collect(work, **arguments)
-        except Exception as error:
-            failure = error
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return failure
-
-    return groups, asyncio.run(main())
 
 
 def test_every_slot_becomes_one_scored_group() -> None:
@@ -193,92 +130,6 @@ def test_reward_that_an_environment_has_set_stays() -> None:
 
     groups, _ = run(FakeClient(), slots(1), environment=half)
     assert [sample.reward for sample in groups[0].samples] == [0.25, 1.0, 1.0, 1.0]
-
-
-def collected(
-    work: list[Slot], settings: dict[str, Any], **changes: Any
-) -> tuple[dict[int, Group], int, list[str]]:
-    """The groups by slot, how many are short, and the tasks that were begun, in order."""
-    groups: list[Group] = []
-    begun: list[str] = []
-
-    async def timed(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
-        begun.append(task["id"])
-        await asyncio.sleep(task.get("takes_s", 0))
-        samples = await single_turn(task, policy, sampling)
-        samples[0].reward = task.get("first_reward", 0.5)  # the others get 1
-        return samples
-
-    async def main() -> int:
-        return await collect(
-            work,
-            client=FakeClient(),
-            environment=timed,
-            reward=EXACT,
-            sampling=Sampling(n=2),
-            settings=RolloutSettings(**settings),
-            on_group=groups.append,
-            stop=threading.Event(),
-            **changes,
-        )
-
-    short = asyncio.run(main())
-    assert len({group.slot for group in groups}) == len(groups)
-    return {group.slot: group for group in groups}, short, begun
-
-
-def with_fields(work: list[Slot], numbers: set[int], **fields: Any) -> list[Slot]:
-    """The slots, with further fields in the tasks of some."""
-    for slot in work:
-        slot.task.update(fields if slot.number in numbers else {})
-    return work
-
-
-def test_after_the_threshold_the_rest_have_the_grace_period_and_are_given_up_then() -> None:
-    work = with_fields(slots(10), {3, 7}, takes_s=60)
-    work = with_fields(work, {5}, takes_s=0.1)
-    settings = {"concurrency": 20, "completion_threshold": 0.7, "grace_period_s": 1.0}
-    started_s = time.monotonic()
-    groups, short, _ = collected(work, settings)
-    assert time.monotonic() - started_s < 30
-    assert {slot for slot, group in groups.items() if group.given_up} == {3, 7}
-    assert groups[3].samples == [] and "not finished 1 s after 8 of 10" in str(groups[3].given_up)
-    assert short == 0 and set(groups) == set(range(10))
-
-
-def test_slots_that_were_not_begun_when_the_grace_period_ends_are_short_not_given_up() -> None:
-    work = with_fields(slots(4), {2}, takes_s=60)
-    settings = {"concurrency": 2, "completion_threshold": 0.5, "grace_period_s": 0.1}
-    groups, short, begun = collected(work, settings)
-    assert begun == ["t0", "t1", "t2"]
-    assert {slot: bool(group.given_up) for slot, group in groups.items()} == {0: False, 1: False, 2: True}
-    assert short == 1
-
-
-def test_over_sampling_keeps_the_first_groups_and_drops_the_rest_without_a_trace() -> None:
-    quota = Quota(6, 9)
-    work = with_fields(slots(9), {0, 4}, takes_s=60)
-    groups, short, begun = collected(
-        work, {"concurrency": 40, "over_sample": 1.5}, needed=6, counts=quota.counts
-    )
-    assert len(begun) == 9
-    assert len(groups) == 6 and not {0, 4} & set(groups) and short == 0
-
-
-def test_group_without_variance_is_replaced_and_no_more_are_begun_than_are_needed() -> None:
-    quota = Quota(4, 12, replace_flat=True)
-    work = with_fields(slots(12), {1, 3, 4}, first_reward=1.0)  # as the others of its group
-    groups, short, begun = collected(work, {"concurrency": 8}, needed=4, counts=quota.counts)
-    assert begun == [f"t{number}" for number in range(7)]
-    assert set(groups) == set(range(7)) and short == 0
-    assert sum(map(quota.counts, groups.values())) == 4
-
-
-def test_spare_slots_that_are_used_up_leave_groups_short() -> None:
-    quota = Quota(4, 6, replace_flat=True)
-    work = with_fields(slots(6), {0, 1, 2, 3}, first_reward=1.0)
-    groups, short, _ = collected(work, {"concurrency": 8}, needed=4, counts=quota.counts)
-    assert len(groups) == 6 and short == 2
 
 
 @pytest.mark.parametrize("result", [None, [], [1]])

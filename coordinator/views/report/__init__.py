@@ -1,4 +1,4 @@
-"""`run report`: a run as one HTML page that needs nothing but itself."""
+"""`run report`: show a run as one HTML page that needs no other file."""
 
 import base64
 import hashlib
@@ -23,16 +23,16 @@ from rollout.storage import files
 
 NAME = "report.html"
 SLOWEST = 2
-"""So many of the slowest iterations are shown, beside the last ones."""
+"""How many of the slowest iterations are shown beside the last ones."""
 BALANCED_OVER = 10
-"""Weights are suggested from so many iterations."""
+"""How many iterations suggested weights are computed from."""
 
 
 def write_report(root: Path, out: Path | None = None) -> Path:
-    """Write the page about the run at `root`, to report.html in it or to `out`; where it is.
+    """Write the page about the run at `root` to `out`, or to report.html in it. Returns its path.
 
-    A link stays one: what it leads to is written. SettingsError if no run is there, or if the page cannot be
-    written.
+    If the path is a link, its target is written. Raises SettingsError if there is no run, or if the page
+    cannot be written.
     """
     path = out or root / NAME
     status = Run(root).status()
@@ -45,7 +45,7 @@ def write_report(root: Path, out: Path | None = None) -> Path:
 
 
 def _writable(path: Path) -> Path:
-    """The file behind `path`; SettingsError if something else is there, or nothing that it could lie in."""
+    """The file that `path` leads to. Raises SettingsError if it is no file, or has no directory."""
     target = Path(os.path.realpath(path))
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
@@ -57,7 +57,7 @@ def _writable(path: Path) -> Path:
 
 
 def render(root: Path, status: dict[str, Any]) -> str:
-    """The page. All that comes from the run is text to the template, whatever it looks like."""
+    """The page. The template escapes all text that comes from the run."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -77,7 +77,7 @@ def render(root: Path, status: dict[str, Any]) -> str:
 
 
 def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
-    """What the template shows."""
+    """The values that the template shows."""
     run_dir = RunDir(root)
     lines = published.metrics_lines(run_dir)
     events = read_events(run_dir)
@@ -117,7 +117,7 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, Any]) -> figures.Balance | None:
-    """From the work and the groups of the last iterations; by weight where a manifest is gone."""
+    """Suggest weights from the work and groups of the last iterations; without a manifest, from weights."""
     weights = {node["rank"]: float(node["weight"]) for node in status["nodes"]}
     worked = figures.rollout_work(spans, list(weights), BALANCED_OVER)
     if not worked:
@@ -137,7 +137,7 @@ def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, An
 def _timelines(
     spans: dict[int, list[Span]], status: dict[str, Any], lines: list[dict[str, Any]]
 ) -> list[charts.Lanes]:
-    """The iteration that is going on, the last finished one and the slowest of the others."""
+    """The current iteration, the last finished one, and the slowest of the others."""
     running = status["state"] in {"running", "holding"}
     here_s = {node["rank"]: seconds_of(node, "row_s") for node in status["nodes"]} if running else {}
     all_nodes = Timelines(spans, here_s)
@@ -153,13 +153,13 @@ def _timelines(
 
 
 def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.Reading]:
-    """Groups of the first iteration that sampled, and of the last one."""
+    """Groups of the first and the last iteration that have rewards."""
     sampled = [line["iteration"] for line in lines if is_number(line.get("reward"))]
     return [samples.reading(run_dir, iteration) for iteration in dict.fromkeys([*sampled[:1], *sampled[-1:]])]
 
 
 def _about(run_dir: RunDir, events: Events, status: dict[str, Any]) -> dict[str, Any]:
-    """Settings, and what the nodes run on."""
+    """Settings, nodes and versions."""
     record = newest_record(run_dir)
     settings = dict(flatten(record.settings)) if record else {}
     usual = dict(flatten(build({"model": settings.get("model") or "any"}).model_dump(mode="json")))
@@ -175,7 +175,7 @@ def _about(run_dir: RunDir, events: Events, status: dict[str, Any]) -> dict[str,
 
 
 def _about_node(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the newest process of a rank has said of itself; its GPUs, when it entered an epoch."""
+    """The facts that the newest process of a rank has told, with the GPUs it had when it entered an epoch."""
     about: dict[str, Any] = {}
     for line in lines:
         if line["what"] in {"process", "epoch"}:

@@ -1,4 +1,4 @@
-"""Numbers as shapes: the geometry of the page's charts, which the template draws as SVG. Pure."""
+"""Compute the geometry of the page's charts, which the template draws as SVG. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from coordinator.views.report.values import TINY, is_number
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
-"""Of a chart, in its own units: one is a pixel on a phone."""
+"""Size and margins of a chart, in its own units: one is a pixel on a phone."""
 
 POINTS = 240
-"""A longer line is drawn by the mean of so many stretches, with a band from the least to the most."""
+"""A line with more points is drawn as the means of so many stretches, with a band from minimum to maximum."""
 MARKED = 40
-"""Up to so many points are marked each."""
+"""A line with at most this many points gets a mark for each."""
 
 SAME = 1e-9
-"""Values that differ by less than this, of the largest, are drawn as one."""
+"""Values whose relative difference is smaller are drawn as equal."""
 
 Points = Sequence[tuple[int, float]]
 
@@ -29,11 +29,11 @@ class Curve:
     label: str
     path: str
     band: str
-    """The outline of what a mean hides; empty where every point is drawn."""
+    """The outline from minimum to maximum; empty if every point is drawn."""
     marks: list[tuple[float, float, str]]
     """x, y, text."""
     readings: list[tuple[float, int, str]]
-    """For whoever points at the chart: x, iteration, value."""
+    """Shown when somebody points at the chart: x, iteration, value."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Chart:
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     summary: str
-    """Its lines in words."""
+    """The lines in words."""
 
 
 def nice_ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
@@ -73,7 +73,7 @@ def number_text(value: float) -> str:
 
 
 def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]]) -> Chart:
-    """A chart of the lines (label, [(iteration, value)]); those without a value to draw are left out."""
+    """A chart of the lines (label, [(iteration, value)]). Lines without a value to draw are left out."""
     lines = [(label, found) for label, points in lines if (found := _drawable(points))]
     iterations = [iteration for _, points in lines for iteration, _ in points] or [0]
     values = [value for _, points in lines for _, value in points] or [0.0]
@@ -132,7 +132,7 @@ def _words(label: str, points: Points, unit: str) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """From zero, unless all of it is far from there."""
+    """The range of the axis: it begins at zero unless all values are far from zero."""
     low, high = min(values), max(values)
     same = high - low <= SAME * max(abs(low), abs(high))
     if low >= 0 and (low < 0.6 * high or same):
@@ -146,7 +146,7 @@ def _iteration_ticks(first: int, last: int) -> list[int]:
 
 
 def _stretches(points: Points) -> list[Points]:
-    """The points, or stretches of as many neighbours each."""
+    """The points in stretches of equally many neighbours."""
     size = math.ceil(len(points) / POINTS)
     return [points[start : start + size] for start in range(0, len(points), size)]
 
@@ -156,14 +156,14 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 SCALE = 1000.0
-"""A timeline's width in its own units; it is stretched to the page's."""
+"""A timeline's width in its own units; the page stretches it."""
 VISIBLE = 0.7
-"""What is narrower than this is not drawn."""
+"""Narrower blocks are not drawn."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a lane, from x, so wide."""
+    """A piece of a lane."""
 
     x: float
     width: float
@@ -183,7 +183,7 @@ class Lanes:
     lane_px: int
     blocks: list[Block]
     ticks: list[tuple[float, str]]
-    """Percent of the width, text."""
+    """(percent of the width, text)."""
     missing: list[int]
     """Ranks whose clock cannot be related to the master's."""
 
@@ -197,7 +197,7 @@ class Lanes:
 
 
 def lanes(timeline: Timeline, title: str) -> Lanes:
-    """The timeline of an iteration, its lanes the thinner the more nodes there are."""
+    """The timeline of an iteration. Lanes are thinner if there are more nodes."""
     ranks = sorted(timeline.bars)
     lane_px = 22 if len(ranks) <= 8 else 14 if len(ranks) <= 24 else 6
     scale = SCALE / max(timeline.seconds, 1e-6)
@@ -221,7 +221,7 @@ def lanes(timeline: Timeline, title: str) -> Lanes:
 
 
 def _blocks(bar: Bar, lane: int, scale: float) -> list[Block]:
-    """Work, waiting, and the work that concludes the row; a row without an end is one block."""
+    """Blocks for work, waiting, and the conclusion of the row. A row without an end is one block."""
     span, category = bar.span, CATEGORIES.get(bar.span.row, "other")
     seconds = bar.end_s - bar.begin_s
 

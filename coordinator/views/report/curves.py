@@ -1,4 +1,4 @@
-"""Which metrics are drawn, and how."""
+"""Choose which metrics are drawn, and how."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,19 +34,19 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Nodes busy", "share of the time that is work", " %", (("busy_fraction", "busy"),)),
 )
-"""Title, what it is, unit, (field of a metrics line, label)."""
+"""Title, note, unit, (field of a metrics line, label)."""
 
 PERCENT = {"truncated", "clip_fraction", "busy_fraction"}
 
 
 def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, float]]:
-    """(iteration, value) wherever a line has the field; a fraction that is drawn in percent, as such."""
+    """(iteration, value) of the lines that have the field; fractions in PERCENT are multiplied by 100."""
     scale = 100.0 if field in PERCENT else 1.0
     return [(line["iteration"], scale * line[field]) for line in lines if is_number(line.get(field))]
 
 
 def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Those that have data, pass@k with them."""
+    """The charts that have data, with pass@k."""
     found: list[Chart] = []
     for title, note, unit, fields in CHARTS:
         drawn = [(label, data) for field, label in fields if (data := points(lines, field))]
@@ -58,7 +58,7 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 
 def _pass_at(lines: Sequence[Mapping[str, Any]]) -> Chart | None:
-    """pass@k of the evaluations, if they have more than one sample a task."""
+    """The chart of pass@k, if evaluations have several samples a task."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for k, rate in numbers(line, "eval_pass_at").items():

@@ -1,4 +1,4 @@
-"""What went wrong in a run and how it went on, from the events. Pure."""
+"""List what went wrong in a run and how it went on, from the events. Pure."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ from coordinator.views.report.values import seconds_of
 Line = Mapping[str, Any]
 
 SHOWN = 150
-"""The page shows so many, the last ones."""
+"""How many faults the page shows: the last ones."""
 _ROWS = {phase.label: int(phase) for phase in Phase}
 
 
@@ -33,9 +33,9 @@ class Fault:
     text: str
     times: int = 1
     until: int = 0
-    """The iteration of the last one, if there were several."""
+    """The iteration of the last time, if there were several."""
     went_on_s: float | None = None
-    """Seconds until this node began the next row in a newer epoch; None if nothing stopped, or for good."""
+    """Seconds until this node began a row in a newer epoch. None if it did not stop, or did not go on."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Retries:
     times: int
     seconds: float
     text: str
-    """What the last one said."""
+    """The text of the last one."""
 
 
 def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
-    """The faults that a rank's events tell, in order."""
+    """The faults in a rank's events, in order."""
     found: list[Fault] = []
     host, place, processes, epochs = "", (0, ""), 0, 0
     went_on = _went_on(lines)
@@ -82,7 +82,7 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
 
 
 def _went_on(lines: Sequence[Line]) -> list[float | None]:
-    """For each line, seconds until the rank next began a row, if it did so in a newer epoch on that clock."""
+    """For each line, seconds until the rank's next row, if that is in a newer epoch and on the same clock."""
     hosts = list(itertools.accumulate(lines, _host_after, initial=""))[1:]
     result: list[float | None] = [None] * len(lines)
     begun: Line | None = None
@@ -101,7 +101,7 @@ def _host_after(host: str, line: Line) -> str:
 
 
 def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
-    """Those of all ranks, in order; warnings that differ in numbers alone are one line."""
+    """The faults of all ranks, in order. Warnings that differ only in numbers are one fault."""
     hosts = {rank: _host(found) for rank, found in lines.items()}
     faults = [
         replace(fault, host=hosts.get(fault.rank, "")) if fault.what == "lost" else fault
@@ -121,7 +121,7 @@ def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
 
 
 def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:
-    """Per rank, the calls that had to be repeated."""
+    """The calls that had to be repeated, by rank."""
     found: list[Retries] = []
     for rank, events in sorted(lines.items()):
         said = [line for line in events if line["what"] == "retry"]

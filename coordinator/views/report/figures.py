@@ -1,4 +1,4 @@
-"""Where the time of a run goes, who waits for whom, and the weights that would balance it. Pure."""
+"""Compute where the time of a run goes, who waits for whom, and the weights that would balance it. Pure."""
 
 import itertools
 from collections import defaultdict
@@ -13,7 +13,7 @@ from coordinator.views.report.values import numbers, seconds_of
 
 WAITING, BROKEN = "wait", "held up"
 ORDER = ("rollout", "train", "load", "save", "other", WAITING, BROKEN)
-"""What time is spent on; `held up`: in rows that a fault broke off, and holding until the run went on."""
+"""What time is spent on. `held up`: rows that a fault broke off, and the time until the run went on."""
 MEANINGS = {
     "rollout": "samples of the policy, and evaluation",
     "train": "the batch, and the training job",
@@ -25,7 +25,7 @@ MEANINGS = {
 }
 
 WORTH_FRACTION, WORTH_S = 0.05, 0.1
-"""Other weights are suggested if they save more than this of a rollout."""
+"""Other weights are suggested if they save more of a rollout than both of these."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RowTime:
 
 
 def held_up(spans: Sequence[Span]) -> float:
-    """Seconds of a rank in rows that were broken off, and until its process went on in a newer epoch."""
+    """Seconds of a rank in rows that were broken off, and until it went on in a newer epoch."""
     seconds = sum(span.end_s - span.begin_s for span in spans if span.state == "broken")
     for before, after in itertools.pairwise(spans):
         if (after.clock, after.process) == (before.clock, before.process) and after.epoch > before.epoch:
@@ -57,7 +57,7 @@ def held_up(spans: Sequence[Span]) -> float:
 
 
 def time_shares(spans: Mapping[int, Sequence[Span]]) -> list[Share]:
-    """What all nodes' time went to."""
+    """How all nodes together spent their time."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for found in spans.values():
         for span in found:
@@ -69,12 +69,12 @@ def time_shares(spans: Mapping[int, Sequence[Span]]) -> list[Share]:
 
 
 def node_iterations(spans: Mapping[int, Sequence[Span]]) -> int:
-    """Iterations, counted once for each node that took part in them."""
+    """The number of iterations, counted once for each node that took part."""
     return sum(len({span.iteration for span in found}) for found in spans.values())
 
 
 def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[Share]:
-    """The same of a run without events, by the master's rows, its waiting included in them."""
+    """The shares of a run without events, from the master's rows; they include its waiting."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for line in lines:
         for row, spent in numbers(line, "phase_seconds").items():
@@ -113,7 +113,7 @@ class Waiting:
 
 
 def waiting(spans: Mapping[int, Sequence[Span]], lines: Sequence[Mapping[str, Any]]) -> list[Waiting]:
-    """Per rank, from the spans; without any from the metrics, where an iteration is as long for everybody."""
+    """Work and waiting of each rank, from the spans; without spans, from the metrics."""
     if any(spans.values()):
         return [
             Waiting(rank, sum(span.work_s for span in found), sum(span.wait_s for span in found))
@@ -132,8 +132,8 @@ def waiting(spans: Mapping[int, Sequence[Span]], lines: Sequence[Mapping[str, An
 def rollout_work(
     spans: Mapping[int, Sequence[Span]], ranks: Iterable[int], last: int
 ) -> dict[int, dict[int, float]]:
-    """{iteration: {rank: seconds of train_rollout}} without engine starts and the master's conclusion, of the
-    `last` iterations in which each of `ranks` did its share in one piece.
+    """{iteration: {rank: seconds of train_rollout}} without engine starts and the master's conclusion. Takes
+    the `last` iterations in which each of `ranks` made its share in one piece.
     """
     found: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
@@ -162,7 +162,7 @@ class Balance:
     weights: dict[int, float]
     """The smallest is 1."""
     now_s: float
-    """Of the slowest node, an iteration."""
+    """Seconds that the slowest node takes in an iteration."""
     then_s: float
 
     @property
@@ -175,8 +175,8 @@ class Balance:
 
 
 def balance(work_s: Mapping[int, float], tasks: Mapping[int, float]) -> Balance | None:
-    """From the seconds that each rank worked for its tasks, both of a mean iteration; None for one node, or
-    where a rank had nothing to do.
+    """Compute weights from the seconds that each rank worked for its tasks, as means over iterations. None
+    for one node, or if a rank had nothing to do.
     """
     if len(work_s) < 2 or min(work_s.values()) <= 0.0 or any(tasks.get(rank, 0) <= 0 for rank in work_s):
         return None

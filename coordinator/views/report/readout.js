@@ -1,4 +1,4 @@
-// Says under each chart what lies nearest to the pointer. The page is whole without it.
+// Shows under each chart the value nearest to the pointer. The page also works without it.
 for (const chart of document.querySelectorAll("svg.chart")) {
   const out = chart.parentElement.querySelector("output");
   const cursor = chart.querySelector(".cursor");

@@ -1,4 +1,4 @@
-"""Groups to read: of an iteration the one with the best mean reward, the worst and the median one."""
+"""Choose groups to read: those with the best, the median and the worst mean reward of an iteration."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ from coordinator.views.report.values import is_number, numbers
 from rollout.storage import files
 
 SAMPLES = 4
-"""Of a group so many are shown: the best, the worst, and some between."""
+"""How many samples of a group are shown: the best, the worst, and some between."""
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 1_200, 1_600
 
 
@@ -23,7 +23,7 @@ class SampleText:
     reward: float | None
     tokens: int | None
     cut: bool
-    """By rollout.max_tokens."""
+    """Whether rollout.max_tokens cut it."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class GroupText:
 
 @dataclass(frozen=True)
 class Reading:
-    """The groups of an iteration; none if its files are gone."""
+    """The groups of an iteration; empty if its files are gone."""
 
     iteration: int
     groups: list[GroupText]
 
 
 def reading(run_dir: RunDir, iteration: int) -> Reading:
-    """The groups to read of an iteration's training trajectories."""
+    """Read the chosen groups of an iteration's training trajectories."""
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
     means = numbers(manifest, "rewards")
     rewards = {str(int(slot)): mean for slot, mean in means.items() if slot.isdecimal()}
@@ -72,7 +72,7 @@ def chosen_slots(rewards: Mapping[str, float]) -> dict[str, int]:
 
 
 def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int, dict[str, Any]]:
-    """By slot, the lines of groups.jsonl; those that are missing or damaged are left out."""
+    """Read the lines of `slots` in groups.jsonl; missing and damaged lines are left out."""
     path = run_dir.groups("train", iteration)
     try:
         texts = files.read(path).splitlines() if path.name in published.names(path.parent) else []
@@ -90,7 +90,7 @@ def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int,
 
 
 def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:
-    """What the page shows of a group: long texts are cut."""
+    """A group as the page shows it, with long texts cut."""
     samples = _samples(record)
     samples.sort(key=_worse)
     last = len(samples) - 1
@@ -115,7 +115,7 @@ def _samples(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _worse(sample: Mapping[str, Any]) -> float:
-    """The larger, the worse; the worst has no reward."""
+    """A key to sort samples: the larger, the worse. A sample without a reward is the worst."""
     reward = _number(sample, "reward")
     return float("inf") if reward is None else -reward
 
@@ -126,7 +126,7 @@ def _number(sample: Mapping[str, Any], name: str) -> float | None:
 
 
 def shortened(text: str, characters: int) -> str:
-    """The beginning and the end, if it is longer."""
+    """The beginning and the end of a text that is longer."""
     if len(text) <= characters:
         return text
     head, tail = 2 * characters // 3, characters // 3

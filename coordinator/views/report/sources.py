@@ -1,4 +1,4 @@
-"""What the page is made from, as read from the run directory: events, the newest epoch's record."""
+"""Read the sources of the page: the events, and the newest epoch's record."""
 
 import json
 import stat
@@ -15,27 +15,27 @@ from coordinator.views.report.values import is_number
 from rollout.storage.retry import retry
 
 Line = dict[str, Any]
-"""An event; `t`, `n`, `e` and `what` are there, and `it` and `row` in a `begin` or `end`."""
+"""An event. It has `t`, `n`, `e` and `what`; a `begin` or `end` also has `it` and `row`."""
 
 BUDGET_BYTES = 48_000_000
-"""Of the events of all nodes together so much is read whole; of what is older, the rows are skipped."""
+"""How many bytes of the events of all nodes are read whole. Of older events the rows are skipped."""
 TOGETHER = 1024
-"""So many lines are parsed at a time."""
+"""How many lines are parsed at a time."""
 
 
 @dataclass(frozen=True)
 class Events:
-    """By rank, the events in the order of its file."""
+    """By rank, the events in the order of the file."""
 
     lines: dict[int, list[Line]]
     skipped: bool
-    """The files are long, and older iterations' rows were skipped (all other events are there)."""
+    """Whether the files are long and the rows of older iterations were skipped."""
     unreadable: list[str]
-    """Names that are there and could not be read, whatever the filesystem said."""
+    """The names of files that could not be read."""
 
 
 def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
-    """The events of every rank that has some; lines that are torn or not events are left out."""
+    """Read the events of all ranks. Lines that are torn or no events are left out."""
     directory = run_dir.events(0).parent
     try:
         names = published.names(directory)
@@ -58,19 +58,19 @@ def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
 
 
 def _rank(path: Path) -> int:
-    """Of `rank_0001.jsonl`; -1 for another name."""
+    """The rank in `rank_0001.jsonl`; -1 for another name."""
     number = path.stem.removeprefix("rank_")
     return int(number) if path.suffix == ".jsonl" and number.isascii() and number.isdecimal() else -1
 
 
 def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
-    """The lines of a file that may be events, and whether that is all: of what lies before the last
-    `budget_bytes` only those that are not rows. OSError if it cannot be read, or is no file.
+    """The lines of a file that may be events, and whether these are all: before the last `budget_bytes`,
+    lines with rows are left out. Raises OSError if it cannot be read, or is no file.
     """
 
     def read() -> tuple[list[str], bool]:
         about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer
+        if not stat.S_ISREG(about.st_mode):  # opening a pipe waits for its writer
             raise OSError(f"{path} is no file")
         skip, place = about.st_size - budget_bytes, 0
         texts: list[str] = []
@@ -85,15 +85,15 @@ def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
 
 
 def _events(texts: list[str]) -> Iterator[Line]:
-    """What the lines tell, if they are events."""
+    """The events in the lines."""
     for start in range(0, len(texts), TOGETHER):
         yield from filter(is_event, _parsed(texts[start : start + TOGETHER]))
 
 
 def _parsed(texts: list[str]) -> list[Any]:
-    """What the lines say; those that are torn are left out."""
+    """The parsed lines, without torn ones."""
     try:
-        found = json.loads(f"[{','.join(texts)}]")  # many together take half the time
+        found = json.loads(f"[{','.join(texts)}]")  # parsing many together takes half the time
         if len(found) == len(texts):
             return found
     except ValueError:
@@ -105,7 +105,7 @@ def _parsed(texts: list[str]) -> list[Any]:
 
 
 def is_event(line: Any) -> bool:
-    """Whether it has what every event has."""
+    """Whether a line has the fields of an event."""
     try:
         whole = all(is_number(line[name]) for name in ("t", "n", "e")) and isinstance(line["what"], str)
         if line["what"] in {"begin", "end"}:
@@ -116,5 +116,5 @@ def is_event(line: Any) -> bool:
 
 
 def newest_record(run_dir: RunDir) -> EpochRecord | None:
-    """The current epoch's record: its settings and members."""
+    """The current epoch's record, with settings and members."""
     return Records(run_dir).newest(parse(published.names(run_dir.protocol)).records)

@@ -1,4 +1,4 @@
-"""The top of the page: how the run stands, in numbers that anybody understands, and what to do next. Pure."""
+"""The top of the page: the state of the run in a few numbers, and what to do next. Pure."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from coordinator.views.report.values import is_number
 Lines = Sequence[Mapping[str, Any]]
 
 RECENT = 10
-"""Iterations that advice is based on."""
+"""How many iterations advice is based on."""
 MUCH_TRUNCATED = 0.1
 
 
@@ -29,14 +29,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do next, and the command or option that does it, if there is one."""
+    """What to do next, and the command or option for it, if there is one."""
 
     text: str
     command: str = ""
 
 
 def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
-    """Rewards, iterations, hours, how busy the nodes were; those that there are."""
+    """Rewards, iterations, hours, how busy the nodes were; missing figures are left out."""
     found = [
         _change("Reward", points(lines, "reward")),
         _change("Evaluation", points(lines, "eval_reward")),
@@ -85,7 +85,7 @@ def nodes_text(count: int) -> str:
 def advice(
     root: Path, status: status_text.Status, lines: Lines, weights: Balance | None, checkpoint: int | None
 ) -> list[Advice]:
-    """What a person would do next."""
+    """What to do next."""
     found: list[Advice] = []
     path = shlex.quote(str(root))
     if status["state"] == "holding":
@@ -115,8 +115,8 @@ def advice(
         share = 100 * sum(cut) / len(cut)
         found.append(
             Advice(
-                f"{share:.0f} % of the samples of late are cut before they end; if their answers are meant "
-                "to be so long, give them more tokens:",
+                f"{share:.0f} % of the samples of late are cut before they end; if their answers "
+                "should be longer, give them more tokens:",
                 "rollout.max_tokens=...",
             )
         )
@@ -124,7 +124,7 @@ def advice(
 
 
 def _holding(root: Path, status: status_text.Status) -> list[Advice]:
-    """The command that brings each node back that it holds for; of many the first ones."""
+    """The commands that bring missing nodes back; if there are many, the first ones."""
     command = f"run status --log-path {shlex.quote(str(root))} --watch"
     found = [line.partition(": ") for line in status_text.repairs(status, root)]
     if not found:

@@ -1,8 +1,8 @@
-"""Events as spans of time, and the spans of an iteration on one clock. Pure: no file is read here.
+"""Turn events into spans of time, and put the spans of an iteration on one clock. Pure.
 
-No two machines' clocks are compared by what they show. A worker sees the end of a row at once after the
-master's flag for it, so the least of (worker's end - master's end) over the rows of an iteration is how far
-its clock is ahead of the master's; clocks drift, so it is taken for each iteration anew.
+The times of two machines' clocks are never compared directly. A worker sees the end of a row just after the
+master's flag. So its clock is ahead of the master's by the smallest (worker's end - master's end) of the rows
+of an iteration. Clocks drift, so this is computed for each iteration.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ CATEGORIES: dict[str, Category] = {phase.label: phase.category for phase in Phas
 """What a row is counted as, by its label."""
 
 BREAKS = frozenset({"epoch", "process", "exit", "begin"})
-"""What ends a row that has no end of its own."""
+"""Events that end a row which has no end of its own."""
 
 
 class Span(NamedTuple):
@@ -26,31 +26,31 @@ class Span(NamedTuple):
 
     rank: int
     clock: str
-    """Host, and how often its clock has begun anew. Times of one clock can be compared."""
+    """Host, and how often its clock has restarted. Times of one clock can be compared."""
     process: int
-    """Counts the processes of the rank."""
+    """The number of the process of this rank."""
     epoch: int
     iteration: int
     row: str
     begin_s: float
     end_s: float
     work_s: float
-    """Own work, engine starts and the conclusion included; 0 in a row that was broken off."""
+    """Seconds of work, with engine starts and conclusion; 0 in a row that was broken off."""
     load_s: float
-    """Of the work: starts of an engine."""
+    """Seconds of the work in which an engine started."""
     then_s: float
-    """Of the work: the master's conclusion, at the end of the row, when it has waited for the others."""
+    """Seconds of the work in which the master concluded the row, after it had waited for the others."""
     state: Literal["whole", "broken", "open"]
-    """broken: another line came before its end; open: nothing came after it."""
+    """broken: another event came before its end. open: no event came after it."""
 
     @property
     def wait_s(self) -> float:
-        """Waiting for others; the time of a broken row is neither work nor waiting."""
+        """Seconds of waiting for others. A broken row has neither work nor waiting."""
         return max(0.0, self.end_s - self.begin_s - self.work_s) if self.state == "whole" else 0.0
 
 
 def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The rows of a rank from its events; what a superseded process still said is left out."""
+    """The rows of a rank from its events. Events of superseded processes are left out."""
     found: list[Span] = []
     clocks: dict[str, int] = defaultdict(int)
     host, process, newest, last_s, load_s = "", 0, 0, 0.0, 0.0
@@ -104,7 +104,7 @@ class Timeline:
     iteration: int
     seconds: float
     bars: dict[int, list[Bar]]
-    """By rank; a rank whose clock cannot be related to the master's has none."""
+    """By rank; empty for a rank whose clock cannot be related to the master's."""
 
 
 class Timelines:
@@ -113,7 +113,7 @@ class Timelines:
     def __init__(
         self, spans: Mapping[int, Sequence[Span]], here_s: Mapping[int, float] | None = None
     ) -> None:
-        """`here_s`: how long the ranks have been in the rows that are open, where it is known."""
+        """`here_s`: how long ranks have been in their open rows, where it is known."""
         self._spans: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
         for rank, found in spans.items():
             for span in found:
@@ -123,7 +123,7 @@ class Timelines:
 
     @property
     def iterations(self) -> list[int]:
-        """Those that the master has begun, in order."""
+        """The iterations that the master has begun, in order."""
         return sorted(number for number, ranks in self._spans.items() if MASTER in ranks)
 
     def seconds(self, iteration: int) -> float:
@@ -132,7 +132,7 @@ class Timelines:
         return max(span.end_s for span in spans) - min(span.begin_s for span in spans)
 
     def of(self, iteration: int) -> Timeline:
-        """All nodes; if the master went on upon another machine, from there on."""
+        """The timeline of all nodes. If the master moved to another machine, it begins there."""
         zero_s = min(span.begin_s for span in self._masters(iteration))
         bars: dict[int, list[Bar]] = {}
         for rank, spans in sorted(self._spans[iteration].items()):
@@ -151,7 +151,7 @@ class Timelines:
         return [span for span in spans if span.clock == spans[-1].clock]
 
     def _ahead_s(self, iteration: int, rank: int, clock: str) -> float | None:
-        """How far this clock of the rank is ahead of the master's; None if that is not known."""
+        """How far this clock of the rank is ahead of the master's; None if it is unknown."""
         masters = self._masters(iteration)[-1].clock
         if clock == masters:
             return 0.0
@@ -165,11 +165,11 @@ class Timelines:
 
 
 def _ends(spans: Sequence[Span], clock: str) -> dict[tuple[int, str], float]:
-    """When the rows (by epoch and name) ended that have an end, by one clock."""
+    """When the whole rows ended, by (epoch, row), on one clock."""
     return {
         (span.epoch, span.row): span.end_s for span in spans if span.state == "whole" and span.clock == clock
     }
 
 
 NEIGHBOURS = 9
-"""In so many iterations around it a common row is looked for."""
+"""How many iterations around it are searched for a common row."""

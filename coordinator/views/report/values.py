@@ -1,25 +1,25 @@
-"""Numbers out of files that anything may stand in: one odd value is left out, and fails no page. Pure."""
+"""Take numbers from files that may hold anything. Odd values are left out, and never fail the page. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 HUGE, TINY = 1e100, 1e-100
-"""What is larger measures nothing and cannot be drawn; what is smaller is drawn as 0."""
+"""Larger values are no measurements and cannot be drawn; smaller ones are drawn as 0."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it can be drawn: JSON as Python writes it may hold NaN and infinity."""
+    """Whether a value can be drawn. JSON of Python may hold NaN and infinity."""
     return isinstance(value, int | float) and abs(value) <= HUGE
 
 
 def seconds_of(line: Mapping[str, Any], name: str) -> float:
-    """A field that holds seconds; 0.0 for anything else."""
+    """A field that holds seconds; 0.0 if it holds anything else."""
     value = line.get(name)
     return max(0.0, float(value)) if value is not None and is_number(value) else 0.0
 
 
 def numbers(line: Mapping[str, Any], name: str) -> dict[str, float]:
-    """A field that maps names to numbers, those that are some; {} if it is not there."""
+    """The numbers in a field that maps names to numbers; {} if it is missing."""
     found: Any = line.get(name)
     if not isinstance(found, dict):
         return {}

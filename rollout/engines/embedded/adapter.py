@@ -1,6 +1,6 @@
-"""An adapter (LoRA) in the embedded engine: merged into its model, W + scale B A for each layer it names.
+"""Merge an adapter (LoRA) into the embedded engine's model: W + scale B A for each layer that it names.
 
-The layers' own weights are kept beside, for the next adapter: as much memory again as these layers take, and
+The own weights of these layers are kept for the next adapter. They take the memory of these layers again, and
 once more while an adapter is being loaded.
 """
 
@@ -22,16 +22,16 @@ _PREFIX = "base_model.model."
 _ALLOWED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # How training began, unless it changed the model's own weights as `pissa` and others do.
+    # These do not change the model's own weights; `pissa` and others do.
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
-"""Values of adapter_config.json that a plain sum of W and B A computes."""
+"""Values of adapter_config.json for which W + scale B A is right."""
 _UNIMPORTANT = {
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
     *("r", "lora_alpha", "use_rslora", "megatron_core", "qalora_group_size"),
 }
-"""What does not change the sum, or is read. Anything else may: only a value that asks for nothing passes."""
+"""Fields that do not change the sum, or are read. All others must have an empty value."""
 
 
 class MergedAdapter:
@@ -40,15 +40,15 @@ class MergedAdapter:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._own: dict[str, nn.Parameter] = {}
-        """Weights of layers as they are without an adapter, by the layer's name."""
+        """Weights of layers without an adapter, by the layer's name."""
 
     @property
     def is_there(self) -> bool:
-        """Whether the model's weights are other than its own."""
+        """Whether an adapter is merged into the model's weights."""
         return bool(self._own)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Put this adapter in the place of the one before. WeightsError leaves everything as it was."""
+        """Replace the earlier adapter by this one. WeightsError changes nothing."""
         check_model_dir(directory)
         if not is_adapter(directory):
             raise WeightsError(f"{directory}: has no {ADAPTER_CONFIG}, so it is no adapter")
@@ -85,7 +85,7 @@ class MergedAdapter:
 def _sum(
     own: Tensor, scale: float, b: Tensor, a: Tensor, name: str, directory: str | os.PathLike[str]
 ) -> nn.Parameter:
-    """`own` + scale B A, (out, in), computed in float32 at least."""
+    """Compute `own` + scale B A, (out, in), at least in float32."""
     if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != own.shape or a.shape[0] != b.shape[1]:
         raise WeightsError(
             f"{directory}: {name!r} is {tuple(b.shape)} x {tuple(a.shape)}, "
@@ -97,7 +97,7 @@ def _sum(
 
 
 def _scale(file: Path) -> float:
-    """What B A is multiplied by; WeightsError if the adapter is more than that."""
+    """The factor of B A. Raises WeightsError if the adapter does more than add B A."""
     config: dict[str, Any] = json.loads(file.read_bytes())
     for key, value in config.items():
         fits = value in _ALLOWED[key] if key in _ALLOWED else key in _UNIMPORTANT or not value

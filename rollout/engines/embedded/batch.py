@@ -1,9 +1,9 @@
 """The rows that the embedded engine decodes together: their key-value cache, and one step of sampling.
 
 Rows are left-padded to a common length, the attention mask hides the padding, and positions count from a
-row's own first token, so that a row computes what it would compute alone, to within the rounding of the dtype
-(1e-15 in float64). The random numbers are a function of (seed, position) only: a row draws the same tokens in
-any batch.
+row's own first token. So a row computes what it would compute alone, except for the rounding of the dtype
+(1e-15 in float64). Random numbers depend on (seed, position) only, so a row draws the same tokens in any
+batch.
 """
 
 import itertools
@@ -23,14 +23,14 @@ from rollout.counter_rng import uniforms
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy, as in vLLM."""
 PREFILL_TOKENS = 16384
-"""Prompt tokens, padding included, of one prefill at most; a longer prompt is one alone."""
+"""The most prompt tokens of one prefill, with padding; a longer prompt gets its own prefill."""
 
 
 @dataclass(eq=False)
 class Generation:
-    """One prompt and what to make of it: `n` rows, row j drawn with seed + j.
+    """A request: `n` rows of one prompt; row j is drawn with seed + j.
 
-    `future` gets the rows once all are finished; cancelling it withdraws the request.
+    `future` gets the rows when all are finished; cancelling it withdraws the request.
     """
 
     prompt_ids: list[int]
@@ -50,7 +50,7 @@ class Generation:
 
 @dataclass(eq=False)
 class Row:
-    """One sample in the making. `finish_reason` is None until it is finished."""
+    """A sample that is being generated. `finish_reason` is None until it is finished."""
 
     generation: Generation
     index: int
@@ -61,7 +61,7 @@ class Row:
 
 
 class Batch:
-    """The running rows and their cache, in the same order. Used by one thread."""
+    """The running rows and their cache, in the same order. Only one thread may use it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -69,13 +69,12 @@ class Batch:
         self._clear()
 
     def join(self, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
-        """Add rows that have nothing generated yet, at the end of `rows`, and draw the first token of each:
-        their token ids and log-probabilities, in the order that they have there now. The caller does as
-        after `step`.
+        """Add new rows at the end of `rows`, and draw the first token of each. Returns token ids and
+        log-probabilities, in the order of the rows. The caller goes on as after `step`.
         """
         begin, logits = len(self.rows), list[Tensor]()
         chunks = list(_prefill_chunks(rows))
-        self.rows += itertools.chain(*chunks)  # first: if the model fails, nobody may wait for them
+        self.rows += itertools.chain(*chunks)  # first, so that these requests fail too if the model fails
         for chunk in chunks:
             cache, mask, last = self._prefill(chunk)
             logits.append(last)
@@ -92,7 +91,7 @@ class Batch:
         return self._draw(begin, torch.cat(logits))
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all rows but these, and the cache's columns that are padding to all of them."""
+        """Keep only these rows, and drop the cache's columns that are padding in all of them."""
         self.rows = [self.rows[i] for i in indices]
         if not self.rows:
             self._clear()
@@ -107,9 +106,9 @@ class Batch:
         self._set_row_tensors()
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draw the next token of every row; its token id and log-probability, in the order of `rows`.
+        """Draw the next token of every row. Returns token ids and log-probabilities, in the order of `rows`.
 
-        The caller appends them to the rows, and drops those that are finished, before the next step.
+        The caller appends them to the rows, and drops finished rows, before the next step.
         """
         self._mask = pad(self._mask, (0, 1), value=1)
         output = self.model(
@@ -122,14 +121,14 @@ class Batch:
         return self._draw(0, output.logits[:, -1])
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `token_ids[1:]`, at temperature 1; whatever rows there are is left alone."""
+        """Log-probabilities of `token_ids[1:]`, at temperature 1. The rows do not change."""
         ids = torch.tensor(token_ids)
         logprobs = log_softmax(self.model(input_ids=ids[None], use_cache=False).logits[0, :-1].double(), -1)
         return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
 
     def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor, Tensor]:
-        """Cache, mask and last logits (rows, V) of the rows' prompts; each prompt is computed once, however
-        many rows it has.
+        """Cache, mask and last logits (rows, V) of the rows' prompts. Each prompt is computed once for all
+        its rows.
         """
         number_of = {
             generation: g for g, generation in enumerate(dict.fromkeys(row.generation for row in rows))
@@ -165,7 +164,7 @@ class Batch:
         return tokens.tolist(), logprobs.tolist()
 
     def _set_row_tensors(self) -> None:
-        """What a step needs of each row; (rows,) each."""
+        """Set the tensors that a step needs, (rows,) each."""
         generations = [row.generation for row in self.rows]
         self._seeds = np.array(
             [(row.generation.seed + row.index) % 2**64 for row in self.rows], dtype=np.uint64
@@ -185,10 +184,11 @@ class Batch:
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids and log-probabilities, (B,) each, from logits (B, V) and per-row settings (B,), all float64.
+    """Draw token ids and log-probabilities, (B,) each, from logits (B, V) and per-row settings (B,), all
+    float64.
 
-    A row's token is the inverse of its cumulative distribution at u, in [0, 1). The log-probability is that
-    of the distribution sampled from: after temperature and top_p; of a greedy row, the model's own
+    A row's token is the inverse of its cumulative distribution at u, in [0, 1). The log-probability is after
+    temperature and top_p, i.e. in the distribution sampled from; of a greedy row it is the model's own
     (temperature 1). Raises FloatingPointError if the logits are not finite.
     """
     greedy = temperature < GREEDY_BELOW
@@ -198,7 +198,7 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
         logprobs = _nucleus(logprobs, top_p)
     cdf = logprobs.exp().cumsum(-1)
     total = cdf[:, -1]
-    # Below the total whatever the rounding, so that the token found has a probability above zero.
+    # Always below the total, so that the token has a probability above zero in spite of rounding.
     target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
@@ -209,7 +209,7 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
 
 
 def _nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep each row's most probable tokens until their sum reaches top_p, including that one."""
+    """Keep each row's most probable tokens, up to the one with which their sum reaches top_p."""
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     before = ordered.exp().cumsum(-1) - ordered.exp()
     dropped = (before >= top_p[:, None]).scatter(1, order, before >= top_p[:, None])
@@ -217,7 +217,7 @@ def _nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _prefill_chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """The rows by length of their prompts, cut where a prefill would grow beyond PREFILL_TOKENS."""
+    """The rows, sorted by the length of their prompts, in chunks of at most PREFILL_TOKENS."""
     chunk: list[Row] = []
     prompts: set[Generation] = set()
     for row in sorted(rows, key=lambda row: len(row.generation.prompt_ids)):

@@ -1,7 +1,7 @@
-"""The embedded engine: one thread that owns a model and decodes everybody's requests together.
+"""The embedded engine: one thread owns a model and decodes all requests together.
 
-Rows join the running batch and leave it at every step (continuous batching). Whatever else is to be done with
-the model (pausing, new weights) is done by the same thread, between two steps.
+Rows join and leave the running batch at every step (continuous batching). The same thread does all other work
+with the model (pausing, new weights), between two steps.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUIET_S, GATHER_S = 0.004, 0.1
-"""Decoding begins once no request has come for so long, or has been waited for for so long."""
+"""Decoding begins when no request has come for QUIET_S, or after GATHER_S."""
 
 
 class EngineStopped(RuntimeError):
-    """The engine's thread ended; the cause says why."""
+    """The engine's thread has ended; the message says why."""
 
 
 class EngineBusy(RuntimeError):
-    """Not while requests are running: pause first."""
+    """Requests are running: pause first."""
 
 
 class TorchEngine(threading.Thread):
-    """`start()` it; every method may be called from any thread and returns a future."""
+    """Call `start()` first. Any thread may call the methods, which return futures."""
 
     def __init__(self, model_dir: str | os.PathLike[str], *, dtype: torch.dtype, max_batch: int) -> None:
         super().__init__(name="engine", daemon=True)
@@ -52,7 +52,7 @@ class TorchEngine(threading.Thread):
             getattr(model.config.get_text_config(), "max_position_embeddings", 2**31 - 1)
         )
         self._eos_ids = _eos_ids(model)
-        # Its own, for stop strings: a tokenizer is not made to be used by two threads.
+        # For stop strings; a tokenizer of its own, because two threads must not share one.
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self._batch = Batch(model)
         self._adapter = MergedAdapter(model)
@@ -67,13 +67,13 @@ class TorchEngine(threading.Thread):
         return self._failure is None and self.is_alive()
 
     def submit(self, generation: Generation) -> "Future[list[Row]]":
-        """Queue a request, first come first served. Its future fails with EngineStopped."""
+        """Queue a request, first come first served. Its future may fail with EngineStopped."""
         self._post(lambda: self._waiting.extend(generation.rows), generation.future)
         return generation.future
 
     def pause(self, mode: Literal["abort", "wait"]) -> "Future[None]":
-        """Start no further request; done when those that had started are finished (`abort`: cut short, and
-        the waiting ones with them).
+        """Start no further request. The future is done when the started requests are finished. `abort` ends
+        them at once, and the waiting ones too.
         """
         drained: Future[None] = Future()
 
@@ -87,7 +87,7 @@ class TorchEngine(threading.Thread):
         return drained
 
     def resume(self) -> "Future[None]":
-        """Start requests again; a pause that still waits fails with EngineBusy."""
+        """Start requests again. A pause that is not done fails with EngineBusy."""
 
         def resume() -> None:
             self._paused = False
@@ -102,14 +102,14 @@ class TorchEngine(threading.Thread):
         return self._call(lambda: self._batch.prompt_logprobs(token_ids))
 
     def reload(self, model_dir: str | os.PathLike[str]) -> "Future[None]":
-        """Replace the weights. The new ones are read beside the old ones and take their place only when they
-        are whole: WeightsError, or EngineBusy while requests run, leave everything as it was.
+        """Replace the weights. The new ones are read beside the old ones, which they replace only when they
+        are whole. WeightsError, or EngineBusy if requests run, changes nothing.
         """
         return self._call(lambda: self._reload(model_dir))
 
     def load_adapter(self, adapter_dir: str | os.PathLike[str]) -> "Future[None]":
-        """Merge an adapter into the model's own weights, in the place of the one before, with the same care
-        as `reload`.
+        """Merge an adapter into the model's own weights, in place of the earlier one. Errors change nothing,
+        as in `reload`.
         """
 
         def load() -> None:
@@ -129,16 +129,16 @@ class TorchEngine(threading.Thread):
                     if self._batch.rows:
                         self._take(0, *self._batch.step())
                     self._tell_drained()
-        except Exception as error:  # the thread's last resort: nobody may wait for it any longer
+        except Exception as error:  # the thread ends: every waiting request must fail
             log.critical("the engine stopped", exc_info=True)
             self._stop(error)
 
     def _is_worth_waiting(self) -> bool:
-        """Whether what waits would share steps with what comes: a prompt that is scored takes only one."""
+        """Whether a waiting request would share steps with later ones; scoring takes one step only."""
         return self._may_start_next() and any(row.generation.max_tokens > 1 for row in self._waiting)
 
     def _let_them_come(self) -> None:
-        """Before anything is decoded, take what is on its way: rows that join one by one cost a step each."""
+        """Take requests that arrive just now before decoding: rows that join one by one cost a step each."""
         give_up_at = time.monotonic() + GATHER_S
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < give_up_at:
@@ -146,7 +146,7 @@ class TorchEngine(threading.Thread):
                 message()
 
     def _work_off_inbox(self) -> None:
-        """Do what was asked for; with nothing to decode, wait for something."""
+        """Do what was asked for. If there is nothing to decode, wait for a request."""
         idle = not self._batch.rows and not self._may_start_next()
         try:
             message, _ = self._inbox.get(block=idle)
@@ -159,7 +159,7 @@ class TorchEngine(threading.Thread):
 
     def _admit(self) -> None:
         free = self._max_batch - len(self._batch.rows)
-        # A prefill costs as much as a step: while more rows wait than fit, collect places for it.
+        # A prefill costs as much as a step: if more rows wait than fit, wait until several places are free.
         if len(self._waiting) > free and free < self._max_batch // 8:
             return
         rows: list[Row] = []
@@ -173,11 +173,11 @@ class TorchEngine(threading.Thread):
             self._take(begin, *self._batch.join(rows))
 
     def _may_start_next(self) -> bool:
-        """Whether the first waiting row may start: while paused, only if its request has started already."""
+        """Whether the first waiting row may start. While paused, only a row of a started request may."""
         return bool(self._waiting) and (not self._paused or self._waiting[0].generation.started)
 
     def _take(self, begin: int, tokens: list[int], logprobs: list[float]) -> None:
-        """Give the rows from `begin` on what was drawn for them; those that are finished leave the batch."""
+        """Append the drawn tokens to the rows from `begin` on. Finished rows leave the batch."""
         rows = self._batch.rows
         going_on = list(range(begin))
         for i, (row, token, logprob) in enumerate(zip(rows[begin:], tokens, logprobs, strict=True), begin):
@@ -202,8 +202,8 @@ class TorchEngine(threading.Thread):
         return "length" if len(row.token_ids) >= generation.max_tokens else None
 
     def _completed_stop_string(self, row: Row) -> str | None:
-        # A token may hold less than a character (bytes of UTF-8 at worst), so four tokens a character and a
-        # few for the tokenizer's context are enough; earlier ones were looked at in earlier steps.
+        # A token may be one byte of a UTF-8 character, so four tokens a character and a few for the
+        # tokenizer's context are enough. Earlier steps have looked at earlier tokens.
         window = 4 * max(len(stop) for stop in row.generation.stop) + 4
         text = self._tokenizer.decode(row.token_ids[-window:], skip_special_tokens=True)
         return next((stop for stop in row.generation.stop if stop in text), None)
@@ -246,7 +246,7 @@ class TorchEngine(threading.Thread):
 
     def _post(self, message: Callable[[], None], future: "Future[Any]") -> None:
         self._inbox.put((message, future))
-        if self._failure is not None:  # looked at after the put: _stop sets it and then empties the inbox
+        if self._failure is not None:  # after the put, because _stop sets it and then empties the inbox
             _fail(future, EngineStopped(f"the engine stopped: {self._failure}"))
 
     def _stop(self, failure: Exception) -> None:
@@ -273,7 +273,7 @@ def _deliver(generation: Generation) -> None:
 
 
 def _settle(future: "Future[Any]", result: Any) -> None:
-    with contextlib.suppress(InvalidStateError):  # cancelled, or failed already
+    with contextlib.suppress(InvalidStateError):  # the future was cancelled or has failed
         future.set_result(result)
 
 

@@ -1,4 +1,4 @@
-"""Requests and answers of the embedded engine's server, in the shapes of vLLM 0.32; no torch."""
+"""Requests and answers of the embedded engine's server, in the shapes of vLLM 0.32. No torch."""
 
 import secrets
 import time
@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from rollout.engines.bodies import BadRequest, Body
+from rollout.engines.bodies import BadRequest, Body, GenerationBody
 
 MAX_N = 16384
-"""Completions of one request, at most."""
+"""The most completions of one request."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "echo": (False,),
@@ -31,10 +31,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
 }
-"""What would change the answer and is not implemented: the values (beside null) that ask for nothing."""
+"""Fields that are not implemented: the values (beside null) that change nothing."""
 
 
-class CompletionBody(Body):
+class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
@@ -43,15 +43,10 @@ class CompletionBody(Body):
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False, strict=True)
     top_p: float | None = Field(None, gt=0, le=1, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StrictStr | list[StrictStr] | None = None
     logprobs: StrictInt | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     add_special_tokens: StrictBool = True
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
         """The token ids of each prompt."""
@@ -59,12 +54,12 @@ class CompletionBody(Body):
             return [encode(self.prompt)]
         if self.prompt and isinstance(self.prompt[0], int):
             return [[token for token in self.prompt if isinstance(token, int)]]
-        prompts: Any = self.prompt  # a union of lists to the type checker, a list of either to us
+        prompts: Any = self.prompt  # for the type checker a union of lists, in fact a list of either
         return [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
 
 class TokenizeBody(Body):
-    """POST /tokenize, of a text or of chat messages."""
+    """POST /tokenize: a text or chat messages."""
 
     prompt: StrictStr | None = None
     messages: list[dict[str, Any]] | None = None
@@ -80,7 +75,7 @@ class RpcBody(Body):
 
 
 class AdapterBody(Body):
-    """POST /v1/load_lora_adapter; the adapter takes the place of the one before, under whatever name."""
+    """POST /v1/load_lora_adapter: the adapter replaces the earlier one, which may have another name."""
 
     lora_name: StrictStr = Field(min_length=1)
     lora_path: StrictStr = Field(min_length=1)
@@ -93,7 +88,7 @@ class VersionBody(Body):
 
 
 def check_completion(body: CompletionBody) -> None:
-    """BadRequest if it asks for something that is not implemented: refused, not ignored."""
+    """Raise BadRequest if the request needs something that is not implemented."""
     for name, neutral in _NEUTRAL.items():
         value = (body.model_extra or {}).get(name)
         if value is not None and value not in neutral:
@@ -110,7 +105,7 @@ def check_completion(body: CompletionBody) -> None:
 def check_prompt(
     prompt_ids: Sequence[int], max_tokens: int | None, *, vocab_size: int, max_model_len: int
 ) -> int:
-    """The number of tokens to generate; BadRequest if the prompt is unfit or does not leave room for them."""
+    """The number of tokens to generate. Raises BadRequest if the prompt is invalid, or too long for them."""
     if not prompt_ids:
         raise BadRequest("prompt: must not be empty")
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
@@ -146,7 +141,7 @@ def completion_body(
 
 
 def logprobs_body(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """`logprobs` of a choice; `texts`: each token's own."""
+    """`logprobs` of a choice; `texts` are the texts of its tokens."""
     return {
         "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
         "token_logprobs": logprobs,
@@ -158,7 +153,7 @@ def logprobs_body(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, 
 def prompt_logprobs_body(
     token_ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[float]
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` of a choice; `logprobs`: of all its prompt's tokens but the first."""
+    """`prompt_logprobs` of a choice; `logprobs` are of all tokens of its prompt but the first."""
     entries = zip(token_ids[1:], texts[1:], logprobs, strict=True)
     return [
         None,
@@ -167,7 +162,7 @@ def prompt_logprobs_body(
 
 
 def model_list(name: str, adapter: str | None, max_model_len: int) -> dict[str, Any]:
-    """The model, and the adapter that is merged into it."""
+    """List the model, and the adapter that is merged into it."""
     card = {"object": "model", "created": int(time.time()), "owned_by": "flagpost", "root": name}
     cards = [{"id": name, **card, "parent": None, "max_model_len": max_model_len}]
     if adapter is not None:

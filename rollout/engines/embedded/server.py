@@ -1,10 +1,10 @@
-"""The embedded engine's server: the OpenAI completions API on loopback, with the paths of vLLM that we use.
+"""The embedded engine's server: the OpenAI completions API on loopback, with vLLM's administrative paths.
 
     python -m rollout.engines.embedded.server --model DIR --port P --weight-version DIGEST
 
-It needs neither a GPU nor vLLM. Unlike vLLM it builds new weights beside the old ones and takes them only
-when they are whole, refuses (400) what it cannot do instead of ignoring it, and on /pause?mode=wait finishes
-every request that has started and starts no other.
+It needs neither a GPU nor vLLM. Unlike vLLM it reads new weights beside the old ones and takes them only when
+they are whole. It refuses (400) what it cannot do, instead of ignoring it. On /pause?mode=wait it finishes
+every started request and starts no other.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from rollout.engines.weights import WeightsError
 
 _MAX_BODY_BYTES = 256 * 2**20
 _MEMORY = frozenset({"weights", "kv_cache"})
-"""What sleeps and wakes. Here both stay where they are: on a CPU there is nothing to free."""
+"""What can sleep. Sleeping frees nothing here, because there is no GPU."""
 
 
 class Server:
-    """The routes, around one engine."""
+    """Serves one engine over HTTP."""
 
     def __init__(self, engine: TorchEngine, model_dir: str, weight_version: str) -> None:
         self._engine = engine
@@ -96,7 +96,7 @@ class Server:
             )
             for prompt_ids in prompts
         ]
-        # A client that goes away cancels this handler, and so the futures: the engine drops the rows.
+        # A client that disconnects cancels this handler and so the futures; then the engine drops the rows.
         finished = await asyncio.gather(*(asyncio.wrap_future(self._engine.submit(g)) for g in generations))
         asked = body.prompt_logprobs is not None
         scored = [await self._prompt_logprobs(prompt_ids) if asked else None for prompt_ids in prompts]
@@ -110,7 +110,7 @@ class Server:
             prompt_tokens=sum(map(len, prompts)),
             completion_tokens=sum(len(row.token_ids) for rows in finished for row in rows),
         )
-        # Rust's: a group's answer takes json.dumps 0.2 ms of the thread that all requests share.
+        # Faster than json.dumps, which takes 0.2 ms a group of the thread that all requests share.
         return web.Response(body=to_json(answer), content_type="application/json")
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -165,7 +165,7 @@ class Server:
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
-        return web.json_response({"success": True})  # nothing is kept from one request to the next
+        return web.json_response({"success": True})  # there is no cache
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         self._weight_version = (await self._body(request, protocol.VersionBody)).new_version
@@ -225,9 +225,9 @@ async def _errors_as_openai(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until killed; 1 if the model cannot be loaded or the port is taken, 2 for wrong arguments."""
+    """Serve until killed. Returns 1 if the model cannot be loaded or the port is in use."""
     args = _parse_args(argv)
-    # At once: a request in the making is worth nothing to whoever ends the engine.
+    # End at once: nobody needs the running requests of an engine that is being ended.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Text and token ids, as the embedded engine's server reads and writes them."""
+"""Convert text to token ids and back, for the embedded engine's server."""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from rollout.engines.embedded.batch import Row
 from rollout.engines.embedded.protocol import TokenizeBody
 
 _CONTEXT_TOKENS = 6
-"""Prompt tokens decoded with a completion: some tokenizers write a token otherwise where a text begins."""
+"""Prompt tokens decoded with a completion: some tokenizers decode the first token of a text differently."""
 
 
 class Texts:
@@ -24,12 +24,12 @@ class Texts:
         self._before = ""
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """Token ids of a text; `special_tokens`: with those that the tokenizer puts around a text."""
+        """Token ids of a text, with the tokenizer's special tokens if `special_tokens`."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
-        """Token ids of a text or of chat messages; BadRequest if neither or both are given, or the chat
-        template refuses them.
+        """Token ids of a text or of chat messages. Raises BadRequest if neither or both are given, or if the
+        chat template refuses them.
         """
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages")
@@ -41,14 +41,14 @@ class Texts:
             text = self._tokenizer.apply_chat_template(
                 body.messages, tokenize=False, add_generation_prompt=body.add_generation_prompt
             )
-        except Exception as error:  # the template is the model's own code: jinja's errors, and any other
+        except Exception as error:  # the template is the model's code and may raise anything
             raise BadRequest(f"messages: the chat template refuses them: {error}") from error
         return self.encode(text, bool(body.add_special_tokens))
 
     def completion(self, row: Row) -> str:
-        """What a finished row adds to its prompt, up to its stop string."""
+        """The text that a finished row adds to its prompt, up to its stop string."""
         context = row.generation.prompt_ids[-_CONTEXT_TOKENS:]
-        if context != self._context:  # the samples of a group have the same
+        if context != self._context:  # the samples of a group have the same context
             self._context = list(context)
             self._before = self._tokenizer.decode(context, skip_special_tokens=True)
         text = self._tokenizer.decode(context + row.token_ids, skip_special_tokens=True)[len(self._before) :]

@@ -1,4 +1,4 @@
-"""The weights of the embedded engine's model: read from a directory, and replaced by those of another one."""
+"""Read the weights of the embedded engine's model, and replace them by those of another directory."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.engines.weights import WeightsError, check_model_dir, is_adapter
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-"""What config.json may say differently of the same model."""
+"""Fields of config.json that may differ between versions of a model."""
 
 
 class ModelWeights:
-    """A model, and what it was read from."""
+    """A model, and the configuration that it was read with."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class ModelWeights:
         dtype: torch.dtype,
         like: PreTrainedModel | None = None,
     ) -> None:
-        """Read the model as transformers does. WeightsError as load_model, and for tensors of other shapes
-        than those of `like`.
+        """Read the model as transformers does. Raises WeightsError as load_model does, and if tensors have
+        other shapes than in `like`.
         """
         self.model = load_model(model_dir, dtype)
         self._dtype = dtype
@@ -45,10 +45,10 @@ class ModelWeights:
                 )
 
     def take(self, model_dir: str | os.PathLike[str]) -> bool:
-        """Put the tensors of another version into the model, if its files name them as the model does.
+        """Put the tensors of another version into the model. Its files must name them as the model does.
 
-        False, and nothing is changed, if they do not (transformers renames some as it reads them, or the
-        configuration is another one): read it anew. WeightsError if a file is damaged.
+        Else returns False and changes nothing (transformers renames some tensors when it reads them, or the
+        configuration differs): then read it as a new model. Raises WeightsError if a file is damaged.
         """
         check_model_dir(model_dir)
         if is_adapter(model_dir) or _config(model_dir) != self._config:
@@ -63,7 +63,7 @@ class ModelWeights:
         given = {id(parameters[name]) for name in tensors.keys() & parameters.keys()}
         fits = (
             tensors.keys() <= parameters.keys()
-            and len(given) == len(tensors)  # a tied one under one name
+            and len(given) == len(tensors)  # a tied tensor has one name
             and all(tensors[name].shape == parameters[name].shape for name in tensors)
             and given == {id(parameter) for parameter in parameters.values()}
             and not _saved_buffers(self.model)
@@ -76,8 +76,8 @@ class ModelWeights:
 
 
 def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
-    """The model, ready to generate. WeightsError if files are damaged, tensors are missing or have other
-    shapes, or the architecture is one that this engine's cache does not fit.
+    """The model, ready to generate. Raises WeightsError if files are damaged, if tensors are missing or have
+    other shapes, or if this engine's cache does not support the architecture.
     """
     check_model_dir(model_dir)
     if is_adapter(model_dir):
@@ -115,5 +115,5 @@ def _config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _saved_buffers(model: PreTrainedModel) -> set[str]:
-    """What a file may hold beside parameters."""
+    """Tensors that a file may hold beside the parameters."""
     return model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()

@@ -1,22 +1,19 @@
-"""Part files and the manifest over them: every group once, whatever else lies there."""
+"""Part files: what is written is read, and nothing but a whole part of the policy."""
 
-import hashlib
-import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from coordinator.directory import parts
-from coordinator.directory.layout import PartName, RunDir
-from coordinator.directory.parts import PartWriter, finished_groups, manifest, read_groups, read_parts
+from coordinator.directory.layout import PartName
+from coordinator.directory.parts import finished_groups, manifest, read_groups, read_parts
 from coordinator.directory.published import Incomplete
 from rollout.quota import Quota
-from rollout.storage import files
-from rollout.trajectory import Group, PartHeader, encode_part
+from rollout.trajectory import PartHeader, encode_part
+from tests.coordinator.directory.written_parts import slots_of, write, writer
 from tests.coordinator.made_up import POLICY, group, run_dir_at, tombstone, tree
 
 
@@ -26,28 +23,6 @@ def directory(tmp_path: Path) -> Path:
     made = run_dir_at(tmp_path).trajectories("train", 3)
     made.mkdir()
     return made
-
-
-def writer(
-    directory: Path, rank: int = 0, epoch: int = 2, policy: str = POLICY, interval_s: float = 1e9
-) -> PartWriter:
-    return PartWriter(RunDir(directory.parents[1]), "train", 3, rank, epoch, policy, interval_s)
-
-
-def write(directory: Path, *groups: Group, rank: int = 0, epoch: int = 2, policy: str = POLICY) -> None:
-    """One part with these groups."""
-    made = writer(directory, rank, epoch, policy)
-    for each in groups:
-        made.add(each)
-    made.flush()
-
-
-def slots_of(document: dict[str, Any]) -> dict[str, list[int]]:
-    return {part["file"]: part["slots"] for part in document["parts"]}
-
-
-def rewards_of(groups: list[Group]) -> dict[int, list[float | None]]:
-    return {each.slot: [sample.reward for sample in each.samples] for each in groups}
 
 
 # ---- writing
@@ -143,156 +118,6 @@ def test_part_that_another_node_sets_aside_meanwhile_is_passed_over(
     assert set(finished_groups(directory, POLICY)) == {0}
 
 
-# ---- manifest
-
-
-def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
-    write(directory, group(0), group(2, rewards=(1.0,)), rank=0)
-    write(directory, group(1, rewards=(0.0, 0.0, 1.0)), tombstone(3), rank=1)
-    document, _ = manifest(directory, 3, Quota(4, 4), POLICY)
-    data = (directory / "r0001.e0002.part0001.safetensors").read_bytes()
-    assert document["parts"][1] == {
-        "file": "r0001.e0002.part0001.safetensors",
-        "rank": 1,
-        "epoch": 2,
-        "slots": [1, 3],
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-    del document["parts"]
-    assert document == {
-        "iteration": 3,
-        "slots": 4,
-        "groups": 3,
-        "samples": 6,
-        "policy": POLICY,
-        "given_up": [{"slot": 3, "reason": "it took too long"}],
-        "short": 0,
-        "failed_samples": 0,
-        "rewards": {"0": 0.5, "2": 1.0, "1": pytest.approx(1 / 3, abs=1e-6)},
-        "reward": pytest.approx(3 / 6),
-        "truncated": pytest.approx(3 / 6),
-        "tokens": 18,
-    }
-
-
-def test_group_that_two_parts_hold_is_taken_from_the_first_epoch(directory: Path) -> None:
-    write(directory, group(0, rewards=(0.25,)), group(1), rank=2, epoch=2)
-    write(directory, group(0, rewards=(0.75,)), group(2), rank=0, epoch=3)
-    document, _ = manifest(directory, 3, Quota(3, 3), POLICY)
-    assert slots_of(document) == {
-        "r0002.e0002.part0001.safetensors": [0, 1],
-        "r0000.e0003.part0001.safetensors": [2],
-    }
-    assert rewards_of(read_groups(directory, document))[0] == [0.25]
-
-
-def test_late_part_of_a_zombie_adds_nothing_to_what_was_published(directory: Path) -> None:
-    write(directory, group(0, rewards=(0.75,)), group(1), rank=0, epoch=3)
-    document, _ = manifest(directory, 3, Quota(2, 2), POLICY)
-    write(directory, group(0, rewards=(0.25,)), group(1), rank=2, epoch=2)
-    assert rewards_of(read_groups(directory, document)) == {0: [0.75], 1: [1.0, 0.0]}
-
-
-def test_part_whose_groups_all_came_before_is_not_named(directory: Path) -> None:
-    write(directory, group(0), rank=0, epoch=2)
-    write(directory, group(0), rank=1, epoch=3)
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
-    assert list(slots_of(document)) == ["r0000.e0002.part0001.safetensors"]
-
-
-def test_slots_beyond_the_iterations_are_not_taken(directory: Path) -> None:
-    write(directory, group(0), group(7))
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
-    assert slots_of(document) == {"r0000.e0002.part0001.safetensors": [0]}
-    assert rewards_of(read_groups(directory, document)).keys() == {0}
-
-
-def test_missing_slots_are_counted_and_named(directory: Path) -> None:
-    write(directory, group(0), group(5))
-    with pytest.raises(Incomplete, match=r"iteration_000003: 8 groups .*\[1, 2, 3, 4, 6\]"):
-        manifest(directory, 3, Quota(10, 10), POLICY)
-
-
-def test_groups_that_nodes_say_they_could_not_make_are_not_waited_for(directory: Path) -> None:
-    write(directory, group(0), group(5))
-    assert manifest(directory, 3, Quota(3, 3), POLICY, short=2)[0]["groups"] == 1
-    with pytest.raises(Incomplete, match="1 groups are not finished"):
-        manifest(directory, 3, Quota(3, 3), POLICY, short=1)
-
-
-def test_of_spare_groups_the_first_are_taken_and_those_that_do_not_count_besides(directory: Path) -> None:
-    flat, spare = Quota(2, 6, replace_flat=True), Quota(2, 6)
-    write(directory, group(0, rewards=(1.0, 1.0)), group(4), tombstone(5), rank=0)
-    write(directory, group(1), group(2), rank=1)
-    by_part = {"r0000.e0002.part0001.safetensors": [0, 4, 5], "r0001.e0002.part0001.safetensors": [1]}
-    assert slots_of(manifest(directory, 3, flat, POLICY)[0]) == by_part
-    first = {"r0000.e0002.part0001.safetensors": [0, 4, 5]}
-    assert slots_of(manifest(directory, 3, spare, POLICY)[0]) == first
-
-
-def test_sample_that_was_lost_to_its_reward_is_counted(directory: Path) -> None:
-    lost = group(0)
-    lost.failed.append("reward 'my:judge', task 'task-0': KeyError: 'answer'")
-    write(directory, lost, group(1))
-    document, _ = manifest(directory, 3, Quota(2, 2), POLICY)
-    assert document["failed_samples"] == 1
-    assert read_groups(directory, document)[0].failed == lost.failed
-
-
-def test_manifest_of_tombstones_alone_has_no_figures(directory: Path) -> None:
-    write(directory, tombstone(0))
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
-    assert (document["groups"], document["samples"], document["tokens"]) == (0, 0, 0)
-    assert document["reward"] is None and document["truncated"] is None
-
-
-def test_groups_for_people_stand_beside_the_manifest_by_slot(directory: Path) -> None:
-    write(directory, group(4), tombstone(1), rank=1)
-    write(directory, group(0), group(7), rank=0)
-    parts.publish_manifest(directory / "manifest.json", *manifest(directory, 3, Quota(5, 5), POLICY, short=2))
-    lines = for_people(directory)
-    assert [(line["slot"], line["rank"]) for line in lines] == [(0, 0), (1, 1), (4, 1)]
-    assert lines[1]["given_up"] == "it took too long" and lines[1]["samples"] == []
-    assert lines[2]["samples"][0] == {"text": "abc", "reward": 1.0, "tokens": 3, "finish_reason": "stop"}
-    assert {name: lines[2][name] for name in ("task_id", "prompt", "model_version")} == {
-        "task_id": "task-4", "prompt": group(4).prompt, "model_version": POLICY,
-    }  # fmt: skip
-
-
-def test_first_manifest_stays_and_with_it_its_groups(directory: Path) -> None:
-    path = directory / "manifest.json"
-    write(directory, group(0))
-    first = manifest(directory, 3, Quota(1, 2), POLICY)
-    parts.publish_manifest(path, *first)
-    write(directory, group(1), epoch=1)
-    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 2), POLICY))
-    assert json.loads(path.read_text()) == first[0]
-    assert [line["slot"] for line in for_people(directory)] == [0]
-
-
-def test_manifest_is_never_without_its_groups_wherever_its_maker_dies(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(directory, group(0))
-    made = manifest(directory, 3, Quota(1, 1), POLICY)
-    for operation in ("publish", "create_once"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(files, operation, killed)
-            parts.publish_manifest(directory / "manifest.json", *made)
-        assert "manifest.json" not in tree(directory)
-    parts.publish_manifest(directory / "manifest.json", *made)
-    assert tree(directory) >= {"manifest.json", "groups.jsonl"}
-
-
-def killed(*_arguments: object, **_more: object) -> None:
-    raise KeyboardInterrupt
-
-
-def for_people(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "groups.jsonl").read_text().splitlines()]
-
-
 # ---- groups
 
 
@@ -322,30 +147,3 @@ def test_part_that_is_not_the_one_the_manifest_names_is_refused(directory: Path,
         path.write_bytes(encode_part([group(0, mark=99)], PartHeader("train", 3, 0, 2, 1, POLICY)))
     with pytest.raises(Incomplete, match=r"r0000\.e0002\.part0001\.safetensors"):
         read_groups(directory, document)
-
-
-# ---- parts that nodes have named
-
-
-def test_named_part_that_no_listing_shows_is_read_all_the_same(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(directory, group(0))
-    (part,) = read_parts(directory, POLICY)
-    monkeypatch.setattr(parts, "names", lambda _directory: [])
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY, {part.name.name: part.sha256})
-    assert slots_of(document) == {"r0000.e0002.part0001.safetensors": [0]}
-
-
-def test_named_part_that_is_not_there_is_told(directory: Path) -> None:
-    name = PartName(2, 1, 1).name
-    with pytest.raises(Incomplete, match=rf"{name} was named by its node, but is not there"):
-        manifest(directory, 3, Quota(1, 1), POLICY, {name: "0" * 64})
-
-
-def test_part_that_differs_from_what_its_node_named_is_set_aside(directory: Path) -> None:
-    write(directory, group(0))
-    name = PartName(2, 0, 1).name
-    with pytest.raises(Incomplete, match="1 groups are not finished"):
-        manifest(directory, 3, Quota(1, 1), POLICY, {name: "0" * 64})
-    assert not (directory / name).exists() and (directory / name).with_suffix(".damaged").exists()

@@ -28,7 +28,7 @@ from coordinator.rows.trainer_states import wait_for_newest
 from coordinator.views.terminal import live_view
 from rollout.collect import AllGivenUp
 from rollout.engines.client import EngineError
-from rollout.engines.weights import WeightsError
+from rollout.engines.model_dir import WeightsError
 from rollout.rewards.builtin import RewardError
 from rollout.storage.files import SharedFsError
 
@@ -65,7 +65,8 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     except BaseException as error:  # the others must not wait for this node, whatever the error is
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
-        return _end(node, Ended(Exit.FAILED, f"{node.words.failure(error)}. {node.words.repair()}", "failed"))
+        text = f"{node.messages.failure(error)}. {node.messages.repair()}"
+        return _end(node, Ended(Exit.FAILED, text, "failed"))
     finally:
         node.close()
         prefix.close()
@@ -149,7 +150,7 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     """
     node.trainer.leave_epoch()
     node.watch.know_trainer_failure()
-    node.flags.tell("trainer_failed", node.words.failure(error))
+    node.flags.tell("trainer_failed", node.messages.failure(error))
 
     def all_told(board: Board) -> bool | None:
         told = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
@@ -161,13 +162,14 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
     node.watch.wait(all_told, node.check, lambda: "all nodes to end the training job", patience_s)
     calls = node.watch.look().called(node.record.epoch, "trainer_failed")
-    text = first_cause([read_call(node.run_dir, flag) for flag in calls] or [node.words.failure(error)])
+    text = first_cause([read_call(node.run_dir, flag) for flag in calls] or [node.messages.failure(error)])
     if not node.is_master:
-        raise Ended(Exit.LOST, f"{text}; the master did not say how to go on. {node.words.repair()}", "left")
+        text = f"{text}; the master did not say how to go on. {node.messages.repair()}"
+        raise Ended(Exit.LOST, text, "left")
     attempts[node.position.iteration] += 1
     attempt, most = attempts[node.position.iteration], node.settings.trainer.max_attempts
     if attempt >= most:
-        raise Ended(Exit.FAILED, f"{text}. {node.words.repair()}", "failed")
+        raise Ended(Exit.FAILED, f"{text}. {node.messages.repair()}", "failed")
     log.error("%s; attempt %d of %d", text, attempt + 1, most)
     raise EpochChanged
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.engines.weights import ADAPTER_WEIGHTS
+from rollout.engines.model_dir import ADAPTER_WEIGHTS
 
 
 def make_adapter(path: Path, base: Path, *, seed: int, rank: int = 4, targets: str = "all-linear") -> Path:

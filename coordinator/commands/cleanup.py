@@ -28,6 +28,8 @@ from rollout.trajectory import Group
 
 BEATS, LOOK_AT_LEAST_S = 3, 1.0
 """A node is gone if it does not beat for BEATS intervals and at least LOOK_AT_LEAST_S."""
+NOT_OPENED: dict[str, Any] = {"tasks": [], "groups": 0, "replace_flat": False, "policy": ""}
+"""In place of the iteration.json of an iteration that was never opened."""
 LOOK_AGAIN_S = 1.0
 """How often a long removal checks whether a node has come back."""
 
@@ -95,7 +97,7 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
     """The published manifest, or a new one over the finished groups; and its groups. Raises Ended if no group
     is finished, or if a part that the manifest names is damaged.
     """
-    opened = published.read_json(run_dir.iteration_json(iteration)) or {"tasks": [], "policy": ""}
+    opened = published.read_json(run_dir.iteration_json(iteration)) or NOT_OPENED
     directory = run_dir.trajectories("train", iteration)
     before = published.latest_before(run_dir, iteration)
     try:

@@ -14,7 +14,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.node.start import read_run_json
 from coordinator.settings import TINY, SettingsError
 from rollout.engines.admin import PROBE
-from rollout.engines.weights import ADAPTER_CONFIG, is_adapter
+from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
 from rollout.storage import files
 
 CARD = "README.md"

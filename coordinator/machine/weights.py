@@ -11,7 +11,7 @@ from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
 from rollout.engines.admin import PROBE, EngineAdmin, adapter_name
 from rollout.engines.client import EngineError
-from rollout.engines.weights import ADAPTER_CONFIG
+from rollout.engines.model_dir import ADAPTER_CONFIG
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from coordinator import config
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
 from coordinator.settings import TINY, RunSettings, SettingsError
+from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest
 from rollout.engines.servers import ServerSettingError, check_server
-from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, policy_digest
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward

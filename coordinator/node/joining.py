@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from coordinator.machine import network
 from coordinator.node.identity import Identity
+from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.node.verdicts import CODES, Verdicts
-from coordinator.node.words import Words
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.records import MASTER, EpochRecord, Member, claim, new_token
@@ -33,7 +33,7 @@ class Joining:
         identity: Identity,
         position: Position,
         watch: Watch,
-        words: Words,
+        messages: Messages,
         verdicts: Verdicts,
         describe: Callable[[], dict[str, Any]],
     ) -> None:
@@ -41,7 +41,7 @@ class Joining:
         self._identity = identity
         self._position = position
         self._watch = watch
-        self._words = words
+        self._messages = messages
         self._verdicts = verdicts
         self._describe = describe
         self.lost: dict[int, tuple[int, int]] = {}
@@ -142,7 +142,7 @@ class Joining:
         return members
 
     def _commands(self, ranks: Collection[int]) -> str:
-        return "; ".join(self._words.worker_command(rank) for rank in sorted(ranks))
+        return "; ".join(self._messages.worker_command(rank) for rank in sorted(ranks))
 
     def _absent(self, board: Board, since: int) -> list[int]:
         """Return the ranks that do not beat in epoch `since` or later: only a process that saw it can.
@@ -178,7 +178,7 @@ class Joining:
         found = {rank: content.get("gpu_count", 0) for rank, content in sorted(said.items())}
         hosts = {rank: content["host"] for rank, content in said.items()}
         if text := gpu_shortfall(cluster, found, hosts):
-            raise Ended(Exit.FAILED, f"{text}. {self._words.repair()}", "failed")
+            raise Ended(Exit.FAILED, f"{text}. {self._messages.repair()}", "failed")
         return {
             rank: Member(
                 incarnation=board.beats[rank].incarnation if rank else self._watch.incarnation,

@@ -21,11 +21,11 @@ from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining
+from coordinator.node.messages import Messages
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.start import Start
 from coordinator.node.verdicts import Verdicts
-from coordinator.node.words import Words
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import By, Phase
@@ -56,11 +56,11 @@ class Node:
         self.remover = Remover()
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
-        self.words = Words(self.identity, self.position, self.watch)
-        self.verdicts = Verdicts(self.identity, self.position, self.watch, self.words)
-        self.flags = Flags(self.identity, self.position, self.watch, self.check, self.words.missing)
+        self.messages = Messages(self.identity, self.position, self.watch)
+        self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
+        self.flags = Flags(self.identity, self.position, self.watch, self.check, self.messages.missing)
         self.joining = Joining(
-            self.identity, self.position, self.watch, self.words, self.verdicts, self._describe
+            self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
         self.policies = Policies(self.identity)
         self._lock: BaseFileLock | None = None
@@ -171,7 +171,7 @@ class Node:
             self.verdicts.check_self()
             if time.monotonic() > deadline_s:
                 silent = f"{self.run_dir.root} did not answer for {cluster.rejoin_timeout_s:.0f} s"
-                raise Ended(Exit.LOST, f"{silent}. {self.words.repair()}")
+                raise Ended(Exit.LOST, f"{silent}. {self.messages.repair()}")
         if not self.is_master:
             self.watch.leave()
             if not self.watch.heart.renew():

@@ -5,7 +5,7 @@ from coordinator.directory.published import Policy
 from coordinator.machine.weights import Adapters
 from coordinator.node.identity import Identity
 from coordinator.node.inputs import base_model_dir
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage import files
 
 

@@ -5,8 +5,8 @@ import logging
 import signal
 
 from coordinator.node.identity import Identity
+from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.node.words import Words
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, TrainerFailed
 from coordinator.protocol.records import MASTER
 from coordinator.protocol.verdict import Event, Verdict
@@ -40,11 +40,11 @@ def ending(verdict: Verdict, text: str, is_master: bool, on_node_failure: str) -
 class Verdicts:
     """Raises what has ended the present row; for the node's main thread."""
 
-    def __init__(self, identity: Identity, position: Position, watch: Watch, words: Words) -> None:
+    def __init__(self, identity: Identity, position: Position, watch: Watch, messages: Messages) -> None:
         self._identity = identity
         self._position = position
         self._watch = watch
-        self._words = words
+        self._messages = messages
         self._master_is_lost = False
 
     def check(self) -> None:
@@ -60,14 +60,14 @@ class Verdicts:
     def of(self, verdict: Verdict) -> Exception:
         """Return what a verdict does to this node."""
         me = self._identity
-        text = self._words.of_verdict(verdict)
+        text = self._messages.of_verdict(verdict)
         return ending(verdict, text, me.is_master, me.settings.cluster.on_node_failure)
 
     def check_self(self) -> None:
         """Raise what this node itself has ended by: a signal, or an error of its watch."""
         if (number := self._watch.signal) is not None:
             stops = self._identity.is_master and number == signal.SIGINT
-            text = self._words.interrupted(signal.Signals(number).name)
+            text = self._messages.interrupted(signal.Signals(number).name)
             raise Ended(Exit.INTERRUPTED, text, "stopped" if stops else "left")
         if self._watch.error is not None:
             raise self._watch.error
@@ -76,9 +76,9 @@ class Verdicts:
         """As `check`, for the training row: its job cannot go on without a node that is lost."""
         self.check()
         if lost := self._watch.board.called(self._watch.record.epoch, "lost"):
-            raise TrainerFailed(f"the job lost a peer: {self._words.called(lost[0])}")
+            raise TrainerFailed(f"the job lost a peer: {self._messages.called(lost[0])}")
         if self._is_master_silent():
-            raise TrainerFailed(f"the job lost a peer: {self._words.of_rank(MASTER)}")
+            raise TrainerFailed(f"the job lost a peer: {self._messages.of_rank(MASTER)}")
 
     def check_still_master(self) -> None:
         """Raise Ended (superseded) if another process has become the master."""
@@ -99,7 +99,7 @@ class Verdicts:
 
     def superseded(self) -> Ended:
         """Return the end of a process that another one has replaced."""
-        return Ended(Exit.SUPERSEDED, self._words.superseded())
+        return Ended(Exit.SUPERSEDED, self._messages.superseded())
 
     def _is_master_silent(self) -> bool:
         silent_s = self._watch.silence.silent_s.get(MASTER, 0.0)
@@ -109,7 +109,7 @@ class Verdicts:
         """A worker says once that its master is lost, and that it is back."""
         lost = self._is_master_silent()
         if lost and not self._master_is_lost:
-            log.error("%s", self._words.master_is_lost())
+            log.error("%s", self._messages.master_is_lost())
         if self._master_is_lost and not lost:
             log.info("rank %d is back", MASTER)
         self._master_is_lost = lost

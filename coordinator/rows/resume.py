@@ -16,7 +16,7 @@ def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
     return [
         line["iteration"]
         for line in lines
-        if line.get("kind", "both") in {"both", "update"} and line["iteration"] < before
+        if line["kind"] in {"both", "update"} and line["iteration"] < before
     ]
 
 
@@ -26,7 +26,7 @@ def next_iteration(run_dir: RunDir, settings: RunSettings) -> int:
     finishing = {"both": {"both", "update"}, "update": {"both", "update"}, "rollout": {"both", "rollout"}}
     counted = finishing.get(kind, {"both", "rollout", "update", "eval"})
     lines = published.metrics_lines(run_dir)
-    done = [line["iteration"] for line in lines if line.get("kind", "both") in counted]
+    done = [line["iteration"] for line in lines if line["kind"] in counted]
     return 1 + max(done, default=0)
 
 
@@ -54,5 +54,4 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: st
 
 def quota(opened: Mapping[str, Any]) -> Quota:
     """Return how many groups an iteration needs; `opened` is its iteration.json."""
-    slots = len(opened["tasks"])
-    return Quota(opened.get("groups", slots), slots, opened.get("replace_flat", False))
+    return Quota(opened["groups"], len(opened["tasks"]), opened["replace_flat"])

@@ -22,7 +22,7 @@ def draw_tasks(
     that were drawn and for which there is no slot yet.
     """
     before = published.read_json(run_dir.iteration_json(iteration - 1)) or {}
-    first = before.get("next_task", (iteration - 1) * settings.tasks_per_iteration)  # as format 1 began
+    first = (iteration - 1) * settings.tasks_per_iteration
     deferred = _deferred(run_dir, iteration - 1, before)
     drawn = draw(
         tasks,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.engines.client import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, excerpt, parse_answer
-from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, tensor_names
+from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
 
 LOADING = "loading"
 """The weight version of an engine whose weights are being replaced. No policy has this digest."""

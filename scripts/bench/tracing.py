@@ -49,7 +49,7 @@ SPANS: dict[str, tuple[str, ...]] = {
     "coordinator.machine.trainer": ("TrainerHost.train",),
     "rollout.collect": ("collect",),
     "rollout.engines.admin": ("EngineAdmin._call",),
-    "rollout.engines.weights": ("check_model_dir",),
+    "rollout.engines.model_dir": ("check_model_dir",),
     "rollout.engines.embedded.engine": ("TorchEngine._reload",),
     "rollout.engines.embedded.batch": ("Batch.join", "Batch.step", "Batch.keep", "Batch.prompt_logprobs"),
     "trainer.job.launch": ("next_request", "report_progress", "report_done"),

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from coordinator.machine.network import LOOPBACK, free_port
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster

@@ -17,7 +17,7 @@ from coordinator.machine.engine import Adapters, EngineHost
 from coordinator.protocol.exits import EpochChanged
 from rollout.engines.admin import PROBE, EngineAdmin
 from rollout.engines.client import EngineError
-from rollout.engines.weights import WeightsError, policy_digest
+from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.settings import EngineSettings
 from rollout.storage.files import checksums
 from tests.adapters import make_adapter

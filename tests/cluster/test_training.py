@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from coordinator.machine.network import LOOPBACK
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.small_run import SETTINGS

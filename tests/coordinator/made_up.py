@@ -12,7 +12,7 @@ from coordinator.directory.layout import Beat, Flag, Record, RunDir
 from coordinator.protocol.records import EpochRecord, Member
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings import RunSettings
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import FileFacts, checksums
 from rollout.trajectory import Group, Sample
 from trainer.documents import TrainResult

@@ -85,7 +85,7 @@ def test_every_file_is_in_a_room_and_every_room_has_files() -> None:
     assert {room_of(module) for module in SOURCES} - {None} == MAY_IMPORT.keys()
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
 def test_room_uses_only_the_rooms_below_it(room: str) -> None:
     for module in SOURCES:
         if room_of(module) == room:

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from rollout.engines.admin import adapter_name
 from rollout.engines.client import EngineError, Sampling
-from rollout.engines.weights import WeightsError
+from rollout.engines.model_dir import WeightsError
 from tests.adapters import make_adapter
 from tests.engines.engines import KINDS, Engine, Reference, serving
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from rollout.engines.client import EngineError, Sampling
-from rollout.engines.weights import WeightsError
+from rollout.engines.model_dir import WeightsError
 from tests.engines.engines import Engine, Reference, serving
 from tests.models import CONTEXT
 

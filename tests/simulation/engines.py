@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.client import Completion, EngineError, Sampling
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from tests.simulation.scheduler import Scheduler
 

@@ -272,5 +272,6 @@ def _entry(path: Path) -> Any:
 def _quota(manifest_path: Path, manifest: dict[str, Any]) -> Quota:
     """What an iteration needs; of an evaluation, which has no iteration.json, every slot."""
     opened = manifest_path.with_name("iteration.json")
-    tasks = {"tasks": [None] * manifest["slots"]}
-    return resume.quota(json.loads(opened.read_bytes()) if opened.exists() else tasks)
+    if not opened.exists():
+        return Quota(manifest["slots"], manifest["slots"])
+    return resume.quota(json.loads(opened.read_bytes()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.engines.admin import PROBE
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import FileFacts, checksums
 from tests.simulation.disk import Disk
 from tests.simulation.engines import logprobs_of

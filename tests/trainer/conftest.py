@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from rollout.trajectory import Group, Sample
 from tests.trainer.training_jobs import Node, free_port

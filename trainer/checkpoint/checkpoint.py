@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from rollout.engines.admin import PROBE
-from rollout.engines.weights import ADAPTER_CONFIG, check_model_dir, policy_digest
+from rollout.engines.model_dir import ADAPTER_CONFIG, check_model_dir, policy_digest
 from rollout.storage import files
 from rollout.storage.files import FileFacts, checksums
 from rollout.storage.writer import Writer
@@ -57,7 +57,7 @@ def load(
     Collective. `model_dir`: see build_learner. If `resume` names batches, the state belongs to an earlier
     policy, and `repeat` trains the learner on each batch. Raises CheckpointError unless the weights have the
     digest `policy`, the state belongs to them, and the repeated training has led back to them. Raises
-    rollout.engines.weights.WeightsError for a directory that is not a whole model.
+    rollout.engines.model_dir.WeightsError for a directory that is not a whole model.
     """
     check_model_dir(base_dir)
     found = policy_digest(checksums(base_dir))

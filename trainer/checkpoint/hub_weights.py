@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from rollout.engines.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout.storage.writer import Writer
 from trainer.checkpoint.rank_files import rank_and_world, spread, tensor_file
 from trainer.model.model import Learner

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.engines.weights import ADAPTER_CONFIG
+from rollout.engines.model_dir import ADAPTER_CONFIG
 from rollout.storage import files
 from trainer.model import parallel
 from trainer.model.parallel import Layout

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollout.engines.weights import ADAPTER_WEIGHTS, tensor_names
+from rollout.engines.model_dir import ADAPTER_WEIGHTS, tensor_names
 from rollout.storage.retry import retry_library
 from trainer.settings import LoraSettings
 

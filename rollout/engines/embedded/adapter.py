@@ -15,7 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rollout.engines.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightsError, check_model_dir, is_adapter
+from rollout.engines.model_dir import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    WeightsError,
+    check_model_dir,
+    is_adapter,
+)
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."

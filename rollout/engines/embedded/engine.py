@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from rollout.engines.embedded.adapter import MergedAdapter
 from rollout.engines.embedded.batch import Batch, Generation, Row
 from rollout.engines.embedded.weights import ModelWeights
-from rollout.engines.weights import WeightsError
+from rollout.engines.model_dir import WeightsError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

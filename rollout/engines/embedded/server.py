@@ -26,8 +26,8 @@ from rollout.engines.embedded import protocol
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
 from rollout.engines.embedded.text import Texts
+from rollout.engines.model_dir import WeightsError
 from rollout.engines.servers import LOOPBACK
-from rollout.engines.weights import WeightsError
 
 _MAX_BODY_BYTES = 256 * 2**20
 _MEMORY = frozenset({"weights", "kv_cache"})

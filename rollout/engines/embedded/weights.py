@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.engines.weights import WeightsError, check_model_dir, is_adapter
+from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Fields of config.json that may differ between versions of a model."""

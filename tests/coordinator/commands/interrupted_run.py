@@ -59,7 +59,7 @@ def beat(run_dir: RunDir, rank: int, incarnation: int = 1, counter: int = 5, epo
 def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:
     """The trajectories, manifest and batch of an iteration of four slots."""
     opened = {"iteration": iteration, "policy": policy, "tasks": [0, 1, 2, 3]}
-    write_json(run_dir.iteration_json(iteration), opened)
+    write_json(run_dir.iteration_json(iteration), {**opened, "groups": 4, "replace_flat": False})
     for rank in (0, 1):
         write_parts(run_dir, iteration, rank, 2, [group(2 * rank), group(2 * rank + 1)])
     directory = run_dir.trajectories("train", iteration)

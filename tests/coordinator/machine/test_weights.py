@@ -9,7 +9,7 @@ from coordinator.directory.published import Policy
 from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import PROBE, EngineAdmin
 from rollout.engines.client import EngineError
-from rollout.engines.weights import ADAPTER_CONFIG
+from rollout.engines.model_dir import ADAPTER_CONFIG
 from tests.coordinator.made_up import write_json
 
 LOGPROBS = [-1.0, -2.0]

@@ -11,7 +11,7 @@ import pytest
 
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.client import EngineError, Sampling
-from rollout.engines.weights import WeightsError
+from rollout.engines.model_dir import WeightsError
 from tests.adapters import make_adapter
 from tests.rollout.engines.test_client import ask
 from tests.rollout.rollout_helpers import RunningServer, serving

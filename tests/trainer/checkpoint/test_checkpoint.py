@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from rollout.engines.weights import WeightsError, check_model_dir, policy_digest, tensor_names
+from rollout.engines.model_dir import WeightsError, check_model_dir, policy_digest, tensor_names
 from rollout.storage import retry
 from rollout.storage.files import checksums
 from rollout.storage.writer import Writer

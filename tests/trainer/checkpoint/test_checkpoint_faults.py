@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.engines.weights import check_model_dir, policy_digest
+from rollout.engines.model_dir import check_model_dir, policy_digest
 from rollout.storage.files import SharedFsError, checksums
 from tests.faultfs import FaultFs, unavailable
 from trainer.batch.batch import Batch

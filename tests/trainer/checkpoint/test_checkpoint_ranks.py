@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rollout.engines.weights import check_model_dir, policy_digest, tensor_names
+from rollout.engines.model_dir import check_model_dir, policy_digest, tensor_names
 from rollout.storage.files import checksums
 from tests.paths import REPOSITORY
 from tests.trainer.checkpoint.test_probe import logprobs_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.engines.weights import policy_digest
+from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from trainer.batch.batch import Batch, build_batch
 from trainer.checkpoint import checkpoint

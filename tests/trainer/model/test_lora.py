@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, policy_digest
+from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest
 from rollout.storage.files import checksums
 from tests.adapters import save_adapter
 from tests.models import make_model

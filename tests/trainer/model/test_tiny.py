@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.engines.weights import check_model_dir, policy_digest
+from rollout.engines.model_dir import check_model_dir, policy_digest
 from rollout.storage.files import checksums
 from trainer.model import tiny
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout.engines.embedded.adapter import MergedAdapter
-from rollout.engines.weights import WeightsError
+from rollout.engines.model_dir import WeightsError
 from tests.adapters import make_adapter
 
 Q_PROJ, UP_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollout.engines.weights import WeightsError, check_model_dir, is_adapter, policy_digest, tensor_names
+from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest, tensor_names
 from rollout.storage.files import checksums
 
 

@@ -11,7 +11,7 @@ from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
 
 
-class Words:
+class Messages:
     """Sentences about this node and about the others, from what it sees of them."""
 
     def __init__(self, identity: Identity, position: Position, watch: Watch) -> None:

@@ -9,8 +9,8 @@ import pytest
 from coordinator.config import build
 from coordinator.directory.layout import RunDir
 from coordinator.node.identity import Identity
+from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.node.words import Words
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
@@ -26,7 +26,7 @@ SAID = {
 }
 
 
-def words(silent_s: float = 0.0, policy: str = "wait") -> Words:
+def messages(silent_s: float = 0.0, policy: str = "wait") -> Messages:
     """The words of rank 0 in training of iteration 7, which sees rank 2 so."""
     position = Position()
     position.move("running", 7, Phase.TRAINING.label, [1, 2])
@@ -40,15 +40,15 @@ def words(silent_s: float = 0.0, policy: str = "wait") -> Words:
         silence=SimpleNamespace(silent_s={2: silent_s}),
         standstill=SimpleNamespace(still_s={2: 1900.0}),
     )
-    return Words(cast(Identity, identity), position, cast(Watch, watch))
+    return Messages(cast(Identity, identity), position, cast(Watch, watch))
 
 
 def test_rank_is_named_with_its_host_and_where_it_was_last_seen() -> None:
-    assert words().of_rank(2) == "rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)"
-    assert "silent for 94 s)" in words(silent_s=94.0).of_rank(2)
-    assert words().of_rank(1) == "rank 1 (node)", "the record knows its host"
-    assert words().of_rank(9) == "rank 9 (never seen)"
-    assert words().missing() == f"{words().of_rank(1)}; {words().of_rank(2)}"
+    assert messages().of_rank(2) == "rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)"
+    assert "silent for 94 s)" in messages(silent_s=94.0).of_rank(2)
+    assert messages().of_rank(1) == "rank 1 (node)", "the record knows its host"
+    assert messages().of_rank(9) == "rank 9 (never seen)"
+    assert messages().missing() == f"{messages().of_rank(1)}; {messages().of_rank(2)}"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_rank_is_named_with_its_host_and_where_it_was_last_seen() -> None:
     ],
 )
 def test_loss_says_who_where_why_and_the_command_that_repairs_it(event: Event, why: str) -> None:
-    text = words(silent_s=94.0).of_verdict(Verdict(event, 2))
+    text = messages(silent_s=94.0).of_verdict(Verdict(event, 2))
     assert text == (
         "rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128, silent for 94 s) is lost "
         f"in training, iteration 7: {why}. To bring it back, on that machine: "
@@ -68,8 +68,8 @@ def test_loss_says_who_where_why_and_the_command_that_repairs_it(event: Event, w
 
 
 def test_where_all_end_the_repair_is_to_start_all_again() -> None:
-    said = words(policy="abort").repair(2)
+    said = messages(policy="abort").repair(2)
     assert said == (
         "To resume, run the same commands again; on that machine: run --worker 2 --log-path '/shared/my runs'"
     )
-    assert words().failure(ValueError("bad")) == "rank 0 (node-a) failed in training, iteration 7: bad"
+    assert messages().failure(ValueError("bad")) == "rank 0 (node-a) failed in training, iteration 7: bad"

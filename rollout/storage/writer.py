@@ -83,7 +83,8 @@ def _produce(path: Path, produce: Produce) -> Path:
     def attempt() -> Path:
         temp = files.temporary_name(path)
         try:
-            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, files.MODE)
+            # Without O_EXCL: Python repeats a call after EINTR, and the first one may have created the file.
+            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, files.MODE)
             try:
                 mode = os.fstat(descriptor).st_mode & 0o777
             finally:

@@ -194,7 +194,7 @@ def judge_move(count: int, seconds: float, partial_sizes: int, whole: bool, writ
         return Check("big rename", figure, "fail", advice, values)
     if partial_sizes or seconds > max(COPY_S, 0.2 * written_s):
         advice = (
-            "this mount copies instead of renaming: every checkpoint is written twice, and seen half; "
+            "this mount copies instead of renaming: every checkpoint is written three times, and seen half; "
             "on object storage use a hierarchical namespace"
         )
         return Check("big rename", figure, "warn", advice, values)

@@ -197,7 +197,7 @@ def _wrapped(name: str, function: Callable[..., Any], writer: _Writer) -> Callab
     is_step = name == STEP
 
     def about(arguments: Sequence[Any]) -> str:
-        return f"{arguments[1]} {arguments[2].label}" if is_step else ""
+        return f"{arguments[1].number} {arguments[2].label}" if is_step else ""
 
     if inspect.iscoroutinefunction(function):
 

@@ -10,9 +10,12 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from coordinator.node.iteration import Iteration
+from coordinator.protocol.phases import Phase
 from rollout.engines.client import Sampling
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
@@ -94,6 +97,14 @@ def test_traced_process_writes_the_spans_of_its_calls(
     published, synced = spans["rollout.storage.files.publish"], spans["os.fsync"]
     assert published.begin_s <= synced.begin_s <= synced.end_s <= published.end_s
     assert published.rank is None and published.process.startswith("other.")
+
+
+def test_row_is_traced_with_its_iteration_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    tracing, said = import_module("tracing"), list[str]()
+    writer = SimpleNamespace(add=lambda _name, _began, about: said.append(about))
+    tracing._wrapped(tracing.STEP, lambda *_: None, writer)(None, Iteration(3), Phase.TRAINING)
+    assert said == ["3 training"]
 
 
 def test_breakdown_is_the_median_over_iterations_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:

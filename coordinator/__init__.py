@@ -1,4 +1,6 @@
-"""Nodes, phases and the shared directory. The only package that writes there; it never imports torch.
+"""Nodes, phases and the shared directory. The only package that knows its layout; it never imports torch.
+
+Beside it only training ranks write there, into directories that they are given; all use `rollout.storage`.
 
 Users import from here: `from coordinator import Run` reads a run. A name is loaded when it is asked for.
 """

@@ -7,6 +7,6 @@ directory, so ranks write them through `rollout.storage` alone: `writer` for the
 documents that come last. Ranks and their node also exchange files in the spool, a directory on the node's own
 disk (`job.launch`).
 
-Rooms, top first: job, checkpoint, update, model, batch. A room imports the rooms below it, and the files
+Rooms, top first: job; checkpoint and update; model; batch. A room imports the rooms below it, and the files
 beside them.
 """

@@ -94,15 +94,13 @@ def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
 
 
 def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Group]]:
-    """The published manifest, or a new one over the finished groups; and its groups. Raises Ended if no group
-    is finished, or if a part that the manifest names is damaged.
-    """
+    """The published manifest, or a new one over finished groups, with these. Ended if none is finished."""
+    if found := published.read_manifest(run_dir, "train", iteration):
+        return found, []
     opened = published.read_json(run_dir.iteration_json(iteration)) or NOT_OPENED
     directory = run_dir.trajectories("train", iteration)
     before = published.latest_before(run_dir, iteration)
     try:
-        if found := published.read_manifest(run_dir, "train", iteration):
-            return found, parts.read_groups(directory, found)
         policy = published.policy_of(run_dir, before).digest if before else opened["policy"]
         document, groups = parts.manifest(directory, iteration, resume.quota(opened), policy, short=None)
     except Incomplete as error:
@@ -125,7 +123,9 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
     path = run_dir.manifest("train", iteration)
     if path.name in published.names(path.parent) and published.read_json(path) is None:
         files.rename(path, path.with_suffix(".damaged"))
-    parts.publish_manifest(path, manifest, groups)
+    if groups:
+        parts.publish_manifest(path, manifest, groups)
+    parts.ensure_readable(path)
     if published.read_json(path) != manifest:
         raise Ended(Exit.FAILED, f"another manifest was published just now as {path}; run the command again")
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-FORMAT = 1
+FORMAT = 2
 """Version of this layout. A directory of another version is refused."""
 
 REMOVED = ".removed_"

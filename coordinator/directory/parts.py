@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import GROUPS, Kind, PartName, RunDir, parse_part_name
-from coordinator.directory.published import Incomplete, names
+from coordinator.directory.published import Incomplete, names, read_json
 from rollout.quota import Quota
 from rollout.storage import files
 from rollout.trajectory import (
@@ -234,13 +234,23 @@ def _by_slot(groups: Iterable[Group]) -> list[Group]:
 
 
 def publish_manifest(path: Path, document: Mapping[str, Any], groups: Iterable[Group]) -> None:
-    """Create the manifest, and groups.jsonl with its groups beside it. A manifest that is already there is
-    adopted. groups.jsonl comes first, so that every manifest has one even if the process dies in between.
+    """Create the manifest, then groups.jsonl beside it. A manifest that is already there is adopted."""
+    if files.create_once(path, json.dumps(document).encode()):
+        _publish_for_people(path.with_name(GROUPS), document, groups)
+
+
+def ensure_readable(path: Path) -> None:
+    """Write groups.jsonl beside a manifest that has none, since its maker has ended in between.
+
+    Its content follows from the manifest alone. It is for people: without a part it is left out.
     """
-    _publish_for_people(path.with_name(GROUPS), document, groups)
-    if not files.create_once(path, json.dumps(document).encode()):
-        adopted = json.loads(files.read(path))
-        _publish_for_people(path.with_name(GROUPS), adopted, read_groups(path.parent, adopted))
+    listed = names(path.parent)
+    if path.name not in listed or GROUPS in listed or (document := read_json(path)) is None:
+        return
+    try:
+        _publish_for_people(path.with_name(GROUPS), document, read_groups(path.parent, document))
+    except Incomplete as error:
+        log.warning("%s is not written: %s", path.with_name(GROUPS), error)
 
 
 def _publish_for_people(path: Path, document: Mapping[str, Any], groups: Iterable[Group]) -> None:

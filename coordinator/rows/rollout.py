@@ -40,8 +40,12 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
             text = f"iteration {number} has no trajectories to train on; make them with --rl-phase rollout"
             raise Ended(Exit.FAILED, text, "failed")
         files.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
+    resume_at = resume.resume_at(run_dir, node.settings, number, policy.digest)
+    if resume_at > Phase.TRAIN_PLAN:  # an earlier master may have ended before it wrote these
+        parts.ensure_readable(run_dir.manifest("train", number))
+        parts.ensure_readable(run_dir.manifest("eval", number))
     return {
-        "resume_at": int(resume.resume_at(run_dir, node.settings, number, policy.digest)),
+        "resume_at": int(resume_at),
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
     }

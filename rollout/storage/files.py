@@ -19,7 +19,9 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -52,9 +54,7 @@ def read(path: Path, *, fleeting: bool = False) -> bytes:
 
 
 def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Make `path` hold `data`, whole or not at all: temp name, write, fsync, rename, fsync of the directory.
-    `durable=False` leaves out both fsyncs, for flags and beats.
-    """
+    """Make `path` hold `data`, whole or not at all; `durable=False` leaves out all fsyncs (flags, beats)."""
     temp = write_temporary(path, data, durable)
     operations["rename"] += 1
     try:
@@ -168,8 +168,8 @@ def file_facts(path: Path) -> FileFacts:
 
 
 def file_names(directory: Path) -> list[str]:
-    """The sorted names of the regular files directly in the directory."""
-    return sorted(name for name, is_directory in _entries(directory, links=True) if not is_directory)
+    """The sorted names of the regular files directly in the directory, and of links to such."""
+    return sorted(name for name, is_file in _scan(directory, lambda entry: entry.is_file()) if is_file)
 
 
 def checksums(directory: Path) -> dict[str, FileFacts]:
@@ -285,15 +285,15 @@ def _set_aside(path: Path) -> None:
         rename(aside, path)
 
 
-def _entries(directory: Path, links: bool = False) -> list[tuple[str, bool]]:
-    """(name, whether it is a directory) of each entry; `links`: a link to a directory is one too."""
+def _entries(directory: Path) -> list[tuple[str, bool]]:
+    """(name, whether it is a directory) of each entry; FileNotFoundError if `directory` is not there."""
+    return _scan(directory, lambda entry: entry.is_dir(follow_symlinks=False))
 
-    def scan() -> list[tuple[str, bool]]:
-        with os.scandir(directory) as entries:
-            return [(entry.name, entry.is_dir(follow_symlinks=links)) for entry in entries]
 
+def _scan(directory: Path, test: Callable[[os.DirEntry[str]], bool]) -> list[tuple[str, bool]]:
     operations["list"] += 1
-    return retry("list", directory, scan, directory)
+    entries = retry("list", directory, lambda: list(os.scandir(directory)), directory)
+    return [(entry.name, retry("look at", directory / entry.name, partial(test, entry))) for entry in entries]
 
 
 def _fill(descriptor: int, data: bytes, durable: bool) -> None:

@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 RETRY_S = 10.0
 """How long a call is repeated after its first error."""
-PATIENT_ATTEMPTS = 3
-"""Least number of attempts at a call that may itself take longer than RETRY_S (to write a large file)."""
+PATIENT_ATTEMPTS = 2
+"""Least number of attempts at a call that may itself take longer than RETRY_S (to write a large file). The
+other ranks of a job wait for it meanwhile, for trainer.collective_timeout_s at most."""
 CACHED_S = 65.0
 """How long a listed name may be denied: clients remember "no such file" for up to 60 s."""
 PASSING = frozenset(

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.cli import main
 from coordinator.config import build, flatten, parse_override
+from coordinator.directory.layout import FORMAT
 from coordinator.journal.trackers import SINKS
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -58,7 +59,7 @@ def test_exported_model_is_what_the_next_command_uploads(
 ) -> None:
     run_dir = run_dir_at(tmp_path / "exp1")
     fixed = {"model": {"name": "some/model"}, "tasks": {"name": "sums.jsonl"}}
-    write_json(run_dir.run_json, {"run_id": "c0ffee", "format": 1, "fixed": fixed})
+    write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
     write_checkpoint(run_dir.checkpoint(12), 12)
     export, upload = (command for command in COMMANDS if command not in STARTS)
     monkeypatch.chdir(tmp_path)

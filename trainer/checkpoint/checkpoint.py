@@ -130,6 +130,8 @@ def write(
     lead = rank_and_world()[0] == 0
     state_dir = _state_dir(request)
     inside = request.settings.save_interval == 1
+    if lead and staging_dir.name not in files.listing(staging_dir.parent):
+        raise CheckpointError(f"{staging_dir} is not there any more: a newer master has taken over")
     if lead and inside:
         files.make_directory(staging_dir / STATE_DIR)
     with Writer(staging_dir) as writer:

@@ -8,7 +8,7 @@ import yaml
 
 from coordinator.cli import main
 from coordinator.commands.export import export
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.settings import SettingsError
 from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
 
@@ -18,7 +18,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     """Two checkpoints, the first of them evaluated."""
     run_dir = run_dir_at(tmp_path / "adder")
     fixed = {"model": {"name": "some/model"}, "tasks": {"name": "sums.jsonl"}}
-    write_json(run_dir.run_json, {"run_id": "c0ffee", "format": 1, "fixed": fixed})
+    write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
     for iteration in (1, 2):
         write_checkpoint(run_dir.checkpoint(iteration), iteration, content=b"weights %d" % iteration)
     lines = [{"iteration": 2, "kind": "both", "reward": 0.25, "eval_reward": 0.75}]

@@ -150,18 +150,43 @@ def test_first_manifest_stays_and_with_it_its_groups(directory: Path) -> None:
     assert [line["slot"] for line in for_people(directory)] == [0]
 
 
-def test_manifest_is_never_without_its_groups_wherever_its_maker_dies(
+def test_groups_that_their_maker_did_not_come_to_write_follow_from_the_manifest(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = directory / "manifest.json"
+    write(directory, group(0), group(4))
+    parts.ensure_readable(path)
+    assert "groups.jsonl" not in tree(directory), "nothing is published yet"
+    made = manifest(directory, 3, Quota(5, 5), POLICY, short=3)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files, "publish", killed)
+        parts.publish_manifest(path, *made)
+    assert "manifest.json" in tree(directory) and "groups.jsonl" not in tree(directory)
+    parts.ensure_readable(path)
+    assert [line["slot"] for line in for_people(directory)] == [0, 4]
+
+
+def test_old_master_that_wakes_replaces_no_groups(directory: Path) -> None:
+    path = directory / "manifest.json"
     write(directory, group(0))
-    made = manifest(directory, 3, Quota(1, 1), POLICY)
-    for operation in ("publish", "create_once"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(files, operation, killed)
-            parts.publish_manifest(directory / "manifest.json", *made)
-        assert "manifest.json" not in tree(directory)
-    parts.publish_manifest(directory / "manifest.json", *made)
-    assert tree(directory) >= {"manifest.json", "groups.jsonl"}
+    old = manifest(directory, 3, Quota(1, 2), POLICY)
+    write(directory, group(1), epoch=9)
+    parts.publish_manifest(path, *manifest(directory, 3, Quota(2, 2), POLICY))
+    before = (directory / "groups.jsonl").read_bytes()
+    parts.publish_manifest(path, *old)
+    assert (directory / "groups.jsonl").read_bytes() == before
+
+
+def test_groups_without_their_part_are_left_out_and_the_run_goes_on(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = directory / "manifest.json"
+    write(directory, group(0))
+    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 1), POLICY))
+    (directory / "groups.jsonl").unlink()
+    next(directory.glob("*.safetensors")).unlink()
+    parts.ensure_readable(path)
+    assert "groups.jsonl" not in tree(directory) and "is not written" in caplog.text
 
 
 def killed(*_arguments: object, **_more: object) -> None:

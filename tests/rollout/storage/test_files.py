@@ -441,3 +441,15 @@ def test_metadata_operations_are_counted(tmp_path: Path) -> None:
     files.read(tmp_path / "a")
     files.remove(tmp_path / "a")
     assert dict(files.operations) == {"open": 2, "rename": 1, "list": 1, "remove": 1}
+
+
+def test_only_what_can_be_read_is_hashed(tmp_path: Path) -> None:
+    """A snapshot of a model may have links to files that were removed, and links to its files elsewhere."""
+    (tmp_path / "blob").write_bytes(b"weights")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "linked").symlink_to(tmp_path / "blob")
+    (model / "gone").symlink_to(tmp_path / "nowhere")
+    (model / "below").symlink_to(tmp_path)
+    os.mkfifo(model / "pipe")
+    assert files.checksums(model) == {"linked": files.facts_of(b"weights")}

@@ -83,7 +83,6 @@ class Child:
         self.name = name
         self.spool = spool
         self._groups = str(spool / keeper.PGID_DIR)
-        self._started_s = time.monotonic()
         self._lock = threading.Lock()
         self._buried = False
         self._process = subprocess.Popen(
@@ -98,16 +97,6 @@ class Child:
         assert stdout is not None
         self.pid = self._process.pid
         self._output = Output(name, stdout, log, echo)
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since it was started."""
-        return time.monotonic() - self._started_s
-
-    @property
-    def dropped_lines(self) -> int:
-        """Lines of its output that did not get into its log file."""
-        return self._output.dropped_lines
 
     def tail(self, lines: int = 20) -> str:
         """The last lines of its output; complete once `poll` or `wait` has said that it has exited."""

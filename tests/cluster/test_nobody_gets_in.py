@@ -103,6 +103,11 @@ def is_known(path: Path, root: Path) -> bool:
     return path.suffix in {".safetensors", ".json", ".jsonl", ".jinja", ".txt", ".log", ".png"}
 
 
+def is_pickle(data: bytes) -> bool:
+    """Whether data begins so. safetensors has the length of its header first, of any value, and then JSON."""
+    return data[:2] == b"PK" or (data[:1] == b"\x80" and data[8:9] != b"{")
+
+
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_running_cluster_listens_to_its_peers_alone_and_keeps_its_files_to_itself(
     cluster: Cluster, tmp_path: Path
@@ -128,9 +133,7 @@ def test_running_cluster_listens_to_its_peers_alone_and_keeps_its_files_to_itsel
     files = [path for path in cluster.root.rglob("*") if path.is_file()]
     assert [path for path in files if not is_known(path, cluster.root)] == []
     # A pickle of protocol 2 or later, or a zip of them, as torch.save writes it.
-    assert [
-        path for path in files if path.read_bytes()[:2] == b"PK" or path.read_bytes()[:1] == b"\x80"
-    ] == []
+    assert [path for path in files if is_pickle(path.read_bytes())] == []
 
 
 def test_users_text_reaches_no_shell_and_the_printed_command_is_quoted(

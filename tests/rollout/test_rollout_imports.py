@@ -12,7 +12,7 @@ LIGHT = [
     "engines.bodies",
     "engines.embedded.protocol",
     "engines.servers",
-    "engines.weights",
+    "engines.model_dir",
     "environments.environment",
     "evaluation",
     "quota",

@@ -68,7 +68,7 @@ def metrics_line(iteration: int) -> dict[str, object]:
 def roll_out(run_dir: RunDir, iteration: int, policy: str, finished: int) -> None:
     """Parts with the first `finished` groups of an iteration; its manifest if these are all."""
     opened = {"iteration": iteration, "policy": policy, "tasks": list(range(SLOTS))}
-    write_json(run_dir.iteration_json(iteration), opened)
+    write_json(run_dir.iteration_json(iteration), {**opened, "groups": SLOTS, "replace_flat": False})
     writer = PartWriter(run_dir, "train", iteration, 0, 2, policy, 60.0)
     for slot in range(finished):
         writer.add(group(slot))

@@ -221,7 +221,7 @@ def _remove_all(run_dir: RunDir, planned: Plan, board: Board, number: int, dry_r
         where = leftover.path.relative_to(run_dir.root)
         print(f"{verb} {where} ({leftover.what}, {size:,} bytes)", flush=True)
     for path in planned.unknown:
-        print(f"stays: {path.relative_to(run_dir.root)} (not a file of ours)")
+        print(f"stays: {path.relative_to(run_dir.root)} (not a file of flagpost)")
     print(f"{verb} {len(planned.leftovers)} paths, {total:,} bytes")
 
 

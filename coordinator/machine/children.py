@@ -194,7 +194,7 @@ class Children:
     ) -> Child:
         """Start a program in a session of its own; its stdout and stderr go to `tail`, `log` and `echo`.
 
-        `env` is added to this process's environment. `log` is appended to and may lie on the shared mount:
+        `env` is added to this process's environment. `log` is appended to and may be on the shared mount:
         if that hangs, neither the child nor the node does. `echo` is called with each line, in a thread of
         its own. `spool` is from `new_spool`; without it one is made. ChildError if there is no such
         program.

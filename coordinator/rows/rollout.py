@@ -65,7 +65,11 @@ def _policy_before(node: Node, iteration: Iteration) -> Policy:
             files.rename(directory, directory.with_name(f"{directory.name}.damaged"))
             continue
         if number < trained and node.settings.rl_phase != "rollout":
-            log.error("the checkpoint of iteration %d is gone: going on from that of %d", trained, number)
+            log.error(
+                "the checkpoint of iteration %d is gone: going on from the one of iteration %d",
+                trained,
+                number,
+            )
         return node.policies.of(number)
 
 

@@ -176,7 +176,7 @@ def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
 
 
 def aggregate(node: Node, iteration: Iteration, kind: Kind, quota: Quota, short: int, named: Payload) -> None:
-    """Publish the manifest over the parts, those that flags have named and those that lie there."""
+    """Publish the manifest over the parts that flags have named and those that are listed."""
     path = node.run_dir.manifest(kind, iteration.number)
     if found := published.read_json(path):
         if kind == "train" or found["policy"] == iteration.header["policy"]:

@@ -192,7 +192,7 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[
         "seed": sampling.seed,
         "logprobs": 0,
         "return_token_ids": True,
-        # vLLM takes missing values from the model's generation_config.json. That of Qwen2.5 e.g. has a
+        # vLLM takes missing values from the model's generation_config.json. Qwen2.5's has a
         # repetition penalty, so the logprobs would be of another policy than the trainer's.
         "top_k": 0,
         "min_p": 0.0,

@@ -48,7 +48,8 @@ def test_unknown_files_stay_and_are_named(run_dir: RunDir, capsys: pytest.Captur
     (run_dir.trajectories("train", N) / "manifest.damaged").touch()
     cleanup(run_dir.root, N)
     assert (
-        "stays: train_trajectories/iteration_000002/notes.txt (not a file of ours)" in capsys.readouterr().out
+        "stays: train_trajectories/iteration_000002/notes.txt (not a file of flagpost)"
+        in capsys.readouterr().out
     )
     assert tree(run_dir.trajectories("train", N)) == {"notes.txt"}
 

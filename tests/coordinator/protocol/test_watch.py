@@ -617,3 +617,19 @@ def test_run_directory_that_disappears_is_told_as_such(make: Make, run_dir: RunD
 @pytest.mark.parametrize(("ranks", "text"), [([2], "rank 2"), ([2, 1], "ranks 1, 2"), ([], "ranks ")])
 def test_ranks_are_named(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
+
+
+def test_epoch_with_other_limits_is_watched_under_these(make: Make, run_dir: RunDir) -> None:
+    """A worker lives on while its master is started again with another patience."""
+    watching = make(rank=1)
+    watching.begin(0, 2)
+    watching.admit(record(2), told(CLUSTER))
+    watching.silence.silent_s[0] = 40.0
+    patient = CLUSTER.model_copy(update={"node_timeout_s": 300.0, "on_node_failure": "abort"})
+    hasty = CLUSTER.model_copy(update={"node_timeout_s": 5.0, "on_node_failure": "abort"})
+    for cluster, verdict in ((patient, None), (hasty, Event.SILENT)):
+        watching.admit(record(2), told(cluster))
+        assert watching.fence.limit_s == cluster.node_timeout_s
+        watching.silence.silent_s[0] = 40.0
+        watching.look()
+        assert (watching.verdict and watching.verdict.event) == verdict

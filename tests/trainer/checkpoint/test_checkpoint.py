@@ -324,3 +324,14 @@ def test_adapters_are_written_as_peft_does_and_go_on_with_their_state(
     assert (
         run_phase(resumed, batch, second).files["adapter_config.json"] == result.files["adapter_config.json"]
     )
+
+
+def test_rank_that_wakes_after_its_staging_directory_has_gone_makes_no_other(
+    trained: tuple[Learner, TrainRequest, TrainResult], batch: Batch
+) -> None:
+    learner, request, _ = trained
+    staging = Path(request.staging_dir)
+    shutil.rmtree(staging)
+    with pytest.raises(CheckpointError, match="is not there any more"):
+        run_phase(learner, batch, request)
+    assert not staging.exists()

@@ -113,13 +113,14 @@ class Offline:
             argv = [sys.executable, __file__, "--model", str(model), "--offline", str(port)]
             env = {**ENV, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
             self._child = children.start("offline", argv, env=env)
+            give_up_s = time.monotonic() + START_TIMEOUT_S
             listener.settimeout(1.0)
             while True:
                 try:
                     connection, _ = listener.accept()  # it connects after loading the model
                     break
                 except TimeoutError:
-                    if self._child.poll() is not None or self._child.age_s > START_TIMEOUT_S:
+                    if self._child.poll() is not None or time.monotonic() > give_up_s:
                         raise SystemExit(f"vllm.LLM did not start:\n{self._child.tail(30)}") from None
         connection.settimeout(TURN_TIMEOUT_S)
         self._file = connection.makefile("rw")

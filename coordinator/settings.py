@@ -218,6 +218,13 @@ class RunSettings(Settings):
                 f"rollout.temperature={self.rollout.temperature:g}: demonstrations are not sampled, and "
                 "their likelihood is trained at temperature 1; leave it out"
             )
+        likely = self.trainer.clip == "likelihood" and self.trainer.engine_correction == "off"
+        if self.rollout.environment == "demonstration" and not likely:
+            raise ValueError(
+                f"rollout.environment=demonstration has no logprobs of an engine, which trainer.algorithm="
+                f"{self.trainer.algorithm} needs (trainer.clip={self.trainer.clip}, "
+                f"trainer.engine_correction={self.trainer.engine_correction}); add trainer.algorithm=sft"
+            )
         return self
 
     @model_validator(mode="after")
@@ -226,6 +233,12 @@ class RunSettings(Settings):
             raise ValueError(
                 f"rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
                 f"{self.trainer.algorithm} learns from; leave one of them out"
+            )
+        if self.rollout.dynamic_sampling and self.trainer.keep_flat_groups:
+            raise ValueError(
+                "rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
+                f"{self.trainer.algorithm} would count beside those that replace them; add "
+                "trainer.keep_flat_groups=false, or leave rollout.dynamic_sampling out"
             )
         return self
 

@@ -38,9 +38,15 @@ def dr_grpo() -> dict[str, Any]:
     """GRPO done right: Liu et al. 2025, arXiv 2503.20783.
 
     A = r - mean, and a sum over tokens divided by a constant: neither the deviation of a group nor the length
-    of an answer weighs in.
+    of an answer weighs in. The constant counts all samples, those of flat groups too.
     """
-    return {"advantage": "centred", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant"}
+    return {
+        "advantage": "centred",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "constant",
+        "keep_flat_groups": True,
+    }
 
 
 def dapo() -> dict[str, Any]:
@@ -63,7 +69,8 @@ def dapo() -> dict[str, Any]:
 def gspo() -> dict[str, Any]:
     """Group sequence policy optimization: Zheng et al. 2025, arXiv 2507.18071.
 
-    One ratio for a sequence, clipped within 3e-4 below and 4e-4 above (section 5.1).
+    One ratio for a sequence, clipped within 3e-4 below and 4e-4 above (section 5.1). The mean is over all
+    samples.
     """
     return {
         "advantage": "standardised",
@@ -71,6 +78,7 @@ def gspo() -> dict[str, Any]:
         "clip_low": 3e-4,
         "clip_high": 4e-4,
         "aggregation": "sequence",
+        "keep_flat_groups": True,
     }
 
 
@@ -78,7 +86,8 @@ def cispo() -> dict[str, Any]:
     """Clipped importance-sampling weights: MiniMax-M1 2025, arXiv 2506.13585.
 
     The ratio is a weight without gradient, so no token loses its gradient. It has no lower bound; the upper
-    one is tuned in the paper and not said, and 5 is what TRL recommends.
+    one is tuned in the paper and not said, and 5 is what TRL recommends. Flat groups do not count: it takes
+    over DAPO's dynamic sampling, which replaces them.
     """
     return {
         "advantage": "standardised",
@@ -95,15 +104,27 @@ def rloo() -> dict[str, Any]:
     A = r - mean of the others; an answer is one action, so its tokens are summed; nothing is clipped, the
     ratio is there for batches of several optimizer steps. Its KL in the reward is `trainer.kl=k1`.
     """
-    return {"advantage": "leave_one_out", "clip": "none", "aggregation": "constant"}
+    return {
+        "advantage": "leave_one_out",
+        "clip": "none",
+        "aggregation": "constant",
+        "keep_flat_groups": True,
+    }
 
 
 def reinforce_pp() -> dict[str, Any]:
     """REINFORCE++ with baseline: Hu et al. 2025, arXiv 2501.03262.
 
-    A = r - mean of the group, whitened over the batch. Its KL loss is `trainer.kl=k2`.
+    A = r - mean of the group, whitened over the tokens of the batch, flat groups included. Its KL loss is
+    `trainer.kl=k2`.
     """
-    return {"advantage": "whitened", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"}
+    return {
+        "advantage": "whitened",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token",
+        "keep_flat_groups": True,
+    }
 
 
 def rft() -> dict[str, Any]:

@@ -28,7 +28,8 @@ class TrainerSettings(Settings):
     are given themselves."""
     advantage: Literal["centred", "standardised", "leave_one_out", "whitened", "one"] = "centred"
     """How a reward r becomes an advantage: r - mean of its group; the same over the group's standard
-    deviation; r - mean of the others; r - mean of its group, whitened over the batch; 1 for every sample."""
+    deviation; r - mean of the others; r - mean of its group, whitened over the tokens of the batch; 1 for
+    every sample."""
     ratio: Literal["token", "sequence"] = "token"
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
     clip: Literal["ppo", "dual", "cispo", "none", "likelihood"] = "ppo"
@@ -53,7 +54,9 @@ class TrainerSettings(Settings):
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """What `kl` is multiplied by."""
     keep_flat_groups: bool = False
-    """Keep groups whose samples all have the advantage 0: they teach nothing but count in the mean."""
+    """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They teach
+    nothing, and are computed only where `kl` or whitening gives them a gradient. Other samples that are not
+    trained on (`overlong`, `reward_threshold`) then count too, as sequences without tokens."""
     overlong: Literal["keep", "penalise", "drop"] = "keep"
     """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
     last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""

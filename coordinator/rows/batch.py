@@ -8,6 +8,7 @@ from typing import Any
 from coordinator.directory import parts, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings import RunSettings
 from rollout.storage import files
 from rollout.tasks.task_set import group_seed
@@ -36,16 +37,19 @@ def ensure_batch(run_dir: RunDir, iteration: int, settings: RunSettings, *, base
                     iteration, manifest["policy"], base_policy)  # fmt: skip
     groups = _own_groups(run_dir, iteration, manifest)
     older = _older_groups(run_dir, iteration, settings.trainer.replay_window)
-    batch = build_batch(
-        groups,
-        manifest_sha256=digest,
-        policy=manifest["policy"],
-        temperature=settings.rollout.temperature,
-        seed=group_seed(settings.rollout.seed, "train", iteration, 0),
-        settings=settings.trainer,
-        max_tokens=settings.rollout.max_tokens,
-        older=list(older.values()),
-    )
+    try:
+        batch = build_batch(
+            groups,
+            manifest_sha256=digest,
+            policy=manifest["policy"],
+            temperature=settings.rollout.temperature,
+            seed=group_seed(settings.rollout.seed, "train", iteration, 0),
+            settings=settings.trainer,
+            max_tokens=settings.rollout.max_tokens,
+            older=list(older.values()),
+        )
+    except ValueError as error:  # these samples and these settings do not go together
+        raise Ended(Exit.FAILED, f"iteration {iteration}: {error}", "failed") from error
     _publish(run_dir, iteration, batch, {**wanted, "window": [*older, iteration]})
 
 

@@ -52,16 +52,20 @@ STANDARDISED = {
     (1, 1): 1 / std(REWARDS[1]),
 }
 CENTRED = {(0, 0): 7 / 12, (0, 1): -5 / 12, (0, 2): -2 / 12, (1, 0): -1.0, (1, 1): 1.0}
-SPREAD = sqrt((49 / 144 + 25 / 144 + 4 / 144 + 1 + 1) / 5) + 1e-6  # of the five
+FLAT = {(2, 0): 0.0, (2, 1): 0.0}
+"""They count where a preset's formula has a mean over all samples."""
+PER_TOKEN = [a for key, a in {**CENTRED, **FLAT}.items() for _ in TOKENS[key][0]]
+MEAN = sum(PER_TOKEN) / 17
+SPREAD = sqrt(sum((a - MEAN) ** 2 for a in PER_TOKEN) / 17)
 ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
     "default": CENTRED,
-    "grpo": {**STANDARDISED, (2, 0): 0.0, (2, 1): 0.0},
-    "dr_grpo": CENTRED,
+    "grpo": {**STANDARDISED, **FLAT},
+    "dr_grpo": {**CENTRED, **FLAT},
     "dapo": {**STANDARDISED, **{(0, j): a / std([1, 0, -0.75]) for j, a in enumerate(OVERLONG_0)}},
-    "gspo": STANDARDISED,
+    "gspo": {**STANDARDISED, **FLAT},
     "cispo": STANDARDISED,
-    "rloo": {(0, 0): 0.875, (0, 1): -0.625, (0, 2): -0.25, (1, 0): -2.0, (1, 1): 2.0},
-    "reinforce++": {key: a / SPREAD for key, a in CENTRED.items()},
+    "rloo": {(0, 0): 0.875, (0, 1): -0.625, (0, 2): -0.25, (1, 0): -2.0, (1, 1): 2.0, **FLAT},
+    "reinforce++": {key: (a - MEAN) / SPREAD for key, a in {**CENTRED, **FLAT}.items()},
     "rft": {(0, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0},
     "sft": dict.fromkeys(TOKENS, 1.0),
 }

@@ -62,9 +62,10 @@ def test_demonstrations_of_the_page_are_tasks(tmp_path: Path) -> None:
 def test_table_of_presets_is_what_they_set() -> None:
     rows = {row[0].strip("`"): row for row in ROWS if row[0].strip("`") in algorithms.PRESETS}
     assert list(rows) == list(algorithms.PRESETS)
-    for name, (_, advantage, clip, aggregation, _, paper) in rows.items():
+    for name, (_, advantage, clip, aggregation, more, paper) in rows.items():
         settings = TrainerSettings(algorithm=name)
         assert (settings.advantage, settings.aggregation) == (advantage, aggregation)
+        assert ("flat groups count" in more) == settings.keep_flat_groups
         assert paper in str(algorithms.PRESETS[name].__doc__)
         assert settings.clip in clip
         if settings.clip == "ppo":

@@ -9,6 +9,8 @@ Values = NDArray[np.float64]
 
 _EPSILON = 1e-6
 """Added to a standard deviation: rewards that differ only by rounding teach nothing."""
+LEAST_VARIANCE = 1e-8
+"""What whitening divides by the root of, at least."""
 
 
 def _centred(rewards: Values) -> Values:
@@ -53,11 +55,15 @@ def group_advantages(rewards: ArrayLike, kind: str = "centred", *, keep_flat: bo
     return _KINDS[kind](values)
 
 
-def whiten(advantages: ArrayLike) -> Values:
-    """(S,) advantages of all trained samples of a batch, with mean 0 and deviation 1 (REINFORCE++, arXiv
-    2501.03262; S is the divisor, as in OpenRLHF). All zero where they do not differ.
+def whiten(advantages: ArrayLike, tokens: ArrayLike) -> Values:
+    """(S,) advantages of all samples of a batch, with mean 0 and deviation 1 over their trained tokens
+    (REINFORCE++, arXiv 2501.03262, equation 9, as OpenRLHF computes it: a token has the advantage of its
+    sample, the divisor is the number of tokens, a variance below 1e-8 counts as 1e-8).
+
+    `tokens` (S,): how many trained tokens each sample has. Where there are none, nothing is changed.
     """
-    values = np.asarray(advantages, dtype=np.float64)
-    if len(values) == 0:
+    values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+    if not counts.sum():
         return values
-    return (values - values.mean()) / (values.std() + _EPSILON)
+    centred = values - np.average(values, weights=counts)
+    return centred / np.sqrt(max(np.average(centred**2, weights=counts), LEAST_VARIANCE))

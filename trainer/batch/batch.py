@@ -7,7 +7,7 @@ their order, so every membership of the run makes the same bytes.
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +19,7 @@ from rollout.trajectory import Group
 from trainer.batch.selection import Lesson, batch_advantages, draw, lessons, shuffled
 from trainer.settings import TrainerSettings
 
-FORMAT = 2
+FORMAT = 3
 
 _DEFAULTS = TrainerSettings()
 
@@ -31,6 +31,9 @@ _DTYPES = {
     "advantages": np.float32,
     "rewards": np.float32,
     "slots": np.int32,
+    "groups": np.int32,
+    "absent_at": np.int64,
+    "absent_tokens": np.int32,
 }
 
 
@@ -46,7 +49,7 @@ class Counts:
 
     groups: int
     groups_used: int
-    """Groups in the batch, of any iteration."""
+    """Groups in the batch, of any iteration; absent ones are not counted, here and below."""
     samples: int
     samples_used: int
     """Samples in the batch, of any iteration."""
@@ -67,7 +70,8 @@ class Batch:
     loss_mask: NDArray[np.uint8]
     """(T,), 1: a trained token."""
     logprobs: NDArray[np.float32]
-    """(T,), by the engine that sampled, natural log; 0 for tokens that are not trained."""
+    """(T,), by the engine that sampled, natural log; NaN for trained tokens that no engine has sampled
+    (demonstrations), 0 for tokens that are not trained."""
     offsets: NDArray[np.int64]
     """(S + 1,)"""
     advantages: NDArray[np.float32]
@@ -83,9 +87,16 @@ class Batch:
     temperature: float
     """The temperature of the sampling; the trainer divides its logits by it."""
     seed: int
+    groups: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """(S,), a number for each sequence's group, which replayed groups of the same slot do not share."""
+    absent_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """(D,), rising: the places, in the order of all S + D sequences, of those that have no gradient. They are
+    in no other array, but count in the divisor of their optimizer step."""
+    absent_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """(D,) trained tokens of each."""
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Number of sequences, without the absent ones."""
         return len(self.advantages)
 
     def lengths(self) -> NDArray[np.int64]:
@@ -161,12 +172,20 @@ class Batch:
         sequences = len(self.advantages)
         if not (len(self.loss_mask) == len(self.logprobs) == tokens):
             raise DamagedBatch("token_ids, loss_mask and logprobs differ in length")
-        if not (len(self.rewards) == len(self.slots) == sequences == len(self.offsets) - 1):
-            raise DamagedBatch("advantages, rewards, slots and offsets do not describe the same sequences")
+        of_sequences = (self.rewards, self.slots, self.groups, self.offsets[1:])
+        if any(len(array) != sequences for array in of_sequences):
+            raise DamagedBatch(
+                "advantages, rewards, slots, groups and offsets do not describe the same sequences"
+            )
         if self.offsets[0] != 0 or self.offsets[-1] != tokens or (np.diff(self.offsets) < 1).any():
             raise DamagedBatch(f"the offsets do not cut {tokens} tokens into {sequences} sequences")
         if self.loss_mask[self.offsets[:-1]].any():
             raise DamagedBatch("the first token of a sequence is marked as trained, but no logit scores it")
+        if np.isinf(self.logprobs).any():
+            raise DamagedBatch("a logprob is infinite, but no engine samples a token of probability 0")
+        places = np.concatenate([[-1], self.absent_at, [sequences + len(self.absent_at)]])
+        if len(self.absent_tokens) != len(self.absent_at) or (np.diff(places) < 1).any():
+            raise DamagedBatch("absent_at and absent_tokens do not name places among all sequences")
 
 
 def build_batch(
@@ -188,22 +207,30 @@ def build_batch(
     the batch is drawn from all of them, as many lessons as the iteration itself has. The sequences are
     shuffled by `seed`, so that each optimizer step mixes many groups.
 
-    Raises ValueError for two groups of one slot, or for a penalty without `max_tokens`.
+    Raises ValueError for two groups of one slot, for a penalty without `max_tokens`, or if samples without
+    logprobs (demonstrations) are to be trained by another loss than their likelihood.
     """
     window = [lessons(of_iteration, settings, max_tokens) for of_iteration in [*older, groups]]
     if older:
         window = draw(window, len(window[-1]), settings.replay_power, seed)
-    trained = [one for of_iteration in window for lesson in of_iteration for one in lesson]
-    chosen = shuffled(list(zip(trained, batch_advantages(trained, settings), strict=True)), seed)
-    samples = [one.sample for one, _ in chosen]
+    drawn = [lesson for of_iteration in window for lesson in of_iteration]
+    trained = [one for lesson in drawn for one in lesson]
+    numbers = [number for number, lesson in enumerate(drawn) for _ in lesson]
+    order = shuffled(list(zip(trained, batch_advantages(trained, settings), numbers, strict=True)), seed)
+    chosen = [entry for entry in order if entry[0].computed]
+    absent = [(place, one.tokens) for place, (one, _, _) in enumerate(order) if not one.computed]
+    samples = [one.sample for one, _, _ in chosen]
     batch = Batch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
         loss_mask=_flat([sample.loss_mask for sample in samples], np.uint8),
         logprobs=_flat([sample.logprobs for sample in samples], np.float32),
         offsets=np.cumsum([0, *(len(sample.token_ids) for sample in samples)], dtype=np.int64),
-        advantages=np.array([advantage for _, advantage in chosen], np.float32),
-        rewards=np.array([one.reward for one, _ in chosen], np.float32),
-        slots=np.array([one.slot for one, _ in chosen], np.int32),
+        advantages=np.array([advantage for _, advantage, _ in chosen], np.float32),
+        rewards=np.array([one.reward for one, _, _ in chosen], np.float32),
+        slots=np.array([one.slot for one, _, _ in chosen], np.int32),
+        groups=np.array([number for _, _, number in chosen], np.int32),
+        absent_at=np.array([place for place, _ in absent], np.int64),
+        absent_tokens=np.array([tokens for _, tokens in absent], np.int32),
         counts=_counts(groups, window),
         manifest_sha256=manifest_sha256,
         policy=policy,
@@ -211,16 +238,30 @@ def build_batch(
         seed=seed,
     )
     batch._check()
+    check_engine_logprobs(batch, settings)
     return batch
+
+
+def check_engine_logprobs(batch: Batch, settings: TrainerSettings) -> None:
+    """Raise ValueError if the loss needs logprobs of an engine, and trained tokens have none (NaN)."""
+    missing = np.flatnonzero(np.isnan(batch.logprobs) & (batch.loss_mask == 1))
+    if len(missing) and (settings.clip != "likelihood" or settings.engine_correction != "off"):
+        sequences = len(np.unique(np.searchsorted(batch.offsets, missing, side="right")))
+        raise ValueError(
+            f"{sequences} of {len(batch)} sequences are demonstrations, which no engine has sampled; "
+            f"trainer.clip={settings.clip} with trainer.engine_correction={settings.engine_correction} needs "
+            "logprobs: train on demonstrations with trainer.algorithm=sft"
+        )
 
 
 def _counts(groups: Sequence[Group], used: Sequence[Sequence[Lesson]]) -> Counts:
     """Count what a batch was made from; `used` are its lessons, the iteration's own last."""
     existing = [(s, s.reward) for group in groups for s in group.samples if s.reward is not None]
-    samples = [sum(map(len, of_iteration)) for of_iteration in used]
+    computed = [[sum(one.computed for one in lesson) for lesson in of_iteration] for of_iteration in used]
+    samples = [sum(of_iteration) for of_iteration in computed]
     return Counts(
         groups=len(groups),
-        groups_used=sum(map(len, used)),
+        groups_used=sum(count > 0 for of_iteration in computed for count in of_iteration),
         samples=len(existing),
         samples_used=sum(samples),
         samples_replayed=sum(samples[:-1]),

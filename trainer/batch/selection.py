@@ -2,6 +2,9 @@
 
 A *lesson* is a group's trained samples with their advantages. Group statistics are over the samples that
 exist, whether they are trained on or not. A group without a trained sample is no lesson.
+
+With `trainer.keep_flat_groups` every sample that exists counts in the divisor of the loss, as the formulas of
+most papers have it. A sample that has no gradient only counts: nothing of it is computed.
 """
 
 import hashlib
@@ -16,6 +19,7 @@ from trainer.settings import TrainerSettings
 
 SHAPING = (
     "advantage",
+    "kl",
     "keep_flat_groups",
     "overlong",
     "overlong_buffer",
@@ -35,6 +39,10 @@ class Trained(NamedTuple):
     sample: Sample
     reward: float
     advantage: float
+    tokens: int
+    """Its trained tokens; 0 for a sample that is not trained on, but counts as a sequence."""
+    computed: bool = True
+    """False: it has no gradient, and is in the batch to be counted."""
 
 
 Lesson = list[Trained]
@@ -61,11 +69,17 @@ def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None) -> 
     advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups)
     if advantages is None:
         return []
-    return [
-        Trained(group.slot, sample, reward, advantage)
-        for (sample, reward), advantage in zip(scored, advantages.tolist(), strict=True)
-        if _is_trained(sample, reward, settings)
-    ]
+    # What is whitened has an advantage, and a KL term teaches without one.
+    has_gradient = bool(advantages.any()) or settings.advantage == "whitened" or settings.kl != "off"
+    lesson: list[Trained] = []
+    for (sample, reward), advantage in zip(scored, advantages.tolist(), strict=True):
+        trained = _is_trained(sample, reward, settings)
+        if trained or settings.keep_flat_groups:
+            tokens = int(sample.loss_mask.sum()) if trained else 0
+            lesson.append(
+                Trained(group.slot, sample, reward, advantage, tokens, computed=trained and has_gradient)
+            )
+    return lesson
 
 
 def _is_trained(sample: Sample, reward: float, settings: TrainerSettings) -> bool:
@@ -91,7 +105,9 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
 def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
     """The advantages of a whole batch, after the step that needs more than one group."""
     advantages = [one.advantage for one in trained]
-    return whiten(advantages).tolist() if settings.advantage == "whitened" else advantages
+    if settings.advantage != "whitened":
+        return advantages
+    return whiten(advantages, [one.tokens for one in trained]).tolist()
 
 
 def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int) -> list[list[Lesson]]:

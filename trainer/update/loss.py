@@ -21,8 +21,11 @@ class Totals(NamedTuple):
     tokens: int
     """Trained tokens."""
     sequences: int
+    """All that count, also those without a gradient, which are in no microbatch."""
     max_tokens: int
     """The longest completion that could be sampled (rollout.max_tokens)."""
+    absent_tokens: int = 0
+    """Tokens that count beside `tokens`: of sequences without a gradient."""
 
 
 def policy_loss(
@@ -42,10 +45,9 @@ def policy_loss(
     gradient empty): `logprobs` of the policy being trained, `old_logprobs` of the same policy before the
     batch's first update (no gradient flows through them, so `logprobs` itself will do for the first),
     `engine_logprobs` of the engine that sampled, `reference_logprobs` of the reference model, natural
-    logarithms at the sampling temperature; an engine's logprob of exactly 0 says that no engine has sampled
-    the token (a demonstration), or that it could not do otherwise: nothing is corrected there. `advantages`
-    of each token's sequence; `sequences` (int64) numbers the microbatch's sequences from 0, all trained
-    tokens of each being in it.
+    logarithms at the sampling temperature; an engine's logprob of NaN says that no engine has sampled the
+    token (a demonstration): nothing is corrected there. `advantages` of each token; `sequences` (int64)
+    numbers the microbatch's sequences from 0, all trained tokens of each being in it.
 
     Both results are sums divided by the normaliser of the whole optimizer step: added up over microbatches
     and ranks they are the step's. Raises ValueError if `settings.kl` needs a reference that is not given.
@@ -53,7 +55,7 @@ def policy_loss(
     old_logprobs = old_logprobs.detach()
     ratio = _ratio(logprobs, old_logprobs, sequences, settings)
     objective, cut_off = _objective(ratio, logprobs, advantages, settings)
-    log_mismatch = torch.where(engine_logprobs == 0, 0.0, old_logprobs - engine_logprobs)
+    log_mismatch = torch.where(engine_logprobs.isnan(), 0.0, old_logprobs - engine_logprobs)
     terms = -_correction(log_mismatch, settings) * objective
     if settings.kl != "off":
         if reference_logprobs is None:
@@ -151,7 +153,7 @@ def _divisor(sequences: Tensor, totals: Totals, settings: TrainerSettings) -> Te
     """The divisor of each token's term, (N,) or a number, so that the sum over a step is its loss."""
     match settings.aggregation:
         case "token":
-            return totals.tokens
+            return totals.tokens + totals.absent_tokens
         case "sequence":
             return _lengths(sequences)[sequences] * totals.sequences
         case "constant":

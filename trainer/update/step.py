@@ -4,11 +4,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batch.batch import Batch
+from trainer.batch.batch import Batch, check_engine_logprobs
 from trainer.batch.packing import Microbatch, plan_step, split_steps
 from trainer.model.model import Learner
 from trainer.progress import Progress
@@ -57,19 +59,21 @@ def train(
     with each microbatch that has passed through the model.
 
     All ranks call this with the same arguments, and do the same number of steps; the result does not depend
-    on the number of ranks or their weights. An empty batch takes no step. With settings.kl a reference must
-    have been loaded (Learner.load_reference). Raises TrainingDiverged.
+    on the number of ranks or their weights. A step in which nothing has a gradient is not taken. With
+    settings.kl a reference must have been loaded (Learner.load_reference). Raises TrainingDiverged, and
+    ValueError if the loss needs logprobs of an engine that the batch lacks.
     """
-    steps = split_steps(len(batch), settings.global_batch_size)
+    check_engine_logprobs(batch, settings)
+    steps = _steps(batch, settings, max_tokens)
     if not steps:
-        report("no step: the batch is empty, no group of this iteration has an advantage; the weights stay")
+        report("no step: no group of this iteration has an advantage; the weights stay")
         return []
     layout = learner.layout
     weights = layout.data_weights(rank_weights)
     plans = [
         plan_step(
             batch,
-            step,
+            step.sequences,
             weights,
             layout.data_rank,
             settings.max_tokens_per_microbatch,
@@ -90,20 +94,46 @@ def train(
             progress.advance()
     stats = []
     for k, (step, plan, old) in enumerate(zip(steps, plans, old_logprobs, strict=True)):
-        begin, end = int(batch.offsets[step.start]), int(batch.offsets[step.stop])
-        totals = Totals(int(batch.loss_mask[begin:end].sum()), len(step), max_tokens)
-        done = _optimizer_step(learner, plan, old, totals, end - begin, settings, temperature, progress)
+        done = _optimizer_step(learner, plan, old, step, settings, temperature, progress)
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
     return stats
+
+
+class _Step(NamedTuple):
+    """One optimizer step of a batch."""
+
+    sequences: range
+    """Of the batch's sequences."""
+    tokens: int
+    """Prompts included."""
+    totals: Totals
+
+
+def _steps(batch: Batch, settings: TrainerSettings, max_tokens: int) -> list[_Step]:
+    """Cut the batch into optimizer steps, absent sequences included. A step without a gradient is left out.
+
+    So a step is the same as if the absent sequences were there.
+    """
+    steps: list[_Step] = []
+    for places in split_steps(len(batch) + len(batch.absent_at), settings.global_batch_size):
+        first, last = np.searchsorted(batch.absent_at, [places.start, places.stop]).tolist()
+        sequences = range(places.start - first, places.stop - last)
+        if not (settings.kl != "off" or batch.advantages[sequences.start : sequences.stop].any()):
+            continue
+        begin, end = int(batch.offsets[sequences.start]), int(batch.offsets[sequences.stop])
+        trained = int(batch.loss_mask[begin:end].sum())
+        if trained:
+            absent = int(batch.absent_tokens[first:last].sum())
+            steps.append(_Step(sequences, end - begin, Totals(trained, len(places), max_tokens, absent)))
+    return steps
 
 
 def _optimizer_step(
     learner: Learner,
     plan: Sequence[Microbatch],
     old_logprobs: Sequence[Tensor | None],
-    totals: Totals,
-    tokens: int,
+    step: _Step,
     settings: TrainerSettings,
     temperature: float,
     progress: Progress,
@@ -112,7 +142,7 @@ def _optimizer_step(
     started = time.perf_counter()
     learner.zero_sums()
     for microbatch, old in zip(plan, old_logprobs, strict=True):
-        _accumulate(learner, microbatch, old, totals, settings, temperature)
+        _accumulate(learner, microbatch, old, step.totals, settings, temperature)
         progress.advance()
     (loss, *statistics, entropy), norm = learner.add_up()
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -128,8 +158,8 @@ def _optimizer_step(
         entropy=entropy,
         grad_norm=norm,
         lr=lr,
-        tokens=tokens,
-        trained_tokens=totals.tokens,
+        tokens=step.tokens,
+        trained_tokens=step.totals.tokens,
         seconds=time.perf_counter() - started,
     )
 

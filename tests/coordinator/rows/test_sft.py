@@ -37,6 +37,19 @@ def test_group_of_one_is_refused_where_it_has_no_advantage() -> None:
         build({"rollout.samples_per_task": 1})
 
 
+def test_demonstrations_are_refused_by_a_loss_that_needs_an_engine() -> None:
+    with pytest.raises(SettingsError, match=r"algorithm=grpo needs .*clip=ppo.*add trainer\.algorithm=sft"):
+        build({"trainer.algorithm": "grpo", "rollout.environment": "demonstration"})
+
+
+def test_flat_groups_that_are_replaced_do_not_count_too() -> None:
+    dynamic = {"trainer.algorithm": "dr_grpo", "rollout.dynamic_sampling": True}
+    with pytest.raises(SettingsError, match=r"add trainer\.keep_flat_groups=false"):
+        build(dynamic)
+    build({**dynamic, "trainer.keep_flat_groups": False})
+    build({**dynamic, "trainer.algorithm": "dapo"})
+
+
 def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"id": "b7", "prompt": "1+2="}) + "\n")

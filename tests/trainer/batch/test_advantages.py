@@ -54,8 +54,9 @@ def test_advantages_sum_to_zero_and_rank_as_the_rewards(rewards: list[int], kind
         assert advantages.argmax() in np.flatnonzero(np.array(rewards) == max(rewards))
 
 
-def test_whitened_batch_has_mean_0_and_deviation_1() -> None:
-    values = whiten([0.5, -0.5, 2.0, -2.0, 0.1])
-    assert (values.mean(), values.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
-    assert whiten([]).shape == (0,)
-    assert whiten([0.25, 0.25]).tolist() == [0.0, 0.0]
+def test_tokens_of_a_whitened_batch_have_mean_0_and_deviation_1() -> None:
+    tokens = [1, 7, 2, 3, 4]
+    values = np.repeat(whiten([0.5, -0.5, 2.0, -2.0, 0.1], tokens), tokens)
+    assert (values.mean(), values.std()) == pytest.approx((0.0, 1.0), abs=1e-12)
+    assert whiten([], []).shape == (0,)
+    assert whiten([0.25, 0.25], [3, 1]).tolist() == [0.0, 0.0]

@@ -130,6 +130,9 @@ def test_cut_batch_is_damaged(batch: Batch) -> None:
         ("advantages", [1.0, 2.0, 3.0]),
         ("loss_mask", [1, 1, 0, 1]),
         ("logprobs", [0.0]),
+        ("logprobs", [0.0, 0.0, 0.0, -np.inf] * 9),
+        ("absent_at", [0]),
+        ("groups", [0, 0, 0]),
     ],
 )
 def test_batch_whose_arrays_contradict_each_other_is_damaged(
@@ -143,8 +146,8 @@ def test_batch_whose_arrays_contradict_each_other_is_damaged(
 
 def test_batch_of_another_format_is_named_so(monkeypatch: pytest.MonkeyPatch, batch: Batch) -> None:
     data = batch.encode()
-    monkeypatch.setattr("trainer.batch.batch.FORMAT", 3)
-    with pytest.raises(DamagedBatch, match="has format 2, this version reads 3"):
+    monkeypatch.setattr("trainer.batch.batch.FORMAT", 4)
+    with pytest.raises(DamagedBatch, match="has format 3, this version reads 4"):
         Batch.decode(data)
 
 
@@ -162,8 +165,9 @@ def by_slot(batch: Batch) -> dict[int, list[float]]:
     return {slot: sorted(batch.advantages[batch.slots == slot].tolist()) for slot in slots}
 
 
-def test_flat_groups_and_groups_of_one_are_kept_if_asked_for(groups: list[Group]) -> None:
-    batch = build(groups, keep_flat_groups=True)
+def test_flat_groups_and_groups_of_one_are_computed_where_kl_teaches_there(groups: list[Group]) -> None:
+    batch = build(groups, keep_flat_groups=True, kl="k3")
+    assert len(batch.absent_at) == 0
     assert by_slot(batch) == {
         0: pytest.approx([-2 / 3, 1 / 3, 1 / 3]),
         1: [0, 0, 0],
@@ -171,6 +175,38 @@ def test_flat_groups_and_groups_of_one_are_kept_if_asked_for(groups: list[Group]
         4: [0],
     }
     assert batch.counts.groups_used == 4
+
+
+def test_flat_groups_that_only_count_keep_their_places_and_tokens(groups: list[Group]) -> None:
+    computed = build(groups, keep_flat_groups=True, kl="k3")
+    counted = build(groups, keep_flat_groups=True)
+    assert by_slot(counted) == {0: pytest.approx([-2 / 3, 1 / 3, 1 / 3]), 2: [-0.5, 0.5]}
+    assert (counted.counts.groups_used, counted.counts.samples_used) == (2, 5)
+    places = [place for place, slot in enumerate(computed.slots.tolist()) if slot in {1, 4}]
+    assert counted.absent_at.tolist() == places and len(places) == 4
+    trained = np.add.reduceat(computed.loss_mask, computed.offsets[:-1], dtype=np.int64)
+    assert counted.absent_tokens.tolist() == trained[places].tolist()
+    assert np.delete(computed.slots, places).tolist() == counted.slots.tolist()
+    read = Batch.decode(counted.encode())
+    assert read.absent_at.tolist() == places and read.groups.tolist() == counted.groups.tolist()
+
+
+def test_cut_samples_that_are_dropped_count_as_sequences_without_tokens(group: Callable[..., Group]) -> None:
+    made = of_length(group(0, [1.0, 0.0, 0.0], np.random.default_rng(0)), 4, 5, 20)
+    batch = build([made], overlong="drop", keep_flat_groups=True)
+    assert (len(batch), batch.absent_tokens.tolist()) == (2, [0])
+
+
+def test_demonstrations_are_refused_by_a_loss_that_needs_logprobs_of_an_engine(
+    group: Callable[..., Group],
+) -> None:
+    made = group(0, [1.0, 0.0], np.random.default_rng(0))
+    made.samples[0].logprobs[made.samples[0].loss_mask == 1] = np.nan
+    assert len(build([made], algorithm="sft")) == 2
+    with pytest.raises(ValueError, match=r"1 of 2 sequences are demonstrations.*clip=ppo.*algorithm=sft"):
+        build([made])
+    with pytest.raises(ValueError, match=r"clip=likelihood with trainer\.engine_correction=truncated"):
+        build([made], clip="likelihood")
 
 
 def test_threshold_selects_samples_by_the_reward_as_it_was_given(group: Callable[..., Group]) -> None:
@@ -209,15 +245,25 @@ def test_cut_samples_are_dropped_but_stay_in_the_mean_of_their_group(group: Call
     assert by_slot(build([made], overlong="drop")) == {0: pytest.approx([-1 / 3, 2 / 3])}
 
 
-def test_whitening_is_over_the_samples_that_are_trained_on(group: Callable[..., Group]) -> None:
+def test_whitening_is_over_the_tokens_that_are_trained_on(group: Callable[..., Group]) -> None:
     rng = np.random.default_rng(0)
     cut = of_length(group(0, [1.0, 0.0, 0.0], rng), 4, 5, 20)
     other = of_length(group(1, [3.0, 0.0], rng), 6, 7)
     batch = build([cut, other], advantage="whitened", overlong="drop")
     values = np.array([2 / 3, -1 / 3, 1.5, -1.5])
+    tokens = np.repeat(values, [4, 5, 6, 7])
     assert sorted(batch.advantages.tolist()) == pytest.approx(
-        sorted((values - values.mean()) / values.std()), rel=1e-5
+        sorted((values - tokens.mean()) / tokens.std()), rel=1e-5
     )
+
+
+def test_whitening_counts_flat_groups_and_gives_them_an_advantage(group: Callable[..., Group]) -> None:
+    rng = np.random.default_rng(0)
+    flat, other = of_length(group(0, [1.0, 1.0], rng), 10, 12), of_length(group(1, [3.0, 0.0], rng), 6, 7)
+    batch = build([flat, other], algorithm="reinforce++")
+    tokens = np.repeat([0.0, 0.0, 1.5, -1.5], [10, 12, 6, 7])
+    expected = (np.array([0.0, 0.0, 1.5, -1.5]) - tokens.mean()) / tokens.std()
+    assert sorted(batch.advantages.tolist()) == pytest.approx(sorted(expected), rel=1e-5)
 
 
 def test_sample_without_a_trained_token_is_left_out(group: Callable[..., Group]) -> None:

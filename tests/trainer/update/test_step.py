@@ -1,10 +1,14 @@
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rollout.trajectory import Group
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.model.model import Learner, build_learner, learning_rate
@@ -84,9 +88,7 @@ def test_empty_batch_takes_no_step_and_says_so(learner: Learner, settings: Train
     before = parameters(learner)
     lines: list[str] = []
     assert run(learner, batch, settings, lines.append) == []
-    assert lines == [
-        "no step: the batch is empty, no group of this iteration has an advantage; the weights stay"
-    ]
+    assert lines == ["no step: no group of this iteration has an advantage; the weights stay"]
     assert torch.equal(parameters(learner), before)
     assert learner.optimizer_step == 0
     assert set(summary([], 0, 1e-6, 0.5).values()) == {0.0, 1e-6, 0.5}
@@ -106,17 +108,84 @@ def test_gradient_is_clipped_and_its_norm_reported_before_clipping(
     assert norms[1][1] == pytest.approx(norms[1][0])
 
 
-def test_broken_logprobs_stop_the_training_before_the_weights_change(
+def test_broken_advantages_stop_the_training_before_the_weights_change(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:
     broken = Batch.decode(batch.encode())
-    logprobs = broken.logprobs.copy()
-    logprobs[broken.loss_mask == 1] = float("nan")
-    object.__setattr__(broken, "logprobs", logprobs)
+    advantages = broken.advantages.copy()
+    advantages[:] = float("nan")
+    object.__setattr__(broken, "advantages", advantages)
     before = parameters(learner)
     with pytest.raises(TrainingDiverged, match="optimizer step 1: loss nan"):
         run(learner, broken, settings)
     assert torch.equal(parameters(learner), before)
+
+
+def test_missing_logprobs_are_named_before_anything_is_computed(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    broken = replace(batch, logprobs=np.full_like(batch.logprobs, np.nan))
+    with pytest.raises(ValueError, match="48 of 48 sequences are demonstrations"):
+        run(learner, broken, settings)
+
+
+def with_flat_groups(make: Callable[..., Group], settings: TrainerSettings) -> Batch:
+    """20 groups of 4, of which 12 are flat."""
+    rng = np.random.default_rng(3)
+    rewards = [[1.0] * 4 if slot % 5 < 3 else [0.0, 1.0, 1.0, 0.5] for slot in range(20)]
+    groups = [make(slot, of_group, rng) for slot, of_group in enumerate(rewards)]
+    about: dict[str, Any] = {"manifest_sha256": "m", "policy": "p", "temperature": 1.0, "seed": 7}
+    return build_batch(groups, settings=settings, **about)
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "gspo", "rloo"])
+def test_flat_groups_count_in_the_divisor_though_they_are_not_computed(
+    algorithm: str, base_dir: Path, group: Callable[..., Group]
+) -> None:
+    """Without them the gradient would be 80 / 32 = 2.5 times as large."""
+    norms = {}
+    for keep in (True, False):
+        one_step = TrainerSettings(algorithm=algorithm, keep_flat_groups=keep)
+        batch = with_flat_groups(group, one_step)
+        assert len(batch) == 32
+        (step,) = run(build_learner(base_dir, CPU, one_step), batch, one_step)
+        norms[keep] = step.grad_norm
+    assert norms[True] / norms[False] == pytest.approx(32 / 80, rel=1e-4)
+
+
+@pytest.mark.parametrize("changed", [{"aggregation": "token"}, {"aggregation": "sequence"}, {"clip": "none"}])
+def test_steps_are_those_that_computing_the_flat_groups_would_take(
+    changed: dict[str, str], base_dir: Path, group: Callable[..., Group], settings: TrainerSettings
+) -> None:
+    settings = settings.model_copy(update={"aggregation": "constant", "keep_flat_groups": True, **changed})
+    results = []
+    for kl in ("off", "k3"):  # with a KL term of coefficient 0 they are computed
+        mine = settings.model_copy(update={"kl": kl, "kl_coefficient": 0.0})
+        learner = build_learner(base_dir, CPU, mine)
+        learner.load_reference(base_dir, mine)
+        batch = with_flat_groups(group, mine)
+        results.append(([step.loss for step in run(learner, batch, mine)], len(batch), parameters(learner)))
+    (losses, computed, counted), (all_losses, everything, expected) = results
+    assert (computed, everything, len(losses)) == (32, 80, 5)
+    assert losses == pytest.approx(all_losses, abs=1e-6)
+    torch.testing.assert_close(counted, expected, rtol=0, atol=1e-5)
+
+
+def test_step_without_an_advantage_is_not_taken(
+    learner: Learner, group: Callable[..., Group], settings: TrainerSettings
+) -> None:
+    kept = settings.model_copy(update={"keep_flat_groups": True, "global_batch_size": 4})
+    batch = with_flat_groups(group, kept)
+    places = set(range(80)) - set(batch.absent_at.tolist())
+    stats = run(learner, batch, kept)
+    assert learner.optimizer_step == len(stats) == len({place // 4 for place in places}) < 20
+    whitened = settings.model_copy(update={"algorithm": "reinforce++", "advantage": "whitened"})
+    flat = build_batch(
+        [group(0, [1.0, 1.0], np.random.default_rng(0))],
+        settings=whitened.model_copy(update={"keep_flat_groups": True}),
+        **{"manifest_sha256": "m", "policy": "p", "temperature": 1.0, "seed": 0},
+    )
+    assert len(flat) == 2 and run(learner, flat, whitened) == []
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(0, 0.25), (1, 0.5), (3, 1.0), (1000, 1.0)])

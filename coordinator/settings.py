@@ -202,6 +202,15 @@ class RunSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> "RunSettings":
+        if self.trainer.schedule != "constant" and self.iterations is None:
+            raise ValueError(
+                f"trainer.schedule={self.trainer.schedule} ends with the run, but the run has no end: give "
+                "--iterations, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_have_advantages(self) -> "RunSettings":
         alone = self.rollout.samples_per_task < 2 and self.trainer.advantage != "one"
         if self.rl_phase == "both" and alone:

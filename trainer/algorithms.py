@@ -108,6 +108,7 @@ def rloo() -> dict[str, Any]:
         "advantage": "leave_one_out",
         "clip": "none",
         "aggregation": "constant",
+        "kl_in": "reward",
         "keep_flat_groups": True,
     }
 

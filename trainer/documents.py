@@ -40,6 +40,7 @@ class TrainedBatch(_Document):
     batch_sha256: str
     settings: TrainerSettings
     max_tokens: int
+    iterations: int | None = None
 
 
 class Resume(_Document):
@@ -89,6 +90,14 @@ class TrainRequest(_Document):
     """The sampling temperature of the batch; logits are divided by it."""
     max_tokens: Annotated[int, Field(ge=1)]
     """The longest completion that could be sampled."""
+    iterations: Annotated[int, Field(ge=1)] | None = None
+    """The last iteration of the run, where settings.schedule ends; null: not known."""
+
+    def span(self) -> tuple[float, float]:
+        """The fractions of the run's iterations that are over before and after this one."""
+        if self.iterations is None:
+            return 0.0, 0.0
+        return min(1.0, (self.iteration - 1) / self.iterations), min(1.0, self.iteration / self.iterations)
 
 
 class SavedState(_Document):
@@ -119,6 +128,7 @@ class TrainResult(_Document):
     """Optimizer steps of the whole run."""
     settings: TrainerSettings
     max_tokens: int
+    iterations: int | None = None
     """How the policy was trained, as the request asked."""
     metrics: dict[str, float]
     """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, tokens, sequences, tokens_per_s,

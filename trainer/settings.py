@@ -49,8 +49,15 @@ class TrainerSettings(Settings):
     cap); w, but 0 above the cap or below its inverse."""
     engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
     """The largest weight of `engine_correction`."""
+    engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
+    """Mask a whole sequence, beside `engine_correction`, whose geometric mean of w over its tokens lies above
+    this or below its inverse, e.g. 1.01; null: none."""
     kl: Literal["off", "k1", "k2", "k3"] = "off"
-    """Estimate of KL(policy || base model) that is added to the loss (joschu.net/blog/kl-approx)."""
+    """Estimate of KL(policy || base model), for `kl_in` (joschu.net/blog/kl-approx)."""
+    kl_in: Literal["loss", "token_reward", "reward"] = "loss"
+    """Where `kl` goes: added to the loss of each token (GRPO); taken from the reward of each token, so that
+    its advantage falls by the sum over itself and later tokens (PPO); the sum over all tokens taken from the
+    reward of the sample, before the mean of its group (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """What `kl` is multiplied by."""
     keep_flat_groups: bool = False
@@ -70,13 +77,17 @@ class TrainerSettings(Settings):
     """Groups of the window's p-th iteration, 0 the oldest, are drawn with the weight (p + 1)^replay_power."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak of AdamW's learning rate; constant after the warm-up."""
+    """Peak of AdamW's learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from its peak to 0 at the end of the last of `iterations`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     """Optimizer steps over which the learning rate rises from 0, counted over the whole run."""
     global_batch_size: Annotated[int, Field(ge=1)] = 512
     """Sequences of one optimizer step, over all ranks."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """AdamW's weight decay; not applied to norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -139,6 +150,11 @@ class TrainerSettings(Settings):
             raise ValueError(
                 f"trainer.save_interval={self.save_interval} with trainer.keep_alive=false would repeat the "
                 "training since the last saved state in every iteration; leave one of them out"
+            )
+        if self.kl != "off" and self.kl_in != "loss" and self.advantage in {"standardised", "one"}:
+            raise ValueError(
+                f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "
+                "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"trainer.betas={self.betas[0]:g},{self.betas[1]:g}: each must lie in [0, 1)")

@@ -66,6 +66,7 @@ def trained(run_dir: RunDir, result: TrainResult) -> TrainedBatch:
         batch_sha256=result.batch_sha256,
         settings=result.settings,
         max_tokens=result.max_tokens,
+        iterations=result.iterations,
     )
 
 

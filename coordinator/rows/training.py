@@ -62,6 +62,7 @@ def train(node: Node, iteration: Iteration) -> None:
     """Do this node's part of the training job."""
     config = iteration.documents[Phase.TRAIN_CONFIG]
     settings, number, run_dir = node.settings, iteration.number, node.run_dir
+    published_settings = RunSettings.published(node.record.settings)  # the same on every node
     base = node.policies.of(iteration.header["policy_iteration"])
     processes = config["processes"][str(node.rank)]
     threads = settings.trainer.threads_per_process or _threads(processes)
@@ -79,9 +80,10 @@ def train(node: Node, iteration: Iteration) -> None:
         offload=settings.rl_phase == "both",
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", number, 1),
-        settings=RunSettings.published(node.record.settings).trainer,  # the same on every node
+        settings=published_settings.trainer,
         temperature=settings.rollout.temperature,
         max_tokens=settings.rollout.max_tokens,
+        iterations=published_settings.iterations,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
     node.trainer.train(request, processes, node.verdicts.check_training, node.position.reach)

@@ -27,11 +27,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 ITERATIONS = 7
 SLOW = "rollout.environment=tests.cluster.plugins:slow"
+SCHEDULE = "trainer.schedule=cosine"
+"""A training that is repeated takes the place in the schedule that it had."""
 
 
 def two_nodes(cluster: Cluster, engine_urls: list[str], *more: str, slow_s: float = 0.0) -> None:
     """Start a small run of ITERATIONS iterations; `more` is for the master."""
-    settings = ("--num-nodes", "2", "--iterations", str(ITERATIONS), *SETTINGS, "eval.interval=0", SLOW)
+    nodes = ("--num-nodes", "2", "--iterations", str(ITERATIONS))
+    settings = (*nodes, *SETTINGS, "eval.interval=0", SLOW, SCHEDULE)
     for rank, url in enumerate(engine_urls):
         arguments = () if rank else (*settings, *more)
         cluster.start(rank, *arguments, "--engine-url", url, prefix=["env", f"SLOW_S={slow_s}"])

@@ -32,7 +32,7 @@ def with_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_block_of_the_page_goes_untested() -> None:
     assert [kind for kind, _ in BLOCKS] == ["python", "json"]
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -76,7 +76,7 @@ def test_table_of_presets_is_what_they_set() -> None:
 
 def test_table_of_pieces_names_every_value() -> None:
     rows = {name: row for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+)`", row[0])}
-    for name in ("advantage", "ratio", "clip", "aggregation", "engine_correction", "kl", "overlong"):
+    for name in ("advantage", "ratio", "clip", "aggregation", "engine_correction", "kl", "kl_in", "overlong"):
         values = get_args(TrainerSettings.model_fields[name].annotation)
         missing = [value for value in values if f"`{value}`" not in rows[name][1]]
         assert not missing, f"{name}: {missing}"

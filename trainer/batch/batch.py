@@ -245,7 +245,8 @@ def build_batch(
 def check_engine_logprobs(batch: Batch, settings: TrainerSettings) -> None:
     """Raise ValueError if the loss needs logprobs of an engine, and trained tokens have none (NaN)."""
     missing = np.flatnonzero(np.isnan(batch.logprobs) & (batch.loss_mask == 1))
-    if len(missing) and (settings.clip != "likelihood" or settings.engine_correction != "off"):
+    corrects = settings.engine_correction != "off" or settings.engine_sequence_cap is not None
+    if len(missing) and (settings.clip != "likelihood" or corrects):
         sequences = len(np.unique(np.searchsorted(batch.offsets, missing, side="right")))
         raise ValueError(
             f"{sequences} of {len(batch)} sequences are demonstrations, which no engine has sampled; "

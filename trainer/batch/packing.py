@@ -12,7 +12,7 @@ after it, are left out here: nothing is predicted from them.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -42,6 +42,8 @@ class Microbatch:
     segments: NDArray[np.int64] | None = None
     """(2, R, C) each token's segment, numbered from 0, and the earlier segment that it sees as well, or its
     own again; None if no prompt is shared."""
+    members: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """(K,) the index in the batch of each sequence of the microbatch."""
 
 
 @dataclass
@@ -240,6 +242,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
         advantages=batch.advantages[sequences][of],
         sequences=of,
         segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
+        members=sequences,
     )
 
 

@@ -20,6 +20,7 @@ from trainer.settings import TrainerSettings
 SHAPING = (
     "advantage",
     "kl",
+    "kl_in",
     "keep_flat_groups",
     "overlong",
     "overlong_buffer",
@@ -105,8 +106,8 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
 def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
     """The advantages of a whole batch, after the step that needs more than one group."""
     advantages = [one.advantage for one in trained]
-    if settings.advantage != "whitened":
-        return advantages
+    if settings.advantage != "whitened" or (settings.kl != "off" and settings.kl_in != "loss"):
+        return advantages  # KL in the reward is known in the training, which whitens then
     return whiten(advantages, [one.tokens for one in trained]).tolist()
 
 

@@ -164,6 +164,7 @@ def write(
         optimizer_step=learner.optimizer_step,
         settings=request.settings,
         max_tokens=request.max_tokens,
+        iterations=request.iterations,
         metrics=metrics,
     )
     if lead:

@@ -104,7 +104,7 @@ class TrainerRank:
         progress.advance()
         torch.manual_seed(request.seed)
         stats = self._train(learner, batch, request, progress)
-        lr = learning_rate(learner.optimizer_step, settings)
+        lr = learning_rate(learner.optimizer_step, settings, request.span()[0])
         metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
         result = checkpoint.write(
             learner,
@@ -138,6 +138,7 @@ class TrainerRank:
             request.settings,
             temperature=batch.temperature,
             max_tokens=request.max_tokens,
+            span=request.span(),
             rank_weights=request.rank_weights,
             report=(lambda line: None) if self.rank or silent else (lambda line: print(line, flush=True)),
             progress=progress,
@@ -158,7 +159,8 @@ class TrainerRank:
 
         def repeat(learner: Learner, done: TrainedBatch) -> None:
             batch = read_batch(Path(done.batch_file), done.batch_sha256)
-            as_then = request.model_copy(update={"settings": done.settings, "max_tokens": done.max_tokens})
+            recorded = done.model_dump(include={"iteration", "iterations", "max_tokens"})
+            as_then = request.model_copy(update={**recorded, "settings": done.settings})
             self._train(learner, batch, as_then, progress, silent=True)
 
         self.saver.finish()

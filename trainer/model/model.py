@@ -1,6 +1,7 @@
 """The policy in training: a causal language model in its layout, its optimizer, the logprobs of tokens."""
 
 import logging
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,13 @@ class Learner:
         else:
             self.gradients.mul_(factor)
 
-    def apply(self, settings: TrainerSettings) -> float:
-        """Take one AdamW step from the gradients; returns its learning rate."""
-        lr = learning_rate(self.optimizer_step, settings)
+    def apply(self, settings: TrainerSettings, done: float = 0.0) -> float:
+        """Take one AdamW step from the gradients; returns its learning rate. `done`: see learning_rate."""
+        lr = learning_rate(self.optimizer_step, settings, done)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["betas"] = settings.betas
+            group["eps"] = settings.eps
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
         self.optimizer.step()
         self.optimizer_step += 1
@@ -234,9 +236,16 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return torch.stack(sums).sum() % (1 << 40)
 
 
-def learning_rate(optimizer_step: int, settings: TrainerSettings) -> float:
-    """The learning rate after `optimizer_step` steps of the whole run: a linear warm-up, then constant."""
-    return settings.learning_rate * min(1.0, (optimizer_step + 1) / max(1, settings.warmup_steps))
+def learning_rate(optimizer_step: int, settings: TrainerSettings, done: float = 0.0) -> float:
+    """The learning rate after `optimizer_step` steps of the whole run: a linear warm-up by steps, times the
+    schedule. `done` is the fraction of the run's iterations that is over.
+
+    The schedule follows the iterations: how many steps a run will have is not known before, since flat groups
+    are left out, while the iteration and `iterations` are the same after any restart.
+    """
+    warm = min(1.0, (optimizer_step + 1) / max(1, settings.warmup_steps))
+    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return settings.learning_rate * warm * factor[settings.schedule]
 
 
 def build_learner(

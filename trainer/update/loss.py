@@ -4,6 +4,7 @@ Each piece is one function, chosen by the setting of its name. A new value of a 
 one of them.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -56,16 +57,20 @@ def policy_loss(
     ratio = _ratio(logprobs, old_logprobs, sequences, settings)
     objective, cut_off = _objective(ratio, logprobs, advantages, settings)
     log_mismatch = torch.where(engine_logprobs.isnan(), 0.0, old_logprobs - engine_logprobs)
-    terms = -_correction(log_mismatch, settings) * objective
+    weight = _correction(log_mismatch, sequences, settings)
+    terms = -weight * objective
     if settings.kl != "off":
         if reference_logprobs is None:
             raise ValueError(f"trainer.kl={settings.kl} needs the logprobs of a reference model")
-        terms = terms + settings.kl_coefficient * _kl(logprobs - reference_logprobs, settings.kl)
+        if settings.kl_in == "loss":
+            terms = terms + settings.kl_coefficient * _kl(logprobs - reference_logprobs, settings.kl)
     loss = (terms / _divisor(sequences, totals, settings)).sum()
     with torch.no_grad():
         stats = [_k3(-log_mismatch), cut_off.to(terms.dtype), torch.zeros_like(terms)]
         if reference_logprobs is not None:
             stats[2] = _k3(logprobs - reference_logprobs)
+        is_corrected = settings.engine_correction != "off"
+        stats.append((weight != (torch.exp(log_mismatch) if is_corrected else 1)).to(terms.dtype))
         return loss, torch.stack([stat.sum() for stat in stats]) / totals.tokens
 
 
@@ -78,9 +83,7 @@ def _ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, settings: 
     """
     log_ratio = logprobs - old_logprobs
     if settings.ratio == "sequence":
-        lengths = _lengths(sequences)
-        sums = log_ratio.new_zeros(len(lengths)).index_add(0, sequences, log_ratio.detach())
-        log_ratio = (sums / lengths)[sequences] + logprobs - logprobs.detach()
+        log_ratio = _means(log_ratio.detach(), sequences)[sequences] + logprobs - logprobs.detach()
     return torch.exp(log_ratio)
 
 
@@ -113,30 +116,42 @@ def _objective(
             )
 
 
-def _correction(log_mismatch: Tensor, settings: TrainerSettings) -> Tensor:
+def _correction(log_mismatch: Tensor, sequences: Tensor, settings: TrainerSettings) -> Tensor:
     """(N,) weight of each token, since the engine mu has sampled it and not pi_old; no gradient.
 
     With w = pi_old / mu: truncated importance sampling min(w, cap), or masked, w and 0 outside of
-    [1 / cap, cap].
+    [1 / cap, cap]. With engine_sequence_cap it is 0 in every token of a sequence whose geometric mean of w
+    lies outside of those bounds (geometric masking, as verl's rollout correction has it).
     """
     cap = settings.engine_correction_cap
     weight = torch.exp(log_mismatch)
     match settings.engine_correction:
         case "off":
-            return torch.ones_like(weight)
+            weight = torch.ones_like(weight)
         case "truncated":
-            return weight.clamp(max=cap)
+            weight = weight.clamp(max=cap)
         case "masked":
-            return torch.where((weight <= cap) & (weight >= 1 / cap), weight, 0.0)
+            weight = torch.where((weight <= cap) & (weight >= 1 / cap), weight, 0.0)
+    if settings.engine_sequence_cap is not None:
+        far = _means(log_mismatch, sequences).abs() > math.log(settings.engine_sequence_cap)
+        weight = torch.where(far[sequences], 0.0, weight)
+    return weight
+
+
+def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
+    """(N,) the value of an estimate of KL(policy || reference), from log pi - log pi_reference of tokens that
+    the policy has sampled (joschu.net/blog/kl-approx); `estimator` is a value of trainer.kl.
+    """
+    return log_ratio if estimator == "k1" else _kl(log_ratio, estimator)
 
 
 def _kl(log_ratio: Tensor, estimator: str) -> Tensor:
-    """(N,) an estimate of KL(policy || reference) as a loss, from log pi_theta - log pi_reference
-    (joschu.net/blog/kl-approx).
+    """(N,) the same as a loss to be differentiated.
 
     k2 and k3 are differentiated as they are. k1 is not: the expectation of its gradient is 0, whatever the
-    reference. Its value is k1, but its gradient is k2's: the gradient of k1 subtracted from the token's
-    reward, as RLOO and REINFORCE use it (arXiv 2510.01555; verl calls it `k1+`).
+    reference. Its value is k1, but its gradient is k2's, that of k1 taken from the reward of this one token
+    (arXiv 2510.01555; verl calls it `k1+`). In the reward proper it is also charged to the tokens before,
+    which have led here: trainer.kl_in.
     """
     if estimator == "k3":
         return torch.expm1(-log_ratio) + log_ratio
@@ -158,6 +173,12 @@ def _divisor(sequences: Tensor, totals: Totals, settings: TrainerSettings) -> Te
             return _lengths(sequences)[sequences] * totals.sequences
         case "constant":
             return totals.sequences * totals.max_tokens
+
+
+def _means(values: Tensor, sequences: Tensor) -> Tensor:
+    """(K,) the mean of `values` (N,) over the tokens of each sequence."""
+    lengths = _lengths(sequences)
+    return values.new_zeros(len(lengths)).index_add(0, sequences, values) / lengths
 
 
 def _lengths(sequences: Tensor) -> Tensor:

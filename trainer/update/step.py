@@ -8,15 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.batch.batch import Batch, check_engine_logprobs
 from trainer.batch.packing import Microbatch, plan_step, split_steps
 from trainer.model.model import Learner
+from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import STATS
-from trainer.update.loss import Totals, policy_loss
+from trainer.update.kl_reward import with_kl_in_reward
+from trainer.update.loss import Totals, kl_estimate, policy_loss
 
 
 class TrainingDiverged(RuntimeError):
@@ -32,6 +36,9 @@ class StepStats:
     clip_fraction: float
     kl_reference: float
     entropy: float
+    correction_fraction: float
+    mismatch_max: float
+    """Largest |log pi_old - log mu_engine| of a token."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -48,6 +55,7 @@ def train(
     *,
     temperature: float,
     max_tokens: int,
+    span: tuple[float, float] = (0.0, 0.0),
     rank_weights: Sequence[float] = (1.0,),
     report: Callable[[str], None] = print,
     progress: Progress | None = None,
@@ -55,6 +63,8 @@ def train(
     """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
 
     The batch was sampled at `temperature`; `max_tokens` is the longest completion that could be sampled.
+    `span`: the fractions of the run's iterations that are over before and after this batch, between which
+    settings.schedule moves from step to step.
     `rank_weights`: one per global rank; a rank's share of the tokens follows its weight. `progress` advances
     with each microbatch that has passed through the model.
 
@@ -82,22 +92,46 @@ def train(
         for step in steps
     ]
     progress = progress or Progress()
-    progress.expect(sum(len(plan) for plan in [*plans, *plans[1:]]))
+    kl_in_reward = settings.kl != "off" and settings.kl_in != "loss"
     # Several updates: pi_old is the policy before the first one. For the first step that is the policy
-    # itself.
-    old_logprobs: list[list[Tensor | None]] = [[None] * len(plans[0])]
-    for plan in plans[1:]:
-        old_logprobs.append([])
+    # itself, which need not be asked before, unless the reward depends on it.
+    asked = plans if kl_in_reward else plans[1:]
+    progress.expect(sum(len(plan) for plan in [*plans, *asked]))
+    befores = [[_Before()] * len(plan) for plan in plans[: len(plans) - len(asked)]]
+    for plan in asked:
+        befores.append([])
         for microbatch in plan:
-            with torch.no_grad():
-                old_logprobs[-1].append(learner.logprobs(microbatch, temperature)[0])
+            befores[-1].append(_ask(learner, microbatch, temperature, with_reference=kl_in_reward))
             progress.advance()
+    if kl_in_reward:
+        kl = [[_kl_of(before, settings.kl) for before in of_step] for of_step in befores]
+        plans = with_kl_in_reward(batch, plans, kl, settings, layout)
     stats = []
-    for k, (step, plan, old) in enumerate(zip(steps, plans, old_logprobs, strict=True)):
-        done = _optimizer_step(learner, plan, old, step, settings, temperature, progress)
+    for k, (step, plan, before) in enumerate(zip(steps, plans, befores, strict=True)):
+        over = span[0] + (span[1] - span[0]) * k / len(steps)
+        done = _optimizer_step(learner, plan, before, step, settings, temperature, progress, over)
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
     return stats
+
+
+class _Before(NamedTuple):
+    """What was asked about a microbatch before the first update; (N,) each."""
+
+    old: Tensor | None = None
+    """Logprobs of the policy; None: the policy is still the same when they are needed."""
+    reference: Tensor | None = None
+
+
+@torch.no_grad()
+def _ask(learner: Learner, microbatch: Microbatch, temperature: float, with_reference: bool) -> _Before:
+    old, _ = learner.logprobs(microbatch, temperature)
+    return _Before(old, learner.reference_logprobs(microbatch, temperature) if with_reference else None)
+
+
+def _kl_of(before: _Before, estimator: str) -> NDArray[np.float64]:
+    assert before.old is not None and before.reference is not None
+    return kl_estimate(before.old.double() - before.reference.double(), estimator).cpu().numpy()
 
 
 class _Step(NamedTuple):
@@ -132,31 +166,41 @@ def _steps(batch: Batch, settings: TrainerSettings, max_tokens: int) -> list[_St
 def _optimizer_step(
     learner: Learner,
     plan: Sequence[Microbatch],
-    old_logprobs: Sequence[Tensor | None],
+    befores: Sequence[_Before],
     step: _Step,
     settings: TrainerSettings,
     temperature: float,
     progress: Progress,
+    over: float,
 ) -> StepStats:
-    """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let AdamW step."""
+    """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let AdamW step.
+
+    `over`: the fraction of the run that is over.
+    """
     started = time.perf_counter()
     learner.zero_sums()
-    for microbatch, old in zip(plan, old_logprobs, strict=True):
-        _accumulate(learner, microbatch, old, step.totals, settings, temperature)
+    largest = torch.zeros((), device=learner.device)
+    for microbatch, before in zip(plan, befores, strict=True):
+        mismatch = _accumulate(learner, microbatch, before, step.totals, settings, temperature)
+        largest = torch.maximum(largest, mismatch)
         progress.advance()
     (loss, *statistics, entropy), norm = learner.add_up()
+    if learner.layout.world_size > 1:
+        with waiting_for_peers("finding the largest mismatch with the engine"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TrainingDiverged(
             f"optimizer step {learner.optimizer_step + 1}: loss {loss}, gradient norm {norm}; "
             "lower trainer.learning_rate, or look for broken logprobs in the batch"
         )
     learner.scale_gradients(min(1.0, settings.clip_norm / (norm + 1e-6)))
-    lr = learner.apply(settings)
+    lr = learner.apply(settings, over)
     return StepStats(
         loss=loss,
         **dict(zip(STATS, statistics, strict=True)),
         entropy=entropy,
         grad_norm=norm,
+        mismatch_max=largest.item(),
         lr=lr,
         tokens=step.tokens,
         trained_tokens=step.totals.tokens,
@@ -167,20 +211,24 @@ def _optimizer_step(
 def _accumulate(
     learner: Learner,
     microbatch: Microbatch,
-    old_logprobs: Tensor | None,
+    before: _Before,
     totals: Totals,
     settings: TrainerSettings,
     temperature: float,
-) -> None:
-    """Add a microbatch's gradients and statistics to its step's."""
+) -> Tensor:
+    """Add a microbatch's gradients and statistics to its step's; the largest mismatch with the engine, ()."""
     if not len(microbatch.targets) and not learner.layout.sharded:
-        return
-    reference = learner.reference_logprobs(microbatch, temperature) if settings.kl != "off" else None
+        return torch.zeros((), device=learner.device)
+    reference = before.reference
+    if settings.kl != "off" and reference is None:
+        reference = learner.reference_logprobs(microbatch, temperature)
     logprobs, entropy = learner.logprobs(microbatch, temperature)
+    old_logprobs = logprobs.detach() if before.old is None else before.old
+    engine_logprobs = torch.from_numpy(microbatch.engine_logprobs).to(learner.device)
     loss, loss_stats = policy_loss(
         logprobs,
-        logprobs if old_logprobs is None else old_logprobs,
-        torch.from_numpy(microbatch.engine_logprobs).to(learner.device),
+        old_logprobs,
+        engine_logprobs,
         reference,
         torch.from_numpy(microbatch.advantages).to(learner.device),
         torch.from_numpy(microbatch.sequences).to(learner.device),
@@ -189,10 +237,13 @@ def _accumulate(
     )
     loss.backward()
     learner.sums.add_(torch.cat([loss.detach()[None], loss_stats, entropy.sum()[None] / totals.tokens]))
+    mismatch = (old_logprobs - engine_logprobs).abs()[~engine_logprobs.isnan()]
+    return mismatch.max() if len(mismatch) else torch.zeros((), device=learner.device)
 
 
 def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: float) -> dict[str, float]:
-    """A phase's metrics: means weighted by trained tokens, except `grad_norm`, a plain mean over the steps.
+    """A phase's metrics: means weighted by trained tokens, except `grad_norm`, a plain mean over the steps,
+    and `mismatch_max`, the largest.
 
     `lr` stands in where no step was taken; `seconds` is the whole phase.
     """
@@ -205,6 +256,7 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
     return {
         "loss": mean("loss"),
         "grad_norm": sum(step.grad_norm for step in stats) / max(1, len(stats)),
+        "mismatch_max": max((step.mismatch_max for step in stats), default=0.0),
         "lr": stats[-1].lr if stats else lr,
         "entropy": mean("entropy"),
         **{name: mean(name) for name in STATS},

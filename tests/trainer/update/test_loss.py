@@ -137,6 +137,38 @@ def test_masked_correction_leaves_out_what_the_engine_saw_otherwise() -> None:
     assert slopes == pytest.approx([-math.exp(0.5) / 10, 0, -math.exp(-0.5) / 10, 0])
 
 
+def test_sequence_far_from_the_engine_is_masked_whole_by_its_geometric_mean() -> None:
+    mismatches = [0.5, -0.5, 0.3, 0.3, -0.3]  # means 0, 0.3 and -0.3
+    tokens = {
+        "new": [-1.0] * 5,
+        "old": [-1.0] * 5,
+        "engine": [-1.0 - mismatch for mismatch in mismatches],
+        "advantages": [1.0] * 5,
+        "sequences": [0, 0, 1, 1, 2],
+    }
+    _, slopes, stats = compute(TrainerSettings(engine_sequence_cap=1.3), **tokens)
+    weights = [math.exp(0.5), math.exp(-0.5), 0, 0, 0]  # e^0.3 = 1.35
+    assert slopes == pytest.approx([-weight / 10 for weight in weights])
+    assert stats["correction_fraction"] == pytest.approx(3 / 10)
+    _, slopes, _ = compute(TrainerSettings(engine_sequence_cap=1.4), **tokens)
+    assert 0 not in slopes
+    alone = TrainerSettings(engine_sequence_cap=1.3, engine_correction="off")
+    assert compute(alone, **tokens)[1] == pytest.approx([-0.1, -0.1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(("correction", "corrected"), [("off", 0), ("truncated", 1), ("masked", 2)])
+def test_fraction_of_corrected_tokens_counts_the_cut_and_the_masked(correction: str, corrected: int) -> None:
+    tokens = {"new": [-1.0] * 3, "old": [-1.0] * 3, "engine": [-1.5, -2.5, -0.1], "advantages": [1.0] * 3}
+    settings = TrainerSettings.model_validate({"engine_correction": correction})
+    assert compute(settings, **tokens, sequences=[0] * 3)[2]["correction_fraction"] == corrected / 10
+
+
+def test_kl_in_the_reward_is_no_term_of_the_loss() -> None:
+    plain = compute(TrainerSettings())
+    rewarded = compute(TrainerSettings(kl="k1", kl_in="token_reward", kl_coefficient=0.5))
+    assert rewarded[:2] == plain[:2] and rewarded[2]["kl_reference"] > 0
+
+
 def test_likelihood_is_the_negative_log_likelihood_however_far_the_policy_has_moved() -> None:
     settings = TrainerSettings(algorithm="sft")
     loss, slopes, stats = compute(settings, advantages=[1.0] * 6, engine=[math.nan] * 6)

@@ -11,6 +11,7 @@ import torch
 from rollout.trajectory import Group
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Bundle, fill
+from trainer.documents import TrainRequest
 from trainer.model.model import Learner, build_learner, learning_rate
 from trainer.settings import TrainerSettings
 from trainer.update.step import StepStats, TrainingDiverged, summary, train
@@ -193,6 +194,37 @@ def test_learning_rate_rises_linearly_and_stays(steps: int, expected: float) -> 
     assert learning_rate(steps, TrainerSettings(learning_rate=1.0, warmup_steps=4)) == expected
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", [1, 1, 1, 1]), ("linear", [1, 0.75, 0.5, 0]), ("cosine", [1, 0.853553, 0.5, 0])],
+)
+def test_schedule_falls_from_the_peak_to_0_over_the_run(schedule: str, expected: list[float]) -> None:
+    settings = TrainerSettings.model_validate({"schedule": schedule, "learning_rate": 1.0, "warmup_steps": 4})
+    rates = [learning_rate(1000, settings, done) for done in (0, 0.25, 0.5, 1)]
+    assert rates == pytest.approx(expected, abs=1e-6)
+    assert learning_rate(0, settings, 0.25) == pytest.approx(expected[1] / 4)
+
+
+def test_schedule_moves_from_step_to_step_and_on_through_the_iterations(
+    learner: Learner, batch: Batch, settings: TrainerSettings, make_request: Callable[..., TrainRequest]
+) -> None:
+    linear = settings.model_copy(update={"schedule": "linear", "warmup_steps": 0, "learning_rate": 1.0})
+    rates: list[float] = []
+    for iteration in (1, 2):
+        request = make_request(batch).model_copy(update={"iteration": iteration, "iterations": 2})
+        small = linear.model_copy(update={"clip_norm": 1e-9})
+        rates += [
+            s.lr
+            for s in train(
+                learner, batch, small, temperature=1.0, max_tokens=24, span=request.span(), report=quiet
+            )
+        ]
+    assert rates == pytest.approx([6 / 6, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    beyond = make_request(batch).model_copy(update={"iteration": 9, "iterations": 2})
+    assert beyond.span() == (1, 1)
+    assert beyond.model_copy(update={"iterations": None}).span() == (0, 0)
+
+
 def test_warm_up_goes_on_over_phases(learner: Learner, batch: Batch, settings: TrainerSettings) -> None:
     slow = settings.model_copy(update={"warmup_steps": 6, "learning_rate": 6e-4})
     rates = [s.lr for _ in range(3) for s in run(learner, batch, slow)]
@@ -217,9 +249,21 @@ def test_settings_may_change_between_phases(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:
     run(learner, batch, settings)
-    changed = settings.model_copy(update={"learning_rate": 5e-4, "betas": (0.8, 0.9)})
+    changed = settings.model_copy(update={"learning_rate": 5e-4, "betas": (0.8, 0.9), "eps": 1e-5})
     assert run(learner, batch, changed)[-1].lr == 5e-4
+    assert {group["eps"] for group in learner.optimizer.param_groups} == {1e-5}
     assert {group["betas"] for group in learner.optimizer.param_groups} == {(0.8, 0.9)}
+
+
+def test_largest_mismatch_with_the_engine_is_that_of_one_token(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    one_off = batch.logprobs.copy()
+    token = np.flatnonzero(batch.loss_mask)[100]
+    one_off[token] = -40.0
+    stats = run(learner, replace(batch, logprobs=one_off), settings)
+    assert summary(stats, len(batch), 0.0, 1.0)["mismatch_max"] == max(s.mismatch_max for s in stats) > 30
+    assert summary(run(learner, batch, settings), 48, 0.0, 1.0)["mismatch_max"] < 10
 
 
 def test_summary_weighs_steps_by_their_trained_tokens(

@@ -12,7 +12,7 @@ from coordinator.settings import RunSettings
 from rollout.storage import files
 from rollout.tasks.task_set import group_seed
 from rollout.trajectory import Group
-from trainer.batch.batch import Batch, DamagedBatch, build_batch
+from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
 from trainer.batch.selection import SHAPING
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,10 @@ def ensure_batch(run_dir: RunDir, iteration: int, settings: RunSettings, *, base
         seed=group_seed(settings.rollout.seed, "train", iteration, 0),
         settings=settings.trainer,
         max_tokens=settings.rollout.max_tokens,
-        older=list(older.values()),
+        older=[
+            Older(groups, settings.rollout.temperature, settings.rollout.max_tokens)
+            for groups in older.values()
+        ],
     )
     _publish(run_dir, iteration, batch, {**wanted, "window": [*older, iteration]})
 

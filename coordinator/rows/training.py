@@ -80,7 +80,6 @@ def train(node: Node, iteration: Iteration) -> None:
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", number, 1),
         settings=RunSettings.published(node.record.settings).trainer,  # the same on every node
-        temperature=settings.rollout.temperature,
         max_tokens=settings.rollout.max_tokens,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)

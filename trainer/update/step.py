@@ -44,7 +44,6 @@ def train(
     batch: Batch,
     settings: TrainerSettings,
     *,
-    temperature: float,
     max_tokens: int,
     rank_weights: Sequence[float] = (1.0,),
     report: Callable[[str], None] = print,
@@ -52,7 +51,7 @@ def train(
 ) -> list[StepStats]:
     """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
 
-    The batch was sampled at `temperature`; `max_tokens` is the longest completion that could be sampled.
+    `max_tokens` is the longest completion that could be sampled.
     `rank_weights`: one per global rank; a rank's share of the tokens follows its weight. `progress` advances
     with each microbatch that has passed through the model.
 
@@ -86,13 +85,13 @@ def train(
         old_logprobs.append([])
         for microbatch in plan:
             with torch.no_grad():
-                old_logprobs[-1].append(learner.logprobs(microbatch, temperature)[0])
+                old_logprobs[-1].append(learner.logprobs(microbatch)[0])
             progress.advance()
     stats = []
     for k, (step, plan, old) in enumerate(zip(steps, plans, old_logprobs, strict=True)):
         begin, end = int(batch.offsets[step.start]), int(batch.offsets[step.stop])
         totals = Totals(int(batch.loss_mask[begin:end].sum()), len(step), max_tokens)
-        done = _optimizer_step(learner, plan, old, totals, end - begin, settings, temperature, progress)
+        done = _optimizer_step(learner, plan, old, totals, end - begin, settings, progress)
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
     return stats
@@ -105,14 +104,13 @@ def _optimizer_step(
     totals: Totals,
     tokens: int,
     settings: TrainerSettings,
-    temperature: float,
     progress: Progress,
 ) -> StepStats:
     """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let AdamW step."""
     started = time.perf_counter()
     learner.zero_sums()
     for microbatch, old in zip(plan, old_logprobs, strict=True):
-        _accumulate(learner, microbatch, old, totals, settings, temperature)
+        _accumulate(learner, microbatch, old, totals, settings)
         progress.advance()
     (loss, *statistics, entropy), norm = learner.add_up()
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -140,13 +138,12 @@ def _accumulate(
     old_logprobs: Tensor | None,
     totals: Totals,
     settings: TrainerSettings,
-    temperature: float,
 ) -> None:
     """Add a microbatch's gradients and statistics to its step's."""
     if not len(microbatch.targets) and not learner.layout.sharded:
         return
-    reference = learner.reference_logprobs(microbatch, temperature) if settings.kl != "off" else None
-    logprobs, entropy = learner.logprobs(microbatch, temperature)
+    reference = learner.reference_logprobs(microbatch) if settings.kl != "off" else None
+    logprobs, entropy = learner.logprobs(microbatch)
     loss, loss_stats = policy_loss(
         logprobs,
         logprobs if old_logprobs is None else old_logprobs,

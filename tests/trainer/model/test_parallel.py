@@ -73,7 +73,7 @@ def alone(job: Path, small_batch: Batch) -> tuple[Learner, list[Any]]:
     settings = TrainerSettings(**SETTINGS)
     learner = build_learner(job / "model", CPU, settings)
     learner.load_reference(job / "reference", settings)
-    stats = train(learner, small_batch, settings, temperature=1.0, max_tokens=24, report=lambda line: None)
+    stats = train(learner, small_batch, settings, max_tokens=24, report=lambda line: None)
     return learner, stats
 
 

@@ -86,10 +86,8 @@ class TrainRequest(_Document):
     """One weight for each global training rank; a rank's share of the tokens follows its weight."""
     seed: int
     settings: TrainerSettings
-    temperature: Annotated[float, Field(gt=0)]
-    """The sampling temperature of the batch; logits are divided by it."""
     max_tokens: Annotated[int, Field(ge=1)]
-    """The longest completion that could be sampled."""
+    """The longest completion that could be sampled in this iteration."""
     iterations: Annotated[int, Field(ge=1)] | None = None
     """The last iteration of the run, where settings.schedule ends; null: not known."""
 
@@ -131,5 +129,5 @@ class TrainResult(_Document):
     iterations: int | None = None
     """How the policy was trained, as the request asked."""
     metrics: dict[str, float]
-    """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, tokens, sequences, tokens_per_s,
-    seconds."""
+    """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, age, tokens, sequences,
+    tokens_per_s, seconds."""

@@ -13,7 +13,7 @@ from coordinator.settings import RunSettings
 from rollout.storage import files
 from rollout.tasks.task_set import group_seed
 from rollout.trajectory import Group
-from trainer.batch.batch import Batch, DamagedBatch, build_batch
+from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
 from trainer.batch.selection import SHAPING
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,10 @@ def ensure_batch(run_dir: RunDir, iteration: int, settings: RunSettings, *, base
             seed=group_seed(settings.rollout.seed, "train", iteration, 0),
             settings=settings.trainer,
             max_tokens=settings.rollout.max_tokens,
-            older=list(older.values()),
+            older=[
+                Older(groups, settings.rollout.temperature, settings.rollout.max_tokens)
+                for groups in older.values()
+            ],
         )
     except ValueError as error:  # these samples and these settings do not go together
         raise Ended(Exit.FAILED, f"iteration {iteration}: {error}", "failed") from error

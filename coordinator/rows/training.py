@@ -81,7 +81,6 @@ def train(node: Node, iteration: Iteration) -> None:
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", number, 1),
         settings=published_settings.trainer,
-        temperature=settings.rollout.temperature,
         max_tokens=settings.rollout.max_tokens,
         iterations=published_settings.iterations,
     )

@@ -72,10 +72,11 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
         advantages=advantages,
         rewards=np.zeros(count, np.float32),
         slots=np.arange(count, dtype=np.int32),
+        temperatures=np.ones(count, np.float32),
+        ages=np.zeros(count, np.int32),
         counts=Counts(count, count, count, count, 0, 0.0, 0.0),
         manifest_sha256="",
         policy="",
-        temperature=1.0,
         seed=0,
     )
     device = torch.device("cuda" if options.gpu else "cpu")
@@ -87,9 +88,7 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
     seconds: list[tuple[float, float]] = []
     for _step in range(1 + options.steps):
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        stats = train(
-            learner, batch, settings, temperature=1.0, max_tokens=LONGEST, report=lambda _line: None
-        )
+        stats = train(learner, batch, settings, max_tokens=LONGEST, report=lambda _line: None)
         if options.gpu:
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - began_s, time.process_time() - began_cpu_s))

@@ -83,16 +83,17 @@ def make_batch(lengths: list[int], vocabulary: int) -> Batch:
         advantages=rng.choice(np.array([-0.5, 0.5], np.float32), count),
         rewards=np.zeros(count, np.float32),
         slots=np.arange(count, dtype=np.int32),
+        temperatures=np.ones(count, np.float32),
+        ages=np.zeros(count, np.int32),
         counts=Counts(count, count, count, count, 0, 0.0, 0.0),
         manifest_sha256="",
         policy="",
-        temperature=1.0,
         seed=0,
     )
 
 
 def run(learner: Learner, batch: Batch, settings: TrainerSettings) -> list[StepStats]:
-    return train(learner, batch, settings, temperature=1.0, max_tokens=4096, report=lambda line: None)
+    return train(learner, batch, settings, max_tokens=4096, report=lambda line: None)
 
 
 def settings_of(layout: str, **more: Any) -> TrainerSettings:

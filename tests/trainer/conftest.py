@@ -99,7 +99,6 @@ def make_request(tmp_path: Path, base_dir: Path, settings: TrainerSettings) -> C
             rank_weights=tuple(rank_weights),
             seed=0,
             settings=settings,
-            temperature=1.0,
             max_tokens=32,
         )
 

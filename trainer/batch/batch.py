@@ -9,6 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -34,6 +35,8 @@ _DTYPES = {
     "groups": np.int32,
     "absent_at": np.int64,
     "absent_tokens": np.int32,
+    "temperatures": np.float32,
+    "ages": np.int32,
 }
 
 
@@ -80,12 +83,15 @@ class Batch:
     """(S,), as given, without a penalty for length."""
     slots: NDArray[np.int32]
     """(S,), the slot that the sequence's group has in its iteration."""
+    temperatures: NDArray[np.float32]
+    """(S,), above 0: at which the sequence was sampled; the trainer divides its logits by it."""
+    ages: NDArray[np.int32]
+    """(S,), how many iterations of training lie between the policy that sampled the sequence and the policy
+    that the batch's iteration starts from; 0: it is the same policy."""
     counts: Counts
     manifest_sha256: str
     policy: str
     """Digest of the policy that generated the iteration's samples; replayed ones are of older policies."""
-    temperature: float
-    """The temperature of the sampling; the trainer divides its logits by it."""
     seed: int
     groups: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """(S,), a number for each sequence's group, which replayed groups of the same slot do not share."""
@@ -125,6 +131,11 @@ class Batch:
         bounds[1, of] = trained - self.offsets[of]
         return bounds
 
+    def age(self) -> float:
+        """Mean of `ages` over the trained tokens; 0 if there are none."""
+        trained = np.add.reduceat(self.loss_mask, self.offsets[:-1], dtype=np.int64) if len(self) else [0]
+        return float(np.average(self.ages, weights=trained)) if np.any(trained) else 0.0
+
     def encode(self) -> bytes:
         """One safetensors file. Equal batches have equal bytes."""
         # One metadata key: safetensors writes several in the order of a randomised hash map.
@@ -132,7 +143,6 @@ class Batch:
             "format": FORMAT,
             "manifest_sha256": self.manifest_sha256,
             "policy": self.policy,
-            "temperature": self.temperature,
             "seed": self.seed,
             "counts": asdict(self.counts),
         }
@@ -151,7 +161,7 @@ class Batch:
             batch = Batch(
                 **{name: arrays[name] for name in _DTYPES},
                 counts=Counts(**about["counts"]),
-                **{name: about[name] for name in ("manifest_sha256", "policy", "temperature", "seed")},
+                **{name: about[name] for name in ("manifest_sha256", "policy", "seed")},
             )
         except (SafetensorError, KeyError, TypeError, ValueError, struct.error) as error:
             if isinstance(error, DamagedBatch):
@@ -172,11 +182,14 @@ class Batch:
         sequences = len(self.advantages)
         if not (len(self.loss_mask) == len(self.logprobs) == tokens):
             raise DamagedBatch("token_ids, loss_mask and logprobs differ in length")
-        of_sequences = (self.rewards, self.slots, self.groups, self.offsets[1:])
+        of_sequences = (self.rewards, self.slots, self.groups, self.temperatures, self.ages, self.offsets[1:])
         if any(len(array) != sequences for array in of_sequences):
             raise DamagedBatch(
-                "advantages, rewards, slots, groups and offsets do not describe the same sequences"
+                "advantages, rewards, slots, groups, temperatures, ages and offsets do not describe the same "
+                "sequences"
             )
+        if not (np.isfinite(self.temperatures).all() and (self.temperatures > 0).all()):
+            raise DamagedBatch("a temperature is not a number above 0")
         if self.offsets[0] != 0 or self.offsets[-1] != tokens or (np.diff(self.offsets) < 1).any():
             raise DamagedBatch(f"the offsets do not cut {tokens} tokens into {sequences} sequences")
         if self.loss_mask[self.offsets[:-1]].any():
@@ -188,6 +201,17 @@ class Batch:
             raise DamagedBatch("absent_at and absent_tokens do not name places among all sequences")
 
 
+class Older(NamedTuple):
+    """The groups of an older iteration in the replay window, and how they were sampled."""
+
+    groups: Sequence[Group]
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    """The longest completion that could be sampled; a penalty for length needs it."""
+    age: int = 0
+    """As Batch.ages."""
+
+
 def build_batch(
     groups: Sequence[Group],
     *,
@@ -197,26 +221,33 @@ def build_batch(
     seed: int,
     settings: TrainerSettings = _DEFAULTS,
     max_tokens: int | None = None,
-    older: Sequence[Sequence[Group]] = (),
+    age: int = 0,
+    older: Sequence[Older] = (),
 ) -> Batch:
     """Select, score and shuffle the sequences of an iteration's `groups`.
 
     `settings` decide which are dropped and what their advantages are (trainer.batch.selection). Tombstones
-    and samples without a reward are always dropped. `max_tokens` limits a completion; a penalty for length
-    needs it. `older` are the groups of the replay window's other iterations, oldest first. If there are any,
-    the batch is drawn from all of them, as many lessons as the iteration itself has. The sequences are
-    shuffled by `seed`, so that each optimizer step mixes many groups.
+    and samples without a reward are always dropped. The groups were sampled at `temperature`; `max_tokens`
+    limited a completion, and a penalty for length needs it; `age`: as Batch.ages. `older` are the replay
+    window's other iterations, oldest first. If there are any, the batch is drawn from all of them, as many
+    lessons as the iteration itself has. The sequences are shuffled by `seed`, so that each optimizer step
+    mixes many groups.
 
     Raises ValueError for two groups of one slot, for a penalty without `max_tokens`, or if samples without
     logprobs (demonstrations) are to be trained by another loss than their likelihood.
     """
-    window = [lessons(of_iteration, settings, max_tokens) for of_iteration in [*older, groups]]
+    sources = [*older, Older(groups, temperature, max_tokens, age)]
+    window = [lessons(source.groups, settings, source.max_tokens) for source in sources]
     if older:
         window = draw(window, len(window[-1]), settings.replay_power, seed)
-    drawn = [lesson for of_iteration in window for lesson in of_iteration]
-    trained = [one for lesson in drawn for one in lesson]
-    numbers = [number for number, lesson in enumerate(drawn) for _ in lesson]
-    order = shuffled(list(zip(trained, batch_advantages(trained, settings), numbers, strict=True)), seed)
+    drawn = [
+        (lesson, source)
+        for source, of_iteration in zip(sources, window, strict=True)
+        for lesson in of_iteration
+    ]
+    trained = [one for lesson, _ in drawn for one in lesson]
+    of = [(number, source) for number, (lesson, source) in enumerate(drawn) for _ in lesson]
+    order = shuffled(list(zip(trained, batch_advantages(trained, settings), of, strict=True)), seed)
     chosen = [entry for entry in order if entry[0].computed]
     absent = [(place, one.tokens) for place, (one, _, _) in enumerate(order) if not one.computed]
     samples = [one.sample for one, _, _ in chosen]
@@ -228,13 +259,14 @@ def build_batch(
         advantages=np.array([advantage for _, advantage, _ in chosen], np.float32),
         rewards=np.array([one.reward for one, _, _ in chosen], np.float32),
         slots=np.array([one.slot for one, _, _ in chosen], np.int32),
-        groups=np.array([number for _, _, number in chosen], np.int32),
+        groups=np.array([number for _, _, (number, _) in chosen], np.int32),
         absent_at=np.array([place for place, _ in absent], np.int64),
         absent_tokens=np.array([tokens for _, tokens in absent], np.int32),
+        temperatures=np.array([source.temperature for _, _, (_, source) in chosen], np.float32),
+        ages=np.array([source.age for _, _, (_, source) in chosen], np.int32),
         counts=_counts(groups, window),
         manifest_sha256=manifest_sha256,
         policy=policy,
-        temperature=temperature,
         seed=seed,
     )
     batch._check()

@@ -37,6 +37,8 @@ class Microbatch:
     """(N,)"""
     advantages: NDArray[np.float32]
     """(N,)"""
+    temperatures: NDArray[np.float32]
+    """(N,) at which the token was sampled."""
     sequences: NDArray[np.int64]
     """(N,) the token's sequence in the microbatch, numbered from 0."""
     segments: NDArray[np.int64] | None = None
@@ -240,6 +242,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
         targets=batch.token_ids[trained].astype(np.int64),
         engine_logprobs=batch.logprobs[trained],
         advantages=batch.advantages[sequences][of],
+        temperatures=batch.temperatures[sequences][of],
         sequences=of,
         segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
         members=sequences,

@@ -38,9 +38,10 @@ def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtyp
         sequences=np.zeros(len(ids) - 1, dtype=np.int64),
         engine_logprobs=unused,
         advantages=unused,
+        temperatures=np.ones(len(ids) - 1, dtype=np.float32),
     )
     with torch.no_grad(), _rounded(learner, dtype):
-        logprobs, _ = learner.logprobs(microbatch, temperature=1.0)
+        logprobs, _ = learner.logprobs(microbatch)
     return logprobs.tolist()
 
 

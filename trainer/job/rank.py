@@ -96,16 +96,12 @@ class TrainerRank:
             )
         self._agree(request)
         batch = read_batch(Path(request.batch_file), request.batch_sha256)
-        if batch.temperature != request.temperature:
-            raise RequestRefused(
-                f"temperature {request.temperature} was asked for, the batch has {batch.temperature}"
-            )
         learner = self._learner(request, progress)
         progress.advance()
         torch.manual_seed(request.seed)
         stats = self._train(learner, batch, request, progress)
         lr = learning_rate(learner.optimizer_step, settings, request.span()[0])
-        metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
+        metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | {"age": batch.age()}
         result = checkpoint.write(
             learner,
             Path(request.staging_dir),
@@ -136,7 +132,6 @@ class TrainerRank:
             learner,
             batch,
             request.settings,
-            temperature=batch.temperature,
             max_tokens=request.max_tokens,
             span=request.span(),
             rank_weights=request.rank_weights,

@@ -68,21 +68,22 @@ class Learner:
             for parameter, flat in zip(self.parameters.values(), self.gradients.split(sizes), strict=True):
                 parameter.grad = flat.view_as(parameter)
 
-    def logprobs(self, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs of the microbatch's trained tokens at `temperature`, and the entropies there; (N,) each.
+    def logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Logprobs of the microbatch's trained tokens at their temperatures, and the entropies there; (N,)
+        each.
 
         The entropy is a statistic and carries no gradient. If sharded, all ranks call this together, also a
         rank with an empty microbatch.
         """
-        return self._run(self.scorer, microbatch, temperature)
+        return self._run(self.scorer, microbatch)
 
     @torch.no_grad()
-    def reference_logprobs(self, microbatch: Microbatch, temperature: float) -> Tensor:
+    def reference_logprobs(self, microbatch: Microbatch) -> Tensor:
         """(N,) logprobs by the model that the policy is held close to; see load_reference."""
         if self.reference is not None:
-            return self._run(self.reference, microbatch, temperature)[0]
+            return self._run(self.reference, microbatch)[0]
         with self._without_adapters():
-            return self._run(self.scorer, microbatch, temperature)[0]
+            return self._run(self.scorer, microbatch)[0]
 
     def _without_adapters(self) -> AbstractContextManager[Any]:
         if not hasattr(self.model, "disable_adapter"):
@@ -102,7 +103,7 @@ class Learner:
             self.reference = build_scorer(reference_dir, self.device, plain, self.layout, dtype)
             self.reference.requires_grad_(False)
 
-    def _run(self, scorer: Scorer, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _run(self, scorer: Scorer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         arrays = (microbatch.token_ids, microbatch.position_ids, microbatch.scored_at, microbatch.targets)
         token_ids, position_ids, scored_at, targets = (torch.from_numpy(a).to(self.device) for a in arrays)
         if not len(targets):
@@ -115,7 +116,10 @@ class Learner:
         mask = None
         if microbatch.segments is not None:
             mask = shared_prompts.attention_mask(torch.from_numpy(microbatch.segments).to(self.device))
-        logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperature, mask)
+        temperatures = None  # most batches are sampled at 1: then the logits are neither copied nor divided
+        if (microbatch.temperatures != 1).any():
+            temperatures = torch.from_numpy(microbatch.temperatures).to(self.device)
+        logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperatures, mask)
         if self.layout.sharded and not torch.is_grad_enabled():
             # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the shards.
             scorer.reshard()  # pyright: ignore[reportCallIssue], it is an FSDPModule now
@@ -263,7 +267,7 @@ def build_learner(
     learner = Learner(scorer, layout)
     if settings.share_prompts:
         learner.pairs_per_token = shared_prompts.pairs_per_token(
-            scorer.config, lambda microbatch: learner.logprobs(microbatch, 1.0)[0], layout.world_size
+            scorer.config, lambda microbatch: learner.logprobs(microbatch)[0], layout.world_size
         )
         if not learner.pairs_per_token:
             logger.info("prompts are not shared: this model does not heed the attention mask that it takes")

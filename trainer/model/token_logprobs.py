@@ -44,13 +44,14 @@ class Scorer(nn.Module):
         position_ids: Tensor,
         scored_at: Tensor,
         targets: Tensor,
-        temperature: float,
+        temperatures: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of `targets` (N,) and entropies (N,) at `temperature`, from the logits at `scored_at`.
+        """Logprobs of `targets` (N,) and entropies (N,) from the logits at `scored_at`.
 
         `token_ids` and `position_ids` are (R, C); `scored_at` (N,) indexes the flattened R x C positions.
-        `mask`: (R, 1, C, C), see `shared_prompts`; None: see `packing`. The entropy is a statistic and has no
+        Each token's logits are divided by its own of `temperatures` (N,); None: all are 1. `mask`:
+        (R, 1, C, C), see `shared_prompts`; None: see `packing`. The entropy is a statistic and has no
         gradient.
         """
         decoder = self._causal[0].get_decoder()  # not by its plain name: a module would count twice
@@ -63,27 +64,31 @@ class Scorer(nn.Module):
                 return_dict=True,
             ).last_hidden_state
             scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
-            chunks = list(zip(scoring.split(self._rows), targets.split(self._rows), strict=True))
+            of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
+            chunks = list(zip(*(values.split(self._rows) for values in of_tokens), strict=True))
             if len(chunks) == 1:
-                scores = [self._score(*chunks[0], temperature)]
+                scores = [self._score(*chunks[0])]
             else:  # computed again in the backward pass, so that only one chunk's logits exist at a time
                 scores = [
-                    checkpoint(
-                        self._score, *chunk, temperature, use_reentrant=False, preserve_rng_state=False
-                    )
+                    checkpoint(self._score, *chunk, use_reentrant=False, preserve_rng_state=False)
                     for chunk in chunks
                 ]
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs of `targets` (n,) and entropies (n,) where the decoder ended in `hidden` (n, hidden)."""
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of `targets` (n,) and entropies (n,) where the decoder ended in `hidden` (n, hidden).
+
+        `temperatures`: (n,), or None.
+        """
         causal = self._causal[0]
         with _ends_in(causal, hidden[None]):
             # The model does the rest itself: it may scale or cap its logits.
             logits = causal(input_ids=targets[None], use_cache=False, return_dict=True).logits[0]
-        if temperature != 1:
-            logits = logits.float() / temperature
+        if temperatures is not None:
+            logits = logits.float() / temperatures[:, None]
         log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         with torch.no_grad():
             entropy = -(log_p.exp() * log_p).sum(-1)

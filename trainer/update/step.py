@@ -53,7 +53,6 @@ def train(
     batch: Batch,
     settings: TrainerSettings,
     *,
-    temperature: float,
     max_tokens: int,
     span: tuple[float, float] = (0.0, 0.0),
     rank_weights: Sequence[float] = (1.0,),
@@ -62,9 +61,9 @@ def train(
 ) -> list[StepStats]:
     """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
 
-    The batch was sampled at `temperature`; `max_tokens` is the longest completion that could be sampled.
-    `span`: the fractions of the run's iterations that are over before and after this batch, between which
-    settings.schedule moves from step to step.
+    `max_tokens` is the longest completion that could be sampled. `span`: the fractions of the run's
+    iterations that are over before and after this batch, between which settings.schedule moves from step to
+    step.
     `rank_weights`: one per global rank; a rank's share of the tokens follows its weight. `progress` advances
     with each microbatch that has passed through the model.
 
@@ -101,7 +100,7 @@ def train(
     for plan in asked:
         befores.append([])
         for microbatch in plan:
-            befores[-1].append(_ask(learner, microbatch, temperature, with_reference=kl_in_reward))
+            befores[-1].append(_ask(learner, microbatch, with_reference=kl_in_reward))
             progress.advance()
     if kl_in_reward:
         kl = [[_kl_of(before, settings.kl) for before in of_step] for of_step in befores]
@@ -109,7 +108,7 @@ def train(
     stats = []
     for k, (step, plan, before) in enumerate(zip(steps, plans, befores, strict=True)):
         over = span[0] + (span[1] - span[0]) * k / len(steps)
-        done = _optimizer_step(learner, plan, before, step, settings, temperature, progress, over)
+        done = _optimizer_step(learner, plan, before, step, settings, progress, over)
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
     return stats
@@ -124,9 +123,9 @@ class _Before(NamedTuple):
 
 
 @torch.no_grad()
-def _ask(learner: Learner, microbatch: Microbatch, temperature: float, with_reference: bool) -> _Before:
-    old, _ = learner.logprobs(microbatch, temperature)
-    return _Before(old, learner.reference_logprobs(microbatch, temperature) if with_reference else None)
+def _ask(learner: Learner, microbatch: Microbatch, with_reference: bool) -> _Before:
+    old, _ = learner.logprobs(microbatch)
+    return _Before(old, learner.reference_logprobs(microbatch) if with_reference else None)
 
 
 def _kl_of(before: _Before, estimator: str) -> NDArray[np.float64]:
@@ -169,7 +168,6 @@ def _optimizer_step(
     befores: Sequence[_Before],
     step: _Step,
     settings: TrainerSettings,
-    temperature: float,
     progress: Progress,
     over: float,
 ) -> StepStats:
@@ -181,7 +179,7 @@ def _optimizer_step(
     learner.zero_sums()
     largest = torch.zeros((), device=learner.device)
     for microbatch, before in zip(plan, befores, strict=True):
-        mismatch = _accumulate(learner, microbatch, before, step.totals, settings, temperature)
+        mismatch = _accumulate(learner, microbatch, before, step.totals, settings)
         largest = torch.maximum(largest, mismatch)
         progress.advance()
     (loss, *statistics, entropy), norm = learner.add_up()
@@ -214,15 +212,14 @@ def _accumulate(
     before: _Before,
     totals: Totals,
     settings: TrainerSettings,
-    temperature: float,
 ) -> Tensor:
     """Add a microbatch's gradients and statistics to its step's; the largest mismatch with the engine, ()."""
     if not len(microbatch.targets) and not learner.layout.sharded:
         return torch.zeros((), device=learner.device)
     reference = before.reference
     if settings.kl != "off" and reference is None:
-        reference = learner.reference_logprobs(microbatch, temperature)
-    logprobs, entropy = learner.logprobs(microbatch, temperature)
+        reference = learner.reference_logprobs(microbatch)
+    logprobs, entropy = learner.logprobs(microbatch)
     old_logprobs = logprobs.detach() if before.old is None else before.old
     engine_logprobs = torch.from_numpy(microbatch.engine_logprobs).to(learner.device)
     loss, loss_stats = policy_loss(

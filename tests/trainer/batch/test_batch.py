@@ -3,6 +3,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.trajectory import Group
-from trainer.batch.batch import Batch, DamagedBatch, build_batch
+from trainer.batch.batch import _DTYPES, Batch, DamagedBatch, Older, build_batch
 from trainer.settings import TrainerSettings
 
 ABOUT = {"manifest_sha256": "m", "policy": "p", "temperature": 0.7, "seed": 3}
@@ -99,14 +100,12 @@ def test_two_groups_of_one_slot_are_refused(groups: list[Group]) -> None:
 def test_batch_survives_a_round_trip(groups: list[Group]) -> None:
     batch = build_batch(groups, **ABOUT)
     read = Batch.decode(batch.encode())
-    for name in ("token_ids", "loss_mask", "logprobs", "offsets", "advantages", "rewards", "slots"):
+    assert len(_DTYPES) == 12
+    for name in _DTYPES:
         one, other = getattr(read, name), getattr(batch, name)
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
-    assert (read.counts, read.manifest_sha256, read.policy, read.temperature, read.seed) == (
-        batch.counts,
-        *ABOUT.values(),
-    )
+    assert (read.counts, read.manifest_sha256, read.policy, read.seed) == (batch.counts, "m", "p", 3)
 
 
 def test_batch_without_a_lesson_is_legal() -> None:
@@ -133,6 +132,10 @@ def test_cut_batch_is_damaged(batch: Batch) -> None:
         ("logprobs", [0.0, 0.0, 0.0, -np.inf] * 9),
         ("absent_at", [0]),
         ("groups", [0, 0, 0]),
+        ("temperatures", [1.0]),
+        ("temperatures", [1.0, 0.0]),
+        ("temperatures", [1.0, float("nan")]),
+        ("ages", [0, 0, 0]),
     ],
 )
 def test_batch_whose_arrays_contradict_each_other_is_damaged(
@@ -156,7 +159,8 @@ def test_batch_of_another_format_is_named_so(monkeypatch: pytest.MonkeyPatch, ba
 
 def build(groups: list[Group], older: list[list[Group]] | None = None, **settings: Any) -> Batch:
     chosen = TrainerSettings.model_validate(settings)
-    return build_batch(groups, settings=chosen, max_tokens=20, older=older or [], **ABOUT)
+    sampled = [Older(of_iteration, max_tokens=20) for of_iteration in older or []]
+    return build_batch(groups, settings=chosen, max_tokens=20, older=sampled, **ABOUT)
 
 
 def by_slot(batch: Batch) -> dict[int, list[float]]:
@@ -311,7 +315,10 @@ def test_replay_follows_the_weights_of_recency(group: Callable[..., Group]) -> N
         drawn = [
             drawn_from(
                 build_batch(
-                    own, settings=TrainerSettings(replay_power=power), older=older, **{**ABOUT, "seed": seed}
+                    own,
+                    settings=TrainerSettings(replay_power=power),
+                    older=[Older(groups) for groups in older],
+                    **{**ABOUT, "seed": seed},
                 )
             )
             for seed in range(40)
@@ -330,4 +337,41 @@ def test_replayed_batch_is_a_function_of_groups_and_seed(group: Callable[..., Gr
     mixed = [random.Random(1).sample(groups, len(groups)) for groups in [*older, own]]
     again = build(mixed[2], mixed[:2])
     assert hashlib.sha256(again.encode()).hexdigest() == digest
-    assert build_batch(own, older=older, **{**ABOUT, "seed": 4}).slots.tolist() != again.slots.tolist()
+    sampled = [Older(groups) for groups in older]
+    assert build_batch(own, older=sampled, **{**ABOUT, "seed": 4}).slots.tolist() != again.slots.tolist()
+
+
+def test_each_sequence_keeps_the_temperature_and_the_age_of_its_iteration(
+    group: Callable[..., Group],
+) -> None:
+    *older, own = window(group)
+    sampled = [Older(groups, 0.5 + p / 4, age=2 - p) for p, groups in enumerate(older)]
+    batch = Batch.decode(build_batch(own, older=sampled, **{**ABOUT, "temperature": 1.5}).encode())
+    of_lesson = {1.5: 0, 0.75: 1, 0.5: 2}
+    assert {(t, a) for t, a in zip(batch.temperatures.tolist(), batch.ages.tolist(), strict=True)} == set(
+        of_lesson.items()
+    )
+    for temperature, p in ((0.5, 0.0), (0.75, 1.0), (1.5, 2.0)):  # a winner's reward says whose it is
+        assert set(batch.temperatures[batch.rewards == p].tolist()) == {temperature}
+
+
+def test_penalty_for_length_knows_how_long_a_replayed_completion_could_be(
+    group: Callable[..., Group],
+) -> None:
+    settings = TrainerSettings(overlong="penalise", overlong_buffer=0.2, replay_power=0)
+    made = [of_length(group(slot, [1.0, 1.0], np.random.default_rng(0)), 20, 4) for slot in range(2)]
+    older = [Older(made, max_tokens=4000)]  # nothing of these is long there
+    batch = build_batch([], settings=settings, max_tokens=20, older=older, **ABOUT)
+    assert len(batch) == 0
+    own = [of_length(group(0, [1.0, 1.0], np.random.default_rng(0)), 20, 4)]
+    batch = build_batch(own, settings=settings, max_tokens=20, older=older, **ABOUT)
+    assert len(batch) == 2 and sorted(batch.advantages.tolist()) == [-0.5, 0.5]
+
+
+def test_mean_age_is_over_the_trained_tokens(group: Callable[..., Group]) -> None:
+    made = of_length(group(0, [1.0, 0.0], np.random.default_rng(0)), 3, 9)
+    batch = build_batch([made], age=4, **ABOUT)
+    assert batch.age() == 4.0
+    ages = np.where(batch.lengths() == 12, 2, 0).astype(np.int32)  # that of the nine tokens
+    assert replace(batch, ages=ages).age() == pytest.approx(2 * 9 / 12)
+    assert build_batch([], **ABOUT).age() == 0.0

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,10 +124,10 @@ def by_token(microbatch: Microbatch, values: torch.Tensor) -> dict[tuple[int, fl
 def test_packed_sequences_score_as_they_do_alone(learner: Learner, batch: Batch) -> None:
     packed = fill(batch, [alone(batch, 0, 1, 2), alone(batch, 3, 4), alone(batch, 5)])
     assert (packed.position_ids[0] == 0).sum() == 3
-    together = by_token(packed, learner.logprobs(packed, 1.0)[0])
+    together = by_token(packed, learner.logprobs(packed)[0])
     for k in range(6):
         single = fill(batch, [alone(batch, k)])
-        for key, value in by_token(single, learner.logprobs(single, 1.0)[0]).items():
+        for key, value in by_token(single, learner.logprobs(single)[0]).items():
             assert together.pop(key) == pytest.approx(value, abs=5e-6)
     assert not together
 
@@ -139,7 +140,7 @@ def test_sequence_does_not_see_its_neighbours(learner: Learner, batch: Batch) ->
     middle = slice(int(lengths[0]), int(lengths[0] + lengths[1]))
     after = fill(batch, rows)
     after.token_ids[0, middle] = 97 - after.token_ids[0, middle]
-    one, other = (learner.logprobs(m, 1.0)[0] for m in (before, after))
+    one, other = (learner.logprobs(m)[0] for m in (before, after))
     row, column = np.divmod(before.scored_at, before.token_ids.shape[1])
     changed = (row == 0) & (column >= middle.start) & (column < middle.stop)
     assert (one - other)[changed].abs().max() > 0.01
@@ -148,10 +149,10 @@ def test_sequence_does_not_see_its_neighbours(learner: Learner, batch: Batch) ->
 
 @torch.no_grad()
 def test_logprobs_are_of_the_next_token_at_the_sampling_temperature(learner: Learner, batch: Batch) -> None:
-    microbatch = fill(batch, [alone(batch, 0)])
+    microbatch = fill(replace(batch, temperatures=0.7 * batch.temperatures), [alone(batch, 0)])
     token_ids = torch.from_numpy(batch.token_ids[: batch.offsets[1]].astype(np.int64))[None]
     log_p = torch.log_softmax(learner.model(input_ids=token_ids).logits[0].double() / 0.7, dim=-1)
-    logprobs, entropy = learner.logprobs(microbatch, 0.7)
+    logprobs, entropy = learner.logprobs(microbatch)
     expected = [log_p[t - 1, token_ids[0, t]].item() for t in range(3, token_ids.shape[1])]
     assert logprobs.tolist() == pytest.approx(expected, abs=5e-6)
     assert entropy.tolist() == pytest.approx((-log_p.exp() * log_p).sum(-1)[2:-1].tolist(), abs=5e-6)
@@ -163,7 +164,7 @@ def test_attention_mask_would_mix_neighbours(learner: Learner, batch: Batch) -> 
     packed = fill(batch, [alone(batch, 0, 1, 2)])
     token_ids, position_ids = torch.from_numpy(packed.token_ids), torch.from_numpy(packed.position_ids)
     scored_at, targets = torch.from_numpy(packed.scored_at), torch.from_numpy(packed.targets)
-    right, _ = learner.logprobs(packed, 1.0)
+    right, _ = learner.logprobs(packed)
     mask = torch.ones_like(token_ids)
     logits = learner.model(input_ids=token_ids, position_ids=position_ids, attention_mask=mask).logits[0]
     mixed = torch.log_softmax(logits[scored_at], -1).gather(-1, targets[:, None])[:, 0]
@@ -242,10 +243,10 @@ def test_sequences_with_a_shared_prompt_score_as_they_do_alone(learner: Learner,
         batch,
         [[shared(batch, first)], [shared(batch, second), *alone(batch, *third)], alone(batch, third[0])],
     )
-    together = by_token(packed, learner.logprobs(packed, 1.0)[0])
+    together = by_token(packed, learner.logprobs(packed)[0])
     for k in (*first, *second, *third):
         single = fill(batch, [alone(batch, k)])
-        for key, value in by_token(single, learner.logprobs(single, 1.0)[0]).items():
+        for key, value in by_token(single, learner.logprobs(single)[0]).items():
             assert together.pop(key) == pytest.approx(value, abs=5e-6)
     assert not together
 
@@ -256,7 +257,7 @@ def test_gradient_is_the_same_with_a_shared_prompt(learner: Learner, batch: Batc
 
     def gradients(microbatch: Microbatch) -> tuple[torch.Tensor, ...]:
         order = np.argsort(microbatch.engine_logprobs)
-        logprobs = learner.logprobs(microbatch, 1.0)[0][torch.from_numpy(order)]
+        logprobs = learner.logprobs(microbatch)[0][torch.from_numpy(order)]
         return torch.autograd.grad((logprobs * torch.arange(1, len(order) + 1)).mean(), parameters)
 
     one_by_one = gradients(fill(batch, [alone(batch, k) for k in sequences]))

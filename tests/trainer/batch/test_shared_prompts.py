@@ -32,7 +32,7 @@ def found(scorer: Scorer, mask_as: torch.dtype = torch.bool) -> float:
         mask = None
         if microbatch.segments is not None:
             mask = shared_prompts.attention_mask(torch.from_numpy(microbatch.segments)).to(mask_as)
-        return scorer(*map(torch.from_numpy, arrays), 1.0, mask)[0]
+        return scorer(*map(torch.from_numpy, arrays), mask=mask)[0]
 
     return shared_prompts.pairs_per_token(scorer.config, logprobs, world_size=1)
 

@@ -92,7 +92,6 @@ def train_on(learner: Learner, request: TrainRequest, batch_file: Path) -> Batch
         learner,
         batch,
         request.settings,
-        temperature=1.0,
         max_tokens=32,
         rank_weights=(1.0,) * ranks,
         report=lambda line: None,

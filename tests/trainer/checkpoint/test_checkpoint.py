@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def run_phase(learner: Learner, batch: Batch, request: TrainRequest) -> TrainResult:
     """Train as a single rank does, and write."""
-    stats = train(learner, batch, request.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+    stats = train(learner, batch, request.settings, max_tokens=32, report=lambda line: None)
     saver = StateSaver(timeout_s=60)
     result = checkpoint.write(learner, Path(request.staging_dir), request, len(stats), {"loss": 0.0}, saver)
     saver.finish()
@@ -133,7 +133,7 @@ def test_resumed_training_goes_on_exactly_as_an_uninterrupted_one(
     resumed = load_base(second)
     assert resumed.optimizer_step == 3
     for learner in (uninterrupted, resumed):
-        train(learner, batch, second.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+        train(learner, batch, second.settings, max_tokens=32, report=lambda line: None)
     for name, parameter in weights(uninterrupted).items():
         torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=1e-6)
     assert resumed.optimizer_step == uninterrupted.optimizer_step == 6

@@ -29,9 +29,7 @@ def run_phase(
     settings = request.settings.model_copy(update={"save_dtype": save_dtype})
     request = request.model_copy(update={"settings": settings})
     learner = checkpoint.load(Path(request.base_dir), request.base_policy, CPU, settings)
-    steps = len(
-        train(learner, batch, request.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
-    )
+    steps = len(train(learner, batch, request.settings, max_tokens=32, report=lambda line: None))
     staging_dir = Path(request.staging_dir)
     return learner, checkpoint.write(
         learner, staging_dir, request, steps, {"loss": 0.0}, StateSaver(60), probe=probe_tokens(batch)

@@ -44,9 +44,7 @@ def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
 ) -> None:
     alone = build_learner(base_dir, torch.device("cpu"), TrainerSettings())
     first = make_request(batch, rank_weights=(1, 1, 1))
-    stats = train(
-        alone, batch, first.settings, temperature=1.0, max_tokens=first.max_tokens, report=lambda line: None
-    )
+    stats = train(alone, batch, first.settings, max_tokens=first.max_tokens, report=lambda line: None)
     assert len(stats) == 3
 
     # One job of one node, three ranks, kept alive over three requests.
@@ -299,7 +297,7 @@ def test_requests_are_served_in_order_and_once(spool: Path, make_request: MakeRe
 
 
 @pytest.mark.parametrize(
-    "change", [{"rank_weights": []}, {"rank_weights": [1, 0]}, {"temperature": 0}, {"more": 1}]
+    "change", [{"rank_weights": []}, {"rank_weights": [1, 0]}, {"max_tokens": 0}, {"more": 1}]
 )
 def test_request_with_a_bad_value_is_damaged(
     make_request: MakeRequest, batch: Batch, change: dict[str, object]

@@ -54,7 +54,6 @@ def run_rank(directory: Path, rank: int) -> None:
             learner,
             batch,
             settings,
-            temperature=1.0,
             max_tokens=24,
             rank_weights=case["rank_weights"],
             report=lambda line: None,

@@ -93,9 +93,7 @@ def alone(job: Path, small_batch: Batch) -> Callable[[Mapping[str, Any]], tuple[
         settings = TrainerSettings(**SETTINGS | changed, kl_in=kl_in)  # pyright: ignore[reportArgumentType]
         learner = build_learner(job / "model", CPU, settings)
         learner.load_reference(job / "reference", settings)
-        stats = train(
-            learner, small_batch, settings, temperature=1.0, max_tokens=24, report=lambda line: None
-        )
+        stats = train(learner, small_batch, settings, max_tokens=24, report=lambda line: None)
         return learner, stats
 
     def of(case: Mapping[str, Any]) -> tuple[Learner, list[Any]]:

@@ -50,10 +50,14 @@ def pack() -> tuple[Tensor, ...]:
     return token_ids, torch.arange(12).repeat(2, 1), scored_at, token_ids.flatten()[scored_at + 1]
 
 
-def plain(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
+TEMPERATURES = torch.linspace(0.4, 1.6, 13)
+"""Of the tokens that `pack` scores: those of one chunk differ too."""
+
+
+def plain(model: PreTrainedModel, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     token_ids, position_ids, scored_at, targets = pack()
     logits = model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits
-    log_p = torch.log_softmax(logits.flatten(0, 1)[scored_at] / temperature, dim=-1)
+    log_p = torch.log_softmax(logits.flatten(0, 1)[scored_at] / temperatures[:, None], dim=-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -61,8 +65,8 @@ def plain(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
 def test_chunks_give_the_models_own_logprobs_and_gradients(name: str) -> None:
     model = make(name)
     scorer = Scorer(model, CPU)
-    expected = plain(model, 0.8)
-    found = scorer(*pack(), 0.8)
+    expected = plain(model, TEMPERATURES)
+    found = scorer(*pack(), TEMPERATURES)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # The mean, so that gradients are of the order of 1.
@@ -89,10 +93,10 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_of_a_whole_pack_never_exist() -> None:
     model = make("GraniteConfig")
     with LargestTensor() as largest:
-        Scorer(model, CPU)(*pack(), 0.8)[0].sum().backward()
+        Scorer(model, CPU)(*pack(), TEMPERATURES)[0].sum().backward()
     assert largest.rows == CHUNK_ROWS
     with LargestTensor() as largest:
-        plain(model, 0.8)[0].sum().backward()
+        plain(model, TEMPERATURES)[0].sum().backward()
     assert largest.rows == 24
 
 
@@ -100,7 +104,7 @@ def test_nothing_scored_still_reaches_every_parameter() -> None:
     model = make("Qwen3Config")
     none = torch.zeros(0, dtype=torch.int64)
     one = torch.zeros(1, 1, dtype=torch.int64)
-    logprobs, entropy = Scorer(model, CPU)(one, one, none, none, 1.0)
+    logprobs, entropy = Scorer(model, CPU)(one, one, none, none)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -111,4 +115,4 @@ def test_model_that_does_not_end_in_its_decoder_is_refused() -> None:
     copied = make("Qwen3Config").get_decoder()
     model.get_decoder = lambda: copied  # type: ignore[method-assign]
     with pytest.raises(UnsupportedModel, match=r"Qwen3Model is not what the logits .* Qwen3ForCausalLM"):
-        Scorer(model, CPU)(*pack(), 1.0)
+        Scorer(model, CPU)(*pack())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout.trajectory import Group
 from tests.models import make_model
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch, Older, build_batch
 from trainer.batch.packing import Bundle, Microbatch, fill
 from trainer.model.model import ALONE, Learner, build_learner
 from trainer.settings import TrainerSettings
@@ -50,7 +50,9 @@ def one_answer() -> tuple[Batch, Microbatch]:
         rewards=nothing,
         slots=np.zeros(1, np.int32),
         groups=np.zeros(1, np.int32),
-        **{"counts": None, "manifest_sha256": "", "policy": "", "temperature": 1.0, "seed": 0},
+        temperatures=np.ones(1, np.float32),
+        ages=np.zeros(1, np.int32),
+        **{"counts": None, "manifest_sha256": "", "policy": "", "seed": 0},
     )
     return batch, fill(batch, [[Bundle([0], TOKENS)]])
 
@@ -104,7 +106,7 @@ def sequence_kl(batch: Batch, learner: Learner) -> np.ndarray:
     sums = []
     for k, tokens in enumerate(batch.input_tokens.tolist()):
         alone = fill(batch, [[Bundle([k], tokens)]])
-        own, base = learner.logprobs(alone, 1.0)[0], learner.reference_logprobs(alone, 1.0)
+        own, base = learner.logprobs(alone)[0], learner.reference_logprobs(alone)
         sums.append(float((own.detach() - base).sum()))
     return np.array(sums)
 
@@ -122,7 +124,7 @@ def test_rloo_takes_the_kl_of_a_whole_answer_from_its_reward_before_the_baseline
         algorithm="rloo", kl="k1", kl_coefficient=0.2, learning_rate=1e-3, global_batch_size=8
     )
     about: dict[str, Any] = {"manifest_sha256": "", "policy": "", "temperature": 1.0, "seed": 0}
-    batch = build_batch(groups, settings=settings, older=[older], **about)
+    batch = build_batch(groups, settings=settings, older=[Older(older)], **about)
     assert len(batch) == 24
 
     updated = []
@@ -137,7 +139,7 @@ def test_rloo_takes_the_kl_of_a_whole_answer_from_its_reward_before_the_baseline
                 others = [j for j in np.flatnonzero(batch.groups == number).tolist() if j != k]
                 advantages[k] = rewards[k] - rewards[others].mean()
             mine, trained = settings.model_copy(update={"kl": "off"}), replace(batch, advantages=advantages)
-        stats = train(learner, trained, mine, temperature=1.0, max_tokens=24, report=lambda line: None)
+        stats = train(learner, trained, mine, max_tokens=24, report=lambda line: None)
         assert len(stats) == 3
         updated.append(torch.cat([value.detach().flatten() for value in learner.parameters.values()]))
     torch.testing.assert_close(updated[0], updated[1], rtol=0, atol=1e-5)

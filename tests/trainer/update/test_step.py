@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.trajectory import Group
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch, Older, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.documents import TrainRequest
 from trainer.model.model import Learner, build_learner, learning_rate
@@ -40,7 +40,7 @@ def quiet(_: str) -> None:
 def run(
     learner: Learner, batch: Batch, settings: TrainerSettings, report: Callable[[str], None] = quiet
 ) -> list[StepStats]:
-    return train(learner, batch, settings, temperature=1.0, max_tokens=24, report=report)
+    return train(learner, batch, settings, max_tokens=24, report=report)
 
 
 def test_training_makes_rewarded_tokens_likelier_and_others_less_likely(
@@ -48,9 +48,9 @@ def test_training_makes_rewarded_tokens_likelier_and_others_less_likely(
 ) -> None:
     microbatch = fill(batch, [[Bundle([k], int(batch.input_tokens[k]))] for k in range(len(batch))])
     better = torch.from_numpy(microbatch.advantages > 0)
-    before = learner.logprobs(microbatch, 1.0)[0].detach()
+    before = learner.logprobs(microbatch)[0].detach()
     run(learner, batch, settings)
-    gain = learner.logprobs(microbatch, 1.0)[0].detach() - before
+    gain = learner.logprobs(microbatch)[0].detach() - before
     assert gain[better].mean() > 0 > gain[~better].mean()
 
 
@@ -76,6 +76,45 @@ def test_later_steps_compare_with_the_policy_before_the_first_update(
     first, *later = run(learner, batch, bold)
     assert first.clip_fraction == 0
     assert all(step.clip_fraction > 0 for step in later)
+
+
+def test_window_over_two_temperatures_is_trained_as_each_is_with_its_own(
+    base_dir: Path, settings: TrainerSettings, group: Callable[..., Group]
+) -> None:
+    """One step: the gradient of the whole is the mean of the gradients of its parts, by their tokens."""
+    one_step = settings.model_copy(update={"global_batch_size": 1000, "replay_power": 0.0, "clip_norm": 1e9})
+    rng = np.random.default_rng(3)
+    own, older = ([group(slot, [0.0, 1.0], rng) for slot in range(6)] for _ in "12")
+    about = {"manifest_sha256": "m", "policy": "p", "seed": 0, "settings": one_step}
+    both = build_batch(own, temperature=0.6, older=[Older(older, temperature=1.7)], **about)
+    assert 0 < (both.temperatures == np.float32(0.6)).sum() < len(both)
+    gradients, tokens = [], []
+    for batch in (both, *(of_temperature(both, t) for t in (0.6, 1.7))):
+        learner = build_learner(base_dir, CPU, SETTINGS)
+        (stats,) = run(learner, batch, one_step)
+        gradients.append(learner.gradients.clone())
+        tokens.append(stats.trained_tokens)
+    assert tokens[0] == tokens[1] + tokens[2]
+    mean = (gradients[1] * tokens[1] + gradients[2] * tokens[2]) / tokens[0]
+    torch.testing.assert_close(gradients[0], mean, rtol=1e-4, atol=1e-7)
+    wrong = build_learner(base_dir, CPU, SETTINGS)
+    run(wrong, replace(both, temperatures=np.full(len(both), 0.6, np.float32)), one_step)
+    assert (wrong.gradients - mean).norm() > 0.05 * mean.norm()
+
+
+def of_temperature(batch: Batch, temperature: float) -> Batch:
+    """The sequences of a batch that were sampled at `temperature`."""
+    kept = batch.temperatures == np.float32(temperature)
+    of = np.repeat(kept, batch.lengths())
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[of] for name in ("token_ids", "loss_mask", "logprobs")},
+        **{
+            name: getattr(batch, name)[kept]
+            for name in ("advantages", "rewards", "slots", "temperatures", "ages")
+        },
+        offsets=np.concatenate([[0], np.cumsum(batch.lengths()[kept])]),
+    )
 
 
 def test_each_step_prints_its_line(learner: Learner, batch: Batch, settings: TrainerSettings) -> None:
@@ -214,10 +253,7 @@ def test_schedule_moves_from_step_to_step_and_on_through_the_iterations(
         request = make_request(batch).model_copy(update={"iteration": iteration, "iterations": 2})
         small = linear.model_copy(update={"clip_norm": 1e-9})
         rates += [
-            s.lr
-            for s in train(
-                learner, batch, small, temperature=1.0, max_tokens=24, span=request.span(), report=quiet
-            )
+            s.lr for s in train(learner, batch, small, max_tokens=24, span=request.span(), report=quiet)
         ]
     assert rates == pytest.approx([6 / 6, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
     beyond = make_request(batch).model_copy(update={"iteration": 9, "iterations": 2})

@@ -51,7 +51,7 @@ def test_its_process_loads_no_torch_and_serves_many_texts(model_dir: Path) -> No
 def test_messages_that_are_none_are_refused_and_a_missing_tokenizer_is_named(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestRefused, match="messages.1"):
+    with pytest.raises(RequestRefused, match=r"messages\.1"):
         ask(LocalTokenizer(model_dir), lambda client: client.tokenize([{"content": [1]}, 3]))  # pyright: ignore
     with pytest.raises(EngineError, match=f"the tokenizer of {tmp_path}"):
         ask(LocalTokenizer(tmp_path), lambda client: client.tokenize("1"))

@@ -16,8 +16,9 @@ from coordinator.node.node import Node
 from coordinator.protocol.shares import split_slots
 from rollout.collect import Slot, Stopped, collect
 from rollout.engines.client import EngineClient, Sampling
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer
 from rollout.environments.demonstration import demonstration, end_of_sequence
-from rollout.environments.environment import Environment, single_turn
+from rollout.environments.environment import Environment, demonstrates, single_turn
 from rollout.evaluation import evaluate
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
@@ -80,7 +81,8 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
             f"{policy.directory} holds policy {policy.digest} here, but {iteration.header['policy']} on the "
             "master; give all nodes the same model"
         )
-    node.engine.ensure(policy, node.settings.engine, node.check, node.policies.adapters)
+    if _generates(node, share):
+        node.engine.ensure(policy, node.settings.engine, node.check, node.policies.adapters)
     place = (share.kind, iteration.number, node.rank, node.record.epoch, policy.digest)
     verify = node.engine.check_serves
     writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
@@ -116,14 +118,7 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
             writer.flush()
 
     async def collect_all() -> int:
-        engine = node.settings.engine
-        patience_s = node.engine.restart_patience_s(engine)
-        async with EngineClient(
-            node.engine.url,
-            model=node.engine.model,
-            request_timeout_s=engine.request_timeout_s,
-            retry_s=patience_s,
-        ) as client:
+        async with _client(node, share) as client:
             return await collect(
                 slots,
                 needed=share.needed,
@@ -138,20 +133,37 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
             )
 
     collecting = asyncio.create_task(collect_all())
-    minding = [
-        asyncio.create_task(flush_regularly()),
-        asyncio.create_task(node.engine.mind(node.settings.engine, node.check)),
-    ]
+    minding = [asyncio.create_task(flush_regularly())]
+    if _generates(node, share):
+        minding.append(asyncio.create_task(node.engine.mind(node.settings.engine, node.check)))
     try:
         done, _ = await asyncio.wait([collecting, *minding], return_when=asyncio.FIRST_COMPLETED)
         if collecting not in done:
             for task in done:
-                task.result()  # raises: these two never end by themselves
+                task.result()  # raises: these never end by themselves
         return collecting.result()
     finally:
         for task in (collecting, *minding):
             task.cancel()
         await asyncio.gather(collecting, *minding, return_exceptions=True)
+
+
+def _generates(node: Node, share: Share) -> bool:
+    """Whether the share's samples come from the engine."""
+    return not demonstrates(_environment(node, share))
+
+
+def _client(node: Node, share: Share) -> EngineClient:
+    """Return what the share's environment asks: the engine, or a tokenizer where nothing is generated."""
+    if not _generates(node, share):
+        return LocalTokenizer(node.policies.of(0).directory)
+    engine = node.settings.engine
+    return EngineClient(
+        node.engine.url,
+        model=node.engine.model,
+        request_timeout_s=engine.request_timeout_s,
+        retry_s=node.engine.restart_patience_s(engine),
+    )
 
 
 def _environment(node: Node, share: Share) -> Environment:
@@ -160,10 +172,12 @@ def _environment(node: Node, share: Share) -> Environment:
     Demonstrations end as the model's sequences do. They cannot evaluate a policy: there it answers itself.
     """
     environment = node.identity.inputs.environment
-    if environment is not demonstration:
+    if not demonstrates(environment):
         return environment
     if share.kind == "eval":
         return single_turn
+    if environment is not demonstration:
+        return environment
     return partial(demonstration, end_ids=end_of_sequence(node.policies.of(0).directory))
 
 

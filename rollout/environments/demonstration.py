@@ -1,7 +1,7 @@
 """The environment `demonstration`: its group has one sample, the task and its answer. Nothing is generated.
 
 So supervised fine-tuning is an iteration like any other: demonstrations are split over the nodes, written to
-parts, resumed and trained as samples are. The engine only turns text into tokens.
+parts, resumed and trained as samples are. It needs a tokenizer, and no engine.
 """
 
 import json
@@ -48,6 +48,9 @@ async def demonstration(
             f"than rollout.max_tokens={sampling.max_tokens}; raise that, or leave the task out"
         )
     return [_sample(whole[:begin], trained, answer)]
+
+
+demonstration.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (see Environment)
 
 
 def check_demonstrations(tasks: TaskSet) -> None:

@@ -1,6 +1,7 @@
 """Environments make samples of a task: by one generation, or by any number of turns."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollout.engines.client import Sampling
@@ -15,11 +16,19 @@ if TYPE_CHECKING:
     from rollout.environments.openai_proxy import Session
 
 Environment = Callable[[Task, Policy, Sampling], Awaitable[list[Sample]]]
-"""Makes the group of a task: `sampling.n` samples."""
+"""Makes the group of a task: `sampling.n` samples. One that has the attribute `demonstrates = True` generates
+none of them: it gets a tokenizer and no engine.
+"""
 
 
 class EnvironmentSettingError(ValueError):
     """The setting `environment` names no usable function."""
+
+
+def demonstrates(environment: Environment) -> bool:
+    """Whether the environment's samples are given, not generated."""
+    function = environment.func if isinstance(environment, partial) else environment
+    return getattr(function, "demonstrates", False) is True
 
 
 async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:

@@ -8,7 +8,7 @@ from tracing import STEP, Span
 
 SHOWN_MS = 0.5
 """Functions that take less time of an iteration are left out."""
-BATCH = "rollout.engines.embedded.batch.Batch"
+BATCH = "rollout.engines.embedded.padded.PaddedBatch"
 
 
 def median_ms(seconds: Iterable[float]) -> float:

@@ -217,4 +217,18 @@ def test_fine_tuning_learns_the_answers_of_a_task_file_and_generates_nothing_but
         body for path, body in posted if path.endswith("/completions") and "prompt_logprobs" not in body
     ]
     assert sorted(body["prompt"] for body in generated) == sorted([f"{a}+{b}=" for a, b in sums] * 2)
-    assert "/tokenize" in paths
+    assert "/tokenize" not in paths, "text becomes tokens without the engine"
+
+
+def test_fine_tuning_without_an_evaluation_starts_no_engine(cluster: Cluster, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"prompt": "12+34=", "answer": "46"}) + "\n")
+    codes = cluster.run(
+        2, *FAST, "--tasks", str(tasks), "trainer.algorithm=sft", "rollout.samples_per_task=1",
+        "--iterations", "2", "engine.start_timeout_s=0.1",
+    )  # fmt: skip
+    assert codes == [0, 0], cluster.everything_said()
+    assert [line["samples"] for line in cluster.metrics()] == [8, 8]
+    for rank in (0, 1):
+        logs = [path.name for path in cluster.run_dir.logs(rank).iterdir()]
+        assert logs and not [name for name in logs if name.startswith("engine")], logs

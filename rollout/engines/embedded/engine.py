@@ -19,7 +19,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from rollout.engines.embedded.adapter import MergedAdapter
-from rollout.engines.embedded.batch import Batch, Generation, Row
+from rollout.engines.embedded.batch import Generation, Row
+from rollout.engines.embedded.batch_choice import batch_maker
 from rollout.engines.embedded.weights import ModelWeights
 from rollout.engines.model_dir import WeightsError
 
@@ -54,7 +55,8 @@ class TorchEngine(threading.Thread):
         self._eos_ids = _eos_ids(model)
         # For stop strings; a tokenizer of its own, because two threads must not share one.
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        self._batch = Batch(model)
+        self._batch_maker = batch_maker(model)
+        self._batch = self._batch_maker(model)
         self._adapter = MergedAdapter(model)
         self._waiting: deque[Row] = deque()
         self._paused = False
@@ -229,8 +231,9 @@ class TorchEngine(threading.Thread):
         self._check_drained()
         if self._adapter.is_there or not self._weights.take(model_dir):
             self._weights = ModelWeights(model_dir, self._dtype, like=self._batch.model)
+            self._batch_maker = batch_maker(self._weights.model)  # its configuration may be another
         model = self._weights.model
-        self._batch, self._adapter = Batch(model), MergedAdapter(model)
+        self._batch, self._adapter = self._batch_maker(model), MergedAdapter(model)
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()

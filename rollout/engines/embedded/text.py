@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
 
 from rollout.engines.bodies import BadRequest
-from rollout.engines.embedded.batch import Row
 from rollout.engines.embedded.protocol import TokenizeBody
+
+if TYPE_CHECKING:  # a tokenizer needs no torch
+    from rollout.engines.embedded.batch import Row
 
 _CONTEXT_TOKENS = 6
 """Prompt tokens decoded with a completion: some tokenizers decode the first token of a text differently."""
@@ -45,7 +48,7 @@ class Texts:
             raise BadRequest(f"messages: the chat template refuses them: {error}") from error
         return self.encode(text, bool(body.add_special_tokens))
 
-    def completion(self, row: Row) -> str:
+    def completion(self, row: "Row") -> str:
         """The text that a finished row adds to its prompt, up to its stop string."""
         context = row.generation.prompt_ids[-_CONTEXT_TOKENS:]
         if context != self._context:  # the samples of a group have the same context

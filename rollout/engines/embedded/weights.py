@@ -76,8 +76,8 @@ class ModelWeights:
 
 
 def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
-    """The model, ready to generate. Raises WeightsError if files are damaged, if tensors are missing or have
-    other shapes, or if this engine's cache does not support the architecture.
+    """The model, ready to generate. Raises WeightsError if files are damaged, or if tensors are missing or
+    have other shapes.
     """
     check_model_dir(model_dir)
     if is_adapter(model_dir):
@@ -89,6 +89,8 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrai
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            # The default for mixtures of experts, torch's grouped matrix product, knows no float64.
+            **({"experts_implementation": "eager"} if dtype == torch.float64 else {}),
         )
     except Exception as error:  # a library's loader: ValueError, RuntimeError, OSError, SafetensorError, ...
         raise WeightsError(f"{model_dir}: cannot be loaded: {type(error).__name__}: {error}") from error
@@ -98,14 +100,6 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrai
             raise WeightsError(
                 f"{model_dir}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))[:5]}"
             )
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if layer_types != {"full_attention"} or (sliding and not hasattr(config, "layer_types")):
-        raise WeightsError(
-            f"{model_dir}: has layers of type {sorted(layer_types)}, sliding window {sliding}; the "
-            "embedded engine serves full attention only, use vLLM"
-        )
     return model.eval()
 
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from rollout.counter_rng import uniforms
 from rollout.engines.embedded import engine as engine_module
-from rollout.engines.embedded.batch import Batch, Generation, Row, draw
+from rollout.engines.embedded.batch import Generation, Row, draw
 from rollout.engines.embedded.engine import EngineStopped, TorchEngine
+from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import load_model
 from tests.models import EOS
 
@@ -136,7 +137,7 @@ def test_row_that_joins_midway_draws_what_it_draws_alone(model_dir: Path) -> Non
     model = load_model(model_dir, torch.float64)
 
     def run(joins_at: dict[int, Generation], steps: int) -> None:
-        batch = Batch(model)
+        batch = PaddedBatch(model)
 
         def take(begin: int, tokens: list[int], logprobs: list[float]) -> None:
             for row, token, logprob in zip(batch.rows[begin:], tokens, logprobs, strict=True):
@@ -182,7 +183,7 @@ def test_nobody_waits_for_a_prompt_that_the_model_fails_on(
         raise RuntimeError("no such kernel")
 
     engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=64)
-    monkeypatch.setattr(Batch, "_prefill", fail)
+    monkeypatch.setattr(PaddedBatch, "_prefill", fail)
     futures = [engine.submit(generation(prompt_of(length), n=3)) for length in (2, 5)]
     engine.start()
     for future in futures:

@@ -1,0 +1,135 @@
+"""Find out, by trying, how the rows of a model can be decoded together.
+
+What a family's layers remember, and whether padding misleads them, stands in no list here: a few rows are
+generated, and compared with plain forward passes over each row alone. So an unknown family is right too.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rollout.engines.embedded.batch import Batch, Generation, Row
+from rollout.engines.embedded.cohorts import Cohorts
+from rollout.engines.embedded.padded import PaddedBatch
+
+log = logging.getLogger(__name__)
+
+BatchMaker = Callable[[PreTrainedModel], Batch]
+
+_PROMPTS = (3, 11, 1, 3)
+"""Lengths of the prompts that are tried, in tokens; the last one joins the others midway."""
+_TOKENS = 8
+_WINDOW = 4
+"""While padding is tried, attention windows are this short, so that the rows outgrow them."""
+_TOLERANCES = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-4}
+"""The mean error of a token's log-probability, in standard deviations over the vocabulary. Many families
+compute some things in float32 in a model of float64."""
+
+
+def batch_maker(model: PreTrainedModel) -> BatchMaker:
+    """What makes the fastest batch in which each row computes what it would compute alone. It holds for other
+    weights of the model too. Unless it is PaddedBatch, a log line says so.
+    """
+    with torch.inference_mode():
+        if _pads_well(model):
+            return PaddedBatch
+        if _agrees(model, Cohorts):
+            log.info(
+                "padding would change this model's logits: only rows of equal length are decoded together"
+            )
+            return Cohorts
+    log.warning("this model's cache cannot be used: every token costs a pass over its whole row")
+    return partial(Cohorts, cached=False)
+
+
+def _pads_well(model: PreTrainedModel) -> bool:
+    """Whether PaddedBatch is right, also for rows that are longer than the model's attention windows."""
+    config = model.config.get_text_config(decoder=True)
+    layers = {type(layer) for layer in DynamicCache(config=config).layers}
+    if not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False  # what such layers remember of a row is no keys and values, or not of this row alone
+    if DynamicSlidingWindowLayer not in layers:
+        return _agrees(model, PaddedBatch)
+    ids = _prompt(model, 3 * _WINDOW)
+    whole = _logprobs(model, ids)
+    with _short_windows(model):
+        is_shorter = not torch.equal(_logprobs(model, ids), whole)
+        return is_shorter and _agrees(model, PaddedBatch)
+
+
+@contextlib.contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Masks are made from the configuration at each call of the model, so it can be changed for a while."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("sliding_window", "attention_chunk_size")
+    windows = {name: size for name in names if isinstance(size := getattr(config, name, None), int)}
+    try:
+        for name, size in windows.items():
+            setattr(config, name, min(size, _WINDOW))
+        yield
+    finally:
+        for name, size in windows.items():
+            setattr(config, name, size)
+
+
+def _agrees(model: PreTrainedModel, make: BatchMaker) -> bool:
+    """Whether rows that join and leave such a batch get the log-probabilities of plain forward passes."""
+    try:
+        rows = _generate(make(model), [_prompt(model, length) for length in _PROMPTS])
+        errors, spreads = list[Tensor](), list[Tensor]()
+        for row in rows:
+            prompt = row.generation.prompt_ids
+            logprobs = _logprobs(model, prompt + row.token_ids)[len(prompt) - 1 : -1]
+            expected = logprobs.gather(1, torch.tensor(row.token_ids)[:, None])[:, 0]
+            errors.append((torch.tensor(row.logprobs, dtype=torch.float64) - expected).abs())
+            spreads.append(logprobs.std(-1))
+        return bool(torch.cat(errors).mean() <= _TOLERANCES[model.dtype] * torch.cat(spreads).mean())
+    except Exception as error:  # a model's own code may raise anything, e.g. at a cache of another kind
+        log.debug("%s does not work with this model", make, exc_info=error)
+        return False
+
+
+def _generate(batch: Batch, prompts: list[list[int]]) -> list[Row]:
+    """Generate two rows of each prompt, of different lengths; the last prompt joins the others midway."""
+    *first, last = [
+        Generation(prompt, 2, _TOKENS - number, 1.0, 1.0, (), seed=10 * number)
+        for number, prompt in enumerate(prompts)
+    ]
+    _take(batch, 0, *batch.join([row for generation in first for row in generation.rows]))
+    for _ in range(_TOKENS // 2):
+        _take(batch, 0, *batch.step())
+    begin = len(batch.rows)
+    _take(batch, begin, *batch.join(last.rows))
+    while batch.rows:
+        _take(batch, 0, *batch.step())
+    return [row for generation in (*first, last) for row in generation.rows]
+
+
+def _take(batch: Batch, begin: int, tokens: list[int], logprobs: list[float]) -> None:
+    for row, token, logprob in zip(batch.rows[begin:], tokens, logprobs, strict=True):
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+    batch.keep(
+        [
+            i
+            for i, row in enumerate(batch.rows)
+            if len(row.token_ids) < row.generation.max_tokens - row.index  # rows of one prompt part too
+        ]
+    )
+
+
+def _prompt(model: PreTrainedModel, length: int) -> list[int]:
+    size = int(model.config.get_text_config(decoder=True).vocab_size)
+    return [(5 + 7 * i + length) % size for i in range(length)]
+
+
+def _logprobs(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """(L, V), float64, of a plain forward pass."""
+    return log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double(), -1)

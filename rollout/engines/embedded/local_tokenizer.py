@@ -1,0 +1,63 @@
+"""Tokenise as the embedded engine does, in a process of this machine: for work that generates nothing."""
+
+import asyncio
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rollout.engines.bodies import BadRequest, parse_body
+from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+
+DEADLINE_S = 60.0
+"""How long a text may take; most take a millisecond."""
+
+
+class LocalTokenizer(EngineClient):
+    """Stands in for the client of an engine that only tokenises, and needs none. Its process starts with the
+    first text, takes no torch, and stays for the next iteration.
+    """
+
+    def __init__(self, model_dir: str | os.PathLike[str]) -> None:
+        super().__init__("")
+        self._model_dir = os.path.abspath(model_dir)
+
+    async def generate(self, prompt: Any, sampling: Sampling) -> Any:
+        raise EngineError("there is no engine here: an environment that demonstrates generates nothing")
+
+    async def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        try:
+            answer = await asyncio.to_thread(_pool().call, self._model_dir, body, deadline_s=DEADLINE_S)
+        except (CallFailed, CallLost) as error:
+            raise EngineError(f"the tokenizer of {self._model_dir}: {error}") from error
+        if isinstance(answer, str):
+            raise RequestRefused(answer)
+        return answer
+
+
+@functools.cache
+def _pool() -> ProcessPool:
+    return ProcessPool(f"{__name__}:tokenizing", size=1)
+
+
+def tokenizing() -> Callable[[str, dict[str, Any]], list[int] | str]:
+    """The function that a process of the pool calls: from a model's directory and the body of a request for
+    /tokenize to the token ids, or to the reason why they are refused.
+    """
+    missing: Any = None
+    sys.modules["torch"] = missing  # transformers works without it; loading it takes seconds and memory
+    from rollout.engines.embedded.protocol import TokenizeBody
+    from rollout.engines.embedded.text import Texts
+
+    texts = functools.cache(Texts)
+
+    def tokenize(model_dir: str, body: dict[str, Any]) -> list[int] | str:
+        try:
+            return texts(model_dir).tokenize(parse_body(TokenizeBody, json.dumps(body).encode()))
+        except BadRequest as error:
+            return str(error)
+
+    return tokenize

@@ -1,0 +1,59 @@
+"""Text becomes tokens without an engine, as an engine would have it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from tests.rollout.rollout_helpers import RunningServer
+
+MESSAGES = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
+
+
+def ask(client: EngineClient, question: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with client:
+            return await question(client)
+
+    return asyncio.run(main())
+
+
+async def _everything(client: EngineClient) -> list[list[int]]:
+    return [
+        *[await client.tokenize(text) for text in ("12+é", "", MESSAGES)],
+        *[await client.tokenize_whole(text) for text in ("12+é", "", MESSAGES)],
+    ]
+
+
+def test_tokens_are_those_of_the_engine(server: RunningServer, model_dir: Path) -> None:
+    assert ask(LocalTokenizer(model_dir), _everything) == ask(EngineClient(server.url), _everything)
+
+
+def test_its_process_loads_no_torch_and_serves_many_texts(model_dir: Path) -> None:
+    async def many(client: EngineClient) -> list[list[int]]:
+        return await asyncio.gather(*(client.tokenize(f"{i}+{i}") for i in range(200)))
+
+    assert len(ask(LocalTokenizer(model_dir), many)) == 200
+    (process,) = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if any("local_tokenizer" in argument for argument in child.cmdline())
+    ]
+    libraries = {Path(region.path).name for region in process.memory_maps()}
+    assert libraries and not any("torch" in name for name in libraries)
+
+
+def test_messages_that_are_none_are_refused_and_a_missing_tokenizer_is_named(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestRefused, match=r"messages\.1"):
+        ask(LocalTokenizer(model_dir), lambda client: client.tokenize([{"content": [1]}, 3]))  # pyright: ignore
+    with pytest.raises(EngineError, match=f"the tokenizer of {tmp_path}"):
+        ask(LocalTokenizer(tmp_path), lambda client: client.tokenize("1"))
+    with pytest.raises(EngineError, match="there is no engine here"):
+        ask(LocalTokenizer(model_dir), lambda client: client.generate("1", Sampling()))

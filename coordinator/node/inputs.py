@@ -15,7 +15,7 @@ from rollout.engines.servers import ServerSettingError, check_server
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward
-from rollout.storage.files import checksums
+from rollout.storage.known_files import checksums
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks
 

@@ -6,7 +6,7 @@ from coordinator.machine.weights import Adapters
 from coordinator.node.identity import Identity
 from coordinator.node.inputs import base_model_dir
 from rollout.engines.model_dir import policy_digest
-from rollout.storage import files
+from rollout.storage.known_files import checksums
 
 
 class Policies:
@@ -22,7 +22,7 @@ class Policies:
         if iteration > 0:
             return published.policy_of(self._identity.run_dir, iteration)
         directory = base_model_dir(self._identity.settings, self._identity.run_dir)
-        self._base_digest = self._base_digest or policy_digest(files.checksums(directory))
+        self._base_digest = self._base_digest or policy_digest(checksums(directory))
         return Policy(0, directory, self._base_digest)
 
     @property

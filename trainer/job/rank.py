@@ -114,6 +114,7 @@ class TrainerRank:
             metrics,
             self.saver,
             probe=probe_tokens(batch),
+            progress=progress,
         )
         self.policy = result.policy
         if not settings.keep_alive:
@@ -172,6 +173,7 @@ class TrainerRank:
                 request.resume,
                 repeat,
                 model_dir=Path(request.model_dir),
+                progress=progress,
             )
             self.policy = request.base_policy
         self.learner.to_device()

@@ -39,7 +39,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
     if about is None:
         raise Incomplete(f"iteration {number} has no batch.json")
     state = None
-    if saves_in_background(number, node.settings.trainer.save_interval):
+    if saves_in_background(number, node.settings.trainer.state_interval):
         state = node.run_dir.trainer_state(number, record.epoch)
         files.make_directory(state)
     resume = Resume()

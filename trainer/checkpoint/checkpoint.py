@@ -147,7 +147,7 @@ def write(
     """
     lead = rank_and_world()[0] == 0
     state_dir = _state_dir(request)
-    inside = request.settings.save_interval == 1
+    inside = request.settings.state_interval == 1
     if lead and staging_dir.name not in files.listing(staging_dir.parent):
         raise CheckpointError(f"{staging_dir} is not there any more: a newer master has taken over")
     if lead and inside:
@@ -194,12 +194,12 @@ def write(
 
 def _state_dir(request: TrainRequest) -> Path | None:
     """Where this iteration's trainer state goes in the background; None if it does not."""
-    if not saves_in_background(request.iteration, request.settings.save_interval):
+    if not saves_in_background(request.iteration, request.settings.state_interval):
         return None
     if request.state_dir is None:
         raise CheckpointError(
             f"iteration {request.iteration} saves its trainer state (trainer.save_interval="
-            f"{request.settings.save_interval}), and the request has no state_dir for it"
+            f"{request.settings.state_interval}), and the request has no state_dir for it"
         )
     return Path(request.state_dir)
 

@@ -23,6 +23,7 @@ from coordinator.protocol.fence import is_away
 from coordinator.protocol.records import MASTER
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
+from coordinator.rows.retention import verify_last
 from coordinator.rows.table import open_next, run_iterations
 from coordinator.rows.trainer_states import wait_for_newest
 from coordinator.views.terminal import live_view
@@ -130,6 +131,7 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     iterate(node)
     if node.is_master:
         wait_for_newest(node)
+        verify_last(node)
         _finish(node)
 
 

@@ -34,7 +34,7 @@ def plan_resume(
         if repeat is not None:
             return Resume(state_dir=directory, state_policy=states[directory].policy, repeat=repeat)
     repeat = _since(0, iteration, batches)
-    if repeat and len(repeat) <= max(batch.settings.save_interval for batch in repeat):
+    if repeat and len(repeat) <= max(batch.settings.state_interval for batch in repeat):
         return Resume(from_start=True, repeat=repeat)
     return Resume()
 

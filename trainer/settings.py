@@ -114,9 +114,10 @@ class TrainerSettings(Settings):
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Number type of the weights that are served; auto: bfloat16 from a GPU, float32 from a CPU. The
     optimizer keeps its own weights in float32."""
-    save_interval: Annotated[int, Field(ge=1)] = 1
+    save_interval: Annotated[int, Field(ge=1)] | None = None
     """Save the optimizer's state with every checkpoint (1), or in the background with every n-th; a restart
-    then repeats the steps of up to n iterations, from their batches."""
+    then repeats the steps of up to n iterations, from their batches. null: the run's first start chooses 10
+    for a state above 20 GB, else 1; it is 1 with keep_alive=false."""
 
     processes_per_node: Annotated[int, Field(ge=0)] = 0
     """Training processes of a node; 0: one per GPU, or one on a machine without GPUs."""
@@ -133,7 +134,12 @@ class TrainerSettings(Settings):
     nothing says which one hung."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
     """Training has failed if it makes no progress for this long. A node is lost if any other row but a
-    rollout takes this long (the longest such row reads a checkpoint to verify it); null: never."""
+    rollout makes none for this long. What is read, hashed or written is progress; null: never."""
+
+    @property
+    def state_interval(self) -> int:
+        """`save_interval`; 1 where nobody has chosen it."""
+        return self.save_interval or 1
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -146,7 +152,7 @@ class TrainerSettings(Settings):
             raise ValueError(
                 "trainer.cpu_offload=true is for a sharded model; leave it or trainer.layout=replicated out"
             )
-        if not self.keep_alive and self.save_interval > 1:
+        if not self.keep_alive and self.state_interval > 1:
             raise ValueError(
                 f"trainer.save_interval={self.save_interval} with trainer.keep_alive=false would repeat the "
                 "training since the last saved state in every iteration; leave one of them out"

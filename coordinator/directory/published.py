@@ -2,16 +2,25 @@
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_staging_name
 from rollout.storage import files
+from rollout.storage.files import Moved, unheard
+from rollout.storage.retry import retry
 from trainer.documents import DamagedDocument, TrainResult
 
 RESULT = "result.json"
 """The file that is written last into a checkpoint: it lists the files with checksums."""
+
+VERIFIED = ".verified.json"
+"""In a checkpoint: somebody has read all of it back, and it was whole. A dot: no file of the model."""
+DAMAGED = ".damaged.json"
+"""In a checkpoint: somebody has read all of it back, and it was not."""
 
 
 class Incomplete(RuntimeError):
@@ -100,19 +109,91 @@ def read_result(directory: Path) -> TrainResult:
         raise Incomplete(f"{directory / RESULT} is damaged: {error}") from None
 
 
-def verify_checkpoint(directory: Path) -> TrainResult:
-    """The result, after size and checksum of every file in it were verified. Raises Incomplete."""
+def weigh_checkpoint(directory: Path) -> TrainResult:
+    """The result, after name and size of every file in it were compared. Raises Incomplete."""
     result = read_result(directory)
-    found = {
-        f"{prefix}{name}": facts
-        for prefix, folder in (("", directory), ("trainer_state/", directory / "trainer_state"))
-        if folder.name in names(folder.parent)
-        for name, facts in files.checksums(folder).items()
-    }
+    found = _stats(directory, result)
     for name, facts in result.files.items():
-        if found.get(name) != facts:
+        if name not in found or found[name][0] != facts["bytes"]:
             raise Incomplete(f"{directory / name} is missing or differs from {RESULT}")
     return result
+
+
+def verify_checkpoint(directory: Path, moved: Moved = unheard, threads: int = 8) -> TrainResult:
+    """The result, after size and checksum of every file in it were verified; reads all of it.
+
+    `moved` gets the size of each piece that was read, in any thread. Raises Incomplete.
+    """
+    result = weigh_checkpoint(directory)
+
+    def verify(name: str) -> bool:
+        try:
+            return files.file_facts(directory / name, moved) == result.files[name]
+        except FileNotFoundError:
+            return False
+
+    with ThreadPoolExecutor(max_workers=min(threads, os.cpu_count() or 1)) as pool:
+        for name, is_whole in zip(result.files, pool.map(verify, result.files), strict=True):
+            if not is_whole:
+                raise Incomplete(f"{directory / name} is missing or differs from {RESULT}")
+    return result
+
+
+def is_verified(directory: Path) -> bool:
+    """Whether somebody has verified the checkpoint, and size and mtime of each file are as they were then."""
+    said = read_json(directory / VERIFIED)
+    try:
+        return said is not None and said["files"] == _stats(directory, read_result(directory))
+    except (Incomplete, KeyError):
+        return False
+
+
+def verify_and_record(directory: Path, moved: Moved = unheard, threads: int = 8) -> None:
+    """Verify a checkpoint and write down that it is whole, or what is damaged, once for all nodes.
+
+    Raises Incomplete if it is damaged. The record is a file in it, and goes where the checkpoint goes.
+    """
+    try:
+        before = _stats(directory, read_result(directory))
+        verify_checkpoint(directory, moved, threads)
+    except Incomplete as error:
+        if RESULT in names(directory):  # else it was set aside or removed meanwhile
+            _record(directory / DAMAGED, {"text": str(error)})
+        raise
+    _record(directory / VERIFIED, {"files": before})
+
+
+def damage(directory: Path) -> str | None:
+    """What somebody who has verified the checkpoint has found damaged; None: nothing so far."""
+    said = read_json(directory / DAMAGED)
+    return None if said is None else str(said.get("text"))
+
+
+def _record(path: Path, document: dict[str, Any]) -> None:
+    files.publish(path, json.dumps(document, indent=1).encode())
+
+
+def _stats(directory: Path, result: TrainResult) -> dict[str, list[int]]:
+    """Name -> size and mtime (ns) of the files of `result` that are there."""
+    folders = {"": names(directory)}
+    found: dict[str, list[int]] = {}
+    for name in result.files:
+        path = directory / name
+        folder = name.rpartition("/")[0]
+        if folder not in folders:
+            folders[folder] = names(path.parent) if folder in folders[""] else []
+        if path.name in folders[folder]:
+            about = retry("look at", path, path.stat, path)
+            found[name] = [about.st_size, about.st_mtime_ns]
+    return found
+
+
+def set_aside(directory: Path, kind: Literal["damaged", "foreign"]) -> None:
+    """Give a checkpoint or staging directory a name that nobody looks for; the last of that name goes."""
+    aside = directory.with_name(f"{directory.name}.{kind}")
+    if aside.name in names(aside.parent):
+        files.remove_tree(aside)
+    files.rename(directory, aside)
 
 
 def complete_staging(run_dir: RunDir, iteration: int) -> Path | None:

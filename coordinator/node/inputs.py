@@ -1,5 +1,6 @@
 """What the settings name, loaded or found on this machine: tasks, reward, environment, model, GPUs."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +11,19 @@ from coordinator import config
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
 from coordinator.settings import TINY, RunSettings, SettingsError
-from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest
+from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest, tensor_names
 from rollout.engines.servers import ServerSettingError, check_server
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward
-from rollout.storage.files import checksums
+from rollout.storage.known_files import checksums
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks
 
 NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
 """Settings about one machine: a worker's own values hold for it, and contradict nothing."""
+STATE_BYTES = 12
+"""Of each trained parameter: its weight in float32, and two moments."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Inputs:
     environment: Environment
     model_digest: str
     """The digest of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
+    state_bytes: int = 0
+    """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
 
     def localize(self, published: Mapping[str, Any]) -> RunSettings:
         """A record's settings, with this node's own over them."""
@@ -68,7 +73,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         eval_tasks = load_tasks(find_data(source, settings), seed=seed, split="eval") if source else None
         if settings.rollout_split == "eval-only" and eval_tasks is None:
             raise SettingsError("--rollout-split eval-only needs --eval-tasks FILE")
-        model_digest = ""
+        model_digest, size = "", 0
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
             check_model_dir(model)
@@ -78,6 +83,8 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
                     "(peft's merge_and_unload), or give the base model"
                 )
             model_digest = policy_digest(checksums(model))
+            if not settings.trainer.lora.rank:
+                size = STATE_BYTES * sum(math.prod(shape) for _, shape in tensor_names(model).values())
         return Inputs(
             local={key: value for key, value in given.items() if key in NODE_LOCAL},
             tasks=tasks,
@@ -85,6 +92,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
             reward=resolve_reward(settings.rollout.reward),
             environment=resolve_environment(settings.rollout.environment),
             model_digest=model_digest,
+            state_bytes=size,
         )
     except TaskError as error:
         raise SettingsError(str(error)) from None

@@ -26,6 +26,7 @@ from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.start import Start
 from coordinator.node.verdicts import Verdicts
+from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import By, Phase
@@ -54,6 +55,7 @@ class Node:
         self.gpus = GpuSampler(settings.cluster.beat_s)
         self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
         self.remover = Remover()
+        self.verifier = Verifier()
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
         self.messages = Messages(self.identity, self.position, self.watch)

@@ -1,6 +1,7 @@
 """Where a node is in the run, as its heartbeat says."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,18 @@ class Position:
         if done == 0 or place.counting_since_s is None:
             place.counting_since_s = place.reached_s
         place.done, place.total, place.tokens = done, total, tokens
+
+    def count_bytes(self) -> Callable[[int], None]:
+        """Return what counts bytes as the progress of this row, in megabytes; for any thread."""
+        place, moved = self._place, 0
+
+        def count(size: int) -> None:
+            nonlocal moved
+            moved += size
+            place.done, place.reached_s = moved // 10**6, time.monotonic()
+            place.total = max(place.total, place.done)
+
+        return count
 
     @property
     def iteration(self) -> int:

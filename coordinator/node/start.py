@@ -24,6 +24,10 @@ from trainer.settings import LoraSettings
 
 log = logging.getLogger(__name__)
 
+LARGE_STATE_BYTES = 20 * 10**9
+"""An optimizer's state above this is saved only RARELY, unless the user says how often."""
+RARELY = 10
+
 
 @dataclass(frozen=True)
 class Start:
@@ -59,7 +63,8 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
         run = read_run_json(run_dir)
         _refuse_changes(run, fixed)
     else:
-        run = _make_run(run_dir, fixed)
+        run = _make_run(run_dir, fixed, RARELY if inputs.state_bytes > LARGE_STATE_BYTES else 1)
+    settings = with_save_interval(settings, run, inputs.state_bytes)
     for directory in run_dir.fixed_directories:
         files.make_directory(directory)
     return _begin(MASTER, run_dir, run["run_id"], settings, inputs)
@@ -164,10 +169,34 @@ def _refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
             )
 
 
-def _make_run(run_dir: RunDir, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def with_save_interval(settings: RunSettings, run: Mapping[str, Any], state_bytes: int) -> RunSettings:
+    """Return the settings with the trainer.save_interval that the run's first start has chosen by the size of
+    the state, unless the user gives one. `run` is run.json.
+    """
+    trainer = settings.trainer
+    if trainer.save_interval is None:
+        value = run.get("save_interval", 1) if trainer.keep_alive else 1
+        settings = config.overlay(settings, {"trainer.save_interval": value})
+    if state_bytes > LARGE_STATE_BYTES and settings.rl_phase != "rollout":
+        every = settings.trainer.state_interval
+        log.info(
+            "the optimizer's state has %.0f GB: trainer.save_interval=%d saves it in %s iteration",
+            state_bytes / 1e9,
+            every,
+            f"every {every}th" if every > 1 else "each",
+        )
+    return settings
+
+
+def _make_run(run_dir: RunDir, fixed: Mapping[str, Any], save_interval: int) -> dict[str, Any]:
     """Create run.json; if another master was first, take over what it has written."""
     files.make_directory(run_dir.root)
-    run = {"run_id": secrets.token_hex(6), "format": FORMAT, "fixed": fixed}
+    run = {
+        "run_id": secrets.token_hex(6),
+        "format": FORMAT,
+        "fixed": fixed,
+        "save_interval": save_interval,
+    }
     if files.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):
         return run
     run = read_run_json(run_dir)

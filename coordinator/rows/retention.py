@@ -1,15 +1,20 @@
 """Which checkpoints are kept."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import REMOVED, parse_staging_name
+from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.settings import CheckpointSettings
 from rollout.storage import files
+
+UNVERIFIED = 2
+"""So many checkpoints more than the settings keep may wait for one to be verified."""
 
 
 def kept(
@@ -35,15 +40,63 @@ def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
     and what trainings have left that did not come to an end.
     """
     run_dir = node.run_dir
-    there = published.checkpoints(run_dir)
+    there = _whole(node)
     stay = kept(there, published.metrics_lines(run_dir), node.settings.checkpoints)
+    verified = _newest_verified(node, there, set(there) - stay)
     for number in sorted(set(there) - stay):
-        files.rename(run_dir.checkpoint(number), run_dir.removed(number, node.record.epoch))
+        if number < verified:
+            files.rename(run_dir.checkpoint(number), run_dir.removed(number, node.record.epoch))
+    names = published.names(run_dir.checkpoints)
     return [
         run_dir.checkpoints / name
-        for name in published.names(run_dir.checkpoints)
-        if _is_left(name, iteration)
+        for name in [*(name for name in names if _is_left(name, iteration)), *old_copies(names)]
     ]
+
+
+def _whole(node: Node) -> list[int]:
+    """Return the published checkpoints, in order, less those that were found damaged: these are set aside."""
+    numbers = published.checkpoints(node.run_dir)
+    for number in reversed(numbers):
+        if node.policies.is_verified(number):
+            break
+        if (text := published.damage(node.run_dir.checkpoint(number))) is not None:
+            node.policies.set_aside(number, Incomplete(text))
+    return published.checkpoints(node.run_dir)
+
+
+def _newest_verified(node: Node, there: Sequence[int], spare: Collection[int]) -> int:
+    """Return the newest verified checkpoint: none goes that is newer, or there might be none to fall back to.
+
+    If the background does not keep up, so that the disk would fill, the master verifies one here.
+    """
+    newest = next((number for number in reversed(there) if node.policies.is_verified(number)), 0)
+    if sum(number >= newest for number in spare) > UNVERIFIED:
+        newest = there[-1]
+        try:
+            node.policies.verify_now(newest, node.position.count_bytes())
+        except Incomplete as error:
+            node.policies.set_aside(newest, error)
+            return 0
+    return newest
+
+
+def verify_last(node: Node) -> None:
+    """Verify the newest checkpoint at the end of the run; a damaged one is set aside."""
+    number = max(published.checkpoints(node.run_dir), default=0)
+    if number and not node.policies.is_verified(number):
+        try:
+            node.policies.verify_now(number, node.position.count_bytes())
+        except Incomplete as error:
+            node.policies.set_aside(number, error)
+
+
+def old_copies(names: Collection[str]) -> list[str]:
+    """Return the names of what was set aside, all but the newest of each kind."""
+    old: list[str] = []
+    for kind in (r"iteration_\d+\.damaged", r"\.iteration_\d+\.e\d+\.damaged", r"\.iteration_.*\.foreign"):
+        found = [name for name in names if re.fullmatch(kind, name)]
+        old += sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])[:-1]
+    return old
 
 
 def _is_left(name: str, iteration: Iteration) -> bool:

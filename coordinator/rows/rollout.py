@@ -14,6 +14,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
+from coordinator.protocol.records import MASTER
 from coordinator.rows import resume, trajectories
 from coordinator.rows.tasks import draw_tasks
 from coordinator.rows.trajectories import Share
@@ -48,7 +49,25 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         "resume_at": int(resume_at),
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
+        "verifier": _verifier(node, iteration, policy),
     }
+
+
+def _verifier(node: Node, iteration: Iteration, policy: Policy) -> int | None:
+    """Return the rank that reads the iteration's policy back meanwhile; None: nobody has to.
+
+    The workers take turns: one that is slow, or has failed, is not asked again at once.
+    """
+    if policy.iteration == 0 or node.policies.is_verified(policy.iteration):
+        return None
+    workers = sorted(set(node.record.members) - {MASTER})
+    return workers[iteration.number % len(workers)] if workers else MASTER
+
+
+def begin_to_verify(node: Node, iteration: Iteration) -> None:
+    """Read the iteration's policy back in the background, if the master has asked this node to."""
+    if iteration.header["verifier"] == node.rank:
+        node.verifier.begin(node.run_dir.checkpoint(iteration.header["policy_iteration"]))
 
 
 def _policy_before(node: Node, iteration: Iteration) -> Policy:
@@ -58,11 +77,9 @@ def _policy_before(node: Node, iteration: Iteration) -> Policy:
         number = published.latest_before(run_dir, iteration.number)
         trained = max(resume.trained_iterations(run_dir, iteration.number), default=0)
         try:
-            node.policies.verify(number)
+            node.policies.verify(number, node.position.count_bytes())
         except Incomplete as error:
-            directory = run_dir.checkpoint(number)
-            log.error("DAMAGED CHECKPOINT: %s; it is set aside as %s.damaged", error, directory)
-            files.rename(directory, directory.with_name(f"{directory.name}.damaged"))
+            node.policies.set_aside(number, error)
             continue
         if number < trained and node.settings.rl_phase != "rollout":
             log.error(

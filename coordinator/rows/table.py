@@ -21,6 +21,7 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
     step = partial(node.step, iteration)  # act if the row is ours, raise our flag, wait for the master's
     # fmt: off
     step(Phase.ITERATION_START,   rollout.open_iteration)
+    rollout.begin_to_verify(node, iteration)
     step(Phase.TRAIN_PLAN,        rollout.plan_train)
     step(Phase.TRAIN_ROLLOUT,     rollout.collect_train,       then=rollout.sum_short)
     step(Phase.TRAIN_FILES_READY, rollout.name_parts,          then=rollout.merge_names)

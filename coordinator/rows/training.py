@@ -31,6 +31,7 @@ def write_batch(node: Node, iteration: Iteration) -> None:
 def configure_training(node: Node, iteration: Iteration) -> Payload:
     """Say where the training job meets, who takes part, and what it reads and writes."""
     record, number = node.record, iteration.number
+    node.policies.verify(iteration.header["policy_iteration"])  # it may have been read back meanwhile
     staging = node.run_dir.staging(number, record.epoch)
     files.make_directory(staging)
     members = sorted(record.members.items())
@@ -38,7 +39,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
     if about is None:
         raise Incomplete(f"iteration {number} has no batch.json")
     state = None
-    if saves_in_background(number, node.settings.trainer.save_interval):
+    if saves_in_background(number, node.settings.trainer.state_interval):
         state = node.run_dir.trainer_state(number, record.epoch)
         files.make_directory(state)
     resume = Resume()
@@ -91,7 +92,9 @@ def train(node: Node, iteration: Iteration) -> None:
 
 
 def publish_checkpoint(node: Node, iteration: Iteration) -> None:
-    """Verify what training wrote, give it its name, and point LATEST to it."""
+    """Weigh what training wrote, give it its name, and point LATEST to it. It is read back in the background:
+    its ranks have hashed what they wrote, and all would wait here meanwhile.
+    """
     run_dir = node.run_dir
     target = run_dir.checkpoint(iteration.number)
     if target.name not in published.names(run_dir.checkpoints):
@@ -110,19 +113,19 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
     if staging is None:
         raise Incomplete(f"training of iteration {number} left no complete checkpoint")
     try:
-        result = published.verify_checkpoint(staging)
+        result = published.weigh_checkpoint(staging)
     except Incomplete:  # to be trained again: what is set aside is no staging directory any more
-        files.rename(staging, staging.with_name(f"{staging.name}.damaged"))
+        published.set_aside(staging, "damaged")
         raise
     about = published.read_json(run_dir.batch(number) / "batch.json") or {}
     wanted = (iteration.header["policy"], about.get("sha256"))
     if (result.base_policy, result.batch_sha256) != wanted:
-        files.rename(staging, staging.with_name(f"{staging.name}.foreign"))
+        published.set_aside(staging, "foreign")
         raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
     if not any(name.startswith("trainer_state/") for name in result.files):
         files.publish(run_dir.trained(number), trainer_states.trained(run_dir, result).to_json())
     files.rename(staging, target)
-    node.policies.know_whole(number)
+    node.policies.know_usable(number)
 
 
 def restart_engine(node: Node, iteration: Iteration) -> None:

@@ -1,25 +1,52 @@
 """Write the files of a directory: each one whole, durable and hashed, several at once in threads.
 
-A file is given as its bytes, or as a function that writes it (a library's `save`, say). The function writes
-under a temporary name; then come fsync, hash and rename. A name itself becomes durable with the next
+A file is given as its bytes, or as a function that writes them piece by piece. They are hashed on their way
+into a temporary name; then come fsync and rename. A name itself becomes durable with the next
 `files.publish` or `files.fsync_directory` in its directory.
 """
 
+import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from rollout.storage import files
-from rollout.storage.files import FileFacts
-from rollout.storage.retry import PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS, library_errors, retry
-
-Produce = Callable[[Path], object]
-"""Writes the file of this path. It may be called again, with another path, and then writes the same."""
+from rollout.storage.files import CHUNK_BYTES, FileFacts, Moved
+from rollout.storage.retry import PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS, retry
 
 THREADS = 8
+
+
+class Sink:
+    """Takes the bytes of one file, in order, and hashes them."""
+
+    def __init__(self, file: IO[bytes], moved: Moved) -> None:
+        """`moved` is called with the size of each piece once it is written."""
+        self._file = file
+        self._moved = moved
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        for begin in range(0, len(data), CHUNK_BYTES):
+            piece = memoryview(data)[begin : begin + CHUNK_BYTES]
+            self._file.write(piece)
+            self._hash.update(piece)
+            self._bytes += len(piece)
+            self._moved(len(piece))
+
+    @property
+    def facts(self) -> FileFacts:
+        """The size and the sha256 of what was written."""
+        return {"sha256": self._hash.hexdigest(), "bytes": self._bytes}
+
+
+Produce = Callable[[Sink], object]
+"""Writes the content of a file. It may be called again, with another sink, and then writes the same."""
 
 
 class Writer:
@@ -31,9 +58,12 @@ class Writer:
         facts = writer.finish()
     """
 
-    def __init__(self, root: Path) -> None:
-        """Files are named by their paths below `root`."""
+    def __init__(self, root: Path, moved: Moved = files.unheard) -> None:
+        """Files are named by their paths below `root`. `moved`, called in any thread, gets the size of each
+        piece that was written.
+        """
         self._root = root
+        self._moved = moved
         self._pool = ThreadPoolExecutor(THREADS, "writer")
         self._written: dict[str, Future[FileFacts]] = {}
 
@@ -47,26 +77,40 @@ class Writer:
 
     def add(self, name: str, content: bytes | Produce) -> None:
         """Begin to write a file. What `content` reads must stay as it is until `finish` has returned."""
-        self._written[name] = self._pool.submit(write, self._root / name, content)
+        self._written[name] = self._pool.submit(write, self._root / name, content, self._moved)
 
     def finish(self) -> dict[str, FileFacts]:
         """Wait until every file is written; their size and sha256 by name. Raises what `write` raises."""
         return {name: writing.result() for name, writing in self._written.items()}
 
 
-def write(path: Path, content: bytes | Produce) -> FileFacts:
+def write(path: Path, content: bytes | Produce, moved: Moved = files.unheard) -> FileFacts:
     """Make `path` a file with this content; returns its size and sha256.
 
     Raises SharedFsError, after a while if the error is one that passes, and leaves no temporary name behind.
+    A failed attempt begins again: a second fsync alone would prove nothing, because the first one may have
+    dropped what it could not write.
     """
-    if isinstance(content, bytes):
-        temp = files.write_temporary(path, content)
-        facts = files.facts_of(content)
-    else:
-        temp = _produce(path, content)
-        facts = None
+
+    def attempt() -> tuple[Path, FileFacts]:
+        temp = files.temporary_name(path)
+        try:
+            # Without O_EXCL: Python repeats a call after EINTR, and the first one may have created the file.
+            with os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, files.MODE), "wb") as file:
+                sink = Sink(file, moved)
+                if isinstance(content, bytes):
+                    sink.write(content)
+                else:
+                    content(sink)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            files.drop(temp)
+            raise
+        return temp, sink.facts
+
+    temp, facts = retry("write", path, attempt, path.parent, PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS)
     try:
-        facts = facts or files.file_facts(temp)
         files.rename(temp, path, durable=False)
     except OSError:
         files.drop(temp)
@@ -74,30 +118,12 @@ def write(path: Path, content: bytes | Produce) -> FileFacts:
     return facts
 
 
-def _produce(path: Path, produce: Produce) -> Path:
-    """Let `produce` write a temporary file and make it durable; again from the start if that fails.
+def copy_of(path: Path) -> Produce:
+    """What writes a copy of the file `path`."""
 
-    A second fsync alone would prove nothing: the first one may have dropped what it could not write.
-    """
+    def produce(sink: Sink) -> None:
+        with open(path, "rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                sink.write(data)
 
-    def attempt() -> Path:
-        temp = files.temporary_name(path)
-        try:
-            # Without O_EXCL: Python repeats a call after EINTR, and the first one may have created the file.
-            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, files.MODE)
-            try:
-                mode = os.fstat(descriptor).st_mode & 0o777
-            finally:
-                os.close(descriptor)
-            with library_errors():
-                produce(temp)
-            with open(temp, "rb") as file:  # a library may have put another file in its place
-                if os.fstat(file.fileno()).st_mode & 0o777 != mode:
-                    os.fchmod(file.fileno(), mode)
-                os.fsync(file.fileno())
-        except BaseException:
-            files.drop(temp)
-            raise
-        return temp
-
-    return retry("write", path, attempt, path.parent, PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS)
+    return produce

@@ -107,6 +107,8 @@ class Invariants:
         newer = [path for path in kept if path.name > checkpoint.name]
         if len(newer) < self._world.settings["checkpoints.keep_last"]:
             self._violate(process, f"removes {checkpoint}, of which there are only {len(newer)} newer ones")
+        if not any((path / published.VERIFIED).is_file() for path in newer):
+            self._violate(process, f"removes {checkpoint}, and none of {newer} was read back")
         for path in [path for path in self._published if checkpoint in path.parents]:
             del self._published[path]
 

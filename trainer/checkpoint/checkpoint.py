@@ -8,7 +8,7 @@ result.json                         TrainResult; written last, so its presence s
 """
 
 import logging
-import shutil
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,9 @@ import torch
 
 from rollout.engines.admin import PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, check_model_dir, policy_digest
-from rollout.storage import files
-from rollout.storage.files import FileFacts, checksums
-from rollout.storage.writer import Writer
+from rollout.storage import files, known_files
+from rollout.storage.files import FileFacts
+from rollout.storage.writer import Writer, copy_of
 from trainer.checkpoint import hub_weights, state
 from trainer.checkpoint.probe import probe_logprobs, write_probe
 from trainer.checkpoint.rank_files import gather_json, rank_and_world
@@ -28,6 +28,7 @@ from trainer.checkpoint.state import CheckpointError, StateSaver
 from trainer.documents import Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
 from trainer.model.model import Learner, build_learner
 from trainer.model.parallel import local_part
+from trainer.progress import SILENT, Progress
 from trainer.resume import saves_in_background
 from trainer.settings import TrainerSettings
 
@@ -51,6 +52,7 @@ def load(
     repeat: Callable[[Learner, TrainedBatch], object] | None = None,
     *,
     model_dir: Path | None = None,
+    progress: Progress = SILENT,
 ) -> Learner:
     """Load the policy of `base_dir`, with its optimizer if there is a trainer state.
 
@@ -60,12 +62,12 @@ def load(
     rollout.engines.model_dir.WeightsError for a directory that is not a whole model.
     """
     check_model_dir(base_dir)
-    found = policy_digest(checksums(base_dir))
+    found = policy_digest(_checksums_of_weights(base_dir, progress))
     if found != policy:
         raise CheckpointError(
             f"{base_dir} holds policy {found}, the request wants {policy}; name its checkpoint"
         )
-    learner = build_learner(base_dir, device, settings, model_dir)
+    learner = build_learner(base_dir, device, settings, model_dir, progress)
     if resume.from_start:
         assert repeat is not None and model_dir is not None, "batches to repeat need both"
         go_back = partial(_start_again, learner, model_dir, settings)
@@ -86,7 +88,7 @@ def load(
             f"{state_dir} belongs to policy {document.policy}, the weights to go on from are {wanted}; "
             f"restore the pair, or remove {state_dir} to start with a fresh optimizer"
         )
-    go_back = partial(state.restore, learner, state_dir, document)
+    go_back = partial(state.restore, learner, state_dir, document, progress)
     if resume.repeat:
         assert repeat is not None, "batches to repeat need it"
         begin = Beginning(go_back, f"{state_dir}", f"{state_dir}")
@@ -94,6 +96,21 @@ def load(
     else:
         go_back()
     return learner
+
+
+def _checksums_of_weights(base_dir: Path, progress: Progress) -> dict[str, FileFacts]:
+    """Size and sha256 of the weights' files as this node finds them. Collective: its ranks share the work."""
+    rank, _ = rank_and_world()
+    local_rank, ranks = (
+        int(os.environ.get(name, k)) for k, name in enumerate(("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    )
+    names = [name for name in files.file_names(base_dir) if name.endswith(".safetensors")]
+    mine = {
+        name: known_files.file_facts(base_dir / name, progress.moved) for name in names[local_rank::ranks]
+    }
+    shares = gather_json(mine, f"reading {base_dir}")
+    first = rank - local_rank
+    return {name: facts for share in shares[first : first + ranks] for name, facts in share.items()}
 
 
 def _start_again(learner: Learner, model_dir: Path, settings: TrainerSettings) -> None:
@@ -119,6 +136,7 @@ def write(
     metrics: dict[str, float],
     saver: StateSaver,
     probe: Sequence[int] = (),
+    progress: Progress = SILENT,
 ) -> TrainResult:
     """Write the whole checkpoint into the empty `staging_dir`, durably, and its result file last.
 
@@ -129,12 +147,12 @@ def write(
     """
     lead = rank_and_world()[0] == 0
     state_dir = _state_dir(request)
-    inside = request.settings.save_interval == 1
+    inside = request.settings.state_interval == 1
     if lead and staging_dir.name not in files.listing(staging_dir.parent):
         raise CheckpointError(f"{staging_dir} is not there any more: a newer master has taken over")
     if lead and inside:
         files.make_directory(staging_dir / STATE_DIR)
-    with Writer(staging_dir) as writer:
+    with Writer(staging_dir, progress.moved) as writer:
         _write_parts(learner, writer, request, steps, probe)
         if inside:
             if not state.lead_writes_all(learner):
@@ -177,12 +195,12 @@ def write(
 
 def _state_dir(request: TrainRequest) -> Path | None:
     """Where this iteration's trainer state goes in the background; None if it does not."""
-    if not saves_in_background(request.iteration, request.settings.save_interval):
+    if not saves_in_background(request.iteration, request.settings.state_interval):
         return None
     if request.state_dir is None:
         raise CheckpointError(
             f"iteration {request.iteration} saves its trainer state (trainer.save_interval="
-            f"{request.settings.save_interval}), and the request has no state_dir for it"
+            f"{request.settings.state_interval}), and the request has no state_dir for it"
         )
     return Path(request.state_dir)
 
@@ -230,7 +248,7 @@ def _copy_model(base_dir: Path, writer: Writer) -> None:
     """Copy the model as it is, byte for byte: no step was taken, so the digest must stay."""
     for name in files.file_names(base_dir):
         if name.endswith(_COPIED_WEIGHTS):
-            writer.add(name, partial(shutil.copyfile, base_dir / name))
+            writer.add(name, copy_of(base_dir / name))
     for name in _companions(base_dir):
         writer.add(name, files.read(base_dir / name))
 

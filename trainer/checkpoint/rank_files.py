@@ -2,19 +2,21 @@
 
 import heapq
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES
 from torch import Tensor
 
+from rollout.storage.writer import Produce, Sink
 from trainer.peers import waiting_for_peers
 
 ROOM_BYTES = 4096
 """A rank can send the others this much JSON in one collective."""
+
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -54,10 +56,28 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
             room = max(sizes)
 
 
-def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Callable[[Path], None]:
-    """What writes a safetensors file of these CPU tensors, for storage's `Writer`.
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Produce:
+    """What writes a safetensors file of these CPU tensors, for storage's `Writer`, which hashes it meanwhile.
 
-    `metadata`: one entry. safetensors writes several in a random order, and equal files would differ.
+    The library can write into a file or into memory, not piece by piece. Format: the header's length (8
+    bytes, little endian), the header (JSON, padded with spaces to 8 bytes), the tensors (little endian).
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return lambda path: save_file(contiguous, path, metadata=dict(metadata))
+    # Wide items first, so that each tensor begins at a multiple of its item's size.
+    order = sorted(contiguous, key=lambda name: (-contiguous[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor, begin = contiguous[name], end
+        end += tensor.nbytes
+        kind = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**kind, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def produce(sink: Sink) -> None:
+        sink.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            sink.write(contiguous[name].reshape(-1).view(torch.uint8).numpy().data)
+
+    return produce

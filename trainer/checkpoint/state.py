@@ -28,14 +28,15 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from rollout.storage import files
+from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts
 from rollout.storage.retry import retry, retry_library
 from rollout.storage.writer import Writer
 from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
 from trainer.documents import SavedState
 from trainer.model.model import Learner
-from trainer.progress import NOT_SAVED
+from trainer.model.parallel import local_part
+from trainer.progress import NOT_SAVED, SILENT, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +204,12 @@ def read_document(directory: Path) -> SavedState:
 
 
 @torch.no_grad()
-def restore(learner: Learner, directory: Path, document: SavedState) -> None:
+def restore(learner: Learner, directory: Path, document: SavedState, progress: Progress = SILENT) -> None:
     """Put the saved weights and moments into `learner`, in its layout; raises CheckpointError.
 
     Each rank reads what it needs, and verifies its share of the files.
     """
-    _verify(directory, document)
+    _verify(directory, document, progress)
     moments = {
         parameter: {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         for parameter in learner.parameters.values()
@@ -223,6 +224,7 @@ def restore(learner: Learner, directory: Path, document: SavedState) -> None:
         },
     }
     retry_library("read", directory, lambda: _read(wanted, directory))
+    progress.moved(sum(local_part(tensor).nbytes for tensor in wanted.values()))
     learner.optimizer.state.clear()
     for group in learner.optimizer.param_groups:
         on_device = group["fused"] or group["capturable"]
@@ -234,13 +236,13 @@ def restore(learner: Learner, directory: Path, document: SavedState) -> None:
     learner.optimizer_step = document.optimizer_step
 
 
-def _verify(directory: Path, document: SavedState) -> None:
+def _verify(directory: Path, document: SavedState, progress: Progress) -> None:
     rank, world = rank_and_world()
     for number, (name, facts) in enumerate(sorted(document.files.items())):
         path = directory / name
         try:
             if number % world == rank:
-                is_whole = files.file_facts(path) == facts
+                is_whole = known_files.file_facts(path, progress.moved) == facts
             else:
                 is_whole = retry("look at", path, path.stat, path).st_size == facts["bytes"]
         except FileNotFoundError:

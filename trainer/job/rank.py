@@ -30,6 +30,9 @@ from trainer.update.step import StepStats, summary, train
 OF_A_NODE = {"batch_file", "base_dir", "model_dir", "staging_dir", "state_dir", "resume"}
 """Fields of a request that may differ between nodes, because they are paths."""
 
+SAID_BYTES = 10**9
+"""What it took to write a checkpoint above this is printed."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -102,6 +105,7 @@ class TrainerRank:
         stats = self._train(learner, batch, request, progress)
         lr = learning_rate(learner.optimizer_step, settings, request.span()[0])
         metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | {"age": batch.age()}
+        written_s = time.perf_counter()
         result = checkpoint.write(
             learner,
             Path(request.staging_dir),
@@ -110,8 +114,13 @@ class TrainerRank:
             metrics,
             self.saver,
             probe=probe_tokens(batch),
+            progress=progress,
         )
         self.policy = result.policy
+        size = sum(facts["bytes"] for facts in result.files.values())
+        if self.rank == 0 and size > SAID_BYTES:
+            seconds = time.perf_counter() - written_s
+            print(f"checkpoint: {size / 1e9:.1f} GB written in {seconds:.1f} s", flush=True)
         if not settings.keep_alive:
             self.saver.finish()
         if request.offload:
@@ -169,6 +178,7 @@ class TrainerRank:
                 request.resume,
                 repeat,
                 model_dir=Path(request.model_dir),
+                progress=progress,
             )
             self.policy = request.base_policy
         self.learner.to_device()

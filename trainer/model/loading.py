@@ -5,27 +5,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rollout.engines.model_dir import ADAPTER_CONFIG
 from rollout.storage import files
-from trainer.model import parallel
+from trainer.model import parallel, slices
 from trainer.model.parallel import Layout
 from trainer.model.token_logprobs import Scorer
+from trainer.progress import SILENT, Progress
 from trainer.settings import TrainerSettings
 
 
 def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Load the causal LM of a Hugging Face directory, as `dtype`; without values if `device` is meta."""
+    """Load the whole causal LM of a Hugging Face directory, as `dtype`."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=dtype,
         local_files_only=True,
         # The attention is transformers' choice: sdpa, or eager where a model has none. Its
         # flash_attention_2 would ignore restarting positions where there are several rows.
-        device_map="meta" if device.type == "meta" else None,
     )
     return model.to(device)
+
+
+def count_parameters(model_dir: Path) -> int:
+    """How many parameters the model has; reads the headers of its files."""
+    return sum(
+        parameter.numel() for parameter in slices.blank_model(model_dir, torch.float32)[0].parameters()
+    )
 
 
 def build_scorer(
@@ -35,38 +43,91 @@ def build_scorer(
     layout: Layout,
     dtype: torch.dtype,
     model_dir: Path | None = None,
+    progress: Progress = SILENT,
 ) -> Scorer:
     """Load the model of a Hugging Face directory, or of an adapter's directory, in its layout.
 
     Trained parameters are in `dtype`; weights that adapters leave unchanged are in the computation's dtype.
-    All ranks call this together.
+    All ranks call this together. Sharded, each reads its own parts of the files and holds no more.
     """
     on_gpu = device.type == "cuda"
-
-    def load(where: torch.device) -> Any:
-        model = load_model(model_directory(base_dir, model_dir), where, dtype)
-        if not settings.lora.rank:
-            return model
-        from trainer.model import lora  # peft takes a while to import
-
-        wrapped = lora.wrap(model, settings.lora)
-        if where.type != "meta" and ADAPTER_CONFIG in files.listing(base_dir):
-            lora.load_adapter(wrapped, base_dir)
-        if on_gpu:
-            for parameter in wrapped.parameters():
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.to(torch.bfloat16)
-        return wrapped
-
+    directory = model_directory(base_dir, model_dir)
     if not layout.sharded:
-        return Scorer(load(device), device, autocast=on_gpu)
-    # Only one process holds the whole model, in host memory.
-    source = load(torch.device("cpu")) if layout.rank == 0 else None
-    model = load(torch.device("meta"))
+        model = _with_adapters(load_model(directory, device, dtype), base_dir, settings)
+        _round_frozen(model, settings, on_gpu)
+        return Scorer(model, device, autocast=on_gpu)
+    blank, sources = slices.blank_model(directory, dtype)
+    held = slices.held_tensors(blank)
+    model, adapters = _with_blank_adapters(blank, base_dir, settings)
+    _round_frozen(model, settings, on_gpu)
     scorer = Scorer(model, device, offloaded=settings.cpu_offload and on_gpu)
     parallel.shard(scorer, model, layout, settings, on_gpu)
-    parallel.fill(model, source, device, torch.device("cpu") if scorer.offloaded else device)
+    model.to_empty(device=torch.device("cpu") if scorer.offloaded else device)
+    slices.fill(blank, held, sources, directory, device, progress.moved)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in adapters:
+                slices.copy_part(parameter, adapters[name])
     return scorer
+
+
+def _with_adapters(model: Any, base_dir: Path, settings: TrainerSettings) -> Any:
+    """The model with the adapters that are to be trained, if any."""
+    if not settings.lora.rank:
+        return model
+    from trainer.model import lora  # peft takes a while to import
+
+    wrapped = lora.wrap(model, settings.lora)
+    if ADAPTER_CONFIG in files.listing(base_dir):
+        lora.load_adapter(wrapped, base_dir)
+    return wrapped
+
+
+def _with_blank_adapters(
+    blank: Any, base_dir: Path, settings: TrainerSettings
+) -> tuple[Any, dict[str, Tensor]]:
+    """The same for a model on meta: adapters on meta, and their values.
+
+    peft makes adapters on the device of the weights. For it these are on the CPU, where all values of a
+    weight are one number in memory.
+    """
+    if not settings.lora.rank:
+        return blank, {}
+    hollow: dict[int, nn.Parameter] = {}
+    weights: dict[int, nn.Parameter] = {}
+    for _, module, name, weight in _parameters(blank):
+        if id(weight) not in hollow:
+            zero = torch.zeros((), dtype=weight.dtype)
+            hollow[id(weight)] = nn.Parameter(zero.expand(weight.shape), requires_grad=False)
+            weight.requires_grad_(False)
+            weights[id(hollow[id(weight)])] = weight
+        module._parameters[name] = hollow[id(weight)]
+    wrapped = _with_adapters(blank, base_dir, settings)
+    values: dict[str, Tensor] = {}
+    for path, module, name, parameter in _parameters(wrapped):
+        if id(parameter) in weights:
+            module._parameters[name] = weights[id(parameter)]
+        else:
+            values[path] = parameter.detach()
+            module._parameters[name] = nn.Parameter(values[path].to("meta"))
+    return wrapped, values
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(path, module, name, parameter) of each parameter, tied ones in each of their places."""
+    return [
+        (f"{path}.{name}" if path else name, module, name, parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _round_frozen(model: Any, settings: TrainerSettings, on_gpu: bool) -> None:
+    if settings.lora.rank and on_gpu:
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def model_directory(base_dir: Path, model_dir: Path | None) -> Path:

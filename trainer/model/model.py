@@ -15,10 +15,11 @@ from torch.optim import AdamW
 from trainer.batch import shared_prompts
 from trainer.batch.packing import Microbatch
 from trainer.model import parallel
-from trainer.model.loading import build_scorer, load_model, model_directory
+from trainer.model.loading import build_scorer, count_parameters, model_directory
 from trainer.model.parallel import Layout
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import waiting_for_peers
+from trainer.progress import SILENT, Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import SUMS
 
@@ -253,7 +254,11 @@ def learning_rate(optimizer_step: int, settings: TrainerSettings, done: float = 
 
 
 def build_learner(
-    base_dir: Path, device: torch.device, settings: TrainerSettings, model_dir: Path | None = None
+    base_dir: Path,
+    device: torch.device,
+    settings: TrainerSettings,
+    model_dir: Path | None = None,
+    progress: Progress = SILENT,
 ) -> Learner:
     """Load the policy of a Hugging Face directory, or of an adapter's directory, in its layout.
 
@@ -261,9 +266,9 @@ def build_learner(
     together. Master weights are float32; weights that adapters leave unchanged are in the dtype of the
     computation. There is no optimizer state yet. Raises LayoutError.
     """
-    blank = load_model(model_directory(base_dir, model_dir), torch.device("meta"))
-    layout = Layout.of(sum(parameter.numel() for parameter in blank.parameters()), settings, device)
-    scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir)
+    parameters = count_parameters(model_directory(base_dir, model_dir))
+    layout = Layout.of(parameters, settings, device)
+    scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir, progress)
     learner = Learner(scorer, layout)
     if settings.share_prompts:
         learner.pairs_per_token = shared_prompts.pairs_per_token(

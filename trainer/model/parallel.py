@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -143,32 +143,6 @@ def decoder_layers(model: Any) -> list[nn.Module]:
         if type(module).__name__ in names and not inside:
             layers[name] = module
     return list(layers.values())
-
-
-def fill(model: Any, source: Any | None, device: torch.device, params_device: torch.device) -> None:
-    """Give a sharded model on meta the values of rank 0's `source`, which is the same model unsharded.
-
-    One tensor at a time is whole on `device`. Buffers go to `device`, shards to `params_device`.
-    """
-    model.to_empty(device=params_device)
-
-    def received(name: str, like: Tensor) -> Tensor:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=device)
-        if source is not None:
-            whole.copy_(source_tensors[name])
-        dist.broadcast(whole, src=0)
-        return whole
-
-    source_tensors = {} if source is None else dict([*source.named_parameters(), *source.named_buffers()])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            whole = received(name, parameter)
-            mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(mine.to_local())
-        for prefix, module in model.named_modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                whole_name = f"{prefix}.{name}" if prefix else name
-                module._buffers[name] = received(whole_name, buffer)
 
 
 def partial_parameters(model: Any, layout: Layout) -> list[Tensor]:

@@ -9,10 +9,8 @@ of the policy would depend on the seed, and reinforcement learning would improve
 """
 
 import argparse
-import shutil
 import string
 import time
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.storage import files
-from rollout.storage.writer import Writer
+from rollout.storage.writer import Writer, copy_of
 from rollout.tasks.task_set import load_tasks
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -134,7 +132,7 @@ def build(seed: int, steps: int, out: Path) -> None:
         try:
             with Writer(staging) as writer:
                 for path in Path(saved).iterdir():
-                    writer.add(path.name, partial(shutil.copyfile, path))
+                    writer.add(path.name, copy_of(path))
                 writer.finish()
             files.fsync_directory(staging)
             files.rename(staging, out)

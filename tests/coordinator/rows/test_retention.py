@@ -1,9 +1,22 @@
 """Which checkpoints stay."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from coordinator.rows.retention import kept
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.directory.published import Incomplete
+from coordinator.node.iteration import Iteration
+from coordinator.node.policies import Policies
+from coordinator.node.position import Position
+from coordinator.node.verifier import Verifier
+from coordinator.rows import retention
+from coordinator.rows.retention import kept, old_copies, retire_checkpoints, verify_last
 from coordinator.settings import CheckpointSettings
+from tests.coordinator.made_up import run_dir_at, write_checkpoint
 
 SAMPLED = [{"iteration": n, "reward": reward} for n, reward in enumerate([0.1, 0.5, 0.9, 0.2, 0.3, 0.3], 1)]
 
@@ -31,3 +44,126 @@ def test_best_is_the_best_evaluated_where_there_are_evaluations() -> None:
 def test_of_equally_good_ones_the_newer_stays() -> None:
     lines = [{"iteration": n, "reward": 0.5} for n in (2, 3, 4)]
     assert kept([1, 2, 3, 4, 5], lines, CheckpointSettings(keep_last=2, keep_best=1)) == {3, 4, 5}
+
+
+# ---- on disk
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return run_dir_at(tmp_path)
+
+
+def node_at(run_dir: RunDir) -> Any:
+    """A master, as far as retention knows one."""
+    identity: Any = SimpleNamespace(run_dir=run_dir, inputs=SimpleNamespace(model_digest="d"))
+    settings = SimpleNamespace(checkpoints=CheckpointSettings(keep_last=2))
+    record = SimpleNamespace(epoch=2)
+    policies, position = Policies(identity), Position()
+    return SimpleNamespace(
+        run_dir=run_dir, settings=settings, record=record, policies=policies, position=position
+    )
+
+
+def publish(run_dir: RunDir, *iterations: int) -> None:
+    for number in iterations:
+        write_checkpoint(run_dir.checkpoint(number), number, b"weights %d" % number)
+
+
+def read_back(directory: Path) -> None:
+    """What a node does in the background, to its end."""
+    verifier = Verifier()
+    verifier.begin(directory)
+    assert verifier._thread is not None
+    verifier._thread.join(20)
+
+
+def damage(directory: Path) -> None:
+    """Other content of the same size."""
+    (directory / "model.safetensors").write_bytes(b"WEIGHTS 0")
+
+
+def removed(node: Any) -> list[int]:
+    before = set(published.checkpoints(node.run_dir))
+    retire_checkpoints(node, Iteration(9))
+    return sorted(before - set(published.checkpoints(node.run_dir)))
+
+
+def test_no_checkpoint_goes_before_a_newer_one_is_verified(run_dir: RunDir) -> None:
+    node = node_at(run_dir)
+    publish(run_dir, 1, 2, 3, 4)
+    assert removed(node) == []
+    read_back(run_dir.checkpoint(2))
+    assert removed(node) == [1], "3 and 4 are still to be verified: 2 is what there is to fall back to"
+    read_back(run_dir.checkpoint(4))
+    assert removed(node) == [2]
+
+
+def test_damage_after_the_publication_costs_no_predecessor_and_is_found(run_dir: RunDir) -> None:
+    node = node_at(run_dir)
+    publish(run_dir, 1, 2)
+    node.policies.know_usable(2)
+    damage(run_dir.checkpoint(2))
+    node.policies.verify(2)  # it was weighed, and is being read back
+    read_back(run_dir.checkpoint(2))
+    with pytest.raises(Incomplete, match=r"model\.safetensors is missing or differs"):
+        node.policies.verify(2)
+    assert removed(node) == [2] and (run_dir.checkpoints / "iteration_000002.damaged").is_dir()
+    assert published.verify_checkpoint(run_dir.checkpoint(1)).iteration == 1
+
+
+def test_next_start_reads_only_what_nobody_has_verified(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(run_dir, 1)
+    read_back(run_dir.checkpoint(1))
+    monkeypatch.setattr(published, "verify_checkpoint", lambda *_: pytest.fail("it is read again"))
+    node_at(run_dir).policies.verify(1)
+    monkeypatch.undo()
+    damage(run_dir.checkpoint(1))
+    with pytest.raises(Incomplete):
+        node_at(run_dir).policies.verify(1)
+
+
+def test_master_verifies_where_the_background_does_not_keep_up(run_dir: RunDir) -> None:
+    node = node_at(run_dir)
+    publish(run_dir, *range(1, retention.UNVERIFIED + 3))
+    assert removed(node) == []
+    publish(run_dir, 8)
+    assert removed(node) == [*range(1, retention.UNVERIFIED + 2)], "8 was verified at once"
+    assert node.position.describe()["done"] >= 0
+
+
+def test_last_checkpoint_is_verified_at_the_end(run_dir: RunDir) -> None:
+    publish(run_dir, 1, 2)
+    damage(run_dir.checkpoint(2))
+    verify_last(node_at(run_dir))
+    assert published.checkpoints(run_dir) == [1]
+
+
+def test_reading_back_what_is_set_aside_meanwhile_says_nothing(run_dir: RunDir) -> None:
+    read_back(run_dir.checkpoint(5))
+    assert published.names(run_dir.checkpoints) == []
+
+
+def test_newest_copy_of_each_kind_that_was_set_aside_stays(run_dir: RunDir) -> None:
+    names = [
+        *("iteration_000009.damaged", "iteration_000010.damaged", "iteration_1000000.damaged"),
+        *(".iteration_000002.e0009.damaged", ".iteration_000002.e0010.damaged"),
+        *(".iteration_000003.e0001.foreign", "LATEST", "iteration_000001"),
+    ]
+    gone = ["iteration_000009.damaged", "iteration_000010.damaged", ".iteration_000002.e0009.damaged"]
+    assert old_copies(names) == gone
+    for name in gone:
+        (run_dir.checkpoints / name).mkdir()
+    (run_dir.checkpoints / "iteration_1000000.damaged").mkdir()
+    left = retire_checkpoints(node_at(run_dir), Iteration(9))
+    assert [path.name for path in left] == gone[:2]
+
+
+def test_second_damaged_copy_of_one_iteration_takes_the_place_of_the_first(run_dir: RunDir) -> None:
+    for content in (b"first", b"second"):
+        write_checkpoint(run_dir.checkpoint(1), 1, content)
+        published.set_aside(run_dir.checkpoint(1), "damaged")
+    (copy,) = run_dir.checkpoints.iterdir()
+    assert (copy / "model.safetensors").read_bytes() == b"second"

@@ -228,8 +228,8 @@ OPERATIONS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("unlink", "remove", files.remove),
     ("rename", "rename to", lambda path: files.rename(path, path.with_name("b"))),
     ("rename", "rename to", lambda path: write(path, b"data")),
-    ("fsync", "write", lambda path: write(path, lambda temp: temp.write_bytes(b"data"))),
-    ("rename", "rename to", lambda path: write(path, lambda temp: temp.write_bytes(b"data"))),
+    ("fsync", "write", lambda path: write(path, lambda sink: sink.write(b"data"))),
+    ("rename", "rename to", lambda path: write(path, lambda sink: sink.write(b"data"))),
     ("fsync", "append to", lambda path: append_line(path, "line")),
     ("fsync", "fsync", lambda path: files.fsync_directory(path.parent)),
 ]

@@ -10,9 +10,9 @@ import pytest
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from rollout.storage import files, retry
+from rollout.storage import files, retry, writer
 from rollout.storage.retry import SharedFsError, library_errors, retry_library
-from rollout.storage.writer import Writer, write
+from rollout.storage.writer import Sink, Writer, copy_of, write
 
 RUST = 'Error while serializing: I/O error: {} (os error {}) at path "/x/.tmpaqAGwO"'
 
@@ -43,15 +43,15 @@ def test_error_without_an_errno_in_its_text_stays_what_it_is(error: Exception) -
     assert caught.value is error
 
 
-@pytest.mark.parametrize("error", [rust_error(errno.EIO), OSError(errno.ESTALE, "stale")])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "error"), OSError(errno.ESTALE, "stale")])
 def test_file_is_written_again_from_the_start_until_a_passing_error_has_passed(
     tmp_path: Path, error: Exception
 ) -> None:
-    tried: list[Path] = []
+    tried: list[Sink] = []
 
-    def produce(path: Path) -> None:
-        tried.append(path)
-        path.write_bytes(b"half" if len(tried) < 3 else b"whole file")
+    def produce(sink: Sink) -> None:
+        tried.append(sink)
+        sink.write(b"half" if len(tried) < 3 else b"whole file")
         if len(tried) < 3:
             raise error
 
@@ -61,7 +61,7 @@ def test_file_is_written_again_from_the_start_until_a_passing_error_has_passed(
 
 
 def test_failed_fsync_has_the_file_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Path] = []
+    written: list[Sink] = []
     real_fsync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -70,18 +70,20 @@ def test_failed_fsync_has_the_file_written_again(tmp_path: Path, monkeypatch: py
         real_fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    write(tmp_path / "a", lambda path: (written.append(path), path.write_bytes(b"data")))
+    write(tmp_path / "a", lambda sink: (written.append(sink), sink.write(b"data")))
     assert len(written) == 2 and (tmp_path / "a").read_bytes() == b"data"
 
 
 @pytest.mark.parametrize(
-    ("error", "least"), [(rust_error(errno.EIO), 3), (rust_error(errno.ENOSPC), 1)], ids=["EIO", "ENOSPC"]
+    ("error", "least"),
+    [(OSError(errno.EIO, "error"), 3), (OSError(errno.ENOSPC, "full"), 1)],
+    ids=["EIO", "ENOSPC"],
 )
 def test_error_that_stays_ends_it_and_leaves_nothing(tmp_path: Path, error: Exception, least: int) -> None:
-    tried: list[Path] = []
+    tried: list[Sink] = []
 
-    def produce(path: Path) -> None:
-        tried.append(path)
+    def produce(sink: Sink) -> None:
+        tried.append(sink)
         raise error
 
     with pytest.raises(SharedFsError, match=rf"cannot write {tmp_path}/a: "):
@@ -91,10 +93,10 @@ def test_error_that_stays_ends_it_and_leaves_nothing(tmp_path: Path, error: Exce
 
 
 def test_slow_call_is_tried_a_few_times_whatever_it_takes(tmp_path: Path) -> None:
-    tried: list[Path] = []
+    tried: list[Sink] = []
 
-    def produce(path: Path) -> None:
-        tried.append(path)
+    def produce(sink: Sink) -> None:
+        tried.append(sink)
         threading.Event().wait(0.3)
         if len(tried) < retry.PATIENT_ATTEMPTS:
             raise OSError(errno.EIO, "Input/output error")
@@ -103,35 +105,55 @@ def test_slow_call_is_tried_a_few_times_whatever_it_takes(tmp_path: Path) -> Non
     assert len(tried) == retry.PATIENT_ATTEMPTS
 
 
-def test_file_that_a_library_makes_private_gets_the_mode_of_the_others(tmp_path: Path) -> None:
-    def save(path: Path) -> None:
-        safetensors.numpy.save_file({"a": np.zeros(3)}, path)
-        path.chmod(0o600)
-
-    write(tmp_path / "a", save)
+def test_every_file_has_the_same_mode(tmp_path: Path) -> None:
+    write(tmp_path / "a", lambda sink: sink.write(b"bytes"))
     write(tmp_path / "b", b"bytes")
     files.publish(tmp_path / "c", b"bytes")
     assert len({(tmp_path / name).stat().st_mode for name in "abc"}) == 1
 
 
+def test_file_is_hashed_while_it_is_written_and_never_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    real_open = os.open
+
+    def note(path: Path, flags: int, mode: int = 0o777) -> int:
+        opened.append(flags & os.O_ACCMODE)
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", note)
+    monkeypatch.setattr(files, "open", lambda *_: pytest.fail("it is read again"), raising=False)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 4)
+    moved: list[int] = []
+    facts = write(tmp_path / "a", lambda sink: (sink.write(b"whole "), sink.write(b"file")), moved.append)
+    assert facts == files.facts_of(b"whole file") and (tmp_path / "a").read_bytes() == b"whole file"
+    assert opened == [os.O_WRONLY] and moved == [4, 2, 4]
+
+
+def test_copy_is_the_same_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345" * 1000)
+    assert write(tmp_path / "b", copy_of(tmp_path / "a")) == files.file_facts(tmp_path / "a")
+
+
 def test_writer_says_what_it_has_written_by_name(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
-    with Writer(tmp_path) as writer:
-        writer.add("a", b"one")
-        writer.add("below/b", lambda path: path.write_bytes(b"two"))
-        facts = writer.finish()
+    with Writer(tmp_path) as written:
+        written.add("a", b"one")
+        written.add("below/b", lambda sink: sink.write(b"two"))
+        facts = written.finish()
     assert facts == {"a": files.facts_of(b"one"), "below/b": files.facts_of(b"two")}
     assert files.checksums(tmp_path / "below")["b"] == facts["below/b"]
 
 
 def test_writer_raises_what_a_file_has_raised_and_ends_the_others_whole(tmp_path: Path) -> None:
-    def fail(path: Path) -> None:
+    def fail(sink: Sink) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    with pytest.raises(SharedFsError, match=r"cannot write .*/a: "), Writer(tmp_path) as writer:
-        writer.add("b", b"bytes")
-        writer.add("a", fail)
-        writer.finish()
+    with pytest.raises(SharedFsError, match=r"cannot write .*/a: "), Writer(tmp_path) as written:
+        written.add("b", b"bytes")
+        written.add("a", fail)
+        written.finish()
     assert os.listdir(tmp_path) == ["b"]
 
 

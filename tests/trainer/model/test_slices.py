@@ -1,0 +1,109 @@
+"""Sharded models whose ranks read their own parts of the files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout.engines.model_dir import WeightsError
+from tests.models import GPT2_LIKE, LLAMA_LIKE
+from tests.paths import REPOSITORY
+from trainer.model.slices import blank_model
+
+JOB = Path(__file__).with_name("slices_job.py")
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "gemma3_text": {},
+    "olmo3": {},
+    "phi3": {},
+    "gpt2": {},
+    "qwen3_moe": EXPERTS,
+    "mixtral": {"num_local_experts": 3},
+    "lfm2": {},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
+}
+"""Merged experts, convolutions, biases, tied and untied heads, positions of several kinds."""
+LAYOUTS = {"fsdp": (3, 1), "tensor": (4, 2)}
+"""Ranks, and how many share a layer; 3 divides hardly any dimension."""
+
+
+def make(directory: Path, family: str, **more: Any) -> Path:
+    torch.manual_seed(0)
+    given = GPT2_LIKE if family == "gpt2" else LLAMA_LIKE
+    config = AutoConfig.for_model(family, **{**given, **FAMILIES[family], **more})
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with a model of each family, and with some that are odd."""
+    root = tmp_path_factory.mktemp("slices")
+    for family in FAMILIES:
+        make(root / "models" / family, family)
+    for name, times in (("tied_twice", 1.0), ("tied_but_differs", 2.0)):
+        path = make(root / "models" / name, "qwen3") / "model.safetensors"
+        tensors = load_file(path)
+        tensors["lm_head.weight"] = times * tensors["model.embed_tokens.weight"]
+        save_file(tensors, path, metadata={"format": "pt"})
+    torch.manual_seed(0)
+    path = make(root / "models" / "bfloat16_in_shards", "llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path, max_shard_size="20kB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return root
+
+
+def run(models: Path, directory: Path, ranks: int, size: int) -> list[dict[str, Any]]:
+    """What each rank has found in `models`, linked from `directory`."""
+    done = subprocess.run(
+        [sys.executable, JOB, directory, str(ranks), str(size)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_are_what_transformers_loads_whole(models: Path, tmp_path: Path, layout: str) -> None:
+    (tmp_path / "models").symlink_to(models / "models")
+    found = run(models, tmp_path, *LAYOUTS[layout])
+    names = {f"models/{path.name}" for path in (models / "models").iterdir()}
+    assert found[0].keys() == names
+    refused = {name for name in names if "refused" in found[0][name]}
+    assert not refused or (layout == "tensor" and len(names - refused) > 5), refused
+    for rank in found:
+        for name in names - refused:
+            assert rank[name]["differs"] == [], name
+            assert rank[name]["held"] <= rank[name]["read"] < rank[name]["held"] + 5000, "and its buffers"
+
+
+def test_adapters_are_the_same_on_every_rank_and_in_every_layout(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "adapters").mkdir()
+    for name in ("qwen3", "qwen3_moe"):
+        (tmp_path / "models" / name).symlink_to(models / "models" / name)
+        (tmp_path / "adapters" / name).symlink_to(models / "models" / name)
+    for rank in run(models, tmp_path, 2, 1):
+        assert rank["adapters/qwen3"]["differs"] == rank["adapters/qwen3_moe"]["differs"] == []
+
+
+def test_model_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", "llama") / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"no values for 1 tensors .*'model.layers.1.mlp.up_proj.weight'"):
+        blank_model(tmp_path / "model", torch.float32)

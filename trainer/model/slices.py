@@ -1,0 +1,236 @@
+"""Load a model whose ranks hold shards: each reads its own parts of the files, and never holds it whole.
+
+transformers gives some tensors other names when it loads them, and makes others from several (the experts of
+a layer, for example). A tensor that is only renamed is read in slices. Others are made whole by transformers'
+own conversion, one at a time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.auto_factory import _get_model_class
+
+from rollout.engines.model_dir import WeightsError, tensor_names
+from rollout.storage.retry import retry_library
+from trainer.model.parallel import local_part
+
+Read = Callable[[str], Any]
+"""Gives the slice of a tensor in the files: index it to read it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the value of a tensor of the model comes from."""
+
+    keys: tuple[str, ...]
+    """Tensors in the files, in the order in which a conversion takes them."""
+    patterns: tuple[str, ...] = ()
+    """For each key the pattern of `converter` that it matches."""
+    converter: Any = None
+    """transformers' conversion of the keys into one or several tensors; None: the key is the tensor."""
+    first: str = ""
+    """The name by which the conversion knows its result."""
+
+
+def blank_model(model_dir: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Source]]:
+    """The causal LM of a Hugging Face directory on meta, and where the value of each of its tensors is.
+
+    Reads the headers of the files only. Raises WeightsError if a parameter is not there, or is of another
+    shape.
+    """
+    found = tensor_names(model_dir)
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    model_class = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    if model_class.config_class is config.sub_configs.get("text_config"):  # the decoder of a multimodal model
+        config = config.get_text_config()
+    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, shape) in found.items()}
+    model, said = model_class.from_pretrained(
+        None, config=config, state_dict=shapes, dtype=dtype, device_map="meta", output_loading_info=True
+    )
+    missing = sorted({*said["missing_keys"], *(name for name, *_ in said["mismatched_keys"])})
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if lacking := [name for name in missing if name in parameters]:
+        raise WeightsError(
+            f"{model_dir}: has no values for {len(lacking)} tensors of a {model_class.__name__}, e.g. "
+            f"{lacking[0]!r}; give a model that is whole"
+        )
+    sources = _sources(model, found)
+    _tie(model, sources, model_dir)
+    return model, sources
+
+
+def _sources(model: Any, found: Mapping[str, Any]) -> dict[str, Source]:
+    """By the model's own names; found as transformers' convert_and_load_state_dict_in_model does."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    state = model.state_dict()
+    sources: dict[str, Source] = {}
+    for key in sorted(found, key=_natural):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+        if name not in state:
+            continue
+        if pattern is None:
+            sources[name] = Source((key,))
+        else:
+            before = sources.get(name, Source((), (), of_pattern[pattern], name))
+            sources[name] = Source((*before.keys, key), (*before.patterns, pattern), before.converter, name)
+    for source in [source for source in sources.values() if source.converter is not None]:
+        for target in source.converter.target_patterns[1:]:  # one tensor may become several
+            name = source.first.replace(source.converter.target_patterns[0], target)
+            if name in state:
+                sources.setdefault(name, source)
+    return sources
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """Numbers in the order of their values: experts are merged in this order."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
+
+
+def _tie(model: Any, sources: Mapping[str, Source], model_dir: Path) -> None:
+    """Tie what the configuration ties, although the files hold it twice, unless the two differ.
+
+    transformers compares values, which are not there on meta.
+    """
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if model.get_parameter(target) is model.get_parameter(source):
+            continue
+        with _files(model_dir) as read:
+            one, other = (_whole(sources[name], name, model, read) for name in (target, source))
+            same = torch.equal(one, other)
+        if same:
+            holder, _, name = target.rpartition(".")
+            setattr(model.get_submodule(holder), name, model.get_parameter(source))
+        else:
+            model.all_tied_weights_keys.pop(target)
+
+
+@contextmanager
+def _files(model_dir: Path) -> Iterator[Read]:
+    """Inside the context the files are open."""
+    with ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for path in sorted(model_dir.glob("*.safetensors")):
+            file = retry_library("open", path, lambda path=path: stack.enter_context(safe_open(path, "pt")))
+            slices |= {key: (path, file) for key in file.keys()}  # noqa: SIM118, it is no mapping
+
+        def read(key: str) -> Any:
+            path, file = slices[key]
+            return retry_library("read", path, lambda: file.get_slice(key))
+
+        yield read
+
+
+def _whole(source: Source, name: str, model: Any, read: Read) -> Tensor:
+    """The whole value of the tensor `name` of the model."""
+    if source.converter is None:
+        return read(source.keys[0])[...]
+    return _converted(source, model, read, torch.float32)[name]
+
+
+def _converted(source: Source, model: Any, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What transformers makes of the keys, read as `dtype`, by the model's names."""
+    converter = deepcopy(source.converter)
+    for key, pattern in zip(source.keys, source.patterns, strict=True):
+        converter.add_tensor(source.first, key, pattern, lambda key=key: read(key)[...].to(dtype))
+    made = converter.convert(source.first, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def held_tensors(model: Any) -> dict[str, tuple[Any, str]]:
+    """Name -> (module, attribute) of each parameter and buffer: a module stays when its tensors are replaced,
+    or when another module is put around it. Tied parameters come once.
+    """
+    seen: set[int] = set()
+    held: dict[str, tuple[Any, str]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                held[f"{prefix}.{attribute}" if prefix else attribute] = (module, attribute)
+    return held
+
+
+@torch.no_grad()
+def fill(
+    model: Any,
+    held: Mapping[str, tuple[Any, str]],
+    sources: Mapping[str, Source],
+    model_dir: Path,
+    device: torch.device,
+    read_one: Callable[[int], object] = lambda size: None,
+) -> None:
+    """Give the tensors of `held` their values: this rank's parts from the files, and buffers on `device`.
+
+    `model` is the transformers model, sharded, with memory for its parts but without values. `read_one` is
+    called with the bytes of each part that was read.
+    """
+    ties = dict(model.all_tied_weights_keys)
+    ties |= {source: target for target, source in ties.items()}
+    computed: list[tuple[Any, str]] = []
+    made: tuple[Source | None, dict[str, Tensor]] = None, {}
+    with _files(model_dir) as read:
+        for name, (module, attribute) in held.items():
+            tensor = getattr(module, attribute)
+            source = sources.get(name) or sources.get(ties.get(name, ""))
+            if source is None:
+                computed.append((module, attribute))
+                continue
+            if source.converter is None:
+                value = read(source.keys[0])
+            else:
+                if made[0] is not source:
+                    made = None, {}  # frees the one before
+                    made = source, _converted(source, model, read, tensor.dtype)
+                value = made[1][name]
+            if attribute in module._buffers:
+                module._buffers[attribute] = value[...].to(device, tensor.dtype)
+            else:
+                copy_part(tensor, value)
+            read_one(local_part(tensor).nbytes)
+    _compute_buffers(model, computed, device)
+
+
+def copy_part(tensor: Tensor, value: Any) -> None:
+    """Copy this rank's part of `value`, a tensor or its slice in a file, into a parameter."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(value[...])
+        return
+    local = tensor.to_local()
+    if local.numel():
+        [chunk] = tensor.__create_chunk_list__()
+        spans = zip(chunk.offsets, chunk.sizes, strict=True)
+        local.copy_(value[tuple(slice(offset, offset + size) for offset, size in spans) or ...])
+
+
+def _compute_buffers(model: Any, computed: Iterable[tuple[Any, str]], device: torch.device) -> None:
+    """Compute what no file holds (frequencies of rotary embeddings) as transformers does after loading."""
+    owners = {
+        id(module): owner
+        for owner in model.modules()  # outer ones first
+        if isinstance(owner, PreTrainedModel)
+        for module in owner.modules()
+    }
+    with initialization.guard_torch_init_functions():
+        for module, attribute in computed:
+            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+                if tensor is not None:
+                    tensor._is_hf_initialized = True  # it stays as it is
+            module._buffers[attribute] = torch.empty_like(module._buffers[attribute], device="cpu")
+            owners[id(module)]._init_weights(module)
+            module._buffers[attribute] = module._buffers[attribute].to(device)

@@ -15,7 +15,17 @@ from rollout.storage.lines import append_line
 
 log = logging.getLogger(__name__)
 
-TRAINED = ("loss", "grad_norm", "lr", "kl_engine", "kl_reference", "entropy", "clip_fraction")
+TRAINED = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "kl_engine",
+    "kl_reference",
+    "entropy",
+    "clip_fraction",
+    "packed",
+    "padding",
+)
 """What training measures, as the trainer names it."""
 
 

@@ -106,6 +106,7 @@ class TrainerRank:
         stats = self._train(learner, batch, request, progress)
         lr = learning_rate(learner.optimizer_step, settings)
         metrics = summary(stats, len(batch), lr, time.perf_counter() - started)
+        metrics["packed"] = float(learner.arrangement.packing.several)
         result = checkpoint.write(
             learner,
             Path(request.staging_dir),

@@ -22,8 +22,8 @@ from trainer.settings import LoraSettings
 
 ALL_LINEAR = "all-linear"
 ROUTERS = r"(.*\.)?(router|gate)(\..*)?"
-"""Names, in transformers, of modules that choose experts and of what is in them. A new router would send tokens
-to other experts than the engine's, which rounds differently, and engines do not load an adapter for it."""
+"""Names, in transformers, of modules that choose experts and of what is in them. A trained router sends
+tokens to other experts than the engine's, which rounds otherwise, and engines load no adapter for it."""
 ADAPTER = "default"
 """peft's own name of the adapter."""
 

@@ -145,6 +145,13 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return list(layers.values())
 
 
+def reshard(root: nn.Module) -> None:
+    """Let go of whole weights that FSDP has kept of a sharded module and its layers."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def fill(model: Any, source: Any | None, device: torch.device, params_device: torch.device) -> None:
     """Give a sharded model on meta the values of rank 0's `source`, which is the same model unsharded.
 

@@ -17,7 +17,8 @@ class LoraSettings(Settings):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapters' product is scaled by alpha / rank."""
     targets: str = "all-linear"
-    """Modules that get an adapter: all-linear, or names separated by commas, e.g. q_proj,v_proj."""
+    """Modules that get an adapter: all-linear (but for routers of experts), or names separated by commas,
+    e.g. q_proj,v_proj."""
 
 
 class TrainerSettings(Settings):

@@ -25,6 +25,8 @@ TRAINED = (
     "clip_fraction",
     "correction_fraction",
     "mismatch_max",
+    "packed",
+    "padding",
 )
 """What training measures, as the trainer names it."""
 

@@ -136,7 +136,9 @@ def test_step_with_shared_prompts_does_what_it_does_without(
     exact = run(build_learner(small, torch.device("cpu"), apart), batch, apart)
     settings = settings_of(layout)
     learner = build_learner(small, device, settings)
-    assert any(one.shared for one in bundle(batch, range(16), learner.pairs_per_token, 8192))
+    assert any(
+        one.shared for one in bundle(batch, range(16), learner.arrangement.packing.pairs_per_token, 8192)
+    )
     (mine,), (theirs,) = run(learner, batch, settings), exact
     assert mine.loss == pytest.approx(theirs.loss, abs=0.02)
     assert mine.entropy == pytest.approx(theirs.entropy, rel=0.01)

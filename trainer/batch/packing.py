@@ -1,12 +1,12 @@
 """Share an optimizer step's sequences out to ranks, and pack them into microbatches. Torch-free.
 
 A bundle is a sequence, or several that share a prompt: the prompt once, then the rest of each sequence, for
-which the attention needs a mask (`shared_prompts`). A microbatch is a rectangle of tokens, rows x columns, as
-wide as its longest bundle. Shorter bundles share a row. `position_ids` restart where a bundle begins, which
-keeps neighbours apart if there is no attention mask (an all-ones mask would let them see each other). Padding
-fills the rest of a row and continues its last sequence; no token sees it, because it comes last. If every row
-holds a single sequence, plain causal attention is enough. A sequence's last trained token, and the tokens
-after it, are left out here: nothing is predicted from them.
+which the attention needs a mask (`model.neighbours`). A microbatch is a rectangle of tokens, rows x columns,
+as wide as its longest bundle. Shorter bundles share a row. `position_ids` restart where a bundle begins,
+which keeps neighbours apart if there is no attention mask (an all-ones mask would let them see each other).
+Padding fills the rest of a row and continues its last sequence; no token sees it, because it comes last. If
+every row holds a single sequence, plain causal attention is enough. A sequence's last trained token, and the
+tokens after it, are left out here: nothing is predicted from them.
 """
 
 import heapq
@@ -41,11 +41,26 @@ class Microbatch:
     """(N,) at which the token was sampled."""
     sequences: NDArray[np.int64]
     """(N,) the token's sequence in the microbatch, numbered from 0."""
+    tokens: int
+    """Tokens in the rows, without padding."""
     segments: NDArray[np.int64] | None = None
     """(2, R, C) each token's segment, numbered from 0, and the earlier segment that it sees as well, or its
     own again; None if no prompt is shared."""
     members: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """(K,) the index in the batch of each sequence of the microbatch."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a model allows; see trainer.model.neighbours."""
+
+    several: bool = True
+    """A row may hold several sequences."""
+    pairs_per_token: float = 0.0
+    """So many pairs of attention cost as much as all other work on a token; 0: prompts are not shared."""
+
+
+PACKED = Packing()
 
 
 @dataclass
@@ -92,10 +107,11 @@ def split_ranks(lengths: Sequence[int], weights: Sequence[float]) -> list[list[i
     return shares
 
 
-def pack_rows(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
+def pack_rows(lengths: Sequence[int], max_tokens: int, several: bool = True) -> list[list[list[int]]]:
     """Arrange sequences in microbatches of rows: the result's [microbatch][row] is a list of indices.
 
-    rows x longest <= `max_tokens`, with padding; a longer sequence is alone in a microbatch.
+    rows x longest <= `max_tokens`, with padding; a longer sequence is alone in a microbatch. Unless `several`
+    a row has one sequence; rows of a microbatch then have nearly the same length.
     """
     microbatches = []
     waiting = sorted(range(len(lengths)), key=lambda k: (-lengths[k], k))
@@ -105,7 +121,7 @@ def pack_rows(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
         roomiest: list[tuple[int, int]] = []  # heap of (-free tokens, row)
         left = []
         for k in waiting:
-            if roomiest and -roomiest[0][0] >= lengths[k]:
+            if several and roomiest and -roomiest[0][0] >= lengths[k]:
                 free, row = heapq.heappop(roomiest)
                 rows[row].append(k)
                 heapq.heappush(roomiest, (free + lengths[k], row))
@@ -125,16 +141,16 @@ def plan_step(
     rank_weights: Sequence[float],
     rank: int,
     max_tokens: int,
-    pairs_per_token: float = 0.0,
+    packing: Packing = PACKED,
 ) -> list[Microbatch]:
     """The microbatches of one rank in one optimizer step; as many on every rank, some of them empty.
 
-    `pairs_per_token`: as `bundle` has it; the same on every rank.
+    `packing` is the same on every rank.
     """
     plans = [
         [[[share[b] for b in row] for row in rows] for rows in packed]
-        for share in deal(batch, step, rank_weights, max_tokens, pairs_per_token)
-        for packed in [pack_rows([one.tokens for one in share], max_tokens)]
+        for share in deal(batch, step, rank_weights, max_tokens, packing.pairs_per_token)
+        for packed in [pack_rows([one.tokens for one in share], max_tokens, packing.several)]
     ]
     count = max(len(plan) for plan in plans)
     mine = plans[rank]
@@ -244,6 +260,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
         advantages=batch.advantages[sequences][of],
         temperatures=batch.temperatures[sequences][of],
         sequences=of,
+        tokens=int(real.sum()),
         segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
         members=sequences,
     )

@@ -36,6 +36,7 @@ def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtyp
         scored_at=np.arange(len(ids) - 1),
         targets=ids[1:],
         sequences=np.zeros(len(ids) - 1, dtype=np.int64),
+        tokens=len(ids),
         engine_logprobs=unused,
         advantages=unused,
         temperatures=np.ones(len(ids) - 1, dtype=np.float32),

@@ -115,6 +115,7 @@ def environment(launch: Launch) -> dict[str, str]:
         "TORCH_FR_DUMP_TEMP_FILE": str(launch.spool / TRACE),
         "LOGLEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
+        "USE_HUB_KERNELS": "NO",  # where `kernels` is installed, transformers would fetch code from the Hub
     }
 
 

@@ -6,6 +6,7 @@ config.json, or transformers would look for the base model's weights beside it.
 """
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,9 @@ from rollout.storage.retry import retry_library
 from trainer.settings import LoraSettings
 
 ALL_LINEAR = "all-linear"
+ROUTERS = r"(.*\.)?(router|gate)(\..*)?"
+"""Names, in transformers, of modules that choose experts and of what is in them. A trained router sends
+tokens to other experts than the engine's, which rounds otherwise, and engines load no adapter for it."""
 ADAPTER = "default"
 """peft's own name of the adapter."""
 
@@ -31,6 +35,7 @@ class LoraError(ValueError):
 def wrap(model: Any, settings: LoraSettings) -> Any:
     """Wrap the transformers `model`, before it is sharded, with new adapters, in peft's wrapper.
 
+    With the target all-linear a router of experts gets none, unlike if it is named.
     Only the adapters are trained, in float32 whatever the model's weights are. They add nothing yet (B is 0),
     and A is the same in every process. With `.disable_adapter()` the result is the base model. Raises
     LoraError if peft is not installed, or if the model has no module for a target.
@@ -41,16 +46,24 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
         raise LoraError(f"trainer.lora needs peft ({error}): pip install -e '.[lora]'") from error
 
     targets = [target for target in (part.strip() for part in settings.targets.split(",")) if target]
+    everywhere = targets == [ALL_LINEAR]
+    routers = everywhere and any(
+        isinstance(module, torch.nn.Linear) and re.fullmatch(ROUTERS, name)
+        for name, module in model.named_modules()
+    )
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  peft takes floats too
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        target_modules=ALL_LINEAR if everywhere else targets,
+        exclude_modules=ROUTERS if routers else None,  # peft warns if it excludes nothing
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)  # peft draws on the CPU
         # peft asks transformers by a name that is deprecated there.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        # peft notes the ranks of fused experts, whether they are a target or not.
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match any targeted", RuntimeWarning)
         try:
             wrapped = get_peft_model(model, config)
         except ValueError as error:

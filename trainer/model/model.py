@@ -1,6 +1,5 @@
 """The policy in training: a causal language model in its layout, its optimizer, the logprobs of tokens."""
 
-import logging
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,18 +11,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from trainer.batch import shared_prompts
 from trainer.batch.packing import Microbatch
-from trainer.model import parallel
+from trainer.model import neighbours, parallel
 from trainer.model.loading import build_scorer, count_parameters, model_directory
+from trainer.model.neighbours import Apart, Arrangement
 from trainer.model.parallel import Layout
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import waiting_for_peers
 from trainer.progress import SILENT, Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import SUMS
-
-logger = logging.getLogger(__name__)
 
 SHORT_ROW = 64
 """Tokens of a row up to which torch's fused attention for CPUs takes longer than plain matrix products."""
@@ -54,8 +51,7 @@ class Learner:
         self.optimizer_step = optimizer_step
         self.device = scorer.device
         self.reference: Scorer | None = None
-        self.pairs_per_token = 0.0
-        """See trainer.batch.packing.bundle; 0: prompts are not shared."""
+        self.arrangement = Arrangement()
         self._partial = parallel.partial_parameters(self.model, layout)
         self._on_host = False
         self._make_room()
@@ -104,27 +100,53 @@ class Learner:
             self.reference = build_scorer(reference_dir, self.device, plain, self.layout, dtype)
             self.reference.requires_grad_(False)
 
-    def _run(self, scorer: Scorer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        arrays = (microbatch.token_ids, microbatch.position_ids, microbatch.scored_at, microbatch.targets)
-        token_ids, position_ids, scored_at, targets = (torch.from_numpy(a).to(self.device) for a in arrays)
-        if not len(targets):
-            if not self.layout.sharded:
-                return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
+    def _run(
+        self, scorer: Scorer, microbatch: Microbatch, apart: Apart | None = None
+    ) -> tuple[Tensor, Tensor]:
+        apart = apart or self.arrangement.apart
+        scored_at, targets = (
+            torch.from_numpy(array).to(self.device) for array in (microbatch.scored_at, microbatch.targets)
+        )
+        if len(targets):
+            inputs = neighbours.decoder_inputs(microbatch, apart, scorer.config, self.device)
+        elif self.layout.sharded:
             # This rank must help to gather the layers. It passes one token, which is not scored.
-            token_ids = position_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            inputs = {"input_ids": nothing, "position_ids": nothing}
+        else:
+            return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
         if self.device.type == "cpu":  # the backward pass uses the same kernel
-            torch.backends.cuda.enable_flash_sdp(token_ids.shape[1] > SHORT_ROW)
-        mask = None
-        if microbatch.segments is not None:
-            mask = shared_prompts.attention_mask(torch.from_numpy(microbatch.segments).to(self.device))
+            torch.backends.cuda.enable_flash_sdp(inputs["input_ids"].shape[1] > SHORT_ROW)
         temperatures = None  # most batches are sampled at 1: then the logits are neither copied nor divided
         if (microbatch.temperatures != 1).any():
             temperatures = torch.from_numpy(microbatch.temperatures).to(self.device)
-        logprobs, entropy = scorer(token_ids, position_ids, scored_at, targets, temperatures, mask)
-        if self.layout.sharded and not torch.is_grad_enabled():
-            # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the shards.
-            scorer.reshard()  # pyright: ignore[reportCallIssue], it is an FSDPModule now
-        return logprobs, entropy
+        try:
+            return scorer(inputs, scored_at, targets, temperatures)
+        finally:
+            if self.layout.sharded and not torch.is_grad_enabled():
+                # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the
+                # shards; so it would with all layers where a model has refused its arguments.
+                parallel.reshard(scorer)
+
+    def arrange(self, share_prompts: bool) -> None:
+        """Find out how the model's sequences can be laid into rows. Collective; see `neighbours`."""
+        fewest, most = self._extremes(neighbours.has_kernels())
+        self.arrangement = neighbours.arrange(
+            self.scorer.config,
+            lambda microbatch, apart: self._run(self.scorer, microbatch, apart)[0].float().cpu(),
+            lambda passes: self._extremes(int(passes))[0] == 1,
+            share_prompts=share_prompts,
+            kernels=fewest == most > 0,
+            exact=self.device.type == "cpu",
+        )
+
+    def _extremes(self, number: int) -> tuple[int, int]:
+        """The least and the largest of the ranks' numbers."""
+        bounds = torch.tensor([-number, number], dtype=torch.int64)
+        if self.layout.world_size > 1:
+            with waiting_for_peers("agreeing on how sequences are laid into rows"):
+                dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        return -int(bounds[0]), int(bounds[1])
 
     def zero_sums(self) -> None:
         """Begin an optimizer step: clear gradients and statistics."""
@@ -270,12 +292,7 @@ def build_learner(
     layout = Layout.of(parameters, settings, device)
     scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir, progress)
     learner = Learner(scorer, layout)
-    if settings.share_prompts:
-        learner.pairs_per_token = shared_prompts.pairs_per_token(
-            scorer.config, lambda microbatch: learner.logprobs(microbatch)[0], layout.world_size
-        )
-        if not learner.pairs_per_token:
-            logger.info("prompts are not shared: this model does not heed the attention mask that it takes")
+    learner.arrange(settings.share_prompts)
     return learner
 
 

@@ -145,6 +145,13 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return list(layers.values())
 
 
+def reshard(root: nn.Module) -> None:
+    """Let go of whole weights that FSDP has kept of a sharded module and its layers."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def partial_parameters(model: Any, layout: Layout) -> list[Tensor]:
     """The parameters whose gradients must still be added up over the tensor group."""
     if layout.tensor_parallel_size == 1:

@@ -1,12 +1,13 @@
 """Compute logprobs of tokens from hidden states, chunk by chunk: a pack's logits never exist at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CHUNK_ELEMENTS = 1 << 26
@@ -40,29 +41,20 @@ class Scorer(nn.Module):
 
     def forward(
         self,
-        token_ids: Tensor,
-        position_ids: Tensor,
+        inputs: Mapping[str, Any],
         scored_at: Tensor,
         targets: Tensor,
         temperatures: Tensor | None = None,
-        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (N,) and entropies (N,) from the logits at `scored_at`.
 
-        `token_ids` and `position_ids` are (R, C); `scored_at` (N,) indexes the flattened R x C positions.
-        Each token's logits are divided by its own of `temperatures` (N,); None: all are 1. `mask`:
-        (R, 1, C, C), see `shared_prompts`; None: see `packing`. The entropy is a statistic and has no
-        gradient.
+        `inputs` is what the decoder takes of R rows of C tokens, see `neighbours.decoder_inputs`; `scored_at`
+        (N,) indexes the flattened R x C positions. Each token's logits are divided by its own of
+        `temperatures` (N,); None: all are 1. The entropy is a statistic and has no gradient.
         """
-        decoder = self._causal[0].get_decoder()  # not by its plain name: a module would count twice
+        decoder = _decoder(self._causal[0])
         with torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext():
-            hidden = decoder(
-                input_ids=token_ids,
-                position_ids=position_ids,
-                attention_mask=mask,
-                use_cache=False,
-                return_dict=True,
-            ).last_hidden_state
+            hidden = decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state
             scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
             of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
             chunks = list(zip(*(values.split(self._rows) for values in of_tokens), strict=True))
@@ -95,6 +87,14 @@ class Scorer(nn.Module):
         return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
+def _decoder(causal: Any) -> Any:
+    """What makes the hidden states; a few models name themselves, or a part of their head."""
+    found = causal.get_decoder()
+    if isinstance(found, PreTrainedModel) and found is not causal:
+        return found
+    return getattr(causal, "model", found)
+
+
 class _Decoded(BaseModelOutputWithPast):
     """The hidden states of a decoder, and None for any other attribute that a model asks for."""
 
@@ -106,7 +106,7 @@ class _Decoded(BaseModelOutputWithPast):
 @contextmanager
 def _ends_in(causal: Any, hidden: Tensor) -> Iterator[None]:
     """Inside the context the decoder of `causal` returns `hidden` (1, n, hidden); it must be called."""
-    decoder = causal.get_decoder()
+    decoder = _decoder(causal)
     own = vars(decoder).get("forward")
     asked = False
 

@@ -29,7 +29,7 @@ class TrainingDiverged(RuntimeError):
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step, the same on every rank."""
+    """One optimizer step, the same on every rank but for `padding`."""
 
     loss: float
     kl_engine: float
@@ -45,6 +45,8 @@ class StepStats:
     tokens: int
     """Prompts included."""
     trained_tokens: int
+    padding: float
+    """Fraction of this rank's rows that holds no token."""
     seconds: float
 
 
@@ -86,7 +88,7 @@ def train(
             weights,
             layout.data_rank,
             settings.max_tokens_per_microbatch,
-            learner.pairs_per_token,
+            learner.arrangement.packing,
         )
         for step in steps
     ]
@@ -202,6 +204,7 @@ def _optimizer_step(
         lr=lr,
         tokens=step.tokens,
         trained_tokens=step.totals.tokens,
+        padding=1 - sum(one.tokens for one in plan) / max(1, sum(one.token_ids.size for one in plan)),
         seconds=time.perf_counter() - started,
     )
 
@@ -257,6 +260,7 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
         "lr": stats[-1].lr if stats else lr,
         "entropy": mean("entropy"),
         **{name: mean(name) for name in STATS},
+        "padding": mean("padding"),
         "tokens": float(tokens),
         "sequences": float(sequences),
         "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,

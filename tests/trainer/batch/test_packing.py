@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import (
     Bundle,
     Microbatch,
+    Packing,
     bundle,
     deal,
     fill,
@@ -66,20 +68,44 @@ def test_every_sequence_lies_in_exactly_one_row_and_no_microbatch_is_too_large(
         assert len(rows) * width <= max_tokens or (len(rows) == 1 and len(rows[0]) == 1)
 
 
+@relaxed
+@given(LENGTHS, st.integers(16, 512))
+def test_row_of_one_sequence_is_padded_no_more_than_its_microbatch_is_wide(
+    lengths: list[int], max_tokens: int
+) -> None:
+    microbatches = pack_rows(lengths, max_tokens, several=False)
+    assert sorted(k for rows in microbatches for (k,) in rows) == list(range(len(lengths)))
+    for rows in microbatches:
+        width = max(lengths[k] for (k,) in rows)
+        assert len(rows) * width <= max_tokens or len(rows) == 1
+    for rows, after in pairwise(microbatches):
+        assert min(lengths[k] for (k,) in rows) >= lengths[after[0][0]], "rows of like lengths are together"
+
+
+def test_tokens_of_a_microbatch_are_those_that_are_not_padding(batch: Batch) -> None:
+    microbatch = fill(batch, [alone(batch, 0, 1), alone(batch, 2)])
+    assert microbatch.tokens == batch.input_tokens[:3].sum() < microbatch.token_ids.size
+    first, second = groups(batch)[:2]
+    shared_row = fill(batch, [[shared(batch, first)], [shared(batch, second)]])
+    assert shared_row.tokens == sum(shared(batch, one).tokens for one in (first, second))
+
+
 def alone(batch: Batch, *sequences: int) -> list[Bundle]:
     """A row in which nothing is shared."""
     return [Bundle([k], int(batch.input_tokens[k])) for k in sequences]
 
 
 @settings(max_examples=30, deadline=None)
-@given(WEIGHTS, st.integers(16, 200), st.sampled_from([0.0, 30.0, 1e6]))
+@given(
+    WEIGHTS,
+    st.integers(16, 200),
+    st.builds(Packing, several=st.booleans(), pairs_per_token=st.sampled_from([0.0, 30.0, 1e6])),
+)
 def test_ranks_have_as_many_microbatches_and_together_train_every_token_once(
-    batch: Batch, weights: list[float], max_tokens: int, pairs_per_token: float
+    batch: Batch, weights: list[float], max_tokens: int, packing: Packing
 ) -> None:
     step = range(16, 48)
-    plans = [
-        plan_step(batch, step, weights, rank, max_tokens, pairs_per_token) for rank in range(len(weights))
-    ]
+    plans = [plan_step(batch, step, weights, rank, max_tokens, packing) for rank in range(len(weights))]
     assert len({len(plan) for plan in plans}) == 1
     begin, end = batch.offsets[16], batch.offsets[48]
     trained = batch.loss_mask[begin:end] == 1

@@ -1,8 +1,8 @@
 """Trains one model in several layouts and over several worlds: `python layout_job.py DIR`.
 
-DIR holds model/, reference/, batch and cases.json, a list of {name, ranks, rank_weights, settings}. For each
-case DIR/<name>.safetensors gets the whole parameters, and DIR/<name>.json the statistics of the steps. The
-ranks are forked, which saves importing torch in each.
+DIR holds models, reference/, batch and cases.json, a list of {name, model, ranks, rank_weights, settings}.
+For each case DIR/<name>.safetensors gets the whole parameters, and DIR/<name>.json the statistics of the
+steps. The ranks are forked, which saves importing torch in each.
 """
 
 import json
@@ -43,7 +43,7 @@ def run_rank(directory: Path, rank: int) -> None:
             timeout=timedelta(seconds=LIMIT_S),
         )
         settings = TrainerSettings(**case["settings"])
-        learner = build_learner(directory / "model", CPU, settings)
+        learner = build_learner(directory / case["model"], CPU, settings)
         if rank and not learner.layout.sharded:  # a machine of another kind, whose replica has drifted
             with torch.no_grad():
                 next(iter(learner.parameters.values())).view(-1)[rank] += 0.5
@@ -65,7 +65,13 @@ def run_rank(directory: Path, rank: int) -> None:
         if rank == 0:
             held = sum(v.to_local().numel() for v in learner.parameters.values() if isinstance(v, DTensor))
             save_file(whole, directory / f"{case['name']}.safetensors")
-            about = {"sharded": learner.layout.sharded, "held": held, "steps": [asdict(s) for s in stats]}
+            packed = learner.arrangement.packing.several
+            about = {
+                "sharded": learner.layout.sharded,
+                "held": held,
+                "packed": packed,
+                "steps": [asdict(s) for s in stats],
+            }
             (directory / f"{case['name']}.json").write_text(json.dumps(about))
         dist.destroy_process_group()
 

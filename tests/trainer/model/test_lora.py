@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest
 from rollout.storage.files import checksums
 from tests.adapters import save_adapter
-from tests.models import make_model
+from tests.models import LLAMA_LIKE, make_model
 from trainer.model import lora
 from trainer.model.lora import LoraError
 from trainer.settings import LoraSettings
@@ -169,3 +170,29 @@ def test_target_that_no_module_has_is_refused(base_dir: Path) -> None:
             lora.wrap(base_model(base_dir), LoraSettings(rank=4, targets=targets))
     named = lora.wrap(base_model(base_dir), LoraSettings(rank=4, targets="q_proj, v_proj"))
     assert len(trained(named)) == 2 * 2 * 2
+
+
+def moe(name: str, **more: Any) -> Any:
+    """A model whose router is made of linear layers, which peft's all-linear would adapt."""
+    config = getattr(transformers, name)(**LLAMA_LIKE, num_experts_per_tok=1, **more)
+    return AutoModelForCausalLM.from_config(config).float()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "router"),
+    [
+        pytest.param("PhimoeConfig", {"num_local_experts": 4}, "router", id="the router is a linear layer"),
+        pytest.param(
+            "JetMoeConfig",
+            {"num_local_experts": 4, "kv_channels": 8},
+            "router.layer",
+            id="the router holds one",
+        ),
+    ],
+)
+def test_router_of_experts_gets_an_adapter_only_by_name(name: str, more: dict[str, Any], router: str) -> None:
+    everywhere = set(lora.wrap(moe(name, **more), LoraSettings(rank=4)).targeted_module_names)
+    assert any("attn" in module or "attention" in module for module in everywhere)
+    assert not any("router" in module for module in everywhere)
+    by_name = lora.wrap(moe(name, **more), LoraSettings(rank=4, targets=router)).targeted_module_names
+    assert by_name and all(module.endswith(router) for module in by_name)

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from scripts.tiny_models import make_tiny_model
 from tests.models import make_model
 from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch
@@ -35,7 +36,14 @@ SETTINGS: dict[str, Any] = {
     "kl_coefficient": 0.1,
 }
 COMPARED = ("loss", "entropy", "kl_engine", "kl_reference", "clip_fraction", "grad_norm", "mismatch_max")
+PLAIN = {**SETTINGS, "kl": "off", "learning_rate": 1e-4}
 SHARDED = {"layout": "sharded"}
+FAMILIES = {
+    "gpt_oss": True,  # packed with masks
+    "qwen3_next": False,  # a sequence a row
+    "falcon_mamba": False,  # the same, found out by an error inside FSDP's hooks
+}
+"""Whether rows hold several sequences of these models."""
 CASES = [
     {"name": "replicated", "ranks": 3, "rank_weights": [1, 1, 1], "settings": {}},
     {"name": "replicated_uneven", "ranks": 3, "rank_weights": [2, 1, 1], "settings": {}},
@@ -74,7 +82,13 @@ def job(tmp_path_factory: pytest.TempPathFactory, small_batch: Batch) -> Path:
     make_model(directory / "model", seed=0)
     make_model(directory / "reference", seed=1)
     (directory / "batch").write_bytes(small_batch.encode())
-    cases = [case | {"settings": SETTINGS | case["settings"]} for case in CASES]
+    for family in FAMILIES:
+        make_tiny_model(family, directory / family)
+    cases = [{"model": "model"} | case | {"settings": SETTINGS | case["settings"]} for case in CASES]
+    cases += [
+        {"name": family, "model": family, "ranks": 2, "rank_weights": [2, 1], "settings": PLAIN | SHARDED}
+        for family in FAMILIES
+    ]
     (directory / "cases.json").write_text(json.dumps(cases))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -120,6 +134,20 @@ def test_update_is_the_same_in_every_layout(
         for name in COMPARED:
             assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-4, abs=1e-5), name
     assert stats[0].kl_reference > 0.01 and stats[0].mismatch_max > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_need_help_in_rows_train_alike_sharded(
+    job: Path, small_batch: Batch, family: str
+) -> None:
+    settings = TrainerSettings(**PLAIN)
+    learner = build_learner(job / family, CPU, settings)
+    stats = train(learner, small_batch, settings, max_tokens=24, report=lambda line: None)
+    about = json.loads((job / f"{family}.json").read_text())
+    assert about["sharded"] and about["packed"] == learner.arrangement.packing.several == FAMILIES[family]
+    for mine, theirs in zip(stats, about["steps"], strict=True):
+        for name in ("loss", "entropy", "grad_norm"):
+            assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-3, abs=1e-4), name
 
 
 def test_sharded_layout_without_a_job_is_refused() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from scripts.tiny_models import tiny_config
 from tests.models import GPT2_LIKE, LLAMA_LIKE
 from trainer.model import token_logprobs
 from trainer.model.token_logprobs import Scorer, UnsupportedModel
@@ -42,12 +43,13 @@ def make(name: str) -> PreTrainedModel:
     return model
 
 
-def pack() -> tuple[Tensor, ...]:
-    """Two rows of 12 tokens, 13 of them scored: token ids, positions, where, targets."""
+def pack() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Two rows of 12 tokens, 13 of them scored: what the decoder takes, where, targets."""
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(3, VOCABULARY, (2, 12), generator=generator)
     scored_at = torch.tensor([0, 1, 2, 3, 5, 7, 8, 12, 13, 14, 20, 21, 22])
-    return token_ids, torch.arange(12).repeat(2, 1), scored_at, token_ids.flatten()[scored_at + 1]
+    inputs = {"input_ids": token_ids, "position_ids": torch.arange(12).repeat(2, 1)}
+    return inputs, scored_at, token_ids.flatten()[scored_at + 1]
 
 
 TEMPERATURES = torch.linspace(0.4, 1.6, 13)
@@ -55,8 +57,8 @@ TEMPERATURES = torch.linspace(0.4, 1.6, 13)
 
 
 def plain(model: PreTrainedModel, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    token_ids, position_ids, scored_at, targets = pack()
-    logits = model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits
+    inputs, scored_at, targets = pack()
+    logits = model(**inputs, use_cache=False).logits
     log_p = torch.log_softmax(logits.flatten(0, 1)[scored_at] / temperatures[:, None], dim=-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -104,7 +106,7 @@ def test_nothing_scored_still_reaches_every_parameter() -> None:
     model = make("Qwen3Config")
     none = torch.zeros(0, dtype=torch.int64)
     one = torch.zeros(1, 1, dtype=torch.int64)
-    logprobs, entropy = Scorer(model, CPU)(one, one, none, none)
+    logprobs, entropy = Scorer(model, CPU)({"input_ids": one, "position_ids": one}, none, none)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -116,3 +118,11 @@ def test_model_that_does_not_end_in_its_decoder_is_refused() -> None:
     model.get_decoder = lambda: copied  # type: ignore[method-assign]
     with pytest.raises(UnsupportedModel, match=r"Qwen3Model is not what the logits .* Qwen3ForCausalLM"):
         Scorer(model, CPU)(*pack())
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "modernbert-decoder"])
+def test_decoder_is_found_where_get_decoder_names_something_else(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
+    assert type(model.get_decoder()) is not type(model.model)
+    found = Scorer(model, CPU)(*pack(), TEMPERATURES)
+    torch.testing.assert_close(found, plain(model, TEMPERATURES), rtol=1e-6, atol=1e-6)

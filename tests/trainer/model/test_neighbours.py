@@ -1,0 +1,280 @@
+"""Sequences of a row do not see each other, whatever the model is; prompts are shared where that is right."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_masks_for_generate
+
+from rollout.trajectory import Group, Sample
+from scripts.tiny_models import VOCABULARY, WINDOW, tiny_config
+from tests.paths import REPOSITORY
+from trainer.batch.batch import Batch, build_batch
+from trainer.batch.packing import Bundle, Microbatch, fill, plan_step
+from trainer.job import launch
+from trainer.model import neighbours
+from trainer.model.model import Learner
+from trainer.model.token_logprobs import Scorer, UnsupportedModel
+
+CPU = torch.device("cpu")
+
+
+def learner_of(family: str, attention: str | None = None, **more: Any) -> Learner:
+    torch.manual_seed(0)
+    kwargs = {"attn_implementation": attention} if attention else {}
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **more), **kwargs).float()
+    learner = Learner(Scorer(model, CPU))
+    learner.arrange(share_prompts=True)
+    return learner
+
+
+def found(learner: Learner) -> tuple[str, bool]:
+    """What keeps sequences apart, and whether prompts are shared."""
+    arrangement = learner.arrangement
+    return (
+        arrangement.apart.value if arrangement.packing.several else "one a row",
+        arrangement.packing.pairs_per_token > 0,
+    )
+
+
+def make_batch() -> Batch:
+    """12 sequences of 3 prompts, most of them longer than the models' windows."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for slot in range(3):
+        prompt = rng.integers(3, VOCABULARY, 16)
+        samples = []
+        for reward in (0.0, 1.0, 1.0, 0.5):
+            own = rng.integers(3, VOCABULARY, int(rng.integers(2, 40)))
+            ids = np.concatenate([prompt, own]).astype(np.int32)
+            mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+            engine = (mask * rng.uniform(-5, -4, len(ids))).astype(np.float32)
+            samples.append(Sample(ids, mask, engine, "stop", text="", reward=reward))
+        groups.append(Group(slot, f"task-{slot}", "", samples))
+    batch = build_batch(groups, manifest_sha256="m", policy="p", temperature=1.0, seed=7)
+    assert batch.input_tokens.max() > 3 * WINDOW
+    return batch
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """See make_batch."""
+    return make_batch()
+
+
+def by_token(learner: Learner, microbatches: list[Microbatch]) -> dict[tuple[int, float], float]:
+    """Logprobs by (token, engine logprob), a pair that is unique in the batch."""
+    scores: dict[tuple[int, float], float] = {}
+    for one in microbatches:
+        keys = zip(one.targets.tolist(), one.engine_logprobs.tolist(), strict=True)
+        scores |= dict(zip(keys, learner.logprobs(one)[0].tolist(), strict=True))
+    return scores
+
+
+@torch.no_grad()
+def error(learner: Learner, batch: Batch, microbatches: list[Microbatch]) -> float:
+    """The largest difference from the logprobs of each sequence in a microbatch of its own."""
+    alone = [fill(batch, [[Bundle([k], int(batch.input_tokens[k]))]]) for k in range(len(batch))]
+    wanted, scores = by_token(learner, alone), by_token(learner, microbatches)
+    assert wanted.keys() == scores.keys()
+    return max(abs(wanted[key] - scores[key]) for key in wanted)
+
+
+def planned(learner: Learner, batch: Batch) -> list[Microbatch]:
+    return plan_step(batch, range(len(batch)), [1.0], 0, 400, learner.arrangement.packing)
+
+
+def packed_tight(batch: Batch) -> list[Microbatch]:
+    """All in two rows, without shared prompts."""
+    ones = [Bundle([k], int(batch.input_tokens[k])) for k in range(len(batch))]
+    return [fill(batch, [ones[::2], ones[1::2]])]
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("qwen3", ("positions", True)),
+        ("gpt2", ("positions", True)),
+        ("qwen3_moe", ("positions", True)),
+        pytest.param("mistral", ("positions", True), id="a window in every layer"),
+        pytest.param("gemma3_text", ("positions", True), id="a window in some layers"),
+        pytest.param("llama4_text", ("positions", True), id="chunks"),
+        pytest.param("gpt_oss", ("masks", True), id="windows and masks that ignore positions"),
+        pytest.param("opt", ("masks", True), id="positions counted from the mask"),
+        pytest.param("mpt", ("masks", False), id="biases by distance in the row"),
+        pytest.param("bloom", ("one a row", False), id="positions in the mask"),
+        pytest.param("qwen3_next", ("one a row", False), id="recurrent and attention layers"),
+        pytest.param("falcon_h1", ("one a row", False), id="both in each layer"),
+        pytest.param("lfm2", ("one a row", False), id="convolutions"),
+        pytest.param("mamba2", ("one a row", False), id="recurrent layers alone"),
+    ],
+)
+def test_batch_scores_as_its_sequences_do_alone(family: str, way: tuple[str, bool], batch: Batch) -> None:
+    learner = learner_of(family)
+    assert found(learner) == way
+    plan = planned(learner, batch)
+    assert any(one.segments is not None for one in plan) == way[1]
+    assert error(learner, batch, plan) < 1e-4
+    if way[0] != "one a row":
+        assert error(learner, batch, packed_tight(batch)) < 1e-4
+    else:
+        assert all((one.position_ids == np.arange(one.position_ids.shape[1])).all() for one in plan)
+        assert error(learner, batch, packed_tight(batch)) > 0.01, "it would do without"
+
+
+def test_gradient_is_the_same_with_masks_by_kind_of_layer(batch: Batch) -> None:
+    learner = learner_of("gpt_oss")
+    parameters = list(learner.parameters.values())
+
+    def gradients(microbatches: list[Microbatch]) -> list[Tensor]:
+        for parameter in parameters:
+            parameter.grad = None
+        for one in microbatches:
+            weights = torch.from_numpy(one.engine_logprobs)  # unlike for each token
+            (learner.logprobs(one)[0] * weights).sum().backward()
+        return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
+
+    alone = gradients([fill(batch, [[Bundle([k], int(batch.input_tokens[k]))]]) for k in range(len(batch))])
+    together = gradients(planned(learner, batch))
+    scale = max(float(gradient.abs().max()) for gradient in alone)
+    for mine, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_mask_is_of_the_kind_that_the_attention_takes(attention: str) -> None:
+    assert found(learner_of("qwen3", attention)) == ("positions", True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_masks_are_those_that_transformers_makes_from_positions(family: str, attention: str) -> None:
+    config = tiny_config(family, attn_implementation=attention)
+    positions = torch.cat([torch.arange(30), torch.arange(5), torch.arange(20)])[None]
+    own = (positions == 0).cumsum(1)
+    ours = neighbours.attention_masks(torch.stack([own, own]), positions, config)
+    theirs: Any = create_masks_for_generate(config, torch.zeros(1, 55, 0), None, None, positions)
+    if not isinstance(ours, dict):
+        ours, theirs = {"": ours}, {"": theirs}
+    for kind, mask in theirs.items():
+        assert torch.equal(ours[kind].bool(), mask.bool()), kind
+    assert len(theirs) == len(set(getattr(config, "layer_types", [""])))
+
+
+def test_each_token_sees_its_prompt_and_its_own_sequence() -> None:
+    own = torch.tensor([[0, 0, 1, 2, 2, 3]])  # a prompt of two, a sequence of one and of two, another alone
+    before = torch.tensor([[0, 0, 0, 0, 0, 3]])
+    positions = torch.tensor([[0, 1, 2, 2, 3, 0]])
+    mask = neighbours.attention_masks(
+        torch.stack([own, before]), positions, tiny_config("llama", attn_implementation="sdpa")
+    )
+    assert mask.shape == (1, 1, 6, 6)
+    rows = ["".join(str(int(seen)) for seen in row) for row in mask[0, 0]]
+    assert rows == ["100000", "110000", "111000", "110100", "110110", "000001"]
+    narrow = tiny_config("mistral", sliding_window=2, attn_implementation="sdpa")
+    mask = neighbours.attention_masks(torch.stack([own, before]), positions, narrow)
+    rows = ["".join(str(int(seen)) for seen in row) for row in mask[0, 0]]
+    assert rows == ["100000", "110000", "011000", "010100", "000110", "000001"], "by positions, not columns"
+
+
+def test_window_longer_than_any_sequence_tried_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that forgets the window is noticed, although the model's own is longer than what is tried."""
+    everything = neighbours.attention_masks
+
+    def forgets(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
+        masks = everything(segments, position_ids, config)
+        return dict.fromkeys(masks, masks["full_attention"])
+
+    assert found(learner_of("gemma3_text", sliding_window=4096)) == ("positions", True)
+    monkeypatch.setattr(neighbours, "attention_masks", forgets)
+    assert found(learner_of("gemma3_text", sliding_window=4096)) == ("positions", False)
+    assert found(learner_of("gpt_oss", sliding_window=4096)) == ("one a row", False)
+
+
+def test_trying_leaves_the_model_as_it_was() -> None:
+    learner = learner_of("gpt_oss", sliding_window=100)
+    assert learner.scorer.config.sliding_window == 100
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in learner.parameters.values()
+    )
+
+
+def test_model_that_looks_ahead_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="a bert model scores a sequence otherwise if padding"):
+        learner_of("bert")
+
+
+def test_way_that_fails_on_one_rank_is_not_taken_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_of("qwen3")
+    ranks = iter([(0, 0), (1, 1), (0, 1), (1, 1), (0, 1)])  # kernels; is telling; positions; masks; shared
+    monkeypatch.setattr(Learner, "_extremes", lambda self, number: next(ranks))
+    learner.arrange(share_prompts=True)
+    assert found(learner) == ("masks", False) and next(ranks, None) is None
+
+
+def test_model_that_heeds_no_context_yet_is_not_packed(batch: Batch) -> None:
+    """Nothing shows in it now, but its layers may leak as soon as they are trained."""
+    learner = learner_of("mamba2")
+    with torch.no_grad():
+        for name, parameter in learner.parameters.items():
+            if "out_proj" in name:
+                parameter.zero_()
+    assert error(learner, batch, packed_tight(batch)) < 1e-5
+    learner.arrange(share_prompts=True)
+    assert found(learner) == ("one a row", False)
+
+
+def test_log_says_how_rows_are_laid(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        learner_of("mamba2")
+        learner_of("qwen3")
+    assert [record.message for record in caplog.records if "rows hold" in record.message] == [
+        "rows hold one sequence and padding, because layers of this model see the sequence before; "
+        "prompts are not shared",
+        "rows hold several sequences, kept apart by positions; prompts are shared",
+    ]
+
+
+KERNELS = Path(__file__).with_name("stand_in_kernels.py")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "lfm2"])
+def test_kernels_that_take_bounds_get_them(family: str) -> None:
+    """In a process of its own: transformers looks for kernels when it is imported."""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, KERNELS, family], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    way, worst = done.stdout.split()[-2:]
+    assert way == "kernels" and float(worst) < 1e-4
+
+
+def test_training_processes_fetch_no_kernels_from_the_hub() -> None:
+    """The variable's name is transformers' own; it reads it when it is imported."""
+    plan = launch.Launch(
+        num_nodes=1,
+        node_rank=0,
+        processes=1,
+        threads=1,
+        master_addr="127.0.0.1",
+        master_port=1,
+        interface="lo",
+        spool=Path("spool"),
+        start_timeout_s=1,
+        collective_timeout_s=1,
+    )
+    script = "from transformers.integrations import hub_kernels; print(hub_kernels._kernels_enabled)"
+    told = [
+        subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True).stdout
+        for env in ({**os.environ}, os.environ | launch.environment(plan))
+    ]
+    assert told == ["True\n", "False\n"]

@@ -1,0 +1,270 @@
+"""Keep the sequences of a row apart: what a model must be told besides positions, found out by trying.
+
+Restarting positions are enough where a family makes its mask from them. Where it does not, a mask for each
+kind of attention layer is passed. Recurrent and convolution layers have no mask. Their kernels take bounds
+of sequences, but their plain PyTorch code does not: there a row holds one sequence. The same masks let
+several samples share their prompt, so that it is computed once (the idea is from Prefix Grouper, arXiv
+2506.05433).
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from trainer.batch.batch import Batch, Counts
+from trainer.batch.packing import Bundle, Microbatch, Packing, fill
+from trainer.model.token_logprobs import UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+
+class Apart(Enum):
+    """What a model gets to keep the sequences of a row apart, the cheapest first."""
+
+    POSITIONS = "positions"
+    """Positions that restart with each sequence, and no mask."""
+    MASKS = "masks"
+    """A mask for each kind of attention layer as well."""
+    KERNELS = "kernels"
+    """The bounds of the sequences as well, which the kernels of recurrent layers take."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a model's sequences are laid into rows, and what it is told about them."""
+
+    apart: Apart = Apart.POSITIONS
+    packing: Packing = field(default_factory=Packing)
+
+
+KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
+"""Packages with kernels that transformers uses for recurrent layers where they are installed."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Numbers of a config that say how far back some of its layers see, in tokens."""
+UNMASKED = ("linear_attention", "conv")
+"""Kinds of layers, as transformers names them, that take no attention mask."""
+PROMPT, TOKENS, WINDOW = 2, (24, 17), 6
+"""What is tried: two sequences of so many tokens, the first of which are the same, and a window shorter than
+both, whatever the model's own is."""
+EXACT, ROUNDED, LEAK = 1e-3, 0.1, 0.01
+"""Allowed errors, as fractions of the difference that the sequence before makes if it is seen: of the
+logprobs of a sequence on its own, computed in float32 or bfloat16 (more than rounding, less than a mistake),
+and of their change with the words of a neighbour (no more than what experts round in bfloat16)."""
+ROUNDING, TELLING = 1e-5, 1e-4
+"""An error of a logprob that is always allowed; the least difference that the sequence before must make, or
+nothing can be told from trying, and a row holds one sequence."""
+
+
+def decoder_inputs(microbatch: Microbatch, apart: Apart, config: Any, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a transformers decoder for the microbatch's tokens, on `device`.
+
+    With KERNELS the rows become one long row, because the kernels take bounds within a single row.
+    """
+    positions = microbatch.position_ids
+    is_packed = bool((positions[:, 1:] == 0).any())
+    needs_mask = microbatch.segments is not None or (is_packed and apart is not Apart.POSITIONS)
+    token_ids, segments = microbatch.token_ids, microbatch.segments
+    given: dict[str, Any] = {}
+    if is_packed and apart is Apart.KERNELS and segments is None:
+        token_ids, positions = token_ids.reshape(1, -1), positions.reshape(1, -1)
+        given = _bounds(positions, device)
+    given["input_ids"] = torch.from_numpy(token_ids).to(device)
+    given["position_ids"] = torch.from_numpy(positions).to(device)
+    if needs_mask:
+        if segments is None:
+            own = np.cumsum(positions == 0, axis=1)
+            segments = np.stack([own, own])
+        given["attention_mask"] = attention_masks(
+            torch.from_numpy(segments).to(device), given["position_ids"], config
+        )
+    return given
+
+
+def _bounds(positions: NDArray[np.int64], device: torch.device) -> dict[str, Any]:
+    """What recurrent kernels take, by transformers' names: (sequences + 1,) bounds, (1, C) numbers."""
+    starts = np.flatnonzero(positions[0] == 0)
+    bounds = np.append(starts, positions.size).astype(np.int32)
+    numbers = (np.cumsum(positions == 0, axis=1) - 1).astype(np.int32)
+    ends = torch.from_numpy(bounds).to(device)
+    longest = int(np.diff(bounds).max())
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": torch.from_numpy(numbers).to(device),
+    }
+
+
+def attention_masks(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
+    """The mask that the model's attention takes, or a dict of them by kind of layer if it has kinds.
+
+    `segments` (2, R, C): see Microbatch; `position_ids` (R, C). A mask is what transformers makes for the
+    config's attention: (R, 1, C, C), boolean for sdpa and added for eager, or flex attention's BlockMask.
+    """
+    own, before = segments
+    make = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
+
+    def mask(reaches: Callable[[Tensor, Tensor], Tensor] | None) -> Any:
+        def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            theirs = own[row, key]
+            seen = ((own[row, query] == theirs) | (before[row, query] == theirs)) & (key <= query)
+            if reaches is None:
+                return seen
+            return seen & reaches(position_ids[row, query], position_ids[row, key])
+
+        rows, columns = position_ids.shape
+        return make(
+            batch_size=rows,
+            q_length=columns,
+            kv_length=columns,
+            mask_function=sees,
+            allow_is_causal_skip=False,
+            dtype=torch.float32,
+            device=position_ids.device,
+            config=config,
+        )
+
+    window, chunk = (getattr(config, name, None) for name in WINDOWS)
+    in_window = (lambda query, key: query - key < window) if window else None
+    in_chunk = (lambda query, key: query // chunk == key // chunk) if chunk else None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return mask(in_window or in_chunk)
+    masks: dict[str, Any] = dict.fromkeys([*kinds, "full_attention"], mask(None))
+    masks |= dict.fromkeys(UNMASKED)
+    if window:
+        masks["sliding_attention"] = mask(in_window)
+    if chunk:
+        masks["chunked_attention"] = mask(in_chunk)
+    return masks
+
+
+Score = Callable[[Microbatch, Apart], Tensor]
+"""The logprobs of a microbatch's trained tokens (N,)."""
+
+
+@torch.no_grad()
+def arrange(
+    config: Any,
+    score: Score,
+    agree: Callable[[bool], bool],
+    *,
+    share_prompts: bool,
+    kernels: bool,
+    exact: bool,
+) -> Arrangement:
+    """Try how the model's sequences can be laid into rows, and take the cheapest way that changes no score.
+
+    `agree`: whether it is so on all ranks, which call this together. `kernels`: try KERNELS, too. `exact`:
+    the model computes in float32. A layer has about 12 h^2 weights with two operations each, and spends 4 h
+    operations on a pair of tokens, so `pairs_per_token` is 24 h^2 / 4 h = 6 h. Raises UnsupportedModel if not
+    even padding behind a sequence is harmless.
+    """
+    batch = _two_sequences(config.vocab_size)
+    first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
+    both = Bundle([0, 1], first.tokens + second.tokens - PROMPT, PROMPT)
+    packed = fill(batch, [[first, second], [second]])
+    with _short_window(config):
+        alone = [score(fill(batch, [[one]]), Apart.POSITIONS) for one in (first, second)]
+        one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
+        trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS), exact)
+        ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if agree(trial.is_telling) else []
+        apart = next((way for way in ways if agree(trial.passes(packed, way))), None)
+        shares = share_prompts and bool(ways) and agree(trial.passes(fill(batch, [[both]]), Apart.MASKS))
+        padded = fill(batch, [[first], [second]])
+        is_causal = apart is not None or agree(trial.passes(padded, Apart.POSITIONS))
+    if not is_causal:
+        raise UnsupportedModel(
+            f"a {config.model_type} model scores a sequence otherwise if padding comes behind it, or another "
+            "sequence is in the batch; train a causal decoder"
+        )
+    logger.info(
+        "rows hold %s; prompts are %s",
+        f"several sequences, kept apart by {apart.value}"
+        if apart
+        else "one sequence and padding, because layers of this model see the sequence before",
+        "shared" if shares else "not shared",
+    )
+    packing = Packing(several=apart is not None, pairs_per_token=6.0 * config.hidden_size * shares)
+    return Arrangement(apart or Apart.POSITIONS, packing)
+
+
+class _Trial:
+    """Compares the scores of packed sequences with those on their own."""
+
+    def __init__(self, score: Score, alone: list[Tensor], seen: Tensor, exact: bool) -> None:
+        """`alone`: scores of the sequences in a packed microbatch's order; `seen`: these tokens' scores where
+        the second sequence sees the first."""
+        self._score, self._alone = score, alone
+        effect = float((seen - torch.cat(alone)).abs().max())
+        tolerance = EXACT if exact else ROUNDED
+        self.is_telling = effect > TELLING
+        self._mistake = max(tolerance * effect, ROUNDING)
+        self._leak = max(min(tolerance, LEAK) * effect, ROUNDING)
+
+    def passes(self, packed: Microbatch, apart: Apart) -> bool:
+        """Whether the sequences score as they do alone, and alike whatever the words of the first are."""
+        words = packed.token_ids.copy()
+        words[0, PROMPT : TOKENS[0] - 1] = words[0, PROMPT : TOKENS[0] - 1][::-1]
+        count = int(packed.sequences.max()) + 1
+        try:
+            found = self._score(packed, apart)
+            changed = self._score(replace(packed, token_ids=words), apart)
+        except Exception as error:  # any family may refuse any argument in any way; it is not used then
+            logger.debug("%s: %s", apart, error)
+            return False
+        mistake = float((found - torch.cat(self._alone[:count])).abs().max())
+        leak = float((changed - found)[torch.from_numpy(packed.sequences > 0)].abs().max())
+        return mistake < self._mistake and leak < self._leak
+
+
+def has_kernels() -> int:
+    """Which packages of KERNELS are installed, as bits of a number."""
+    return sum(1 << k for k, name in enumerate(KERNELS) if importlib.util.find_spec(name))
+
+
+@contextmanager
+def _short_window(config: Any) -> Iterator[None]:
+    """Inside, the model's windows are shorter than the sequences tried, so that a wrong one shows."""
+    own = {name: value for name in WINDOWS if (value := getattr(config, name, None)) and value > WINDOW}
+    for name in own:
+        setattr(config, name, WINDOW)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(config, name, value)
+
+
+def _two_sequences(vocabulary: int) -> Batch:
+    """Sequences of TOKENS, whose first PROMPT tokens are the same and not trained."""
+    rng = np.random.default_rng(0)
+    words = [rng.integers(0, vocabulary, length) for length in TOKENS]
+    words[1][:PROMPT] = words[0][:PROMPT]
+    nothing = np.zeros(2, np.float32)
+    return Batch(
+        token_ids=np.concatenate(words).astype(np.int32),
+        loss_mask=np.concatenate([np.arange(length) >= PROMPT for length in TOKENS]).astype(np.uint8),
+        logprobs=np.zeros(sum(TOKENS), np.float32),
+        offsets=np.array([0, TOKENS[0], sum(TOKENS)]),
+        advantages=nothing,
+        rewards=nothing,
+        slots=np.zeros(2, np.int32),
+        temperatures=np.ones(2, np.float32),
+        ages=np.zeros(2, np.int32),
+        counts=Counts(0, 0, 0, 0, 0, 0.0, 0.0),
+        manifest_sha256="",
+        policy="",
+        seed=0,
+    )

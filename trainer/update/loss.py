@@ -53,7 +53,7 @@ def policy_loss(
     old_logprobs = old_logprobs.detach()
     ratio = _ratio(logprobs, old_logprobs, sequences, settings)
     objective, cut_off = _objective(ratio, logprobs, advantages, settings)
-    log_mismatch = torch.where(engine_logprobs == 0, 0.0, old_logprobs - engine_logprobs)
+    log_mismatch = torch.where(engine_logprobs.isnan(), 0.0, old_logprobs - engine_logprobs)
     terms = -_correction(log_mismatch, settings) * objective
     if settings.kl != "off":
         if reference_logprobs is None:

@@ -139,15 +139,21 @@ def test_masked_correction_leaves_out_what_the_engine_saw_otherwise() -> None:
 
 def test_likelihood_is_the_negative_log_likelihood_however_far_the_policy_has_moved() -> None:
     settings = TrainerSettings(algorithm="sft")
-    loss, slopes, stats = compute(settings, advantages=[1.0] * 6, engine=[0.0] * 6)
+    loss, slopes, stats = compute(settings, advantages=[1.0] * 6, engine=[math.nan] * 6)
     assert loss == pytest.approx(-sum(NEW) / 10)
     assert slopes == pytest.approx([-1 / 10] * 6)
     assert stats == dict.fromkeys(STATS, 0.0)
 
 
 def test_token_that_no_engine_has_sampled_is_not_corrected() -> None:
-    same = [new if engine == 0 else engine for new, engine in zip(OLD, [0.0] * 6, strict=True)]
-    assert compute(engine=[0.0] * 6) == compute(engine=same)
+    assert compute(engine=[math.nan] * 6) == compute(engine=OLD)
+
+
+def test_engine_that_was_certain_is_corrected_like_any_other() -> None:
+    tokens = {"new": [-1.0], "old": [-1.0], "engine": [0.0], "advantages": [1.0], "sequences": [0]}
+    _, slopes, stats = compute(**tokens)
+    assert slopes == pytest.approx([-math.exp(-1) / 10])
+    assert stats["kl_engine"] == pytest.approx(math.exp(-1) / 10)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

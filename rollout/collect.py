@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
-from rollout.environments.environment import Environment
+from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
+from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import Task
-from rollout.trajectory import Group, Sample
+from rollout.trajectory import Group, Sample, unfit
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ ALL_FAILED_MIN = 4
 
 class AllGivenUp(RuntimeError):
     """No group was made; the message says why the first one was given up."""
+
+
+class UnfitSample(ValueError):
+    """A sample of an environment can be neither trained nor stored; the message says why."""
 
 
 class Stopped(Exception):
@@ -73,7 +77,8 @@ async def collect(
     times the needed groups are begun. Once `completion_threshold` of the needed groups is finished, the
     others have `grace_period_s` left, and are then given up. A group is handed over as a tombstone if it
     takes longer than `group_timeout_s`, if its environment raises, or if the engine refuses its request. A
-    sample whose reward raises is left out of its group, or ends the collection: see `on_reward_error`.
+    sample that is unfit (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises,
+    or it ends the collection: see `on_reward_error`.
 
     `sampling.seed` is not used. Raises EngineError when the engine fails, and Stopped within a second after
     `stop` is set; the rest is cancelled. An error of `on_group` ends the collection too. Raises AllGivenUp if
@@ -173,7 +178,7 @@ class _Collection:
         if self._given_up or self._failed:
             made = self._finished + self._given_up
             log.warning(
-                "%d of %d groups were given up, %d samples were lost to their reward",
+                "%d of %d groups were given up, %d samples were lost (unfit, or without a reward)",
                 self._given_up,
                 made,
                 self._failed,
@@ -230,20 +235,31 @@ class _GroupMaker:
 
     async def _generate(self, slot: Slot) -> Group:
         policy = Policy(self.client, self.sampling, slot.seed)
-        samples = await self.environment(slot.task, policy, self.sampling)
-        _check_samples(samples)
+        made = await self.environment(slot.task, policy, self.sampling)
+        if not isinstance(made, list) or not made or not all(isinstance(one, Sample) for one in made):
+            raise ValueError(
+                f"the environment must return a non-empty list of Sample, got {type(made).__name__}"
+            )
+        for sample in made:
+            sample.finish_reason = finish_reason(sample.finish_reason)
+        demonstrated = demonstrates(self.environment)
+        faults = [unfit(sample, demonstrated=demonstrated) for sample in made]
+        samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
         unscored = [sample for sample in samples if sample.reward is None]
         scored = await asyncio.gather(
             *(score(self.reward, slot.task, sample) for sample in unscored), return_exceptions=True
         )
-        failures = [error for error in scored if error is not None]
-        whole = [sample for sample in samples if sample.reward is not None]
+        failures = [UnfitSample(fault) for fault in faults if fault is not None]
+        failures += [error for error in scored if error is not None]
         for error in failures:
-            if not isinstance(error, RewardError) or self.settings.on_reward_error == "run":
+            if not isinstance(error, RewardError | UnfitSample):
+                raise error
+            if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
                 raise error
             self._log(f"slot {slot.number} loses a sample", error)
         failed = [str(error) for error in failures]
-        given_up = None if whole else f"no sample has a reward: {failed[0]}"
+        whole = [sample for sample in samples if sample.reward is not None]
+        given_up = None if whole else f"no sample is left: {failed[0]}"
         return Group(slot.number, slot.task["id"], slot.prompt, whole, given_up, failed)
 
     def _log(self, what: str, reason: BaseException) -> None:
@@ -272,15 +288,3 @@ def _first_cause(error: BaseException) -> BaseException:
     if isinstance(error, ExceptionGroup):
         return _first_cause((error.subgroup(EngineError) or error).exceptions[0])
     return error
-
-
-def _check_samples(samples: object) -> None:
-    """Raise ValueError unless the environment returned what a part can hold."""
-    if not isinstance(samples, list) or not samples or not all(isinstance(s, Sample) for s in samples):
-        raise ValueError(
-            f"the environment must return a non-empty list of Sample, got {type(samples).__name__}"
-        )
-    for sample in samples:
-        shapes = {sample.token_ids.shape, sample.loss_mask.shape, sample.logprobs.shape}
-        if shapes != {(sample.token_ids.size,)}:
-            raise ValueError(f"a sample's token_ids, loss_mask and logprobs have the shapes {sorted(shapes)}")

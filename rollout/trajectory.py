@@ -10,6 +10,7 @@ header) and `header_sha256` (of the safetensors header itself, with this one val
 import hashlib
 import itertools
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,7 +42,9 @@ class Sample:
     observations.
     """
     logprobs: NDArray[np.float32]
-    """(T,), natural log, of each token in the distribution that it was sampled from; 0 where not trained."""
+    """(T,), natural log, of each token in the distribution that it was sampled from; 0 where not trained.
+    NaN: a trained token that nothing has sampled, in demonstrations only.
+    """
     finish_reason: str
     """`stop` (it ended by itself) or `length` (it was cut)."""
     text: str
@@ -61,7 +64,7 @@ class Group:
     samples: list[Sample]
     given_up: str | None = None
     failed: list[str] = field(default_factory=list)
-    """For each sample that is missing because its reward raised: the reason."""
+    """For each sample that is missing, because its reward raised or it was unfit: the reason."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,43 @@ class _GroupRecord(BaseModel):
 
 _RECORDS = TypeAdapter(list[_GroupRecord])
 _HEADER = TypeAdapter(PartHeader)
+
+
+def unfit(sample: Sample, *, demonstrated: bool) -> str | None:
+    """Why the sample can be neither trained nor stored; None if it can, and then its arrays are arrays and
+    its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN.
+    """
+    try:
+        ids, mask = np.asarray(sample.token_ids), np.asarray(sample.loss_mask)
+        logprobs = np.asarray(sample.logprobs, dtype=np.float32)
+        sample.reward = None if sample.reward is None else float(sample.reward)
+        sample.metrics = {str(name): float(value) for name, value in sample.metrics.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        return f"it does not consist of numbers: {error}"
+    sample.token_ids, sample.loss_mask, sample.logprobs = ids, mask, logprobs
+    shapes = {ids.shape, mask.shape, logprobs.shape}
+    if shapes != {(ids.size,)}:
+        return f"its token_ids, loss_mask and logprobs have the shapes {sorted(shapes)}"
+    if ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 2**31):
+        return f"its token_ids are no token ids: {ids.dtype} from {ids.min()} to {ids.max()}"
+    if not np.isin(mask, (0, 1)).all():
+        return "its loss_mask has values other than 0 and 1"
+    trained = mask.astype(bool)
+    if trained[:1].any():
+        return "its first token is trained, but no logit scores that"
+    missing = trained & np.isnan(logprobs) & demonstrated
+    broken = ~np.isfinite(logprobs) & ~missing
+    if broken.any():
+        place = int(broken.argmax())
+        return f"the logprob of its token {place} is {logprobs[place]}"
+    for name, value in {"reward": sample.reward or 0.0, **sample.metrics}.items():
+        if not math.isfinite(value):
+            return f"its {name} is {value}"
+    if not isinstance(sample.text, str):
+        return f"its text is {type(sample.text).__name__}"
+    if sample.finish_reason not in ("stop", "length"):
+        return f"its finish_reason is {sample.finish_reason!r}, neither stop nor length"
+    return None
 
 
 def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:

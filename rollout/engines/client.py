@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic_core import from_json
@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     import aiohttp
 
 _EXCERPT = 500
+_SPECIAL_TOKENS = 16
+"""More than a tokenizer adds to a text."""
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
+_FINISH_REASONS = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence"), "stop"),
+    **dict.fromkeys(("tool_calls", "function_call"), "stop"),
+    **dict.fromkeys(("length", "max_tokens"), "length"),
+}
+"""What engines and agents say: it ended by itself, or it was cut."""
 _FAILING_S = 60.0
 """How long an engine may answer with errors. One that dies does so until its process ends (vLLM's front end
 for 8 s after its engine core, longer on a busy machine)."""
@@ -49,7 +57,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion. `logprobs`: natural, one for each of `token_ids`, in the distribution sampled from."""
+    """One completion. `logprobs`: natural, one for each of `token_ids`, in the distribution sampled from.
+    `finish_reason`: `stop`, `length`, or one that no sample may have (see `finish_reason`).
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -79,6 +89,8 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
+        self._context: int | None = None
+        """The engine's context in tokens, read when it first refuses a request; 0: it does not say."""
 
     async def __aenter__(self) -> Self:
         import aiohttp  # here, because it takes 0.15 s and `run --help` imports this module
@@ -95,10 +107,52 @@ class EngineClient:
             self._session = None
 
     async def generate(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
-        """The `sampling.n` completions of a prompt (text, or token ids that are taken as they are).
+        """The `sampling.n` completions of a prompt (text, or token ids that are taken as they are), which end
+        where the engine's context does.
 
-        Raises RequestRefused or another EngineError.
+        Raises RequestRefused, e.g. if the prompt alone fills the context, or another EngineError.
         """
+        try:
+            return await self._complete(*await self._fitted(prompt, sampling))
+        except RequestRefused:
+            if self._context is not None:
+                raise
+            self._context = await self._read_context()  # it may have been asked for more than fits
+            if not self._context:
+                raise
+            return await self._complete(*await self._fitted(prompt, sampling))
+
+    async def _fitted(
+        self, prompt: str | Sequence[int], sampling: Sampling
+    ) -> tuple[str | Sequence[int], Sampling]:
+        """The request with at most the tokens that the context has left, once the context is known."""
+        if not self._context:
+            return prompt, sampling
+        if isinstance(prompt, str):
+            if len(prompt.encode()) + _SPECIAL_TOKENS + sampling.max_tokens <= self._context:
+                return prompt, sampling  # a token has a byte at least
+            prompt = await self.tokenize_whole(prompt)
+        room = self._context - len(prompt)
+        if room < 1:
+            raise RequestRefused(
+                f"a prompt of {len(prompt)} tokens fills the engine's context of {self._context}"
+            )
+        return prompt, replace(sampling, max_tokens=min(sampling.max_tokens, room))
+
+    async def _read_context(self) -> int:
+        """The engine's context in tokens; 0 if it does not say."""
+        import aiohttp
+
+        assert self._session is not None
+        url = f"{self._base_url}/v1/models"
+        try:
+            async with self._session.get(url) as response:
+                answer = parse_answer(f"GET {url}", response.status, await response.read())
+            return max(int(card["max_model_len"] or 0) for card in answer["data"])
+        except (aiohttp.ClientError, EngineError, KeyError, TypeError, ValueError):
+            return 0
+
+    async def _complete(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
         request = completion_request(prompt, sampling)
         answer = await self._post(
             "/v1/completions", request | ({"model": self._model} if self._model else {})
@@ -200,12 +254,21 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[
     }
 
 
+def finish_reason(said: str) -> str:
+    """`stop` or `length` for what an engine says; what is neither (abort, content_filter) stays as it is."""
+    return _FINISH_REASONS.get(said, said)
+
+
 def _completion(choice: dict[str, Any]) -> Completion:
     token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if len(token_ids) != len(logprobs):
-        raise ValueError(f"{len(token_ids)} token ids, {len(logprobs)} logprobs")
+    if not isinstance(token_ids, list) or not isinstance(logprobs, list):
+        raise TypeError("token_ids and token_logprobs must be lists")
     return Completion(
-        choice["prompt_token_ids"], token_ids, logprobs, choice["text"], str(choice["finish_reason"])
+        choice["prompt_token_ids"],
+        token_ids,
+        logprobs,
+        choice["text"],
+        finish_reason(str(choice["finish_reason"])),
     )
 
 

@@ -22,12 +22,14 @@ async def demonstration(
     task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = ()
 ) -> list[Sample]:
     """Make one sample with reward 1 (`sampling.n` is ignored): prompt, answer, end of the sequence. The last
-    two are trained. The logprobs are 0, because no engine sampled it.
+    two are trained. Their logprobs are NaN, because nothing sampled them.
 
     The answer is the last message if the assistant says it (rendered by the chat template), else the field
-    `answer`. The trained tokens begin where the tokens of the whole differ from those of the prompt alone.
-    They end with the first token in `end_ids`, or with `end_ids[0]` if the template writes none. Raises
-    TaskError, which names the task, if the answer is missing or longer than `sampling.max_tokens`.
+    `answer`. The prompt's tokens are those that sampling would go on from, with all that the template puts
+    before an answer (a thinking model's `<think>`). If the tokens of the whole conversation do not begin with
+    them, the answer's own tokens follow. The trained tokens end with the first token in `end_ids`, or
+    with `end_ids[0]` if the template writes none. Raises TaskError, which names the task, if the answer is
+    missing or longer than `sampling.max_tokens`.
     """
     if not end_ids:
         raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
@@ -39,15 +41,20 @@ async def demonstration(
         messages = _messages_before(task)
         asked = await policy.tokenize(messages)
         whole = await policy.tokenize_whole([*messages, {"role": "assistant", "content": answer}])
-    begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False)))
-    trained = list(takewhile(lambda token: token not in end_ids, whole[begin:]))
-    trained.append(next((token for token in whole[begin:] if token in end_ids), end_ids[0]))
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False)))
+    said = whole[common:]
+    end = next((token for token in said if token in end_ids), end_ids[0])
+    if common < len(asked):
+        opened, said = asked[common:], await policy.tokenize(answer)
+        if said[: len(opened)] == opened:  # the answer too begins with what the template opens
+            said = said[len(opened) :]
+    trained = [*takewhile(lambda token: token not in end_ids, said), end]
     if len(trained) > sampling.max_tokens:
         raise TaskError(
             f"task {task['id']!r}: its answer has {len(trained)} tokens with the end of the sequence, more "
             f"than rollout.max_tokens={sampling.max_tokens}; raise that, or leave the task out"
         )
-    return [_sample(whole[:begin], trained, answer)]
+    return [_sample(asked, trained, answer)]
 
 
 demonstration.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (see Environment)
@@ -98,7 +105,7 @@ def _sample(prompt_ids: list[int], trained: list[int], text: str) -> Sample:
     return Sample(
         token_ids=np.array(prompt_ids + trained, dtype=np.int32),
         loss_mask=loss_mask,
-        logprobs=np.zeros(len(loss_mask), dtype=np.float32),
+        logprobs=np.where(loss_mask == 1, np.nan, 0).astype(np.float32),
         finish_reason="stop",
         text=text,
         reward=1.0,

@@ -120,8 +120,8 @@ class Episode:
         append: messages (the chat template closes the assistant's turn and opens the next), or a text or
         token ids (appended as they are). Generated tokens are never tokenised again.
 
-        If the budget is used up, or the tokens outgrow the engine's context, the turn is empty, has the
-        finish_reason `length`, and nothing is appended. So a conversation only has to stop at `length`.
+        The turn ends (`length`) where the budget or the engine's context does. If there is no room at all, it
+        is empty and nothing is appended. So a conversation only has to stop at `length`.
         Raises RequestRefused if the engine refuses the prompt or the chat template refuses the messages, and
         another EngineError if the engine fails.
         """
@@ -158,7 +158,8 @@ class Episode:
 def sample_of(*turns: Completion) -> Sample:
     """The sample of one completion, or of several turns. The prompt of a turn is prompt and completion of the
     turn before, then an observation. Observations get loss mask 0. The text is the last turn's. Raises
-    ValueError if a prompt does not continue the turn before, i.e. if text was tokenised again.
+    ValueError if a prompt does not continue the turn before, i.e. if text was tokenised again, or if a turn
+    has not a logprob for each token.
     """
     last = turns[-1]
     token_ids = last.prompt_ids + last.token_ids
@@ -170,6 +171,8 @@ def sample_of(*turns: Completion) -> Sample:
             raise ValueError(
                 f"turn {number} is not continued by the prompt of the last: append token ids, not text"
             )
+        if len(turn.token_ids) != len(turn.logprobs):
+            raise ValueError(f"a turn has {len(turn.token_ids)} token ids, but {len(turn.logprobs)} logprobs")
         loss_mask[begin:end] = 1
         logprobs[begin:end] = turn.logprobs
     return Sample(

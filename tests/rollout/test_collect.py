@@ -1,12 +1,17 @@
 """The collector: how much runs at once, what becomes of failures, how it stops, what it leaves behind."""
 
 import asyncio
+import json
 import logging
+import math
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout import collect as collect_module
@@ -16,7 +21,7 @@ from rollout.environments.environment import single_turn
 from rollout.rewards.builtin import Reward, RewardError
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
-from rollout.trajectory import Group, Sample
+from rollout.trajectory import Group, PartHeader, Sample, decode_part, encode_part, line_for_people
 from tests.rollout.collecting import EXACT, FakeClient, run, slots
 from tests.rollout.rollout_helpers import RunningServer, serving
 
@@ -114,7 +119,7 @@ def test_sample_whose_reward_raises_is_left_out_of_its_group_and_counted(
     errors = [record for record in caplog.records if record.exc_info]
     assert len(errors) == 1 and "KeyError" in str(errors[0].exc_info)
     assert len(by_slot[2].failed) == 4
-    assert "1 of 3 groups were given up, 5 samples were lost to their reward" in caplog.text
+    assert "1 of 3 groups were given up, 5 samples were lost" in caplog.text
 
 
 def test_reward_that_raises_ends_the_collection_where_the_setting_says_so() -> None:
@@ -141,14 +146,105 @@ def test_environment_that_returns_no_samples_becomes_a_tombstone(result: Any) ->
     assert failure is None and "non-empty list of Sample" in str(groups[0].given_up)
 
 
-def test_environment_whose_arrays_do_not_match_becomes_a_tombstone() -> None:
+def spoil(**fields: Any) -> Callable[[Sample], None]:
+    def spoil(sample: Sample) -> None:
+        for name, value in fields.items():
+            setattr(sample, name, value)
+
+    return spoil
+
+
+def at(name: str, place: int, value: float) -> Callable[[Sample], None]:
+    """Set one number of an array; a sample of this engine has one prompt token and one trained token."""
+
+    def spoil(sample: Sample) -> None:
+        getattr(sample, name)[place] = value
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (at("logprobs", 1, math.nan), "the logprob of its token 1 is nan"),
+        (at("logprobs", 1, -math.inf), "the logprob of its token 1 is -inf"),
+        (at("logprobs", 0, math.nan), "the logprob of its token 0 is nan"),
+        (at("loss_mask", 0, 1), "its first token is trained"),
+        (at("loss_mask", 1, 2), "its loss_mask has values other than 0 and 1"),
+        (at("token_ids", 1, -1), "its token_ids are no token ids"),
+        (spoil(token_ids=np.array([3.0, 4.5])), "its token_ids are no token ids: float64"),
+        (spoil(logprobs=np.zeros(1, np.float32)), "have the shapes"),
+        (spoil(logprobs=[None, None]), "the logprob of its token 0 is nan"),
+        (spoil(logprobs=["a", "b"]), "it does not consist of numbers"),
+        (spoil(finish_reason="content_filter"), "its finish_reason is 'content_filter'"),
+        (spoil(finish_reason="abort"), "its finish_reason is 'abort'"),
+        (spoil(reward=math.nan), "its reward is nan"),
+        (spoil(metrics={"calls": math.inf}), "its calls is inf"),
+        (spoil(metrics={"calls": "many"}), "it does not consist of numbers"),
+        (spoil(text=None), "its text is NoneType"),
+    ],
+)
+def test_sample_that_cannot_be_trained_is_left_out_and_the_rest_of_its_group_stays(
+    spoil: Callable[[Sample], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def broken(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
         samples = await single_turn(task, policy, sampling)
-        samples[0].logprobs = samples[0].logprobs[1:]
+        for sample in samples[1:] if task["id"] == "t0" else samples:
+            spoil(sample)
         return samples
 
-    groups, failure = run(FakeClient(), slots(1), environment=broken)
-    assert failure is None and "have the shapes" in str(groups[0].given_up)
+    groups, failure = run(FakeClient(), slots(2), environment=broken)
+    assert failure is None
+    first, second = sorted(groups, key=lambda group: group.slot)
+    assert first.given_up is None and len(first.samples) == 1 and len(first.failed) == 3
+    assert second.samples == [] and "no sample is left" in str(second.given_up)
+    assert all(reason in text for text in [*first.failed, second.given_up]), first.failed
+    assert "7 samples were lost" in caplog.text
+    header = PartHeader("train", 1, 0, 1, 0, "p")
+    assert len(decode_part(encode_part(groups, header))[1]) == 2
+
+
+def test_what_is_numbers_all_the_same_can_be_stored() -> None:
+    async def loose(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        more: Any = {
+            "reward": np.float32(0.5),
+            "metrics": {"calls": np.int64(2)},
+            "finish_reason": "eos_token",
+        }
+        return [Sample(token_ids=[3, 4], loss_mask=[False, True], logprobs=[0, 0], text="", **more)]  # type: ignore
+
+    groups, failure = run(FakeClient(), slots(1), environment=loose)
+    assert failure is None
+    (group,) = decode_part(encode_part(groups, PartHeader("train", 1, 0, 1, 0, "p")))[1]
+    (sample,) = group.samples
+    assert (sample.reward, sample.metrics, sample.finish_reason) == (0.5, {"calls": 2.0}, "stop")
+    assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([3, 4], [0, 1])
+
+
+def test_environment_that_demonstrates_may_leave_logprobs_open_and_they_survive_a_part() -> None:
+    async def taught(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        samples = await single_turn(task, policy, sampling)
+        for sample in samples:
+            sample.logprobs[1] = math.nan
+        samples[0].logprobs[0] = math.nan  # of the prompt
+        return samples
+
+    taught.demonstrates = True  # type: ignore[attr-defined]
+    groups, failure = run(FakeClient(), slots(1), environment=partial(taught))
+    assert failure is None and len(groups[0].samples) == 3 and "token 0 is nan" in groups[0].failed[0]
+    (group,) = decode_part(encode_part(groups, PartHeader("train", 1, 0, 1, 0, "p")))[1]
+    assert np.isnan(group.samples[0].logprobs).tolist() == [False, True]
+    line = json.loads(line_for_people(group, rank=0, model_version="p"), parse_constant=pytest.fail)
+    assert [sample["tokens"] for sample in line["samples"]] == [1, 1, 1]
+
+
+def test_engine_whose_logprobs_are_too_few_costs_the_group() -> None:
+    class Short(FakeClient):
+        async def generate(self, prompt: Any, sampling: Sampling) -> list[Completion]:
+            return [Completion([3], [4, 5], [-0.5], prompt, "stop") for _ in range(sampling.n)]
+
+    groups, failure = run(Short(), slots(1))
+    assert failure is None and "2 token ids, but 1 logprobs" in str(groups[0].given_up)
 
 
 def test_request_that_the_engine_refuses_costs_its_group_only() -> None:

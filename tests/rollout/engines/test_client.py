@@ -11,7 +11,7 @@ import pytest
 
 from rollout.engines import client as client_module
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
 from tests.models import CONTEXT
 from tests.rollout.rollout_helpers import RunningServer
 
@@ -86,8 +86,8 @@ def test_base_url_may_end_in_a_slash(server: RunningServer) -> None:
 
 
 def test_request_that_the_engine_refuses_is_told_from_a_failure(server: RunningServer) -> None:
-    with pytest.raises(RequestRefused, match=f"400: .*exceed the context of {CONTEXT}"):
-        ask(server.url, Sampling(max_tokens=CONTEXT))
+    with pytest.raises(RequestRefused, match=f"{CONTEXT} tokens fills the engine's context of {CONTEXT}"):
+        ask(server.url, Sampling(max_tokens=1), prompt="1" * CONTEXT)
 
 
 def test_error_of_the_server_is_shown_with_status_and_body() -> None:
@@ -152,13 +152,38 @@ def test_server_that_never_answers_is_an_error_within_the_timeout() -> None:
         "{}",
         json.dumps({"choices": [{**CHOICE, "token_ids": None}]}),
         json.dumps({"choices": [{**CHOICE, "logprobs": None}]}),
-        json.dumps({"choices": [{**CHOICE, "token_ids": [4]}]}),
         json.dumps({"choices": []}),
     ],
 )
 def test_answer_without_what_training_needs_is_an_error(body: str) -> None:
     with pytest.raises(EngineError):
         generate_from(http_answer("200 OK", body))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("stop", "stop"), ("eos_token", "stop"), ("tool_calls", "stop"), ("function_call", "stop"),
+     ("length", "length"), ("max_tokens", "length"), ("abort", "abort"), ("content_filter",) * 2],
+)  # fmt: skip
+def test_reasons_of_other_servers_are_those_of_a_sample_or_stay_what_they_are(said: str, meant: str) -> None:
+    body = json.dumps({"choices": [{**CHOICE, "finish_reason": said}]})
+    assert generate_from(http_answer("200 OK", body))[0].finish_reason == meant
+
+
+@pytest.mark.parametrize("prompt", ["1" * 200, [3] * 200, "1" * 254, [3] * 250])
+def test_request_takes_what_is_left_of_the_context(server: RunningServer, prompt: str | list[int]) -> None:
+    async def ask(*prompts: str | list[int]) -> list[list[Completion]]:
+        async with EngineClient(server.url) as client:
+            sampling = Sampling(n=2, max_tokens=CONTEXT, seed=3)
+            return await asyncio.gather(*(client.generate(prompt, sampling) for prompt in prompts))
+
+    for first, second in asyncio.run(ask(prompt, prompt)), asyncio.run(ask(prompt, prompt)):
+        assert first == second
+        for completion in first:
+            total = len(completion.prompt_ids) + len(completion.token_ids)
+            assert completion.finish_reason == "stop" or total == CONTEXT
+    with pytest.raises(RequestRefused, match=rf"a prompt of {CONTEXT} tokens fills the engine's context"):
+        asyncio.run(ask([3] * CONTEXT))
 
 
 def test_waiting_for_an_engine_ends_at_its_deadline_or_when_it_answers(server: RunningServer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import Environment
 
 from rollout.collect import Slot, collect
 from rollout.engines.client import EngineClient, Sampling
@@ -33,6 +34,8 @@ class Templated(EngineClient):
         self.turn, self.opened = turn, opened
 
     async def tokenize(self, text: Any) -> list[int]:
+        if isinstance(text, str):
+            return [ord(character) for character in text]
         return [*await self.tokenize_whole(text), *map(ord, self.opened)]
 
     async def tokenize_whole(self, text: Any) -> list[int]:
@@ -68,7 +71,7 @@ ASKED = "<system>Add.$\n<user>1+2$\n<assistant>"
         ({"messages": [*MESSAGES, SAID], "answer": "3"}, CHAT, ASKED, "three$"),
         # A template that ends no turn, and one that asks for thoughts it does not repeat.
         ({"messages": [*MESSAGES, SAID]}, Templated("{content}", ""), "Add.1+2", "three%"),
-        ({"messages": [MESSAGES[1], SAID]}, Templated("<{content}$", "<Think:"), "<1+2$<", "three$"),
+        ({"messages": [MESSAGES[1], SAID]}, Templated("<{content}$", "<Think:"), "<1+2$<Think:", "three$"),
         (
             {"messages": [MESSAGES[1], SAID, MESSAGES[1], SAID]},
             CHAT,
@@ -84,9 +87,66 @@ def test_answer_and_end_of_sequence_are_trained(
     sample = demonstrate(task, client)
     assert parts_of(sample) == (prompt, trained)
     assert sample.token_ids.dtype == np.int32 and sample.loss_mask.dtype == np.uint8
-    assert sample.logprobs.tolist() == [0.0] * len(sample.token_ids)
+    assert np.isnan(sample.logprobs).tolist() == sample.loss_mask.astype(bool).tolist()
     assert (sample.reward, sample.finish_reason) == (1.0, "stop")
     assert sample.text in {"3", "three"}
+
+
+# Templates of thinking models, as far as they matter here. Both open a thought when they ask.
+QWEN_THINKING = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}<e>{% else %}"
+    "{% set c = m.content %}{% set r = '' %}"
+    "{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<a><think>\n{{ r }}\n</think>\n\n{{ c }}<e>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a><think>\n{% endif %}"
+)
+DEEPSEEK_R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% else %}"
+    "<a>{{ m.content.split('</think>')[-1] }}<e>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a><think>\n{% endif %}"
+)
+
+
+class Rendered(Templated):
+    """A token a character, a real template, and two newlines are one token, as in most vocabularies."""
+
+    def __init__(self, template: str) -> None:
+        super().__init__("", "")
+        self.template = Environment().from_string(template)
+
+    async def tokenize(self, text: Any) -> list[int]:
+        return self._ids(text if isinstance(text, str) else self._rendered(text, True))
+
+    async def tokenize_whole(self, text: Any) -> list[int]:
+        return self._ids(text if isinstance(text, str) else self._rendered(text, False))
+
+    def _rendered(self, messages: Any, asks: bool) -> str:
+        return self.template.render(messages=messages, add_generation_prompt=asks)
+
+    def _ids(self, text: str) -> list[int]:
+        return [ord(c) for c in text.replace("<e>", "$").replace("\n\n", "¶")]
+
+
+@pytest.mark.parametrize("template", [QWEN_THINKING, DEEPSEEK_R1], ids=["qwen", "deepseek"])
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ("<think>\nadd\n</think>¶46", "add\n</think>¶46"),
+        ("add\n</think>¶46", "add\n</think>¶46"),
+        ("46", "46"),
+    ],
+)
+def test_demonstration_follows_the_prompt_that_sampling_would_have(
+    template: str, answer: str, trained: str
+) -> None:
+    client = Rendered(template)
+    messages = [{"role": "user", "content": "12+34"}]
+    said = {"role": "assistant", "content": answer.replace("¶", "\n\n")}
+    sample = demonstrate({"messages": [*messages, said]}, client)
+    prompt = "".join(map(chr, asyncio.run(client.tokenize(messages))))
+    assert prompt.endswith("<a><think>\n")
+    assert parts_of(sample) == (prompt, f"{trained}$")
 
 
 @pytest.mark.parametrize(
@@ -155,13 +215,12 @@ def test_engine_only_tokenises(server: RunningServer, model_dir: Path) -> None:
                 on_group=lambda group: groups.update({group.slot: group}),
                 stop=threading.Event(),
             )
-            ids = [await client.tokenize(text) for text in ("1+2=", "3", "user 1+2=\na ", "\n")]
-        prompt, three, chat, newline = ids
+            ids = [await client.tokenize(text) for text in ("1+2=", "3", "user 1+2=\na ")]
+        prompt, three, chat = ids
         assert groups[0].samples[0].token_ids.tolist() == [*prompt, *three, 1]
         # This template asks with another beginning of a turn than it writes, and ends none.
         said = groups[1].samples[0]
-        assert said.token_ids[: len(chat) - 1].tolist() == chat[:-1]
-        assert said.token_ids[-3:].tolist() == [*three, *newline, 1] and said.loss_mask[-3:].all()
+        assert said.token_ids.tolist() == [*chat, *three, 1]
 
     asyncio.run(main())
     assert [groups[k].given_up for k in range(2)] == [None, None]

@@ -12,7 +12,7 @@ from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sa
 from rollout.environments import policy as policy_module
 from rollout.environments.policy import Episode, Policy
 from rollout.trajectory import Sample
-from tests.models import EOS
+from tests.models import CONTEXT, EOS
 from tests.rollout.rollout_helpers import RunningServer
 from tests.rollout.scripted import ScriptedClient, ids, text_of, user
 
@@ -227,3 +227,16 @@ def test_real_engine_that_has_no_room_left_ends_the_conversation_at_length(serve
 
     sample = serve(server, long, max_tokens=16)
     assert sample.finish_reason == "length" and 2 < len(sample.token_ids) <= 6
+
+
+def test_conversation_goes_on_to_the_end_of_the_context_though_its_budget_is_larger(
+    server: RunningServer,
+) -> None:
+    async def long(policy: Policy) -> Sample:
+        episode = policy.episode(0)
+        while (await episode.generate("1+" if episode.turns else "1", stop=["1"])).finish_reason != "length":
+            pass
+        return episode.sample()
+
+    sample = serve(server, long, max_tokens=2 * CONTEXT)
+    assert CONTEXT - 2 <= len(sample.token_ids) <= CONTEXT

@@ -15,7 +15,7 @@ from rollout.storage.lines import append_line
 
 log = logging.getLogger(__name__)
 
-TRAINED = ("loss", "grad_norm", "lr", "kl_engine", "kl_reference", "entropy", "clip_fraction")
+TRAINED = ("loss", "grad_norm", "lr", "kl_engine", "kl_reference", "entropy", "clip_fraction", "age")
 """What training measures, as the trainer names it."""
 
 
@@ -60,6 +60,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "given_up": len(train["given_up"]) if train else None,
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
+        "mixed_code": train.get("mixed_code"),
         "tokens_per_s": round(train["tokens"] / rollout_s, 1) if is_of_now and rollout_s else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},

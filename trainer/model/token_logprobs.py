@@ -49,8 +49,8 @@ class Scorer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (N,) and entropies (N,) from the logits at `scored_at`.
 
-        `token_ids` and `position_ids` are (R, C); `scored_at` (N,) indexes the flattened R x C positions. Each
-        token's logits are divided by its own of `temperatures` (N,); None: all are 1. `mask`: (R, 1, C, C),
+        `token_ids` and `position_ids` are (R, C); `scored_at` (N,) indexes the flattened R x C positions.
+        `temperatures`: (N,), by which each token's logits are divided; None: all are 1. `mask`: (R, 1, C, C),
         see `shared_prompts`; None: see `packing`. The entropy is a statistic and has no gradient.
         """
         decoder = self._causal[0].get_decoder()  # not by its plain name: a module would count twice

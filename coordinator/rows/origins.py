@@ -1,5 +1,6 @@
 """What an iteration's samples are made with: fixed when it is opened, whatever later starts are given."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -59,9 +60,12 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     then_and_now = {
         **{
-            f"{'rollout' if key == 'sampling' else 'eval'}.{SAMPLING[name]}": (value, now[key][name])
-            for key in ("sampling", "eval_sampling")
-            for name, value in opened[key].items()
+            f"{section}.{SAMPLING[name]}": (opened[key][name], now[key][name])
+            for section, key, names in (
+                ("rollout", "sampling", SAMPLING),
+                ("eval", "eval_sampling", ("n", "max_tokens", "temperature")),
+            )
+            for name in names
         },
         "rollout.reward": (opened["reward"]["name"], now["reward"]["name"]),
         "rollout.environment": (opened["environment"]["name"], now["environment"]["name"]),
@@ -69,10 +73,15 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         "rollout.dynamic_sampling": (opened["replace_flat"], now["replace_flat"]),
     }
     return [
-        f"{option_name(key)}={show(then)} (now {show(today)})"
+        f"{option_name(key)}={_shown(then)} (now {_shown(today)})"
         for key, (then, today) in then_and_now.items()
         if then != today
     ]
+
+
+def _shown(value: Any) -> str:
+    """As a person types it; a list of strings, which may hold line ends, as JSON."""
+    return json.dumps(value) if isinstance(value, list) else show(value)
 
 
 def is_begun(run_dir: RunDir, iteration: int) -> bool:

@@ -35,6 +35,13 @@ def node(
     debug_mode: Annotated[
         bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")
     ] = False,
+    accept_code_change: Annotated[
+        bool,
+        typer.Option(
+            "--accept-code-change",
+            help="Go on with an open iteration although the code of its reward or environment has changed.",
+        ),
+    ] = False,
     local: Annotated[bool, typer.Option("--local", hidden=True)] = False,
     **typed: str | None,
 ) -> int:
@@ -63,11 +70,18 @@ def node(
             raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
         if dry_run:
             return _show(build(given))
-        return run_local(root, given)
-    return _run_node(root, given, master, worker, dry_run)
+        return run_local(root, given, accept_code_change)
+    return _run_node(root, given, master, worker, dry_run, accept_code_change)
 
 
-def _run_node(root: Path, given: dict[str, Any], master: bool, worker: str | None, dry_run: bool) -> int:
+def _run_node(
+    root: Path,
+    given: dict[str, Any],
+    master: bool,
+    worker: str | None,
+    dry_run: bool,
+    accept_code_change: bool,
+) -> int:
     from coordinator.config import build
     from coordinator.journal import logs
     from coordinator.machine import network
@@ -83,7 +97,7 @@ def _run_node(root: Path, given: dict[str, Any], master: bool, worker: str | Non
     rank = resolve_rank(master, worker, num_nodes, os.environ, own_names)
     if dry_run:
         return _show(build(given))
-    return run_node(root, rank, given, logs.set_up(rank))
+    return run_node(root, rank, given, logs.set_up(rank), accept_code_change)
 
 
 def _node_app() -> typer.Typer:

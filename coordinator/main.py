@@ -23,9 +23,11 @@ from coordinator.protocol.fence import is_away
 from coordinator.protocol.records import MASTER
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
+from coordinator.rows.origins import refuse_changed_code
 from coordinator.rows.retention import verify_last
 from coordinator.rows.table import open_next, run_iterations
 from coordinator.rows.trainer_states import wait_for_newest
+from coordinator.settings import SettingsError
 from coordinator.views.terminal import live_view
 from rollout.collect import AllGivenUp
 from rollout.engines.client import EngineError
@@ -43,6 +45,7 @@ LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNOR
 
 EXPECTED = (
     AllGivenUp, RewardError, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete,
+    SettingsError,
 )  # fmt: skip
 """Errors whose text says all there is to know; any other error is logged with its traceback."""
 
@@ -209,15 +212,22 @@ def _say(end: Ended) -> int:
     return end.code
 
 
-def run_node(root: Path, rank: int, given: Mapping[str, Any], prefix: Prefix) -> int:
+def run_node(
+    root: Path, rank: int, given: Mapping[str, Any], prefix: Prefix, accept_code_change: bool = False
+) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
-    In a terminal the master shows the run below its log lines.
+    `accept_code_change`: the master may go on with an iteration although the code of its reward or of its
+    environment has changed. In a terminal the master shows the run below its log lines.
     """
     try:
         start = start_master(root, given) if rank == MASTER else start_worker(root, rank, given)
+        if rank == MASTER and not accept_code_change:
+            refuse_changed_code(start.run_dir, start.settings)
     except Ended as end:
         return _say(end)
+    except SettingsError:
+        raise
     except EXPECTED as error:
         return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
     with live_view(root) if rank == MASTER else contextlib.nullcontext():

@@ -10,9 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.engines.client import Completion, RequestRefused, Sampling
+    from rollout.engines.client import Completion, RequestRefused
     from rollout.environments.environment import serve, single_turn
     from rollout.environments.policy import Episode, Policy, sample_of
+    from rollout.origin import Sampling
     from rollout.tasks.task_set import Task
     from rollout.trajectory import Sample
 
@@ -35,7 +36,7 @@ _PLACES = {
     "Policy": "rollout.environments.policy",
     "RequestRefused": "rollout.engines.client",
     "Sample": "rollout.trajectory",
-    "Sampling": "rollout.engines.client",
+    "Sampling": "rollout.origin",
     "Task": "rollout.tasks.task_set",
     "sample_of": "rollout.environments.policy",
     "serve": "rollout.environments.environment",

@@ -13,13 +13,15 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
+
+from rollout.origin import Code, Origin, Sampling, described
 
 _DTYPES = {"token_ids": "I32", "loss_mask": "U8", "logprobs": "F32", "offsets": "I64", "records": "U8"}
 _NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
@@ -69,7 +71,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PartHeader:
-    """Where a part belongs."""
+    """Where a part belongs, and (from `policy` on) the fields of the Origin of its samples."""
 
     kind: Literal["train", "eval"]
     iteration: int
@@ -77,7 +79,15 @@ class PartHeader:
     epoch: int
     part: int
     policy: str
-    """Digest of the policy that generated it."""
+    policy_iteration: int
+    sampling: Sampling
+    reward: Code
+    environment: Code
+
+    @property
+    def origin(self) -> Origin:
+        """What the samples were made with."""
+        return Origin(self.policy, self.policy_iteration, self.sampling, self.reward, self.environment)
 
 
 @with_config(extra="forbid", strict=True)
@@ -162,7 +172,7 @@ def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
         "offsets": [np.cumsum([0, *lengths], dtype=_NUMPY["I64"])],
         "records": [np.frombuffer(json.dumps(records, allow_nan=False).encode(), dtype=np.uint8)],
     }
-    return _blob(columns, asdict(header))
+    return _blob(columns, described(header))
 
 
 def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:

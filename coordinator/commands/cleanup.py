@@ -22,14 +22,13 @@ from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.records import MASTER, EpochRecord, Records, claim, new_token
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.rows import resume
+from coordinator.rows.origins import origin_of
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
 from rollout.trajectory import Group
 
 BEATS, LOOK_AT_LEAST_S = 3, 1.0
 """A node is gone if it does not beat for BEATS intervals and at least LOOK_AT_LEAST_S."""
-NOT_OPENED: dict[str, Any] = {"tasks": [], "groups": 0, "replace_flat": False, "policy": ""}
-"""In place of the iteration.json of an iteration that was never opened."""
 LOOK_AGAIN_S = 1.0
 """How often a long removal checks whether a node has come back."""
 
@@ -97,14 +96,18 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
     """The published manifest, or a new one over finished groups, with these. Ended if none is finished."""
     if found := published.read_manifest(run_dir, "train", iteration):
         return found, []
-    opened = published.read_json(run_dir.iteration_json(iteration)) or NOT_OPENED
+    opened = published.read_json(run_dir.iteration_json(iteration))
     directory = run_dir.trajectories("train", iteration)
-    before = published.latest_before(run_dir, iteration)
-    try:
-        policy = published.policy_of(run_dir, before).digest if before else opened["policy"]
-        document, groups = parts.manifest(directory, iteration, resume.quota(opened), policy, short=None)
-    except Incomplete as error:
-        raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
+    document: dict[str, Any] = {"groups": 0}
+    groups: list[Group] = []
+    if opened is not None:
+        before = published.latest_before(run_dir, iteration)
+        try:
+            policy = published.policy_of(run_dir, before).digest if before else opened["policy"]
+            origin = origin_of(opened, "train", policy, before)
+            document, groups = parts.manifest(directory, iteration, resume.quota(opened), origin, short=None)
+        except Incomplete as error:
+            raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
     if document["groups"] == 0:
         text = f"{directory} holds no finished group of iteration {iteration}: nothing can be kept"
         raise Ended(Exit.FAILED, f"{text}, and nothing was removed; to remove the rest, omit --keep-partial")

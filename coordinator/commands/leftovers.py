@@ -135,7 +135,7 @@ def _in_own_directory(name: str) -> What | None:
         return What.TEMPORARY
     if name in {"batch.json", "batch.safetensors", "trained.json"}:
         return What.BATCH
-    if name == "iteration.json":
+    if name in {"iteration.json", "iteration.unused"}:
         return What.OPENING
     if name.startswith("manifest."):
         return What.MANIFEST

@@ -26,7 +26,7 @@ GRACE_S = 15.0
 """How long nodes may take to end by themselves after a second interrupt."""
 
 
-def run_local(root: Path, given: Mapping[str, Any]) -> int:
+def run_local(root: Path, given: Mapping[str, Any], accept_code_change: bool = False) -> int:
     """Start all nodes, show them live, print the results; return the first exit code that is not 0."""
     settings = build(given)
     check_log_path(root)
@@ -37,6 +37,7 @@ def run_local(root: Path, given: Mapping[str, Any]) -> int:
     interrupts = Interrupts()
     with LiveView(root, sys.stdout) as shown, Children() as children:
         overrides = as_overrides({**given, "cluster.num_nodes": nodes})
+        overrides += ["--accept-code-change"] if accept_code_change else []
         started: list[Child] = []
 
         def echo(line: str) -> None:

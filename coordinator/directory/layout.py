@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-FORMAT = 2
+FORMAT = 3
 """Version of this layout. A directory of another version is refused."""
 
 REMOVED = ".removed_"
@@ -126,7 +126,7 @@ class RunDir:
         e0002.i000005.p07.r0001.ok  flag (or .failed, .left, .stopped ...); its content: the row's payload
       base_model/                 builtin:tiny, made by the master
       train_trajectories/iteration_000005/
-        iteration.json              slots, sampling, policy; made once
+        iteration.json              slots, sampling, reward, environment, policy; made once
         r0001.e0002.part0003.safetensors
         manifest.json               the parts that count; made once
         groups.jsonl                their groups, for people

@@ -13,6 +13,7 @@ from typing import Any
 
 from coordinator.directory.layout import GROUPS, Kind, PartName, RunDir, parse_part_name
 from coordinator.directory.published import Incomplete, names, read_json
+from rollout.origin import Origin, described
 from rollout.quota import Quota
 from rollout.storage import files
 from rollout.trajectory import (
@@ -38,15 +39,15 @@ class PartWriter:
         iteration: int,
         rank: int,
         epoch: int,
-        policy: str,
+        origin: Origin,
         interval_s: float,
         verify: Callable[[], None] = lambda: None,
     ) -> None:
-        """`verify` raises if the waiting groups may not be made by `policy`."""
+        """`verify` raises if the waiting groups may not be made by the policy of `origin`."""
         self.done = 0
         self._verify = verify
         self._directory = run_dir.trajectories(kind, iteration)
-        self._header = PartHeader(kind, iteration, rank, epoch, 0, policy)
+        self._header = PartHeader(kind, iteration, rank, epoch, 0, **vars(origin))
         self._interval_s = interval_s
         self._waiting: list[Group] = []
         self._written_s = time.monotonic()
@@ -73,11 +74,12 @@ class PartWriter:
 
 @dataclass(frozen=True)
 class Part:
-    """A part that was read: verified, and made by the wanted policy."""
+    """A part that was read: verified, and of the wanted origin."""
 
     name: PartName
     bytes: int
     sha256: str
+    origin: Origin
     groups: list[Group]
 
     def entry(self, slots: Collection[int]) -> dict[str, Any]:
@@ -89,19 +91,28 @@ class Part:
             "slots": sorted(slots),
             "bytes": self.bytes,
             "sha256": self.sha256,
+            **self.code,
+        }
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The digests of the code that made and scored its groups."""
+        return {
+            "reward_digest": self.origin.reward.digest,
+            "environment_digest": self.origin.environment.digest,
         }
 
 
 def read_parts(
     directory: Path,
-    policy: str,
+    origin: Origin,
     named: Mapping[str, str] | None = None,
     rank: int | None = None,
     set_aside: bool = True,
 ) -> Iterator[Part]:
-    """Read the parts made by `policy`, by (epoch, rank, part). A damaged part is logged, and set aside unless
-    `set_aside` is False. `rank`: read the parts of this rank only. `named`: the parts that nodes have named,
-    with checksums.
+    """Read the parts of `origin` (maybe with other code), by (epoch, rank, part). A damaged part is logged,
+    and set aside unless `set_aside` is False. `rank`: read the parts of this rank only. `named`: the parts
+    that nodes have named, with checksums.
     """
     named = named or {}
     for name in sorted(filter(None, map(parse_part_name, {*names(directory), *named}))):
@@ -125,10 +136,10 @@ def read_parts(
             log.warning("%s is damaged and set aside; its groups are generated again: %s", path, error)
             files.rename(path, path.with_suffix(".damaged"))
             continue
-        if header.policy != policy:
-            log.warning("%s was made by policy %s, not %s: left out", path, header.policy, policy)
+        if difference := origin.difference(header.origin):
+            log.warning("%s was made with %s: left out", path, difference)
             continue
-        yield Part(name, len(data), sha256, groups)
+        yield Part(name, len(data), sha256, header.origin, groups)
 
 
 def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
@@ -140,9 +151,9 @@ def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
         yield part, groups
 
 
-def finished_groups(directory: Path, policy: str) -> dict[int, Group]:
-    """The finished groups and tombstones of this policy, by slot."""
-    parts = first_finished(read_parts(directory, policy))
+def finished_groups(directory: Path, origin: Origin) -> dict[int, Group]:
+    """The finished groups and tombstones of this origin, by slot."""
+    parts = first_finished(read_parts(directory, origin))
     return {group.slot: group for _, groups in parts for group in groups}
 
 
@@ -150,12 +161,13 @@ def manifest(
     directory: Path,
     iteration: int,
     quota: Quota,
-    policy: str,
+    origin: Origin,
     named: Mapping[str, str] | None = None,
     short: int | None = 0,
 ) -> tuple[dict[str, Any], list[Group]]:
     """The manifest of an iteration, and its groups by slot. It takes the needed groups that come first by
-    (epoch, rank, part).
+    (epoch, rank, part). Its `origin` has the code of its first part; `mixed_code` counts the groups that were
+    made or scored by other code.
 
     `named` holds the checksums of the parts that nodes have named; a listing may still lack these parts.
     `short` is how many needed groups the nodes could not make; Incomplete if more are missing. With None any
@@ -163,17 +175,21 @@ def manifest(
     """
     entries: list[dict[str, Any]] = []
     groups: list[Group] = []
+    first: Part | None = None
+    mixed = 0
     missing = quota.needed
-    for part, found in first_finished(read_parts(directory, policy, named, set_aside=short is not None)):
-        taken: list[int] = []
+    for part, found in first_finished(read_parts(directory, origin, named, set_aside=short is not None)):
+        taken: list[Group] = []
         for group in found:
             counts = quota.counts(group)
             if group.slot < quota.slots and (missing or not counts):
                 missing -= counts
-                taken.append(group.slot)
-                groups.append(group)
+                taken.append(group)
         if taken:
-            entries.append(part.entry(taken))
+            first = first or part
+            mixed += sum(part.code != first.code and group.given_up is None for group in taken)
+            entries.append(part.entry([group.slot for group in taken]))
+            groups += taken
     if short is not None and missing > short:
         unfinished = sorted(set(range(quota.slots)) - {group.slot for group in groups})
         raise Incomplete(
@@ -185,8 +201,10 @@ def manifest(
         "slots": quota.needed,
         "groups": len(groups) - len(given_up),
         "samples": sum(len(group.samples) for group in groups),
-        "policy": policy,
+        "policy": origin.policy,
+        "origin": described(first.origin if first else origin),
         "parts": entries,
+        "mixed_code": mixed,
         "given_up": sorted(given_up, key=lambda entry: entry["slot"]),
         "short": missing,
         "failed_samples": sum(len(group.failed) for group in groups),

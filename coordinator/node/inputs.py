@@ -2,8 +2,9 @@
 
 import math
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter,
 from rollout.engines.servers import ServerSettingError, check_server
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
+from rollout.origin import Code
+from rollout.plugins import code_of
 from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward
 from rollout.storage.known_files import checksums
 from rollout.tasks.sampling import check_sampling
@@ -27,6 +30,30 @@ STATE_BYTES = 12
 
 
 @dataclass(frozen=True)
+class Functions:
+    """A reward and an environment, loaded."""
+
+    reward: Reward
+    environment: Environment
+    environment_code: Code
+
+    def codes(self) -> dict[str, Code]:
+        """What lies behind the names, by setting."""
+        return {"rollout.reward": self.reward.code, "rollout.environment": self.environment_code}
+
+
+def load_functions(reward: str, environment: str) -> Functions:
+    """Load what the two settings name; SettingsError says what is wrong with which."""
+    try:
+        scored_by, played = resolve_reward(reward), resolve_environment(environment)
+    except RewardSettingError as error:
+        raise SettingsError(f"--reward {reward}: {error}") from None
+    except EnvironmentSettingError as error:
+        raise SettingsError(f"--environment {environment}: {error}") from None
+    return Functions(scored_by, played, code_of(environment, played))
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What the settings name, loaded."""
 
@@ -34,16 +61,48 @@ class Inputs:
     """This node's own values of NODE_LOCAL settings."""
     tasks: TaskSet
     eval_tasks: TaskSet | None
-    reward: Reward
-    environment: Environment
+    functions: Functions
     model_digest: str
     """The digest of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
+    loaded_for: RunSettings
     state_bytes: int = 0
     """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
+
+    def codes(self) -> dict[str, Code]:
+        """What lies behind the settings that may change between two starts, by setting."""
+        tasks, source = self.eval_tasks, self.loaded_for.evaluation_tasks
+        evaluation = {"eval_tasks": Code(source, tasks.digest)} if tasks and source else {}
+        return {**self.functions.codes(), **evaluation}
+
+    def renewed(self, settings: RunSettings, theirs: Mapping[str, Code]) -> "Inputs":
+        """What the master's `settings` name, after another start of it; `theirs` are its codes.
+
+        A module is not loaded twice: other modules may hold on to what it was. The training tasks and the
+        model are the same at every start. SettingsError says what is wrong.
+        """
+        rollout = settings.rollout
+        now = replace(
+            self, functions=load_functions(rollout.reward, rollout.environment), loaded_for=settings
+        )
+        if now.codes().get("eval_tasks") != theirs.get("eval_tasks"):
+            now = replace(now, eval_tasks=_load_eval_tasks(settings))
+        return now
 
     def localize(self, published: Mapping[str, Any]) -> RunSettings:
         """A record's settings, with this node's own over them."""
         return config.overlay(RunSettings.published(published), self.local)
+
+
+def difference(mine: Mapping[str, Code], theirs: Mapping[str, Code], where: str) -> str | None:
+    """Say which setting names something else here than on the host `where`, and what to do; None: none."""
+    for key, code in mine.items():
+        if key in theirs and code.digest != theirs[key].digest:
+            return (
+                f"{config.option_name(key)} {code.name} is not the same on {socket.gethostname()} (digest "
+                f"{code.digest}) as on {where}, the master's host (digest {theirs[key].digest}): give all "
+                "nodes the same files, then start them again"
+            )
+    return None
 
 
 def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
@@ -69,8 +128,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         check_sampling(tasks, settings.rollout)
         if settings.rollout.environment == "demonstration":
             check_demonstrations(tasks)
-        source = settings.evaluation_tasks
-        eval_tasks = load_tasks(find_data(source, settings), seed=seed, split="eval") if source else None
+        eval_tasks = _load_eval_tasks(settings)
         if settings.rollout_split == "eval-only" and eval_tasks is None:
             raise SettingsError("--rollout-split eval-only needs --eval-tasks FILE")
         model_digest, size = "", 0
@@ -89,19 +147,25 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
             local={key: value for key, value in given.items() if key in NODE_LOCAL},
             tasks=tasks,
             eval_tasks=eval_tasks,
-            reward=resolve_reward(settings.rollout.reward),
-            environment=resolve_environment(settings.rollout.environment),
+            functions=load_functions(settings.rollout.reward, settings.rollout.environment),
             model_digest=model_digest,
+            loaded_for=settings,
             state_bytes=size,
         )
     except TaskError as error:
         raise SettingsError(str(error)) from None
     except WeightsError as error:
         raise SettingsError(f"--model {settings.model}: {error}") from None
-    except RewardSettingError as error:
-        raise SettingsError(f"--reward {settings.rollout.reward}: {error}") from None
-    except EnvironmentSettingError as error:
-        raise SettingsError(f"--environment {settings.rollout.environment}: {error}") from None
+
+
+def _load_eval_tasks(settings: RunSettings) -> TaskSet | None:
+    source = settings.evaluation_tasks
+    if source is None:
+        return None
+    try:
+        return load_tasks(find_data(source, settings), seed=settings.rollout.seed, split="eval")
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
 
 
 def find_data(source: str, settings: RunSettings) -> str:

@@ -111,6 +111,7 @@ class Joining:
             master_incarnation=self._watch.incarnation,
             master_host=me.host,
             settings=me.settings.model_dump(mode="json"),
+            inputs=me.inputs.codes(),
             members=members,
         )
 

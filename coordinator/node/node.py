@@ -19,6 +19,7 @@ from coordinator.machine.host_lock import hold_for_process
 from coordinator.machine.trainer import TrainerHost
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
+from coordinator.node.inputs import difference
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
@@ -32,7 +33,7 @@ from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import By, Phase
 from coordinator.protocol.records import MASTER, EpochRecord
 from coordinator.protocol.watch import ENDED, Watch
-from coordinator.settings import RunSettings
+from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
 from rollout.storage.retry import CACHED_S
 
@@ -146,6 +147,8 @@ class Node:
         self.watch.admit(record, self.settings)
         self.flags.forget()
         self.position.move("running")
+        if not self.is_master:
+            self._take_over_inputs(record)
         gpus = [gpu["name"] for gpu in self.gpus.latest]
         weight = record.members[self.rank].weight
         self.events.add("epoch", members=sorted(record.members), weight=weight, gpus=gpus)
@@ -156,6 +159,17 @@ class Node:
             self._lock = hold_for_process(
                 f"{self.identity.run_id}.rank{self.rank}", f"rank {self.rank}", self.check
             )
+
+    def _take_over_inputs(self, record: EpochRecord) -> None:
+        """Load what the record's settings name: the master may have been started again with others."""
+        me = self.identity
+        try:
+            me.inputs = me.inputs.renewed(self.settings, record.inputs)
+            problem = difference(me.inputs.codes(), record.inputs, record.master_host)
+        except SettingsError as error:
+            problem = str(error)
+        if problem is not None:
+            raise Ended(Exit.FAILED, self.messages.failure(SettingsError(problem)), "failed")
 
     def come_back(self) -> None:
         """Leave an epoch in which this node was without the shared directory, and wait until that answers.

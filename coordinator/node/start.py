@@ -13,7 +13,7 @@ from typing import Any
 from coordinator import config
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.journal.trackers import check_sinks
-from coordinator.node.inputs import NODE_LOCAL, Inputs, load_inputs
+from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import MASTER, EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
@@ -93,6 +93,8 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
     inputs = load_inputs(settings, local)
     run = read_run_json(run_dir)
     _refuse_changes(run, _fixed(settings, inputs))
+    if text := difference(inputs.codes(), published.inputs, published.master_host):
+        raise SettingsError(text)
     return _begin(rank, run_dir, run["run_id"], settings, inputs)
 
 

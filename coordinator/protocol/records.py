@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.directory.layout import Record, RunDir
+from rollout.origin import Code
 from rollout.storage import files
 
 MASTER = 0
@@ -45,6 +46,8 @@ class EpochRecord(BaseModel):
     master_incarnation: int
     master_host: str
     settings: dict[str, Any]
+    inputs: dict[str, Code] = {}
+    """What the master has loaded behind the names of settings, by setting: all nodes must have the same."""
     members: dict[int, Member]
 
 

@@ -25,6 +25,7 @@ TRAINED = (
     "clip_fraction",
     "correction_fraction",
     "mismatch_max",
+    "age",
     "packed",
     "padding",
 )
@@ -72,6 +73,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "given_up": len(train["given_up"]) if train else None,
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
+        "mixed_code": train.get("mixed_code"),
         "tokens_per_s": round(train["tokens"] / rollout_s, 1) if is_of_now and rollout_s else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},

@@ -5,20 +5,24 @@ A row adopts a durable output that is there, and leaves nothing in memory that a
 
 import json
 import logging
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from coordinator.directory import parts, published
+from coordinator.directory.layout import Kind
 from coordinator.directory.published import Incomplete, Policy
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phases import Phase, rows_of
 from coordinator.protocol.records import MASTER
 from coordinator.rows import resume, trajectories
+from coordinator.rows.origins import agreed_functions, changes, chosen, functions_of, is_begun, origin_of
 from coordinator.rows.tasks import draw_tasks
 from coordinator.rows.trajectories import Share
-from rollout.engines.client import Sampling
+from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import files
 
@@ -29,19 +33,15 @@ log = logging.getLogger(__name__)
 
 
 def open_iteration(node: Node, iteration: Iteration) -> Payload:
-    """Open the iteration: fix its slots and sampling, once, and say which of its rows are left."""
+    """Open the iteration: fix what it is made of and with, once, and say which of its rows are left."""
     run_dir, number = node.run_dir, iteration.number
     policy = _policy_before(node, iteration)
     for directory in (run_dir.trajectories("train", number), run_dir.trajectories("eval", number)):
         files.make_directory(directory)
     files.make_directory(run_dir.batch(number))
-    path = run_dir.iteration_json(number)
-    if published.read_json(path) is None:
-        if node.settings.rl_phase == "update":
-            text = f"iteration {number} has no trajectories to train on; make them with --rl-phase rollout"
-            raise Ended(Exit.FAILED, text, "failed")
-        files.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
+    opened = _open(node, iteration, policy)
     resume_at = resume.resume_at(run_dir, node.settings, number, policy.digest)
+    generates = Phase.TRAIN_ROLLOUT in rows_of(node.settings.kind) and resume_at <= Phase.EVAL_ROLLOUT
     if resume_at > Phase.TRAIN_PLAN:  # an earlier master may have ended before it wrote these
         parts.ensure_readable(run_dir.manifest("train", number))
         parts.ensure_readable(run_dir.manifest("eval", number))
@@ -50,7 +50,40 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
         "verifier": _verifier(node, iteration, policy),
+        "code": {key: asdict(code) for key, code in functions_of(opened).codes().items()}
+        if generates
+        else {},
     }
+
+
+def _open(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
+    """Return the iteration.json; it is made once, but made anew while nothing has been made with it."""
+    run_dir, number = node.run_dir, iteration.number
+    path = run_dir.iteration_json(number)
+    opened = published.read_json(path)
+    if node.settings.rl_phase == "update":
+        if opened is None:
+            text = f"iteration {number} has no trajectories to train on; make them with --rl-phase rollout"
+            raise Ended(Exit.FAILED, text, "failed")
+        return opened
+    if opened is not None and (changed := changes(opened, _chosen(node))):
+        if is_begun(run_dir, number):
+            log.warning("iteration %d is finished as it was begun: %s; the changes hold from the next one",
+                        number, ", ".join(changed))  # fmt: skip
+        else:
+            log.info("no group of iteration %d is finished: it is opened anew with the new settings", number)
+            files.rename(path, path.with_suffix(".unused"))
+            opened = None
+    if opened is None:
+        files.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
+    return _opened(node, iteration)
+
+
+def _chosen(node: Node) -> dict[str, Any]:
+    """Return what the settings say that an iteration is made with, and of."""
+    quota = Quota.of(node.settings.rollout)
+    needed = {"groups": quota.needed, "replace_flat": quota.replace_flat}
+    return {**chosen(node.settings, node.identity.inputs), **needed}
 
 
 def _verifier(node: Node, iteration: Iteration, policy: Policy) -> int | None:
@@ -91,17 +124,14 @@ def _policy_before(node: Node, iteration: Iteration) -> Policy:
 
 
 def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
-    settings = node.settings
-    quota = Quota.of(settings.rollout)
-    tasks = node.identity.inputs.tasks
-    drawn = draw_tasks(node.run_dir, iteration.number, settings.rollout, tasks, quota.slots)
+    settings, tasks = node.settings.rollout, node.identity.inputs.tasks
+    drawn = draw_tasks(node.run_dir, iteration.number, settings, tasks, Quota.of(settings).slots)
     return {
         "iteration": iteration.number,
         "policy": policy.digest,
+        "policy_iteration": policy.iteration,
+        **_chosen(node),
         **drawn,
-        "groups": quota.needed,
-        "replace_flat": quota.replace_flat,
-        "samples_per_task": settings.rollout.samples_per_task,
         "eval_slots": _eval_slots(node) if _is_eval_due(node, iteration) else 0,
         "eval_tasks": _eval_digest(node),
     }
@@ -129,21 +159,15 @@ def _eval_slots(node: Node) -> int:
 
 def plan_train(node: Node, iteration: Iteration) -> Payload:
     """Split the slots that no part holds yet among the nodes, by weight."""
-    return trajectories.plan(node, iteration, "train", resume.quota(_opened(node, iteration)))
+    opened = _opened(node, iteration)
+    return trajectories.plan(
+        node, iteration, "train", resume.quota(opened), _origin(iteration, opened, "train")
+    )
 
 
 def collect_train(node: Node, iteration: Iteration) -> Payload:
     """Generate this node's share."""
     opened = _opened(node, iteration)
-    settings = node.settings.rollout
-    sampling = Sampling(
-        n=opened["samples_per_task"],
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        stop=settings.stop,
-        seed=None,
-    )
     share = Share.of(
         iteration.documents[Phase.TRAIN_PLAN],
         node.rank,
@@ -151,8 +175,9 @@ def collect_train(node: Node, iteration: Iteration) -> Payload:
         quota=resume.quota(opened),
         order=opened["tasks"],
         tasks=node.identity.inputs.tasks,
-        sampling=sampling,
-        settings=settings,
+        origin=_origin(iteration, opened, "train"),
+        functions=agreed_functions(node, iteration, opened),
+        settings=node.settings.rollout,
     )
     return trajectories.collect_share(node, iteration, share)
 
@@ -165,7 +190,8 @@ def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) ->
 def name_parts(node: Node, iteration: Iteration) -> Payload:
     """Name this node's parts, with their checksums: the flag vouches for them."""
     directory = node.run_dir.trajectories("train", iteration.number)
-    found = parts.read_parts(directory, iteration.header["policy"], rank=node.rank)
+    origin = _origin(iteration, _opened(node, iteration), "train")
+    found = parts.read_parts(directory, origin, rank=node.rank)
     return {part.name.name: part.sha256 for part in found}
 
 
@@ -176,10 +202,10 @@ def merge_names(node: Node, iteration: Iteration, payloads: dict[int, Payload]) 
 
 def write_manifest(node: Node, iteration: Iteration) -> None:
     """Verify every part against its flag and its own checksum, and publish the manifest over them."""
-    quota, named = resume.quota(_opened(node, iteration)), iteration.documents[Phase.TRAIN_FILES_READY]
-    trajectories.aggregate(
-        node, iteration, "train", quota, iteration.documents[Phase.TRAIN_ROLLOUT]["short"], named
-    )
+    opened, documents = _opened(node, iteration), iteration.documents
+    origin = _origin(iteration, opened, "train")
+    short, named = documents[Phase.TRAIN_ROLLOUT]["short"], documents[Phase.TRAIN_FILES_READY]
+    trajectories.aggregate(node, iteration, "train", resume.quota(opened), origin, short, named)
 
 
 # ---- 5 and 6: evaluation
@@ -188,14 +214,14 @@ def write_manifest(node: Node, iteration: Iteration) -> None:
 def decide_eval(node: Node, iteration: Iteration) -> Payload:
     """Decide whether to evaluate, and who generates what."""
     opened = _opened(node, iteration)
-    slots = opened.get("eval_slots", 0) or (_eval_slots(node) if _is_eval_due(node, iteration) else 0)
-    slots = min(slots, _eval_slots(node))
+    slots = opened["eval_slots"] or (_eval_slots(node) if _is_eval_due(node, iteration) else 0)
     if node.settings.rollout_split == "train-only":
         slots = 0
-    if slots and opened.get("eval_tasks") != _eval_digest(node):
+    if slots and opened["eval_tasks"] != _eval_digest(node):
         log.warning("the evaluation tasks have changed since this iteration was opened: it is not evaluated")
         slots = 0
-    return {"slots": slots, **trajectories.plan(node, iteration, "eval", Quota(slots, slots))}
+    origin = _origin(iteration, opened, "eval")
+    return {"slots": slots, **trajectories.plan(node, iteration, "eval", Quota(slots, slots), origin)}
 
 
 def collect_eval(node: Node, iteration: Iteration) -> Payload:
@@ -204,16 +230,7 @@ def collect_eval(node: Node, iteration: Iteration) -> Payload:
     slots = plan["slots"]
     if not slots:
         return {"short": 0}
-    settings = node.settings
-    sampling = Sampling(
-        n=settings.eval.samples_per_task,
-        max_tokens=settings.eval.max_tokens or settings.rollout.max_tokens,
-        temperature=settings.eval.temperature,
-        top_p=1.0,
-        stop=settings.rollout.stop,
-        seed=None,
-    )
-    tasks = node.identity.inputs.eval_tasks
+    opened, tasks = _opened(node, iteration), node.identity.inputs.eval_tasks
     assert tasks is not None
     share = Share.of(
         plan,
@@ -222,9 +239,10 @@ def collect_eval(node: Node, iteration: Iteration) -> Payload:
         quota=Quota(slots, slots),
         order=range(slots),
         tasks=tasks,
-        sampling=sampling,
+        origin=_origin(iteration, opened, "eval"),
+        functions=agreed_functions(node, iteration, opened),
         # All of them: the tasks that take longest are not average ones.
-        settings=settings.rollout.model_copy(update={"completion_threshold": 1.0, "over_sample": 1.0}),
+        settings=node.settings.rollout.model_copy(update={"completion_threshold": 1.0, "over_sample": 1.0}),
     )
     return trajectories.collect_share(node, iteration, share)
 
@@ -234,10 +252,16 @@ def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload
     slots = iteration.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
         short = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)["short"]
-        trajectories.aggregate(node, iteration, "eval", Quota(slots, slots), short, {})
+        origin = _origin(iteration, _opened(node, iteration), "eval")
+        trajectories.aggregate(node, iteration, "eval", Quota(slots, slots), origin, short, {})
 
 
 # ---- shared by several rows
+
+
+def _origin(iteration: Iteration, opened: Mapping[str, Any], kind: Kind) -> Origin:
+    """Return what this iteration's parts are made with."""
+    return origin_of(opened, kind, iteration.header["policy"], iteration.header["policy_iteration"])
 
 
 def _opened(node: Node, iteration: Iteration) -> dict[str, Any]:

@@ -36,8 +36,9 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
     files.make_directory(staging)
     members = sorted(record.members.items())
     about = published.read_json(node.run_dir.batch(number) / "batch.json")
-    if about is None:
-        raise Incomplete(f"iteration {number} has no batch.json")
+    manifest = published.read_manifest(node.run_dir, "train", number)
+    if about is None or manifest is None:
+        raise Incomplete(f"iteration {number} has no batch.json, or no manifest.json")
     state = None
     if saves_in_background(number, node.settings.trainer.state_interval):
         state = node.run_dir.trainer_state(number, record.epoch)
@@ -53,6 +54,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
         "node_ranks": {str(rank): number for number, (rank, _) in enumerate(members)},
         "rank_weights": weights,
         "batch_sha256": about["sha256"],
+        "max_tokens": manifest["origin"]["sampling"]["max_tokens"],
         "staging": staging.name,
         "state": state and state.name,
         "resume": resume.model_dump(),
@@ -82,7 +84,7 @@ def train(node: Node, iteration: Iteration) -> None:
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", number, 1),
         settings=published_settings.trainer,
-        max_tokens=settings.rollout.max_tokens,
+        max_tokens=config["max_tokens"],
         iterations=published_settings.iterations,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)

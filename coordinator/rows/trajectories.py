@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -11,15 +11,17 @@ from coordinator.directory import parts, published
 from coordinator.directory.layout import Kind
 from coordinator.directory.published import Incomplete
 from coordinator.node.flags import Payload
+from coordinator.node.inputs import Functions
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.shares import split_slots
 from rollout.collect import Slot, Stopped, collect
-from rollout.engines.client import EngineClient, Sampling
+from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
 from rollout.environments.demonstration import demonstration, end_of_sequence
 from rollout.environments.environment import Environment, demonstrates, single_turn
 from rollout.evaluation import evaluate
+from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
 from rollout.storage import files
@@ -29,14 +31,14 @@ from rollout.trajectory import Group
 log = logging.getLogger(__name__)
 
 
-def plan(node: Node, iteration: Iteration, kind: Kind, quota: Quota) -> Payload:
-    """Split the slots that no part holds yet by weight.
+def plan(node: Node, iteration: Iteration, kind: Kind, quota: Quota, origin: Origin) -> Payload:
+    """Split the slots that no part of `origin` holds yet by weight.
 
     By rank (as JSON writes it): `shares`, its slots in the order in which it takes them, spare ones last;
     `needed`, how many groups of them it is to make. `short`: how many are needed beyond the slots left.
     """
     directory = node.run_dir.trajectories(kind, iteration.number)
-    finished = parts.finished_groups(directory, iteration.header["policy"]) if quota.slots else {}
+    finished = parts.finished_groups(directory, origin) if quota.slots else {}
     missing = quota.missing(finished.values())
     if finished:
         log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)
@@ -61,7 +63,8 @@ class Share:
     quota: Quota
     order: Sequence[int]
     tasks: TaskSet
-    sampling: Sampling
+    origin: Origin
+    functions: Functions
     settings: RolloutSettings
 
     @classmethod
@@ -83,7 +86,8 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
         )
     if _generates(node, share):
         node.engine.ensure(policy, node.settings.engine, node.check, node.policies.adapters)
-    place = (share.kind, iteration.number, node.rank, node.record.epoch, policy.digest)
+    code = {"reward": share.functions.reward.code, "environment": share.functions.environment_code}
+    place = (share.kind, iteration.number, node.rank, node.record.epoch, replace(share.origin, **code))
     verify = node.engine.check_serves
     writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
     try:
@@ -125,8 +129,8 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
                 counts=share.quota.counts,
                 client=client,
                 environment=_environment(node, share),
-                reward=node.identity.inputs.reward,
-                sampling=share.sampling,
+                reward=share.functions.reward,
+                sampling=share.origin.sampling,
                 settings=share.settings,
                 on_group=on_group,
                 stop=node.watch.stop,
@@ -171,7 +175,7 @@ def _environment(node: Node, share: Share) -> Environment:
 
     Demonstrations end as the model's sequences do. They cannot evaluate a policy: there it answers itself.
     """
-    environment = node.identity.inputs.environment
+    environment = share.functions.environment
     if not demonstrates(environment):
         return environment
     if share.kind == "eval":
@@ -189,18 +193,28 @@ def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
     return {"short": short}
 
 
-def aggregate(node: Node, iteration: Iteration, kind: Kind, quota: Quota, short: int, named: Payload) -> None:
-    """Publish the manifest over the parts that flags have named and those that are listed."""
+def aggregate(
+    node: Node,
+    iteration: Iteration,
+    kind: Kind,
+    quota: Quota,
+    origin: Origin,
+    short: int,
+    named: Payload,
+) -> None:
+    """Publish the manifest over the parts of `origin` that flags have named and those that are listed."""
     path = node.run_dir.manifest(kind, iteration.number)
     if found := published.read_json(path):
-        if kind == "train" or found["policy"] == iteration.header["policy"]:
+        if kind == "train" or found["policy"] == origin.policy:
             return
         files.rename(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
     elif path.name in published.names(path.parent) and published.read_json(path) is None:
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
         files.rename(path, path.with_suffix(".damaged"))
-    directory, policy = node.run_dir.trajectories(kind, iteration.number), iteration.header["policy"]
-    document, groups = parts.manifest(directory, iteration.number, quota, policy, named, short)
+    directory = node.run_dir.trajectories(kind, iteration.number)
+    document, groups = parts.manifest(directory, iteration.number, quota, origin, named, short)
+    if document["mixed_code"]:
+        log.warning("%s: %d groups were made with other code than the first", path, document["mixed_code"])
     if kind == "eval":
         document |= evaluate(groups, node.settings.eval.success)
     parts.publish_manifest(path, document, groups)

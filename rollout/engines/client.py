@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic_core import from_json
 
+from rollout.origin import Sampling
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -41,18 +43,6 @@ class RequestRefused(EngineError):
 
 class AdapterMissing(EngineError):
     """The engine has no such adapter (404). An engine that has just restarted will get it soon."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are sampled. Completion j of `n` is drawn with `seed` + j; None: with any seed."""
-
-    n: int = 1
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ class ProcessReward:
     ) -> None:
         self._pool = ProcessPool(maker)
         self._arguments = arguments
-        self._library = library
         self._extra = extra
+        self.library = library
+        self.__module__ = maker.partition(":")[0]  # as of a function: where it is defined
 
     def __call__(self, task: dict[str, Any], completion: str) -> float:
         """The reward. Blocks, so call it in a thread. Raises CallFailed if the function raises."""
@@ -45,7 +46,7 @@ class ProcessReward:
     @property
     def missing(self) -> str | None:
         """How to install the library; None if it is installed."""
-        return missing(self._library, self._extra)
+        return missing(self.library, self._extra)
 
 
 def missing(library: str, extra: str) -> str | None:

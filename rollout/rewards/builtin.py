@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
-from rollout.plugins import PluginError, load_function
+from rollout.plugins import PluginError, code_of, load_function
 from rollout.processes.reward import ProcessReward
 from rollout.rewards.math import math_reward
 from rollout.tasks.reasoning_gym import gym_reward
@@ -38,10 +38,11 @@ class RewardError(ValueError):
 
 
 class Reward:
-    """A loaded reward: `await reward(task, completion)`, also of a sync function. `name` is for messages."""
+    """A loaded reward: `await reward(task, completion)`, also of a sync function. `code` says which it is."""
 
     def __init__(self, name: str, function: RewardFunction, *, inline: bool) -> None:
         self.name = name
+        self.code = code_of(name, function)
         self._function = function
         self._inline = inline
 

@@ -33,11 +33,13 @@ from coordinator.directory.parts import PartWriter
 from rollout.collect import Slot, collect
 from rollout.engines.client import EngineClient, Sampling
 from rollout.environments.environment import single_turn
+from rollout.origin import Code, Origin
 from rollout.rewards.builtin import Reward
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Group
 
 CONCURRENCY = 256
+ORIGIN = Origin("policy", 0, Sampling(), Code("reward", ""), Code("single_turn", ""))
 FIRST_ROW_TIMEOUT_S = 600.0
 ROWS = [(1, 16, False), (1, 64, False), (1, 256, False), (8, 64, False), (8, 256, False), (8, 64, True)]
 """(n, tokens, parts)."""
@@ -131,7 +133,7 @@ def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
         ceiling_s = asyncio.run(drain(port, max(requests // 10, connections), connections))
         run_dir, memory_mb = RunDir(Path(directory)), dict[int, float]()
         run_dir.trajectories("train", 1).mkdir(parents=True)
-        writer = PartWriter(run_dir, "train", 1, 0, 1, "policy", RolloutSettings().part_interval_s)
+        writer = PartWriter(run_dir, "train", 1, 0, 1, ORIGIN, RolloutSettings().part_interval_s)
         done, look_at = 0, {round(part * requests) for part in MEMORY_AT}
 
         def on_group(group: Group) -> None:

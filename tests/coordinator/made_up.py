@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +14,34 @@ from coordinator.protocol.records import EpochRecord, Member
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings import RunSettings
 from rollout.engines.model_dir import policy_digest
+from rollout.origin import Code, Origin, Sampling, described
 from rollout.storage.files import FileFacts, checksums
 from rollout.trajectory import Group, Sample
 from trainer.documents import TrainResult
 from trainer.settings import TrainerSettings
 
 POLICY = "0123456789abcdef"
+ORIGIN = Origin(
+    POLICY, 0, Sampling(n=2, max_tokens=8), Code("exact", "e" * 16), Code("single_turn", "5" * 16)
+)
+"""What made-up samples are made with."""
+
+
+def origin(policy: str, policy_iteration: int = 0, **sampling: Any) -> Origin:
+    """The same with another policy, and maybe other sampling."""
+    return replace(
+        ORIGIN,
+        policy=policy,
+        policy_iteration=policy_iteration,
+        sampling=replace(ORIGIN.sampling, **sampling),
+    )
+
+
+def opened(iteration: int, origin: Origin, slots: int, **more: Any) -> dict[str, Any]:
+    """The iteration.json of an iteration of `slots` slots, in which nothing is evaluated."""
+    needed = {"tasks": list(range(slots)), "groups": slots, "replace_flat": False, "eval_slots": 0}
+    made_with = {**described(origin), "eval_sampling": described(replace(origin.sampling, temperature=0.0))}
+    return {"iteration": iteration, **made_with, **needed, "eval_tasks": None, **more}
 
 
 def run_dir_at(root: Path) -> RunDir:

@@ -17,7 +17,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, Member, claim
 from coordinator.protocol.shares import share_sizes
 from rollout.trajectory import Group, PartHeader, Sample, encode_part, line_for_people
-from tests.coordinator.made_up import POLICY, run_dir_at, write_json
+from tests.coordinator.made_up import POLICY, origin, run_dir_at, write_json
 
 State = Literal["finished", "running", "died"]
 MASTERS_ROWS = {Phase(row) for row in (0, 1, 4, 5, 8, 9, 11)}
@@ -197,7 +197,7 @@ class MadeUpRun:
             )
             rewards |= {str(g.slot): sum(s.reward or 0 for s in g.samples) / len(g.samples) for g in groups}
             if with_parts:
-                header = PartHeader("train", iteration, rank, 1, 1, POLICY)
+                header = PartHeader("train", iteration, rank, 1, 1, **vars(origin(POLICY)))
                 (directory / name).write_bytes(encode_part(groups, header))
                 lines += "".join(line_for_people(g, rank=rank, model_version=POLICY) for g in groups)
         document = {"iteration": iteration, "policy": POLICY, "parts": entries, "given_up": []}

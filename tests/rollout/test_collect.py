@@ -18,12 +18,16 @@ from rollout import collect as collect_module
 from rollout.collect import Slot, Stopped, collect
 from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
 from rollout.environments.environment import single_turn
+from rollout.origin import Code
 from rollout.rewards.builtin import Reward, RewardError
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, PartHeader, Sample, decode_part, encode_part, line_for_people
 from tests.rollout.collecting import EXACT, FakeClient, run, slots
 from tests.rollout.rollout_helpers import RunningServer, serving
+
+SOME = Code("some", "0" * 16)
+HEADER = PartHeader("train", 1, 0, 1, 0, "p", 0, Sampling(), SOME, SOME)
 
 
 def test_every_slot_becomes_one_scored_group() -> None:
@@ -200,8 +204,7 @@ def test_sample_that_cannot_be_trained_is_left_out_and_the_rest_of_its_group_sta
     assert second.samples == [] and "no sample is left" in str(second.given_up)
     assert all(reason in text for text in [*first.failed, second.given_up]), first.failed
     assert "7 samples were lost" in caplog.text
-    header = PartHeader("train", 1, 0, 1, 0, "p")
-    assert len(decode_part(encode_part(groups, header))[1]) == 2
+    assert len(decode_part(encode_part(groups, HEADER))[1]) == 2
 
 
 def test_what_is_numbers_all_the_same_can_be_stored() -> None:
@@ -215,7 +218,7 @@ def test_what_is_numbers_all_the_same_can_be_stored() -> None:
 
     groups, failure = run(FakeClient(), slots(1), environment=loose)
     assert failure is None
-    (group,) = decode_part(encode_part(groups, PartHeader("train", 1, 0, 1, 0, "p")))[1]
+    (group,) = decode_part(encode_part(groups, HEADER))[1]
     (sample,) = group.samples
     assert (sample.reward, sample.metrics, sample.finish_reason) == (0.5, {"calls": 2.0}, "stop")
     assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([3, 4], [0, 1])
@@ -232,7 +235,7 @@ def test_environment_that_demonstrates_may_leave_logprobs_open_and_they_survive_
     taught.demonstrates = True  # type: ignore[attr-defined]
     groups, failure = run(FakeClient(), slots(1), environment=partial(taught))
     assert failure is None and len(groups[0].samples) == 3 and "token 0 is nan" in groups[0].failed[0]
-    (group,) = decode_part(encode_part(groups, PartHeader("train", 1, 0, 1, 0, "p")))[1]
+    (group,) = decode_part(encode_part(groups, HEADER))[1]
     assert np.isnan(group.samples[0].logprobs).tolist() == [False, True]
     line = json.loads(line_for_people(group, rank=0, model_version="p"), parse_constant=pytest.fail)
     assert [sample["tokens"] for sample in line["samples"]] == [1, 1, 1]

@@ -10,6 +10,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.origin import Code, Sampling
 from rollout.trajectory import (
     DamagedPart,
     Group,
@@ -41,7 +42,18 @@ GROUPS = [
 ]
 
 
-HEADER = PartHeader(kind="train", iteration=5, rank=1, epoch=2, part=3, policy="0" * 64)
+HEADER = PartHeader(
+    kind="train",
+    iteration=5,
+    rank=1,
+    epoch=2,
+    part=3,
+    policy="0" * 16,
+    policy_iteration=4,
+    sampling=Sampling(n=2, max_tokens=9, temperature=0.7, top_p=0.9, stop=("\n", '"')),
+    reward=Code("my_rewards:score", "1" * 16),
+    environment=Code("single_turn", "2" * 16),
+)
 
 
 def encode(groups: list[Group]) -> bytes:

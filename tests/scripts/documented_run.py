@@ -9,7 +9,16 @@ from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.records import claim
 from rollout.quota import Quota
-from tests.coordinator.made_up import POLICY, group, record, run_dir_at, write_checkpoint, write_json
+from tests.coordinator.made_up import (
+    POLICY,
+    group,
+    opened,
+    origin,
+    record,
+    run_dir_at,
+    write_checkpoint,
+    write_json,
+)
 
 SETTINGS = build({"cluster.num_nodes": 3, "cluster.beat_s": 0.01, "iterations": 100})
 SLOTS = 4
@@ -67,15 +76,14 @@ def metrics_line(iteration: int) -> dict[str, object]:
 
 def roll_out(run_dir: RunDir, iteration: int, policy: str, finished: int) -> None:
     """Parts with the first `finished` groups of an iteration; its manifest if these are all."""
-    opened = {"iteration": iteration, "policy": policy, "tasks": list(range(SLOTS))}
-    write_json(run_dir.iteration_json(iteration), {**opened, "groups": SLOTS, "replace_flat": False})
-    writer = PartWriter(run_dir, "train", iteration, 0, 2, policy, 60.0)
+    write_json(run_dir.iteration_json(iteration), opened(iteration, origin(policy), SLOTS))
+    writer = PartWriter(run_dir, "train", iteration, 0, 2, origin(policy), 60.0)
     for slot in range(finished):
         writer.add(group(slot))
     writer.flush()
     if finished == SLOTS:
         directory = run_dir.trajectories("train", iteration)
-        document, groups = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
+        document, groups = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), origin(policy))
         parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
 
 

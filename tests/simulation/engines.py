@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -130,15 +131,15 @@ class EngineClient:
                     scheduler.violate(f"{scheduler.process.name} asks its engine while that sleeps")
                 if not engine.weights:
                     scheduler.violate(f"{scheduler.process.name} asks its engine, which has no weights")
-                return [completion(prompt, sampling.seed, j, engine.weights) for j in range(sampling.n)]
+                return [completion(prompt, sampling, j, engine.weights) for j in range(sampling.n)]
         raise EngineError("connection refused")
 
 
-def completion(prompt: str | Sequence[int], seed: int | None, j: int, policy: str) -> Completion:
-    """Sample j of a group."""
-    draw = random.Random(f"{prompt} {seed} {j} {policy}")
+def completion(prompt: str | Sequence[int], sampling: Sampling, j: int, policy: str) -> Completion:
+    """Sample j of a group; its text says how it was sampled."""
+    draw = random.Random(f"{prompt} {sampling.seed} {j} {policy}")
     tokens = [draw.randrange(1, 50) for _ in range(3)]
-    text = json.dumps({"seed": seed, "j": j, "policy": policy, "tokens": tokens})
+    text = json.dumps({"j": j, "policy": policy, "tokens": tokens, "sampling": asdict(sampling)})
     return Completion([1, 2], tokens, [-1.0] * len(tokens), text, "stop")
 
 
@@ -151,3 +152,8 @@ def logprobs_of(token_ids: Sequence[int], policy: str) -> list[float]:
 async def reward(_task: Mapping[str, Any], text: str) -> float:
     """Of a completion, for the settings of a simulated run."""
     return float(sum(json.loads(text)["tokens"]) % 3)
+
+
+async def other_reward(task: Mapping[str, Any], text: str) -> float:
+    """Ten more."""
+    return 10.0 + await reward(task, text)

@@ -17,6 +17,8 @@ from rollout.trajectory import Group
 from tests.coordinator.made_up import (
     POLICY,
     group,
+    opened,
+    origin,
     record,
     run_dir_at,
     write_checkpoint,
@@ -58,12 +60,11 @@ def beat(run_dir: RunDir, rank: int, incarnation: int = 1, counter: int = 5, epo
 
 def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:
     """The trajectories, manifest and batch of an iteration of four slots."""
-    opened = {"iteration": iteration, "policy": policy, "tasks": [0, 1, 2, 3]}
-    write_json(run_dir.iteration_json(iteration), {**opened, "groups": 4, "replace_flat": False})
+    write_json(run_dir.iteration_json(iteration), opened(iteration, origin(policy), slots=4))
     for rank in (0, 1):
         write_parts(run_dir, iteration, rank, 2, [group(2 * rank), group(2 * rank + 1)])
     directory = run_dir.trajectories("train", iteration)
-    document, groups = parts.manifest(directory, iteration, Quota(4, 4), policy)
+    document, groups = parts.manifest(directory, iteration, Quota(4, 4), origin(policy))
     parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
     write_json(run_dir.batch(iteration) / "batch.json", {})
     (run_dir.batch(iteration) / "batch.safetensors").write_bytes(b"batch")
@@ -72,7 +73,7 @@ def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:
 
 def write_parts(run_dir: RunDir, iteration: int, rank: int, epoch: int, groups: list[Group]) -> None:
     policy = json.loads(run_dir.iteration_json(iteration).read_text())["policy"]
-    writer = PartWriter(run_dir, "train", iteration, rank, epoch, policy, 1e9)
+    writer = PartWriter(run_dir, "train", iteration, rank, epoch, origin(policy), 1e9)
     for each in groups:
         writer.add(each)
     writer.flush()

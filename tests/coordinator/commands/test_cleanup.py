@@ -29,6 +29,7 @@ from tests.coordinator.commands.interrupted_run import (
 )
 from tests.coordinator.made_up import (
     group,
+    origin,
     tombstone,
     tree,
 )
@@ -156,7 +157,8 @@ def resumable(run_dir: RunDir) -> None:
     document = published.read_manifest(run_dir, "train", N)
     if document is not None:
         assert parts.read_groups(run_dir.trajectories("train", N), document)
-    if parts.finished_groups(run_dir.trajectories("train", N), published.policy_of(run_dir, 1).digest):
+    made_with = origin(published.policy_of(run_dir, 1).digest)
+    if parts.finished_groups(run_dir.trajectories("train", N), made_with):
         assert published.read_json(run_dir.iteration_json(N))
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from coordinator.directory import parts
 from coordinator.directory.layout import PartName
 from coordinator.directory.parts import manifest, read_groups, read_parts
 from coordinator.directory.published import Incomplete
+from rollout.origin import Code
 from rollout.quota import Quota
 from rollout.storage import files
 from tests.coordinator.directory.written_parts import rewards_of, slots_of, write
-from tests.coordinator.made_up import POLICY, group, run_dir_at, tombstone, tree
+from tests.coordinator.made_up import ORIGIN, POLICY, group, run_dir_at, tombstone, tree
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
 def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
     write(directory, group(0), group(2, rewards=(1.0,)), rank=0)
     write(directory, group(1, rewards=(0.0, 0.0, 1.0)), tombstone(3), rank=1)
-    document, _ = manifest(directory, 3, Quota(4, 4), POLICY)
+    document, _ = manifest(directory, 3, Quota(4, 4), ORIGIN)
     data = (directory / "r0001.e0002.part0001.safetensors").read_bytes()
     assert document["parts"][1] == {
         "file": "r0001.e0002.part0001.safetensors",
@@ -37,6 +39,8 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
         "slots": [1, 3],
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
+        "reward_digest": "e" * 16,
+        "environment_digest": "5" * 16,
     }
     del document["parts"]
     assert document == {
@@ -45,6 +49,14 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
         "groups": 3,
         "samples": 6,
         "policy": POLICY,
+        "origin": {
+            "policy": POLICY,
+            "policy_iteration": 0,
+            "sampling": {"n": 2, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "stop": []},
+            "reward": {"name": "exact", "digest": "e" * 16},
+            "environment": {"name": "single_turn", "digest": "5" * 16},
+        },
+        "mixed_code": 0,
         "given_up": [{"slot": 3, "reason": "it took too long"}],
         "short": 0,
         "failed_samples": 0,
@@ -55,10 +67,23 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
     }
 
 
+def test_groups_of_other_code_are_kept_and_counted_and_each_part_says_which_it_is(directory: Path) -> None:
+    other = replace(ORIGIN, reward=Code("exact", "f" * 16))
+    write(directory, group(0), group(1), epoch=2)
+    write(directory, group(2), tombstone(3), epoch=3, origin=other)
+    write(directory, group(4), rank=1, epoch=3)
+    document, groups = manifest(directory, 3, Quota(5, 5), ORIGIN)
+    assert len(groups) == 5 and document["mixed_code"] == 1, "a group that is given up has no score"
+    assert [part["reward_digest"] for part in document["parts"]] == ["e" * 16, "f" * 16, "e" * 16]
+    assert document["origin"]["reward"] == {"name": "exact", "digest": "e" * 16}
+    only = manifest(directory, 3, Quota(5, 5), other)[0]
+    assert only["origin"] == document["origin"], "it says what was used, not what would be used now"
+
+
 def test_group_that_two_parts_hold_is_taken_from_the_first_epoch(directory: Path) -> None:
     write(directory, group(0, rewards=(0.25,)), group(1), rank=2, epoch=2)
     write(directory, group(0, rewards=(0.75,)), group(2), rank=0, epoch=3)
-    document, _ = manifest(directory, 3, Quota(3, 3), POLICY)
+    document, _ = manifest(directory, 3, Quota(3, 3), ORIGIN)
     assert slots_of(document) == {
         "r0002.e0002.part0001.safetensors": [0, 1],
         "r0000.e0003.part0001.safetensors": [2],
@@ -68,7 +93,7 @@ def test_group_that_two_parts_hold_is_taken_from_the_first_epoch(directory: Path
 
 def test_late_part_of_a_zombie_adds_nothing_to_what_was_published(directory: Path) -> None:
     write(directory, group(0, rewards=(0.75,)), group(1), rank=0, epoch=3)
-    document, _ = manifest(directory, 3, Quota(2, 2), POLICY)
+    document, _ = manifest(directory, 3, Quota(2, 2), ORIGIN)
     write(directory, group(0, rewards=(0.25,)), group(1), rank=2, epoch=2)
     assert rewards_of(read_groups(directory, document)) == {0: [0.75], 1: [1.0, 0.0]}
 
@@ -76,13 +101,13 @@ def test_late_part_of_a_zombie_adds_nothing_to_what_was_published(directory: Pat
 def test_part_whose_groups_all_came_before_is_not_named(directory: Path) -> None:
     write(directory, group(0), rank=0, epoch=2)
     write(directory, group(0), rank=1, epoch=3)
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
+    document, _ = manifest(directory, 3, Quota(1, 1), ORIGIN)
     assert list(slots_of(document)) == ["r0000.e0002.part0001.safetensors"]
 
 
 def test_slots_beyond_the_iterations_are_not_taken(directory: Path) -> None:
     write(directory, group(0), group(7))
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
+    document, _ = manifest(directory, 3, Quota(1, 1), ORIGIN)
     assert slots_of(document) == {"r0000.e0002.part0001.safetensors": [0]}
     assert rewards_of(read_groups(directory, document)).keys() == {0}
 
@@ -90,14 +115,14 @@ def test_slots_beyond_the_iterations_are_not_taken(directory: Path) -> None:
 def test_missing_slots_are_counted_and_named(directory: Path) -> None:
     write(directory, group(0), group(5))
     with pytest.raises(Incomplete, match=r"iteration_000003: 8 groups .*\[1, 2, 3, 4, 6\]"):
-        manifest(directory, 3, Quota(10, 10), POLICY)
+        manifest(directory, 3, Quota(10, 10), ORIGIN)
 
 
 def test_groups_that_nodes_say_they_could_not_make_are_not_waited_for(directory: Path) -> None:
     write(directory, group(0), group(5))
-    assert manifest(directory, 3, Quota(3, 3), POLICY, short=2)[0]["groups"] == 1
+    assert manifest(directory, 3, Quota(3, 3), ORIGIN, short=2)[0]["groups"] == 1
     with pytest.raises(Incomplete, match="1 groups are not finished"):
-        manifest(directory, 3, Quota(3, 3), POLICY, short=1)
+        manifest(directory, 3, Quota(3, 3), ORIGIN, short=1)
 
 
 def test_of_spare_groups_the_first_are_taken_and_those_that_do_not_count_besides(directory: Path) -> None:
@@ -105,23 +130,23 @@ def test_of_spare_groups_the_first_are_taken_and_those_that_do_not_count_besides
     write(directory, group(0, rewards=(1.0, 1.0)), group(4), tombstone(5), rank=0)
     write(directory, group(1), group(2), rank=1)
     by_part = {"r0000.e0002.part0001.safetensors": [0, 4, 5], "r0001.e0002.part0001.safetensors": [1]}
-    assert slots_of(manifest(directory, 3, flat, POLICY)[0]) == by_part
+    assert slots_of(manifest(directory, 3, flat, ORIGIN)[0]) == by_part
     first = {"r0000.e0002.part0001.safetensors": [0, 4, 5]}
-    assert slots_of(manifest(directory, 3, spare, POLICY)[0]) == first
+    assert slots_of(manifest(directory, 3, spare, ORIGIN)[0]) == first
 
 
 def test_sample_that_was_lost_to_its_reward_is_counted(directory: Path) -> None:
     lost = group(0)
     lost.failed.append("reward 'my:judge', task 'task-0': KeyError: 'answer'")
     write(directory, lost, group(1))
-    document, _ = manifest(directory, 3, Quota(2, 2), POLICY)
+    document, _ = manifest(directory, 3, Quota(2, 2), ORIGIN)
     assert document["failed_samples"] == 1
     assert read_groups(directory, document)[0].failed == lost.failed
 
 
 def test_manifest_of_tombstones_alone_has_no_figures(directory: Path) -> None:
     write(directory, tombstone(0))
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY)
+    document, _ = manifest(directory, 3, Quota(1, 1), ORIGIN)
     assert (document["groups"], document["samples"], document["tokens"]) == (0, 0, 0)
     assert document["reward"] is None and document["truncated"] is None
 
@@ -129,7 +154,7 @@ def test_manifest_of_tombstones_alone_has_no_figures(directory: Path) -> None:
 def test_groups_for_people_stand_beside_the_manifest_by_slot(directory: Path) -> None:
     write(directory, group(4), tombstone(1), rank=1)
     write(directory, group(0), group(7), rank=0)
-    parts.publish_manifest(directory / "manifest.json", *manifest(directory, 3, Quota(5, 5), POLICY, short=2))
+    parts.publish_manifest(directory / "manifest.json", *manifest(directory, 3, Quota(5, 5), ORIGIN, short=2))
     lines = for_people(directory)
     assert [(line["slot"], line["rank"]) for line in lines] == [(0, 0), (1, 1), (4, 1)]
     assert lines[1]["given_up"] == "it took too long" and lines[1]["samples"] == []
@@ -142,10 +167,10 @@ def test_groups_for_people_stand_beside_the_manifest_by_slot(directory: Path) ->
 def test_first_manifest_stays_and_with_it_its_groups(directory: Path) -> None:
     path = directory / "manifest.json"
     write(directory, group(0))
-    first = manifest(directory, 3, Quota(1, 2), POLICY)
+    first = manifest(directory, 3, Quota(1, 2), ORIGIN)
     parts.publish_manifest(path, *first)
     write(directory, group(1), epoch=1)
-    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 2), POLICY))
+    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 2), ORIGIN))
     assert json.loads(path.read_text()) == first[0]
     assert [line["slot"] for line in for_people(directory)] == [0]
 
@@ -157,7 +182,7 @@ def test_groups_that_their_maker_did_not_come_to_write_follow_from_the_manifest(
     write(directory, group(0), group(4))
     parts.ensure_readable(path)
     assert "groups.jsonl" not in tree(directory), "nothing is published yet"
-    made = manifest(directory, 3, Quota(5, 5), POLICY, short=3)
+    made = manifest(directory, 3, Quota(5, 5), ORIGIN, short=3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(files, "publish", killed)
         parts.publish_manifest(path, *made)
@@ -169,9 +194,9 @@ def test_groups_that_their_maker_did_not_come_to_write_follow_from_the_manifest(
 def test_old_master_that_wakes_replaces_no_groups(directory: Path) -> None:
     path = directory / "manifest.json"
     write(directory, group(0))
-    old = manifest(directory, 3, Quota(1, 2), POLICY)
+    old = manifest(directory, 3, Quota(1, 2), ORIGIN)
     write(directory, group(1), epoch=9)
-    parts.publish_manifest(path, *manifest(directory, 3, Quota(2, 2), POLICY))
+    parts.publish_manifest(path, *manifest(directory, 3, Quota(2, 2), ORIGIN))
     before = (directory / "groups.jsonl").read_bytes()
     parts.publish_manifest(path, *old)
     assert (directory / "groups.jsonl").read_bytes() == before
@@ -182,7 +207,7 @@ def test_groups_without_their_part_are_left_out_and_the_run_goes_on(
 ) -> None:
     path = directory / "manifest.json"
     write(directory, group(0))
-    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 1), POLICY))
+    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 1), ORIGIN))
     (directory / "groups.jsonl").unlink()
     next(directory.glob("*.safetensors")).unlink()
     parts.ensure_readable(path)
@@ -204,21 +229,21 @@ def test_named_part_that_no_listing_shows_is_read_all_the_same(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(directory, group(0))
-    (part,) = read_parts(directory, POLICY)
+    (part,) = read_parts(directory, ORIGIN)
     monkeypatch.setattr(parts, "names", lambda _directory: [])
-    document, _ = manifest(directory, 3, Quota(1, 1), POLICY, {part.name.name: part.sha256})
+    document, _ = manifest(directory, 3, Quota(1, 1), ORIGIN, {part.name.name: part.sha256})
     assert slots_of(document) == {"r0000.e0002.part0001.safetensors": [0]}
 
 
 def test_named_part_that_is_not_there_is_told(directory: Path) -> None:
     name = PartName(2, 1, 1).name
     with pytest.raises(Incomplete, match=rf"{name} was named by its node, but is not there"):
-        manifest(directory, 3, Quota(1, 1), POLICY, {name: "0" * 64})
+        manifest(directory, 3, Quota(1, 1), ORIGIN, {name: "0" * 64})
 
 
 def test_part_that_differs_from_what_its_node_named_is_set_aside(directory: Path) -> None:
     write(directory, group(0))
     name = PartName(2, 0, 1).name
     with pytest.raises(Incomplete, match="1 groups are not finished"):
-        manifest(directory, 3, Quota(1, 1), POLICY, {name: "0" * 64})
+        manifest(directory, 3, Quota(1, 1), ORIGIN, {name: "0" * 64})
     assert not (directory / name).exists() and (directory / name).with_suffix(".damaged").exists()

@@ -5,19 +5,20 @@ from typing import Any
 
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
+from rollout.origin import Origin
 from rollout.trajectory import Group
-from tests.coordinator.made_up import POLICY
+from tests.coordinator.made_up import ORIGIN
 
 
 def writer(
-    directory: Path, rank: int = 0, epoch: int = 2, policy: str = POLICY, interval_s: float = 1e9
+    directory: Path, rank: int = 0, epoch: int = 2, origin: Origin = ORIGIN, interval_s: float = 1e9
 ) -> PartWriter:
-    return PartWriter(RunDir(directory.parents[1]), "train", 3, rank, epoch, policy, interval_s)
+    return PartWriter(RunDir(directory.parents[1]), "train", 3, rank, epoch, origin, interval_s)
 
 
-def write(directory: Path, *groups: Group, rank: int = 0, epoch: int = 2, policy: str = POLICY) -> None:
+def write(directory: Path, *groups: Group, rank: int = 0, epoch: int = 2, origin: Origin = ORIGIN) -> None:
     """One part with these groups."""
-    made = writer(directory, rank, epoch, policy)
+    made = writer(directory, rank, epoch, origin)
     for each in groups:
         made.add(each)
     made.flush()

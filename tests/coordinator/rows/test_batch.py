@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from coordinator.directory.published import Incomplete
 from coordinator.protocol.exits import Ended
 from coordinator.rows.batch import ensure_batch
 from rollout.quota import Quota
-from tests.coordinator.made_up import POLICY, group, run_dir_at
+from rollout.trajectory import Group
+from tests.coordinator.made_up import POLICY, group, origin, run_dir_at
 from trainer.batch.batch import Batch
 
 SLOTS = 6
@@ -29,17 +31,19 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run_dir
 
 
-def publish(run_dir: RunDir, iteration: int) -> None:
+def publish(run_dir: RunDir, iteration: int, groups: Sequence[Group] = (), **sampling: Any) -> None:
     directory = run_dir.trajectories("train", iteration)
     directory.mkdir()
     run_dir.batch(iteration).mkdir()
-    policy = f"{POLICY}{iteration}"
-    writer = parts.PartWriter(run_dir, "train", iteration, 0, 1, policy, interval_s=100.0)
-    for slot in range(SLOTS):
-        writer.add(group(slot, mark=10 * iteration))
+    made_with = origin(f"{POLICY}{iteration}", iteration - 1, **sampling)
+    writer = parts.PartWriter(run_dir, "train", iteration, 0, 1, made_with, interval_s=100.0)
+    groups = groups or [group(slot, mark=10 * iteration) for slot in range(SLOTS)]
+    for each in groups:
+        writer.add(each)
     writer.flush()
-    document, groups = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), policy)
-    parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
+    quota = Quota(len(groups), len(groups))
+    manifest = parts.manifest(directory, iteration, quota, made_with)
+    parts.publish_manifest(run_dir.manifest("train", iteration), *manifest)
 
 
 def make(run_dir: RunDir, iteration: int, **settings: Any) -> tuple[Batch, dict[str, Any]]:
@@ -122,7 +126,6 @@ def test_batch_that_is_there_is_adopted(run_dir: RunDir) -> None:
         {"trainer__algorithm": "dapo"},
         {"trainer__replay_window": 3},
         {"trainer__reward_threshold": 1.0},
-        {"rollout__temperature": 0.7},
         {"rollout__seed": 1},
     ],
 )
@@ -152,16 +155,47 @@ def test_policy_other_than_the_one_training_starts_from_is_warned_of(
 
 
 def test_samples_that_the_loss_cannot_train_end_the_run_in_one_line(run_dir: RunDir) -> None:
-    directory = run_dir.trajectories("train", 4)
-    directory.mkdir()
-    run_dir.batch(4).mkdir()
     demonstrated = group(0)
     for sample in demonstrated.samples:
         sample.logprobs[sample.loss_mask == 1] = float("nan")
-    writer = parts.PartWriter(run_dir, "train", 4, 0, 1, f"{POLICY}4", interval_s=100.0)
-    writer.add(demonstrated)
-    writer.flush()
-    document, groups = parts.manifest(directory, 4, Quota(1, 1), f"{POLICY}4")
-    parts.publish_manifest(run_dir.manifest("train", 4), document, groups)
+    publish(run_dir, 4, [demonstrated])
     with pytest.raises(Ended, match=r"iteration 4: 2 of 2 sequences are demonstrations"):
         make(run_dir, 4)
+
+
+# ---- the sampling is the iteration's own
+
+
+@pytest.mark.parametrize("phase", ["both", "update"])
+def test_batch_has_the_temperature_that_its_iteration_was_sampled_at(run_dir: RunDir, phase: str) -> None:
+    publish(run_dir, 4, temperature=0.5)
+    batch, _ = make(run_dir, 4, rl_phase=phase, rollout__temperature=1.7)
+    assert set(batch.temperatures.tolist()) == {0.5} and set(batch.ages.tolist()) == {0}
+
+
+def test_replayed_sequences_keep_their_temperature_and_have_their_age(run_dir: RunDir) -> None:
+    publish(run_dir, 4, temperature=0.5)
+    publish(run_dir, 5, temperature=0.25)
+    seen: set[tuple[int, float, int]] = set()
+    for seed in range(4):
+        batch, _ = make(run_dir, 5, trainer__replay_window=3, rollout__seed=seed)
+        marks = (batch.token_ids[batch.offsets[:-1] + 2] // 10).tolist()
+        seen |= set(zip(marks, batch.temperatures.tolist(), batch.ages.tolist(), strict=True))
+    assert seen == {(5, 0.25, 0), (4, 0.5, 1), (3, 1.0, 2)}
+
+
+def test_penalty_for_length_is_by_the_longest_completion_of_the_iteration(run_dir: RunDir) -> None:
+    """Two good answers, of three tokens and of two: they differ by the penalty alone."""
+    one = group(0, rewards=(1.0, 1.0))
+    one.samples[0].loss_mask[2] = 0
+    publish(run_dir, 4, [one], max_tokens=3)
+    penalise = {"trainer__overlong": "penalise", "trainer__overlong_buffer": 0.5}
+    batch, _ = make(run_dir, 4, **penalise, rollout__max_tokens=4096)
+    assert sorted(batch.advantages.tolist()) == pytest.approx([-1 / 3, 1 / 3])
+
+
+def test_batch_that_is_there_does_not_depend_on_the_sampling_of_today(run_dir: RunDir) -> None:
+    make(run_dir, 3)
+    before = stamp(run_dir)
+    make(run_dir, 3, rollout__temperature=0.7, rollout__max_tokens=9)
+    assert stamp(run_dir) == before

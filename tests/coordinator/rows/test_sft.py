@@ -53,7 +53,7 @@ def test_flat_groups_that_are_replaced_do_not_count_too() -> None:
 def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"id": "b7", "prompt": "1+2="}) + "\n")
-    assert load_inputs(build({"tasks": str(tasks)}), {}).environment is single_turn
+    assert load_inputs(build({"tasks": str(tasks)}), {}).functions.environment is single_turn
     with pytest.raises(SettingsError, match="task 'b7' has no answer to demonstrate"):
         load_inputs(build({**SFT, "tasks": str(tasks)}), {})
 
@@ -61,16 +61,15 @@ def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Pa
 def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
     policies = {0: SimpleNamespace(directory=tmp_path)}
-    inputs = SimpleNamespace(environment=demonstration)
-    node: Any = SimpleNamespace(
-        identity=SimpleNamespace(inputs=inputs), policies=SimpleNamespace(of=policies.get)
-    )
+    functions = SimpleNamespace(environment=demonstration)
+    node: Any = SimpleNamespace(policies=SimpleNamespace(of=policies.get))
     train, evaluation = (
-        trajectories._environment(node, SimpleNamespace(kind=kind))  # pyright: ignore
+        trajectories._environment(node, SimpleNamespace(kind=kind, functions=functions))  # pyright: ignore
         for kind in ("train", "eval")
     )
     assert isinstance(train, partial)
     assert (train.func, train.keywords) == (demonstration, {"end_ids": (5, 6)})
     assert evaluation is single_turn
-    inputs.environment = single_turn
-    assert trajectories._environment(node, SimpleNamespace(kind="train")) is single_turn  # pyright: ignore
+    functions.environment = single_turn
+    share = SimpleNamespace(kind="train", functions=functions)
+    assert trajectories._environment(node, share) is single_turn  # pyright: ignore

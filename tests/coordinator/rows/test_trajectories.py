@@ -14,7 +14,7 @@ from coordinator.rows import trajectories
 from rollout.quota import Quota
 from rollout.storage import files
 from rollout.trajectory import Group
-from tests.coordinator.made_up import POLICY, group, tombstone
+from tests.coordinator.made_up import ORIGIN, POLICY, group, tombstone
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def iteration() -> Iteration:
 
 
 def finish(node: Any, *groups: Group) -> None:
-    writer = PartWriter(node.run_dir, "train", 1, 0, 2, POLICY, 1e9)
+    writer = PartWriter(node.run_dir, "train", 1, 0, 2, ORIGIN, 1e9)
     for each in groups:
         writer.add(each)
     writer.flush()
@@ -42,7 +42,7 @@ def finish(node: Any, *groups: Group) -> None:
 
 def test_every_slot_is_needed_where_there_are_no_spare_ones(node: Any, iteration: Iteration) -> None:
     finish(node, group(1), tombstone(2))
-    assert trajectories.plan(node, iteration, "train", Quota(8, 8)) == {
+    assert trajectories.plan(node, iteration, "train", Quota(8, 8), ORIGIN) == {
         "shares": {"0": [0, 3, 4], "1": [5, 6], "2": [7]},
         "needed": {"0": 3, "1": 2, "2": 1},
         "short": 0,
@@ -50,7 +50,7 @@ def test_every_slot_is_needed_where_there_are_no_spare_ones(node: Any, iteration
 
 
 def test_spare_slots_come_after_the_needed_ones_of_each_node(node: Any, iteration: Iteration) -> None:
-    assert trajectories.plan(node, iteration, "train", Quota(4, 8)) == {
+    assert trajectories.plan(node, iteration, "train", Quota(4, 8), ORIGIN) == {
         "shares": {"0": [0, 1, 4, 5], "1": [2, 6], "2": [3, 7]},
         "needed": {"0": 2, "1": 1, "2": 1},
         "short": 0,
@@ -59,14 +59,14 @@ def test_spare_slots_come_after_the_needed_ones_of_each_node(node: Any, iteratio
 
 def test_after_a_restart_flat_groups_are_replaced_by_spare_slots(node: Any, iteration: Iteration) -> None:
     finish(node, group(0), group(1, rewards=(1.0, 1.0)), tombstone(3), group(4))
-    plan = trajectories.plan(node, iteration, "train", Quota(4, 8, replace_flat=True))
+    plan = trajectories.plan(node, iteration, "train", Quota(4, 8, replace_flat=True), ORIGIN)
     assert sum(plan["needed"].values()) == 2
     assert sorted(slot for share in plan["shares"].values() for slot in share) == [2, 5, 6, 7]
 
 
 def test_what_no_slot_is_left_for_is_short(node: Any, iteration: Iteration) -> None:
     finish(node, *(group(slot, rewards=(1.0, 1.0)) for slot in range(6)))
-    plan = trajectories.plan(node, iteration, "train", Quota(4, 8, replace_flat=True))
+    plan = trajectories.plan(node, iteration, "train", Quota(4, 8, replace_flat=True), ORIGIN)
     assert (sum(plan["needed"].values()), plan["short"]) == (2, 2)
     said = {rank: {"short": 0} for rank in range(3)}
     assert trajectories.sum_short(plan, {**said, 1: {"short": 1}}) == {"short": 3}
@@ -74,5 +74,5 @@ def test_what_no_slot_is_left_for_is_short(node: Any, iteration: Iteration) -> N
 
 def test_nothing_is_planned_once_enough_is_finished(node: Any, iteration: Iteration) -> None:
     finish(node, *(group(slot) for slot in range(4)))
-    plan = trajectories.plan(node, iteration, "train", Quota(4, 8))
+    plan = trajectories.plan(node, iteration, "train", Quota(4, 8), ORIGIN)
     assert plan["shares"] == {"0": [], "1": [], "2": []} and not any(plan["needed"].values())

@@ -17,7 +17,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.protocol.records import claim
 from coordinator.settings import SettingsError
 from rollout.quota import Quota
-from tests.coordinator.made_up import POLICY, group, record, run_dir_at, tree, write_checkpoint, write_json
+from tests.coordinator.made_up import ORIGIN, group, record, run_dir_at, tree, write_checkpoint, write_json
 from tests.paths import REPOSITORY
 
 
@@ -30,12 +30,12 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def collect(run_dir: RunDir, iteration: int, slots: int = 3) -> None:
     """Trajectories of an iteration, in a part a group, and one that came too late to count."""
-    writer = PartWriter(run_dir, "train", iteration, 1, 2, POLICY, interval_s=0.0)
+    writer = PartWriter(run_dir, "train", iteration, 1, 2, ORIGIN, interval_s=0.0)
     run_dir.trajectories("train", iteration).mkdir()
     for slot in reversed(range(slots)):
         writer.add(group(slot))
     directory = run_dir.trajectories("train", iteration)
-    document, _ = manifest(directory, iteration, Quota(slots, slots), POLICY)
+    document, _ = manifest(directory, iteration, Quota(slots, slots), ORIGIN)
     write_json(run_dir.manifest("train", iteration), document)
     writer.add(group(0, rewards=(9.0,)))
 

@@ -1,0 +1,69 @@
+"""What samples are made with: a policy, how it is sampled, and the code of an environment and a reward."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled. Completion j of `n` is drawn with `seed` + j; None: with any seed."""
+
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Code:
+    """Something that the settings name (a reward, an environment), and what lies behind the name."""
+
+    name: str
+    digest: str
+    """16 hex characters of the SHA-256 of its source."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the samples of one part, or of one iteration, are made with."""
+
+    policy: str
+    """Digest of the policy."""
+    policy_iteration: int
+    """The iteration whose training made the policy; 0: the model that the run started from."""
+    sampling: Sampling
+    """`n` is the samples of a group. A group has its seed from its slot."""
+    reward: Code
+    environment: Code
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Return the origin that a document holds, maybe among other things."""
+        return TypeAdapter(cls).validate_python(document)
+
+    def difference(self, other: "Origin") -> str | None:
+        """Say in what `other` differs so that no manifest may hold samples of both; None: in nothing.
+
+        The source of reward and environment may differ: a run goes on with another one if it is told to.
+        """
+        ours, theirs = self._fixed(), other._fixed()
+        different = [name for name in ours if ours[name] != theirs[name]]
+        return f"{different[0]} {theirs[different[0]]}, not {ours[different[0]]}" if different else None
+
+    def _fixed(self) -> dict[str, Any]:
+        named = {"reward": self.reward.name, "environment": self.environment.name}
+        return {"policy": self.policy, **described(self.sampling), **named}
+
+
+def described(record: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON has it; a `Sampling` in it without its seed, which is each group's own."""
+    document = to_jsonable_python(record)
+    for sampling in (document, document.get("sampling", {})):
+        sampling.pop("seed", None)
+    return document

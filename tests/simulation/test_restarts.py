@@ -1,0 +1,139 @@
+"""A master is killed in the middle of an iteration and started again with other settings; a worker holds."""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.directory.layout import Kind, RunDir
+from rollout.trajectory import Group, decode_part
+from tests.simulation.faults import Fault, Injector
+from tests.simulation.invariants import Invariants
+from tests.simulation.world import World
+from trainer.batch.batch import Batch
+
+OTHER_REWARD = "tests.simulation.engines:other_reward"
+IN_ROLLOUT, IN_EVALUATION = 2, 6
+CALLS = 20
+"""On the shared directory, which the master makes in the row before it dies."""
+
+
+class Restart(World):
+    """A world in which the next process of the master is given other settings once one was killed."""
+
+    changed: dict[str, Any]
+
+    def kill(self, process: Any) -> None:
+        super().kill(process)
+        self.settings |= self.changed
+
+
+def run(root: Path, changed: dict[str, Any], row: int = IN_ROLLOUT, **settings: Any) -> Restart:
+    """Two nodes, two iterations; the master dies in `row` of the first, when some groups are finished."""
+    first = {"rollout.tasks_per_iteration": 24, "eval.max_tasks": 48, "eval.interval": 1, "iterations": 2}
+    first |= {name.replace("__", "."): value for name, value in settings.items()}
+    world = Restart(root, 2, seed=3, settings=first)
+    world.changed = changed
+    invariants = Invariants(world)
+    world.run(Injector(world, [Fault("kill", 0, 1, row, CALLS, 3.0)]).are_over)
+    if not world.scheduler.violation:
+        invariants.look_over()
+    story = "\n".join(world.said)
+    assert not world.scheduler.violation, f"{story}\n{world.scheduler.violation}"
+    kind: Kind = "train" if row == IN_ROLLOUT else "eval"
+    epochs = {entry["epoch"] for entry in manifest(world.run_dir, kind, 1)["parts"]}
+    assert len(epochs) > 1, f"nothing was finished when the master died, or everything was\n{story}"
+    return world
+
+
+def manifest(run_dir: RunDir, kind: Kind, iteration: int) -> dict[str, Any]:
+    return json.loads(run_dir.manifest(kind, iteration).read_bytes())
+
+
+def groups(run_dir: RunDir, kind: Kind, iteration: int) -> list[Group]:
+    """The groups that a manifest names."""
+    directory = run_dir.trajectories(kind, iteration)
+    return [
+        group
+        for entry in manifest(run_dir, kind, iteration)["parts"]
+        for group in decode_part((directory / entry["file"]).read_bytes())[1]
+        if group.slot in entry["slots"]
+    ]
+
+
+def seen(run_dir: RunDir, iteration: int, kind: Kind = "train") -> dict[str, set[Any]]:
+    """How the samples of an iteration were made, as the samples themselves show it."""
+    found: dict[str, set[Any]] = defaultdict(set)
+    for group in groups(run_dir, kind, iteration):
+        found["samples_per_task"].add(len(group.samples))
+        for sample in group.samples:
+            for name in ("max_tokens", "temperature", "top_p"):
+                found[name].add(json.loads(sample.text)["sampling"][name])
+            found["tens"].add(math.floor((sample.reward or 0.0) / 10))
+    return found
+
+
+def said(world: Restart, text: str) -> int:
+    return sum(text in line for line in world.said)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now"),
+    [("max_tokens", 8, 16), ("temperature", 1.0, 0.5), ("top_p", 1.0, 0.9), ("samples_per_task", 2, 4)],
+)
+def test_open_iteration_keeps_its_sampling_and_the_next_has_the_new(
+    tmp_path: Path, name: str, before: float, now: float
+) -> None:
+    world = run(tmp_path, {f"rollout.{name}": now})
+    assert seen(world.run_dir, 1)[name] == {before}
+    assert seen(world.run_dir, 2)[name] == {now}
+    found = [manifest(world.run_dir, "train", iteration)["origin"]["sampling"] for iteration in (1, 2)]
+    key = "n" if name == "samples_per_task" else name
+    assert [sampling[key] for sampling in found] == [before, now]
+    line = f"iteration 1 is finished as it was begun: rollout.{name}={before:g} (now {now:g})"
+    assert said(world, line)
+
+
+def test_batches_have_the_temperature_of_their_own_iteration(tmp_path: Path) -> None:
+    world = run(tmp_path, {"rollout.temperature": 0.5})
+    found = [
+        set(Batch.decode((world.run_dir.batch(n) / "batch.safetensors").read_bytes()).temperatures.tolist())
+        for n in (1, 2)
+    ]
+    assert found == [{1.0}, {0.5}]
+
+
+def test_worker_that_held_scores_the_open_iteration_as_before_and_the_next_by_the_new_reward(
+    tmp_path: Path,
+) -> None:
+    world = run(tmp_path, {"rollout.reward": OTHER_REWARD})
+    assert [seen(world.run_dir, iteration)["tens"] for iteration in (1, 2)] == [{0}, {1}]
+    names = [manifest(world.run_dir, "train", n)["origin"]["reward"]["name"] for n in (1, 2)]
+    assert names == ["tests.simulation.engines:reward", OTHER_REWARD]
+    ranks = {entry["rank"] for entry in manifest(world.run_dir, "train", 2)["parts"]}
+    assert ranks == {0, 1}, "the worker that held has scored too"
+    assert said(world, "--reward=tests.simulation.engines:reward (now tests.simulation.engines:other_reward)")
+
+
+def test_open_evaluation_keeps_its_sampling_and_its_tasks(tmp_path: Path) -> None:
+    changed = {"eval.samples_per_task": 3, "eval.temperature": 0.5, "eval.max_tasks": 4}
+    world = run(tmp_path, {**changed, "rollout.reward": OTHER_REWARD}, row=IN_EVALUATION)
+    first, second = (seen(world.run_dir, n, "eval") for n in (1, 2))
+    assert (first["samples_per_task"], first["temperature"], first["tens"]) == ({1}, {0.0}, {0})
+    assert (second["samples_per_task"], second["temperature"], second["tens"]) == ({3}, {0.5}, {1})
+    assert [manifest(world.run_dir, "eval", n)["slots"] for n in (1, 2)] == [48, 4]
+
+
+def test_open_iteration_keeps_its_slots(tmp_path: Path) -> None:
+    changed = {"rollout.tasks_per_iteration": 5, "rollout.over_sample": 2.0, "rollout.dynamic_sampling": True}
+    world = run(tmp_path, changed)
+    assert [manifest(world.run_dir, "train", n)["slots"] for n in (1, 2)] == [24, 5]
+    assert said(world, "rollout.tasks_per_iteration=24 (now 5), rollout.dynamic_sampling=False (now True)")
+
+
+def test_nothing_is_said_when_nothing_has_changed(tmp_path: Path) -> None:
+    world = run(tmp_path, {})
+    assert not said(world, "as it was begun") and not said(world, "opened anew")

@@ -118,14 +118,15 @@ def test_rollout_and_update_are_halves_of_an_iteration(cluster: Cluster, engine_
     assert cluster.manifest(1, "eval")["groups"] == 4
     assert not cluster.run_dir.manifest("train", 1).exists()
 
-    assert cluster.run(2, *rollout, "--rollout-split", "train-only", "--iterations", "2") == [0, 0]
+    cold = ("--rollout-split", "train-only", "--iterations", "2", "rollout.temperature=0.6")
+    assert cluster.run(2, *rollout, *cold) == [0, 0]
     assert cluster.manifest(1)["groups"] == cluster.manifest(2)["groups"] == 8
     assert not cluster.run_dir.manifest("eval", 2).exists()
     assert not list(cluster.run_dir.checkpoints.glob("iteration_*"))
 
-    assert cluster.run(2, "--rl-phase", "update", *FAST, "--iterations", "1") == [0, 0], (
-        cluster.everything_said()
-    )
+    update = ("--rl-phase", "update", *FAST, "--iterations", "1", "rollout.temperature=1.6")
+    assert cluster.run(2, *update) == [0, 0], cluster.everything_said()
+    assert cluster.metrics()[-1]["kl_engine"] < 1e-3, "trained at the temperature that it was sampled at"
     assert cluster.run_dir.checkpoint(1).is_dir()
     assert [line["kind"] for line in cluster.metrics()] == ["eval", "rollout", "rollout", "update"]
     assert not list(cluster.run_dir.logs(0).glob("engine.*.log")), "an update needs no engine"

@@ -92,8 +92,9 @@ class Scorer(nn.Module):
         """
         head = self._causal[0].get_output_embeddings()
         weight = None if head is None else head._parameters.get("weight")
-        is_exact = weight is None or (weight.dtype == torch.float32 and not self._autocast)
-        if is_exact or not (weight.requires_grad and torch.is_grad_enabled()):
+        if weight is None or not (weight.requires_grad and torch.is_grad_enabled()):
+            return [None] * chunks
+        if weight.dtype == torch.float32 and not self._autocast:
             return [None] * chunks
         total: list[Tensor | None] = [None]
         collected = _Collected.apply(weight, total)

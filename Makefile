@@ -7,7 +7,7 @@ VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TRL_VENV := .venv-trl
 TRL_PYTHON := $(TRL_VENV)/bin/python
 
-.PHONY: install demo test test-vllm bench-trl check clean
+.PHONY: install demo test test-vllm test-trl check clean
 
 install: $(VENV)/.installed
 
@@ -31,8 +31,9 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
 	$(VLLM_PYTHON) -m pip install --quiet --no-warn-conflicts --constraint requirements-vllm.txt --editable '.[dev]'
 	touch $@
 
-# What the benchmarks against TRL run in: scripts/bench/iteration.py and train_step.py.
-bench-trl: $(TRL_VENV)/.installed
+# .venv-trl is also what the benchmarks against TRL run in: scripts/bench/iteration.py and train_step.py.
+test-trl: $(TRL_VENV)/.installed
+	$(TRL_PYTHON) -m pytest tests/against_trl
 
 $(TRL_VENV)/.installed: pyproject.toml requirements-trl.txt
 	$(PYTHON) -m venv $(TRL_VENV)

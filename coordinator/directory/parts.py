@@ -20,7 +20,6 @@ from rollout.trajectory import (
     DamagedPart,
     Group,
     PartHeader,
-    Sample,
     decode_part,
     encode_part,
     line_for_people,
@@ -209,25 +208,41 @@ def manifest(
         "short": missing,
         "failed_samples": sum(len(group.failed) for group in groups),
         "rewards": {str(group.slot): mean for group in groups if (mean := _mean_reward(group)) is not None},
-        **_figures([sample for group in groups for sample in group.samples]),
+        **_figures(groups),
     }
     return document, _by_slot(groups)
 
 
 def _mean_reward(group: Group) -> float | None:
-    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    rewards = _rewards(group)
     return round(sum(rewards) / len(rewards), 6) if rewards else None
 
 
-def _figures(samples: list[Sample]) -> dict[str, float | None]:
-    """The figures of the samples for the metrics line."""
+def _figures(groups: list[Group]) -> dict[str, Any]:
+    """The figures of the samples for the metrics line.
+
+    `flat_groups`: the fraction of groups, of those with at least two rewards, whose rewards are all equal.
+    `metrics`: the mean of each metric over the samples that have it.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    several = [rewards for group in groups if len(rewards := _rewards(group)) > 1]
+    metrics: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            metrics.setdefault(name, []).append(value)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     cut = sum(sample.finish_reason == "length" for sample in samples)
     return {
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "truncated": cut / len(samples) if samples else None,
         "tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
+        "flat_groups": sum(len(set(rewards)) == 1 for rewards in several) / len(several) if several else None,
+        "metrics": {name: sum(values) / len(values) for name, values in sorted(metrics.items())},
     }
+
+
+def _rewards(group: Group) -> list[float]:
+    return [sample.reward for sample in group.samples if sample.reward is not None]
 
 
 def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.directory import published
@@ -12,6 +13,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows.retention import retire_checkpoints
 from coordinator.rows.trainer_states import retire_states
 from rollout.storage.lines import append_line
+from rollout.tasks.task_set import Task
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,10 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "reward": train.get("reward"),
         "eval_reward": evaluation.get("reward"),
         "eval_pass_at": evaluation.get("pass_at"),
+        "flat_groups": train.get("flat_groups"),
+        **_rewards_by_source(node, iteration, train, evaluation),
+        "sample_metrics": train.get("metrics") or None,
+        "eval_sample_metrics": evaluation.get("metrics") or None,
         "samples": train.get("samples"),
         "given_up": len(train["given_up"]) if train else None,
         "short": train.get("short"),
@@ -84,6 +90,35 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},
         "busy_fraction": round(sum(busy) / len(busy), 3),
     }
+
+
+def _rewards_by_source(
+    node: Node, iteration: Iteration, train: dict[str, Any], evaluation: dict[str, Any]
+) -> dict[str, dict[str, float] | None]:
+    opened = published.read_json(node.run_dir.iteration_json(iteration.number)) or {}
+    if not opened:
+        return {"reward_by_source": None, "eval_reward_by_source": None}
+    inputs, field = node.identity.inputs, node.settings.rollout.ratio_field
+    drawn: list[int] = opened["tasks"]
+    tasks = [inputs.tasks.tasks[index] for index in drawn]
+    eval_tasks = inputs.eval_tasks.tasks if inputs.eval_tasks else ()
+    return {
+        "reward_by_source": by_source(train.get("rewards", {}), tasks, field),
+        "eval_reward_by_source": by_source(evaluation.get("rewards", {}), eval_tasks, field),
+    }
+
+
+def by_source(rewards: Mapping[str, float], tasks: Sequence[Task], field: str) -> dict[str, float] | None:
+    """Return the mean of `rewards`, which are by slot, for each value that `field` has in the slots' tasks.
+
+    None if it has a single value, or slots have no task here (an evaluation whose tasks were changed since).
+    """
+    found: dict[str, list[float]] = {}
+    for slot, reward in rewards.items():
+        if int(slot) >= len(tasks):
+            return None
+        found.setdefault(str(tasks[int(slot)].get(field)), []).append(reward)
+    return {name: sum(of) / len(of) for name, of in sorted(found.items())} if len(found) > 1 else None
 
 
 def summary(line: dict[str, Any], iterations: int | None) -> str:

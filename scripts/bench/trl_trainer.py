@@ -24,7 +24,7 @@ NOTHING_BESIDES: dict[str, Any] = {
 def need_trl(parser: argparse.ArgumentParser) -> None:
     """End with a line that says what to do if TRL is not installed."""
     if find_spec("trl") is None:
-        parser.error("TRL is not installed for this Python; make bench-trl, then .venv-trl/bin/python")
+        parser.error("TRL is not installed for this Python; make test-trl, then .venv-trl/bin/python")
 
 
 def train(

@@ -36,8 +36,8 @@ ELSEWHERE = {
     r"python -m build": "tests/packaging/test_distributions.py",
 }
 """What is not run here, and the test that does; `doctor` alone: tests/coordinator/commands/test_doctor.py."""
-NOT_IN_CI = {"install", "demo", "bench-trl"}
-"""Targets that `.ci/run` does not name: a prerequisite of the others; below; what is large and not ours."""
+NOT_IN_CI = {"install", "demo"}
+"""Targets that `.ci/run` does not name: a prerequisite of the others; below."""
 PAGES_WITH_TESTS = {"README.md", "docs/tasks.md", "docs/algorithms.md"}
 """Their Python blocks are run by tests/coordinator/test_readme.py, tests/rollout/test_docs.py and
 tests/trainer/test_algorithms_page.py.

@@ -1,6 +1,6 @@
 """Compute logprobs of tokens from hidden states, chunk by chunk: a pack's logits never exist at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits that may exist at once: 256 MiB of them in float32."""
+
+
+_AGAIN: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+"""How a chunk is computed again in the backward pass: it draws no random numbers."""
 
 
 class UnsupportedModel(ValueError):
@@ -53,7 +57,7 @@ class Scorer(nn.Module):
         `temperatures` (N,); None: all are 1. The entropy is a statistic and has no gradient.
         """
         decoder = _decoder(self._causal[0])
-        with torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext():
+        with torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext():
             hidden = decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state
             scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
             of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
@@ -61,22 +65,43 @@ class Scorer(nn.Module):
             if len(chunks) == 1:
                 scores = [self._score(*chunks[0])]
             else:  # computed again in the backward pass, so that only one chunk's logits exist at a time
+                weights = self._head_weights(len(chunks))
                 scores = [
-                    checkpoint(self._score, *chunk, use_reentrant=False, preserve_rng_state=False)
-                    for chunk in chunks
+                    checkpoint(
+                        self._score, *chunk, weight=weight, use_reentrant=False, preserve_rng_state=False
+                    )
+                    for chunk, weight in zip(chunks, weights, strict=True)
                 ]
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
+    def _head_weights(self, chunks: int) -> Sequence[Tensor | None]:
+        """The head's weight for each chunk, so that the sum of its gradients is in float32 though they are in
+        bfloat16; None: as it is.
+        """
+        head = self._causal[0].get_output_embeddings()
+        weight = None if head is None else head._parameters.get("weight")
+        if weight is None or not (weight.requires_grad and torch.is_grad_enabled()):
+            return [None] * chunks
+        if weight.dtype == torch.float32 and not self._autocast:
+            return [None] * chunks
+        total: list[Tensor | None] = [None]
+        collected = _Collected.apply(weight, total)
+        return [_Added.apply(collected, total) for _ in range(chunks)]  # pyright: ignore[reportReturnType]
+
     def _score(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (n,) and entropies (n,) where the decoder ended in `hidden` (n, hidden).
 
-        `temperatures`: (n,), or None.
+        `temperatures`: (n,), or None. `weight`: what the head takes in place of its own.
         """
         causal = self._causal[0]
-        with _ends_in(causal, hidden[None]):
+        with _ends_in(causal, hidden[None]), _head_with(causal, weight):
             # The model does the rest itself: it may scale or cap its logits.
             logits = causal(input_ids=targets[None], use_cache=False, return_dict=True).logits[0]
         if temperatures is not None:
@@ -93,6 +118,49 @@ def _decoder(causal: Any) -> Any:
     if isinstance(found, PreTrainedModel) and found is not causal:
         return found
     return getattr(causal, "model", found)
+
+
+class _Added(torch.autograd.Function):
+    """Identity whose gradient is added to `total[0]` and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, total: list[Tensor | None]) -> Tensor:
+        ctx.total = total
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # pyright: ignore
+        # Room is made when it is needed.
+        ctx.total[0] = gradient.float() if ctx.total[0] is None else ctx.total[0].add_(gradient)
+        return None, None
+
+
+class _Collected(torch.autograd.Function):
+    """Identity whose gradient is what the _Added behind it have left in `total[0]`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, total: list[Tensor | None]) -> Tensor:
+        ctx.set_materialize_grads(False)  # no zeros for the gradient that does not come
+        ctx.total, ctx.dtype = total, weight.dtype
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: None) -> tuple[Tensor, None]:  # pyright: ignore
+        return ctx.total[0].to(ctx.dtype), None
+
+
+@contextmanager
+def _head_with(causal: Any, weight: Tensor | None) -> Iterator[None]:
+    """Inside the context the head of `causal` has this weight; None: its own."""
+    if weight is None:
+        yield
+        return
+    parameters = causal.get_output_embeddings()._parameters
+    own, parameters["weight"] = parameters["weight"], weight
+    try:
+        yield
+    finally:
+        parameters["weight"] = own
 
 
 class _Decoded(BaseModelOutputWithPast):

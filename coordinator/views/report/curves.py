@@ -24,7 +24,13 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Length", "tokens generated a sample", "", (("length", "tokens"),)),
     ("Truncated", "samples cut at rollout.max_tokens", " %", (("truncated", "cut"),)),
     ("Gradient norm", "before clipping", "", (("grad_norm", "norm"),)),
-    ("Clipped", "tokens whose ratio was clipped", " %", (("clip_fraction", "clipped"),)),
+    (
+        "Clipped",
+        "tokens without their whole gradient",
+        " %",
+        (("clip_fraction", "by the clip"), ("correction_fraction", "by the correction for the engine")),
+    ),
+    ("Flat groups", "groups whose samples have one reward", " %", (("flat_groups", "flat"),)),
     ("Seconds", "of an iteration", " s", (("seconds", "seconds"),)),
     (
         "Tokens per second",
@@ -36,7 +42,14 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 """Title, note, unit, (field of a metrics line, label)."""
 
-PERCENT = {"truncated", "clip_fraction", "busy_fraction"}
+NAMED = (
+    ("reward_by_source", "Reward by source", "mean of the groups"),
+    ("sample_metrics", "Metrics of the samples", "as the reward or the environment gave them; training"),
+    ("eval_sample_metrics", "Metrics of the evaluation", "as the reward or the environment gave them"),
+)
+"""Field of a metrics line that holds values by name, title, note; the first four names are drawn."""
+
+PERCENT = {"truncated", "clip_fraction", "correction_fraction", "flat_groups", "busy_fraction"}
 
 
 def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, float]]:
@@ -46,7 +59,7 @@ def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, fl
 
 
 def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """The charts that have data, with pass@k."""
+    """The charts that have data, with pass@k, and with curves by the names that tasks and rewards give."""
     found: list[Chart] = []
     for title, note, unit, fields in CHARTS:
         drawn = [(label, data) for field, label in fields if (data := points(lines, field))]
@@ -54,16 +67,26 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
             found.append(chart(title, note, unit, drawn))
     if passed := _pass_at(lines):
         found.insert(1, passed)
+    for field, title, note in NAMED:
+        curves = _curves(lines, field)
+        if curves:
+            found.append(chart(title, note, "", list(curves.items())[:4]))
     return found
+
+
+def _curves(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, list[tuple[int, float]]]:
+    """(iteration, value) of each name that the field holds."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in numbers(line, field).items():
+            curves.setdefault(name, []).append((line["iteration"], value))
+    return curves
 
 
 def _pass_at(lines: Sequence[Mapping[str, Any]]) -> Chart | None:
     """The chart of pass@k, if evaluations have several samples a task."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
-        for k, rate in numbers(line, "eval_pass_at").items():
-            curves.setdefault(f"pass@{k}", []).append((line["iteration"], 100.0 * rate))
-    drawn = list(curves.items())[-4:]
+    curves = _curves(lines, "eval_pass_at")
+    drawn = [(f"pass@{k}", [(n, 100.0 * rate) for n, rate in data]) for k, data in curves.items()][-4:]
     return (
         chart("Pass rate", "evaluation tasks solved by one of k samples", " %", drawn)
         if len(curves) > 1

@@ -64,6 +64,8 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
         "reward": pytest.approx(3 / 6),
         "truncated": pytest.approx(3 / 6),
         "tokens": 18,
+        "flat_groups": 0.0,
+        "metrics": {},
     }
 
 

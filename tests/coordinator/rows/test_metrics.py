@@ -1,14 +1,19 @@
-"""What a metrics line says of speed."""
+"""What a metrics line says of speed and of samples."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from coordinator.directory import parts
+from coordinator.journal.trackers import scalars
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import metrics
-from tests.coordinator.made_up import run_dir_at, write_json
+from rollout.quota import Quota
+from rollout.trajectory import Group
+from tests.coordinator.made_up import ORIGIN, group, run_dir_at, write_json
 
 
 def line_of(tmp_path: Path, epochs: list[int]) -> dict[str, Any]:
@@ -37,3 +42,64 @@ def test_line_says_speed_and_length_of_what_was_generated(tmp_path: Path) -> Non
 def test_groups_of_an_epoch_before_make_no_speed(tmp_path: Path) -> None:
     line = line_of(tmp_path, epochs=[2, 3])
     assert (line["tokens_per_s"], line["length"]) == (None, 6.0)
+
+
+def with_rewards(slot: int, *rewards: float | None, **metrics: float) -> Group:
+    made = group(slot)
+    first = made.samples[0]
+    made.samples = [replace(first, reward=reward, metrics={}) for reward in rewards]
+    made.samples[0].metrics.update(metrics)
+    return made
+
+
+def sampled(tmp_path: Path, groups: list[Group], tasks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of an iteration with these groups, of which the tasks are drawn in reverse order."""
+    run_dir = run_dir_at(tmp_path)
+    for kind in ("train", "eval"):
+        directory = run_dir.trajectories(kind, 1)  # pyright: ignore
+        directory.mkdir()
+        writer = parts.PartWriter(run_dir, kind, 1, 0, 1, ORIGIN, interval_s=100.0)  # pyright: ignore
+        for each in groups:
+            writer.add(each)
+        writer.flush()
+        document, _ = parts.manifest(directory, 1, Quota(len(groups), len(groups)), ORIGIN)
+        write_json(run_dir.manifest(kind, 1), document)  # pyright: ignore
+    drawn = list(range(len(tasks)))[::-1]
+    write_json(run_dir.iteration_json(1), {"tasks": drawn})
+    node = SimpleNamespace(
+        run_dir=run_dir,
+        settings=SimpleNamespace(kind="both", rollout=SimpleNamespace(ratio_field="source")),
+        record=SimpleNamespace(epoch=1),
+        identity=SimpleNamespace(
+            inputs=SimpleNamespace(
+                tasks=SimpleNamespace(tasks=tasks), eval_tasks=SimpleNamespace(tasks=tasks[:-1])
+            )
+        ),
+    )
+    return metrics._metrics(cast(Node, node), Iteration(1), {0: {"work_s": 1.0, "wait_s": 1.0}})
+
+
+def test_line_says_how_many_groups_are_flat(tmp_path: Path) -> None:
+    groups = [
+        with_rewards(0, 1.0, 1.0),
+        with_rewards(1, 1.0, 0.0),
+        with_rewards(2, 0.5, 0.5, None),
+        with_rewards(3, 1.0, None),  # one reward is neither flat nor not
+    ]
+    assert sampled(tmp_path, groups, [{}] * 4)["flat_groups"] == 2 / 3
+
+
+def test_users_own_metrics_cannot_take_the_place_of_ours(tmp_path: Path) -> None:
+    groups = [with_rewards(0, 1.0, 0.0, format=1.0, reward=7.0), with_rewards(1, 0.0, 0.0, format=0.5)]
+    line = sampled(tmp_path, groups, [{}] * 2)
+    assert line["reward"] == 0.25
+    assert line["sample_metrics"] == line["eval_sample_metrics"] == {"format": 0.75, "reward": 7.0}
+    assert scalars(line)["sample_metrics/reward"] == 7.0
+    assert line["reward_by_source"] is None
+
+
+def test_reward_is_told_apart_by_the_source_of_the_tasks(tmp_path: Path) -> None:
+    groups = [with_rewards(0, 1.0, 0.0), with_rewards(1, 1.0), with_rewards(2, 0.0)]
+    line = sampled(tmp_path, groups, [{"source": "sums"}, {"source": "sums"}, {"source": "riddles"}])
+    assert line["reward_by_source"] == {"riddles": 0.5, "sums": 0.5}
+    assert line["eval_reward_by_source"] is None, "there are fewer tasks now than were evaluated"

@@ -78,6 +78,28 @@ def test_chunks_give_the_models_own_logprobs_and_gradients(name: str) -> None:
     assert scale > 1e-2
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 weights", "autocast"])
+@pytest.mark.parametrize("name", ["MixtralConfig", "Gemma2Config"])
+def test_gradient_of_the_head_is_summed_over_the_chunks_in_float32(
+    name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", VOCABULARY)  # a token each
+    model = make(name)
+    if not autocast:
+        model = model.bfloat16()
+    head: Any = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # not tied
+    scorer = Scorer(model, CPU, autocast=autocast)
+    inputs, scored_at, targets = pack()
+    (found,) = torch.autograd.grad(scorer(*pack(), TEMPERATURES)[0].sum(), head.weight)
+    exact = torch.zeros_like(head.weight, dtype=torch.float32)
+    for k in range(len(targets)):
+        this = slice(k, k + 1)
+        one = scorer(inputs, scored_at[this], targets[this], TEMPERATURES[this])[0]
+        exact += torch.autograd.grad(one.sum(), head.weight)[0]
+    torch.testing.assert_close(found, exact.to(found.dtype), rtol=1e-6, atol=1e-6)
+
+
 class LargestTensor(TorchDispatchMode):
     """How many rows of logits a tensor has held at most."""
 

@@ -19,9 +19,9 @@ pytestmark = [
 RANK = 4
 EXTENSION: dict[str, Any] = {"worker-extension-cls": "tests.engines.stale_worker.StaleWorker"}
 TENSORS = {
-    "fused": ("model.layers.0.self_attn.qkv_proj.base_layer", "cpu_linear", "layers.0: all its tensors are"),
-    "row": ("model.layers.1.self_attn.o_proj.base_layer", "cpu_linear", "self_attn.o_proj.weight is"),
-    "gate and up": ("model.layers.0.mlp.gate_up_proj.base_layer", "cpu_linear", "layers.0: all its tensors"),
+    "fused": ("model.layers.0.self_attn.qkv_proj", "cpu_linear", "layers.0: all its tensors are"),
+    "row": ("model.layers.1.self_attn.o_proj", "cpu_linear", "self_attn.o_proj.weight is"),
+    "gate and up": ("model.layers.0.mlp.gate_up_proj", "cpu_linear", "layers.0: all its tensors"),
     "tied": ("model.embed_tokens", "weight", "outside of the layers: model.embed_tokens.weight is"),
     "packed for the output": ("lm_head", "cpu_linear", "outside of the layers: all its tensors are"),
     "norm": ("model.layers.1.input_layernorm", "weight", "model.layers.1.input_layernorm.weight is"),
@@ -46,7 +46,14 @@ def new(old: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(old: Path) -> Iterator[Engine]:
-    with serving("vllm", old, old.parent / "log", lora_rank=RANK, **EXTENSION) as engine:
+    with serving("vllm", old, old.parent / "log", **EXTENSION) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def adapted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    log = tmp_path_factory.mktemp("engine") / "log"
+    with serving("vllm", model_dir, log, lora_rank=RANK, **EXTENSION) as engine:
         yield engine
 
 
@@ -72,19 +79,18 @@ def test_tensor_that_is_a_step_behind_is_found(
 
 @pytest.mark.parametrize(("layer", "tensor", "told"), ADAPTED.values(), ids=ADAPTED)
 def test_tensor_of_an_adapter_that_is_a_step_behind_is_found(
-    engine: Engine, old: Path, tmp_path: Path, layer: str, tensor: str, told: str
+    adapted: Engine, model_dir: Path, tmp_path: Path, layer: str, tensor: str, told: str
 ) -> None:
-    first = make_adapter(tmp_path / "first", old, seed=1, rank=RANK, targets="q_proj,k_proj,v_proj")
+    first = make_adapter(tmp_path / "first", model_dir, seed=1, rank=RANK, targets="q_proj,k_proj,v_proj")
     second = stepped(first, tmp_path / "second")
-    engine.admin.reload(old, "old")
-    engine.admin.load_adapter(first, "first")
-    assert engine.admin.prove(old, first) == []
-    call(engine, "keep", layer=layer, tensor=tensor)
-    engine.admin.load_adapter(second, "second")
-    assert engine.admin.prove(old, second) == []
-    assert call(engine, "put_back", layer=layer, tensor=tensor) == {"True"}
+    adapted.admin.load_adapter(first, "first")
+    assert adapted.admin.prove(model_dir, first) == []
+    call(adapted, "keep", layer=layer, tensor=tensor)
+    adapted.admin.load_adapter(second, "second")
+    assert adapted.admin.prove(model_dir, second) == []
+    assert call(adapted, "put_back", layer=layer, tensor=tensor) == {"True"}
     with pytest.raises(WrongWeights) as raised:
-        engine.admin.prove(old, second)
+        adapted.admin.prove(model_dir, second)
     assert told in str(raised.value)
 
 

@@ -49,10 +49,12 @@ def make_model(path: Path, *, seed: int, hidden: int = 64, experts: int = 0) -> 
         "{% if add_generation_prompt %}a {% endif %}"
     )
     torch.manual_seed(seed)
-    config_of, model_of = (
-        (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
-    )
-    moe = {"num_experts": experts, "num_experts_per_tok": 2, "mlp_only_layers": [0]} if experts else {}
+    config_of: Any = Qwen3MoeConfig if experts else Qwen3Config
+    model_of: Any = Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM
+    moe: dict[str, Any] = {}
+    if experts:
+        moe = {"num_experts": experts, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+        moe["moe_intermediate_size"] = hidden
     config = config_of(
         vocab_size=len(vocabulary),
         hidden_size=hidden,
@@ -69,8 +71,6 @@ def make_model(path: Path, *, seed: int, hidden: int = 64, experts: int = 0) -> 
         bos_token_id=None,
         **moe,
     )
-    if experts:
-        config.moe_intermediate_size = hidden
     model_of(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

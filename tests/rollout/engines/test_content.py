@@ -163,6 +163,7 @@ def test_adapter_must_be_in_one_of_the_slots() -> None:
 def model_dir(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     """A directory with the tensors in two files."""
     path.mkdir()
+    (path / "config.json").write_text("{}")
     names = sorted(tensors)
     for number, part in enumerate((names[:3], names[3:])):
         save_file({name: tensors[name].clone() for name in part}, path / f"model-{number}.safetensors")

@@ -21,14 +21,21 @@ GPT2_LIKE: dict[str, Any] = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_he
 """Configurations of transformers, for models that are made on the spot."""
 
 
-def make_model(path: Path, *, seed: int, hidden: int = 64) -> Path:
+def make_model(path: Path, *, seed: int, hidden: int = 64, experts: int = 0) -> Path:
     """A random Qwen3 of 2 layers with a token for each character, with distributions far from uniform.
 
-    Its heads are `hidden / 4` wide; vLLM's attention on a CPU wants 32 at least.
+    Its heads are `hidden / 4` wide; vLLM's attention on a CPU wants 32 at least. `experts`: in the second
+    layer.
     """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -42,7 +49,13 @@ def make_model(path: Path, *, seed: int, hidden: int = 64) -> Path:
         "{% if add_generation_prompt %}a {% endif %}"
     )
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config_of: Any = Qwen3MoeConfig if experts else Qwen3Config
+    model_of: Any = Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM
+    moe: dict[str, Any] = {}
+    if experts:
+        moe = {"num_experts": experts, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+        moe["moe_intermediate_size"] = hidden
+    config = config_of(
         vocab_size=len(vocabulary),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -56,7 +69,22 @@ def make_model(path: Path, *, seed: int, hidden: int = 64) -> Path:
         eos_token_id=EOS,
         pad_token_id=0,
         bos_token_id=None,
+        **moe,
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    model_of(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def stepped(source: Path, target: Path, step: float = 1e-6) -> Path:
+    """A copy of a model's or adapter's directory whose tensors are one step of training further."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        newer = {name: tensor + step * tensor.sign() for name, tensor in tensors.items()}
+        save_file(newer, file, {"format": "pt"})
+    return target

@@ -98,7 +98,9 @@ class EngineHost:
         assert self._admin is not None
         replicas = self._server.replicas if self._server else 1
         start = self._starts if self._child is not None else 0
-        self._loader.load(Running(self._admin, self.url, replicas, start), policy, settings.probe_tolerance)
+        proves = self._server.proves if self._server else None
+        running = Running(self._admin, self.url, replicas, start, proves)
+        self._loader.load(running, policy, settings.probe_tolerance)
 
     def sleep(self, settings: EngineSettings) -> None:
         """Free the accelerator, if the server is this node's and has one; `restart` ends it in any case."""

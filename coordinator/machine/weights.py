@@ -9,7 +9,7 @@ from typing import NamedTuple
 from coordinator.directory import published
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
-from rollout.engines.admin import PROBE, EngineAdmin, adapter_name
+from rollout.engines.admin import EXTENSION, PROBE, EngineAdmin, WrongWeights, adapter_name
 from rollout.engines.client import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG
 
@@ -35,6 +35,8 @@ class Running(NamedTuple):
     replicas: int
     start: int
     """Which start of the node's own server it is; 0: the user runs it."""
+    proves: bool | None = None
+    """Whether it can prove its weights; None: the user runs it, so it must be asked."""
 
 
 class Loader:
@@ -47,7 +49,11 @@ class Loader:
         self.served: Policy | None = None
         """The policy that the engine was last found to answer with."""
         self._proved: tuple[str, int] | None = None
-        """The policy whose probe the node's own server has passed, and which start of it that was."""
+        """The policy that the node's own server has proved, and which start of it that was."""
+        self._met: tuple[int, bool] | None = None
+        """Which start of a server was asked what it can prove, and whether it can prove its weights."""
+        self._unproved: list[str] = []
+        self._proof_s = 0.0
 
     def name_of(self, policy: Policy) -> str | None:
         """Return the name that requests give for `policy` if it is an adapter; None: the model's own name."""
@@ -64,9 +70,11 @@ class Loader:
 
         `tolerance`: how far the mean logprob of a probe may differ.
         """
-        began_s = time.monotonic()
+        began_s, self._proof_s = time.monotonic(), 0.0
+        fresh = self._meet(server)
         if server.admin.policy() != policy.digest:
             self._reload(server.admin, policy)
+            fresh = False
         elif server.admin.is_sleeping():
             server.admin.wake()
         elif server.start and self._proved == (policy.digest, server.start):
@@ -77,13 +85,65 @@ class Loader:
             raise EngineError(
                 f"the engine at {server.url} serves policy {serves} after loading {policy.digest}"
             )
-        if (wrong := self._probe(server, policy, tolerance)) is not None:
+        if (wrong := self._wrong(server, policy, tolerance, fresh)) is not None:
             log.error("%s\nloading it once more", wrong)
             self._reload(server.admin, policy)
-            if (wrong := self._probe(server, policy, tolerance)) is not None:
+            if (wrong := self._wrong(server, policy, tolerance, fresh=False)) is not None:
                 raise EngineError(wrong)
         self._proved, self.served = (policy.digest, server.start), policy
-        self._say("reload", policy=policy.iteration, seconds=round(time.monotonic() - began_s, 3))
+        seconds = round(time.monotonic() - began_s, 3)
+        self._say("reload", policy=policy.iteration, seconds=seconds, proof_s=round(self._proof_s, 3))
+
+    def _meet(self, server: Running) -> bool:
+        """Find out what a server can prove, before anything is loaded into it. Return whether it has just
+        compared itself to the directory that it was started with.
+        """
+        if self._met is None or self._met[0] != server.start:
+            proves = server.admin.can_prove() if server.proves is None else server.proves
+            self._met = server.start, proves
+            if not proves:
+                log.warning(
+                    "the engine at %s cannot prove its weights by content (start vLLM with "
+                    "--worker-extension-cls %s): the logprobs of %s alone are compared",
+                    server.url, EXTENSION, PROBE,
+                )  # fmt: skip
+        elif server.start:
+            return False
+        # What sleeps cannot be read.
+        if not self._met[1] or server.admin.policy() is None or server.admin.is_sleeping():
+            return False
+        unproved = self._prove(server.admin)
+        if unproved and unproved != self._unproved:
+            log.warning(
+                "the engine at %s changes tensors when it loads them: in %s the logprobs of %s alone are "
+                "compared",
+                server.url, ", ".join(unproved), PROBE,
+            )  # fmt: skip
+        self._unproved = unproved
+        return bool(server.start)
+
+    def _prove(self, admin: EngineAdmin, *directories: Path) -> list[str]:
+        began_s = time.monotonic()
+        try:
+            return admin.prove(*directories)
+        finally:
+            self._proof_s += time.monotonic() - began_s
+
+    def _wrong(self, server: Running, policy: Policy, tolerance: float, fresh: bool) -> str | None:
+        """Return what is wrong with the weights that the engine computes with; None if nothing is.
+
+        `fresh`: it has just compared them to the directory that it was started with, which is the policy's.
+        """
+        assert self._met is not None
+        if self._met[1] and not fresh:
+            directories = [self.model_of(policy).directory]
+            if self.name_of(policy) is not None:
+                directories.append(policy.directory)
+            try:
+                self._prove(server.admin, *directories)
+            except WrongWeights as error:
+                return str(error)
+        return self._probe(server, policy, tolerance)
 
     def _reload(self, admin: EngineAdmin, policy: Policy) -> None:
         path, like = policy.directory.absolute(), self._like(policy)

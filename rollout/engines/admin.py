@@ -6,6 +6,7 @@ It uses paths that vLLM has with VLLM_SERVER_DEV_MODE=1; the embedded server has
 import http.client
 import json
 import os
+import re
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,12 @@ DROPPED = "dropped"
 """The weight version of an engine that sleeps without its weights."""
 PROBE = "probe.json"
 """Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, the right `prompt_logprobs`."""
+CONTENT = "content.json"
+"""Beside a model's weights: {"dtype": ..., "tensors": {name: sum}}, see rollout.engines.content."""
+OTHER_WEIGHTS = "it computes with other weights:"
+"""What a server says that cannot prove its weights; tensors and sums follow, then a full stop."""
+EXTENSION = "rollout.engines.vllm_worker.WorkerExtension"
+"""vLLM's --worker-extension-cls by which its workers prove their weights."""
 
 _ADAPTER = "policy-"
 
@@ -31,6 +38,10 @@ def adapter_name(digest: str) -> str:
 
 class EngineDead(EngineError):
     """The server answers, but its engine has ended (503)."""
+
+
+class WrongWeights(EngineError):
+    """A server computes with other weights than it should; the message names tensors and sums."""
 
 
 class EngineAdmin:
@@ -167,6 +178,37 @@ class EngineAdmin:
             self._set_version(digest)
         finally:
             self._admin("/resume")
+
+    def can_prove(self) -> bool:
+        """Whether the server can prove its weights. For vLLM this takes seconds, when it is first asked."""
+        answer = self._call("GET", "/server_info?config_format=json", timeout_s=self._drain_timeout_s)
+        try:
+            return answer["vllm_config"]["parallel_config"]["worker_extension_cls"] == EXTENSION
+        except (KeyError, TypeError):
+            return False
+
+    def prove(
+        self, path: str | os.PathLike[str] | None = None, adapter: str | os.PathLike[str] | None = None
+    ) -> list[str]:
+        """Have the server compare the weights that it computes with to the model directory `path`, and to the
+        directory of an adapter. Returns the blocks of tensors that are not proved, because it changes them
+        when it loads them. Raises WrongWeights if others differ.
+
+        Without `path` it finds out which blocks it changes, from what it has loaded last. Ask this before its
+        first reload. Do not ask a vLLM that cannot prove: one with several ranks would answer nothing right.
+        """
+        kwargs = {"path": path, "adapter": adapter}
+        given = {key: os.path.abspath(value) for key, value in kwargs.items() if value is not None}
+        try:
+            answer = self._admin("/collective_rpc", {"method": "prove_content", "kwargs": given})
+        except EngineError as error:
+            _, said, what = str(error).partition(OTHER_WEIGHTS)
+            if not said:
+                raise
+            wanted = " and ".join(given.values())
+            what = re.split(r"""\.['"]""", what)[0]  # vLLM's answer goes on after the sentence
+            raise WrongWeights(f"{self._base_url} was to serve {wanted}; {said}{what}") from error
+        return list(answer["results"][0])
 
     def sleep(self, level: int) -> None:
         """Free the accelerator's memory. Level 1 keeps the weights in host memory, level 2 drops them.

@@ -67,6 +67,17 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
     return tensors
 
 
+def adapter_scale(path: str | os.PathLike[str]) -> float:
+    """The factor of B A in the weights of an adapter's directory."""
+    file = Path(path) / ADAPTER_CONFIG
+    config = _read_json(file)
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise WeightsError(f"{file}: gives no r and lora_alpha to scale by: {error!r}") from error
+
+
 def policy_digest(checksums: Mapping[str, FileFacts]) -> str:
     """The name of a policy: 16 hex characters, a digest of its *.safetensors files (names and contents)."""
     weights = sorted(

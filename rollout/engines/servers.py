@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from rollout.engines.admin import EXTENSION
 from rollout.settings import EngineSettings
 
 ServerKind = Literal["vllm", "torch"]
@@ -16,7 +17,6 @@ LOOPBACK = "127.0.0.1"
 
 ON_CPU: dict[str, Any] = {
     "kv-cache-memory-bytes": 2 * 2**30,
-    "worker-extension-cls": "rollout.engines.vllm_worker.CpuWorkerExtension",
     # With it 0.32 dies ("CPU Generator does not use offset") when it splits a prompt that has a seed.
     "enable-chunked-prefill": False,
 }
@@ -53,6 +53,8 @@ class Server:
     """How many copies of the model it holds, each with its own weights."""
     after_reload: tuple[str, ...] = ()
     """Methods of its workers to call after a reload of weights (rollout.engines.vllm_worker)."""
+    proves: bool = True
+    """Whether it can prove its weights (EngineAdmin.prove)."""
 
 
 def server_kind(settings: EngineSettings, gpus: int) -> ServerKind:
@@ -113,6 +115,7 @@ def server_command(
         # the trainer does not know them. Its end-of-sequence ids hold in any case.
         "generation-config": "vllm",
         "disable-uvicorn-access-log": True,
+        "worker-extension-cls": EXTENSION,
         "tensor-parallel-size": settings.tensor_parallel_size,
         "data-parallel-size": max(1, gpus // settings.tensor_parallel_size),
         **(_on_gpus(settings) if gpus else ON_CPU),
@@ -139,6 +142,7 @@ def server_command(
         on_gpu=gpus > 0,
         replicas=args["data-parallel-size"],
         after_reload=() if gpus else ("repack_kept_weights",),
+        proves=args["worker-extension-cls"] == EXTENSION,
     )
 
 

@@ -4,7 +4,8 @@
 
 Prints one JSON line. Both times end with the first completion of the new weights. `reload_s` begins with
 EngineAdmin.reload (checkpoint verified, requests drained, caches reset); `restart_s` begins with ending the
-process group, and includes the start of the same command. Two models of the same shape take turns.
+process group, and includes the start of the same command. Two models of the same shape take turns. `proof_s`
+is what the server takes after a reload to compare the weights that it computes with to the files.
 """
 
 import argparse
@@ -69,18 +70,28 @@ def seconds_of(change: Callable[[Path], Vllm], model: Path, before: float) -> tu
     return seconds, server, after
 
 
+def seconds_to_prove(server: Vllm, model: Path) -> float:
+    """Measure seconds until the server has proved by content that it computes with the model."""
+    started_s = time.perf_counter()
+    server.admin.prove(model)
+    return time.perf_counter() - started_s
+
+
 def measure(name: str, directory: Path, reloads: int, restarts: int) -> dict[str, Any]:
     """Measure one row."""
     models = [make_model(name, directory / f"{name}{seed}", seed) for seed in (0, 1)]
     turn, watch = itertools.cycle(models), Elsewhere()
     reload_s: list[float] = []
+    proof_s: list[float] = []
     restart_s: list[float] = []
     with Children() as children:
         server = start(children, next(turn))
         said = first_logprob(server)
         for _ in range(reloads):
-            seconds, server, said = seconds_of(partial(reload, server), next(turn), said)
+            model = next(turn)
+            seconds, server, said = seconds_of(partial(reload, server), model, said)
             reload_s.append(seconds)
+            proof_s.append(seconds_to_prove(server, model))
         for _ in range(restarts):
             seconds, server, said = seconds_of(partial(restart, children, server), next(turn), said)
             restart_s.append(seconds)
@@ -90,6 +101,8 @@ def measure(name: str, directory: Path, reloads: int, restarts: int) -> dict[str
         "parameters_m": parameters_m(models[0]),
         "reload_s": round(statistics.median(reload_s), 3),
         "reload_s_range": [round(min(reload_s), 3), round(max(reload_s), 3)],
+        "proof_s": round(statistics.median(proof_s), 3),
+        "proof_s_range": [round(min(proof_s), 3), round(max(proof_s), 3)],
         "restart_s": round(statistics.median(restart_s), 1),
         "restart_s_range": [round(min(restart_s), 1), round(max(restart_s), 1)],
         "cores_busy_elsewhere": elsewhere,

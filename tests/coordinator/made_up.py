@@ -13,6 +13,7 @@ from coordinator.directory.layout import Beat, Flag, Record, RunDir
 from coordinator.protocol.records import EpochRecord, Member
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings import RunSettings
+from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import policy_digest
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.storage.files import FileFacts, checksums
@@ -105,8 +106,10 @@ def tombstone(slot: int) -> Group:
 
 
 def write_checkpoint(directory: Path, iteration: int = 1, content: bytes = b"weights") -> TrainResult:
-    """A directory that looks like a checkpoint: three files and the result that names them."""
+    """A directory that looks like a checkpoint: a few files and the result that names them."""
     (directory / "trainer_state").mkdir(parents=True)
+    for name in (CONTENT, PROBE):
+        (directory / name).write_text("{}")
     (directory / "model.safetensors").write_bytes(content)
     (directory / "config.json").write_text("{}")
     (directory / "trainer_state" / "optimizer.safetensors").write_bytes(b"moments")

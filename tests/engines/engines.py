@@ -81,10 +81,17 @@ class Engine:
 
 
 @contextlib.contextmanager
-def serving(kind: ServerKind, model: Path, log: Path, lora_rank: int = 0) -> Iterator[Engine]:
-    """A server of `model` in float32, for adapters of `lora_rank`; what it says is in the file `log`."""
+def serving(
+    kind: ServerKind, model: Path, log: Path, lora_rank: int = 0, ranks: int = 1, **args: Any
+) -> Iterator[Engine]:
+    """A server of `model` in float32, for adapters of `lora_rank`; what it says is in the file `log`.
+
+    `ranks` and `args`: of vLLM.
+    """
     port = free_port(LOOPBACK)
-    settings = EngineSettings(kind=kind, dtype="float32", args=VLLM_ARGS)
+    settings = EngineSettings(
+        kind=kind, dtype="float32", args={**VLLM_ARGS, **args}, tensor_parallel_size=ranks
+    )
     server = server_command(settings, model, port, 0, lora_rank)
     env = {**os.environ, **server.env, **ONE_THREAD}
     with open(log, "wb") as file:

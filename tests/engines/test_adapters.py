@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollout.engines.admin import adapter_name
+from rollout.engines.admin import WrongWeights, adapter_name
 from rollout.engines.client import EngineError, Sampling
 from rollout.engines.model_dir import WeightsError
 from tests.adapters import make_adapter
@@ -73,12 +73,16 @@ def test_adapter_answers_as_transformers_and_peft_do(
 
 
 def test_next_adapter_takes_the_place_of_the_one_before_and_nothing_is_kept_of_that(
-    engine: Engine, first: Path, second: Path
+    engine: Engine, model_dir: Path, first: Path, second: Path
 ) -> None:
+    engine.admin.reload(model_dir, "base")
     engine.admin.load_adapter(first, "first")
     before = engine.ask(LONG_PROMPT, SAMPLING, model=FIRST)
+    assert engine.admin.prove(model_dir, first) == []
     engine.admin.load_adapter(second, "second", like=first)
-    assert engine.admin.policy() == "second"
+    assert engine.admin.policy() == "second" and engine.admin.prove(model_dir, second) == []
+    with pytest.raises(WrongWeights, match=r"was to serve .* and .*; it computes with other weights: layers"):
+        engine.admin.prove(model_dir, first)
     after = engine.ask(LONG_PROMPT, SAMPLING, model=SECOND)
     assert max(map(Reference(second).error, after)) < TOLERANCE and after != before
     with pytest.raises(EngineError, match=f"404: .*{FIRST}"):

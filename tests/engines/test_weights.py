@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from rollout.engines.admin import WrongWeights
 from rollout.engines.client import EngineError, Sampling
 from rollout.engines.model_dir import WeightsError
 from tests.engines.engines import Engine, Reference, serving
@@ -39,6 +40,9 @@ def test_reload_serves_the_new_weights_and_nothing_that_was_kept_of_the_old(
     after = engine.ask(LONG_PROMPT, SAMPLING)
     assert after != before
     assert max(other_reference.error(completion) for completion in after) < TOLERANCE
+    assert engine.admin.prove(other_model_dir) == []
+    with pytest.raises(WrongWeights, match=r"other weights: layers\.0: .*; layers\.1: .*; and 1 more$"):
+        engine.admin.prove(model_dir)
     engine.admin.reload(model_dir, "back")
     assert engine.admin.policy() == "back"
     assert engine.ask(LONG_PROMPT, SAMPLING) == before

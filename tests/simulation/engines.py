@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rollout.engines.admin import WrongWeights
 from rollout.engines.client import Completion, EngineError, Sampling
 from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
@@ -76,6 +77,16 @@ class EngineAdmin:
         if (found := policy_digest(checksums(path))) != digest:
             self._scheduler.violate(f"{path} holds policy {found}, not {digest}")
         self._engine.weights, self._engine.version, self._engine.sleeps = found, digest, False
+
+    def can_prove(self) -> bool:
+        self._engine.call(0.01)
+        return True
+
+    def prove(self, path: Path | None = None, _adapter: Path | None = None) -> list[str]:
+        self._engine.call(0.1)
+        if path is not None and (found := policy_digest(checksums(path))) != self._engine.weights:
+            raise WrongWeights(f"it computes with {self._engine.weights}, not {found}")
+        return []
 
     def prompt_logprobs(
         self, token_ids: Sequence[int], _replica: int = 0, *, model: str | None = None

@@ -2,6 +2,7 @@
 
 model.safetensors (or shards), config.json, tokenizer files ...   loads as it is in transformers and vLLM;
                                     if adapters are trained: what peft saves, see trainer.model.lora
+content.json                        sums of the tensors, by which an engine proves that it has them
 probe.json                          a few tokens, and the logprobs that an engine must find with these weights
 trainer_state/                      see `state`; with trainer.save_interval above 1 it is elsewhere
 result.json                         TrainResult; written last, so its presence says that all of it is here
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rollout.engines.admin import PROBE
+from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, check_model_dir, policy_digest
 from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts
@@ -234,7 +235,7 @@ def _write_model(learner: Learner, writer: Writer, request: TrainRequest, dtype:
     if rank_and_world()[0] != 0:
         return
     base_dir = Path(request.base_dir)
-    companions = [name for name in _companions(base_dir) if name not in {"config.json", PROBE}]
+    companions = [name for name in _companions(base_dir) if name not in {"config.json", PROBE, CONTENT}]
     if not adapters:
         # Copied where there is one: transformers refuses to save some that it has loaded.
         with_generation = "generation_config.json" not in companions

@@ -14,9 +14,11 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from rollout.engines.admin import CONTENT
+from rollout.engines.content import content_document, content_sum
 from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout.storage.writer import Writer
-from trainer.checkpoint.rank_files import rank_and_world, spread, tensor_file
+from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
 from trainer.model.model import Learner
 
 WHOLE_BYTES = 1 << 26
@@ -29,7 +31,8 @@ def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> None:
     """Write this rank's share of the weights as `dtype`.
 
     Collective. Each whole tensor goes to one rank, shared out by bytes. A rank holds its own share in host
-    memory, and one tensor at a time of the others' shares. Rank 0 writes the index.
+    memory, and one tensor at a time of the others' shares. Rank 0 writes the index, and the sums by which an
+    engine proves that it has these weights.
     """
     rank, world = rank_and_world()
     model = learner.model
@@ -46,6 +49,10 @@ def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> None:
             mine |= _reverted(model, whole)
     if rank < ranks:
         writer.add(_file_name(rank, ranks), tensor_file(mine, {"format": "pt"}))
+    sums = {name: content_sum(tensor) for name, tensor in mine.items() if tensor.is_floating_point()}
+    shares = gather_json(sums, "adding up the weights")
+    if rank == 0:
+        writer.add(CONTENT, content_document({k: v for share in shares for k, v in share.items()}, dtype))
     if rank == 0 and ranks > 1:
         weight_map = {
             name: _file_name(owner[block], ranks) for block, shapes in saved.items() for name in shapes

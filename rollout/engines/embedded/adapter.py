@@ -4,9 +4,10 @@ The own weights of these layers are kept for the next adapter. They take the mem
 once more while an adapter is being loaded.
 """
 
+import itertools
 import json
-import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rollout.engines.content import check_adapter, content_sum
 from rollout.engines.model_dir import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     WeightsError,
+    adapter_scale,
     check_model_dir,
     is_adapter,
 )
@@ -55,25 +58,42 @@ class MergedAdapter:
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Replace the earlier adapter by this one. WeightsError changes nothing."""
+        merged = dict(self._merged(directory))
+        for layer, weight in {**self._own, **merged}.items():
+            module: Any = self._model.get_submodule(layer)
+            self._own.setdefault(layer, module.weight)
+            module.weight = weight
+
+    def own_sums(self) -> dict[str, list[int]]:
+        """Weight -> the sum of what it is without an adapter, for the layers that have had one."""
+        return {f"{layer}.weight": [content_sum(weight)] for layer, weight in self._own.items()}
+
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """Raise WrongContent unless the layers hold what this adapter makes of their own weights."""
+        wanted: dict[str, int] = {}
+        served: dict[str, list[int]] = {}
+        for layer, weight in itertools.chain(self._own.items(), self._merged(directory)):
+            module: Any = self._model.get_submodule(layer)
+            wanted[f"{layer}.weight"] = content_sum(weight)  # a merged weight takes the place of its own one
+            served[f"{layer}.weight"] = [content_sum(module.weight)]
+        check_adapter(wanted, [served])
+
+    def _merged(self, directory: str | os.PathLike[str]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each layer that an adapter names, and its weight with that adapter."""
         check_model_dir(directory)
         if not is_adapter(directory):
             raise WeightsError(f"{directory}: has no {ADAPTER_CONFIG}, so it is no adapter")
-        scale = _scale(Path(directory) / ADAPTER_CONFIG)
+        scale = _scale(Path(directory))
         try:
             tensors = load_file(Path(directory) / ADAPTER_WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{directory}: {ADAPTER_WEIGHTS} cannot be read: {error}") from error
-        merged: dict[str, nn.Parameter] = {}
         for name in sorted({name.removesuffix(_A).removesuffix(_B) for name in tensors}):
             if not {name + _A, name + _B} <= tensors.keys():
                 raise WeightsError(f"{directory}: {name!r} is not a pair of lora_A and lora_B")
             layer = name.removeprefix(_PREFIX)
             own: Tensor = self._own[layer] if layer in self._own else self._weight(layer, directory)
-            merged[layer] = _sum(own, scale, tensors[name + _B], tensors[name + _A], name, directory)
-        for layer, weight in {**self._own, **merged}.items():
-            module: Any = self._model.get_submodule(layer)
-            self._own.setdefault(layer, module.weight)
-            module.weight = weight
+            yield layer, _sum(own, scale, tensors[name + _B], tensors[name + _A], name, directory)
 
     def _weight(self, layer: str, directory: str | os.PathLike[str]) -> Tensor:
         try:
@@ -102,15 +122,12 @@ def _sum(
     return nn.Parameter(total.to(own.dtype), requires_grad=False)
 
 
-def _scale(file: Path) -> float:
+def _scale(directory: Path) -> float:
     """The factor of B A. Raises WeightsError if the adapter does more than add B A."""
+    file = directory / ADAPTER_CONFIG
     config: dict[str, Any] = json.loads(file.read_bytes())
     for key, value in config.items():
         fits = value in _ALLOWED[key] if key in _ALLOWED else key in _UNIMPORTANT or not value
         if not fits:
             raise WeightsError(f"{file}: {key}={value!r} is not supported by the embedded engine, use vLLM")
-    try:
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise WeightsError(f"{file}: gives no r and lora_alpha to scale by: {error!r}") from error
+    return adapter_scale(directory)

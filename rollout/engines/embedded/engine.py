@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from rollout.engines.content import Proof, WrongContent, module_sums, saved_sums
 from rollout.engines.embedded.adapter import MergedAdapter
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.batch_choice import batch_maker
@@ -46,7 +47,9 @@ class TorchEngine(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self._dtype = dtype
         self._max_batch = max_batch
+        self._model_dir = model_dir
         self._weights = ModelWeights(model_dir, dtype)
+        self._proof = Proof()
         model = self._weights.model
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.max_model_len = int(
@@ -119,6 +122,12 @@ class TorchEngine(threading.Thread):
             self._adapter.load(adapter_dir)
 
         return self._call(load)
+
+    def prove(
+        self, model_dir: str | os.PathLike[str] | None, adapter_dir: str | os.PathLike[str] | None
+    ) -> "Future[list[str]]":
+        """Compare the weights to those of a directory, as WorkerExtension.prove_content does for vLLM."""
+        return self._call(lambda: self._prove(model_dir, adapter_dir))
 
     def run(self) -> None:
         try:
@@ -233,7 +242,25 @@ class TorchEngine(threading.Thread):
             self._weights = ModelWeights(model_dir, self._dtype, like=self._batch.model)
             self._batch_maker = batch_maker(self._weights.model)  # its configuration may be another
         model = self._weights.model
+        self._model_dir = model_dir
         self._batch, self._adapter = self._batch_maker(model), MergedAdapter(model)
+
+    def _prove(
+        self, model_dir: str | os.PathLike[str] | None, adapter_dir: str | os.PathLike[str] | None
+    ) -> list[str]:
+        if model_dir is None and self._proof.has_begun:
+            return self._proof.unproved
+        wanted = saved_sums(model_dir or self._model_dir, self._dtype)
+        parameters, buffers = module_sums(self._batch.model)
+        served = parameters | self._adapter.own_sums()
+        served |= {name: sums for name, sums in buffers.items() if name in wanted}
+        if model_dir is None:
+            self._proof.begin(wanted, served)
+            return self._proof.unproved
+        self._proof.check(wanted, served)
+        if adapter_dir is not None:
+            self._adapter.check(adapter_dir)
+        return self._proof.unproved
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
@@ -241,7 +268,7 @@ class TorchEngine(threading.Thread):
         def call() -> None:
             try:
                 _settle(future, function())
-            except (WeightsError, EngineBusy) as error:
+            except (WeightsError, WrongContent, EngineBusy) as error:
                 _fail(future, error)
 
         self._post(call, future)

@@ -5,9 +5,9 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from rollout.engines.bodies import BadRequest, Body, GenerationBody
 
@@ -67,11 +67,19 @@ class TokenizeBody(Body):
     add_generation_prompt: StrictBool = True
 
 
+class RpcArguments(BaseModel, extra="forbid"):
+    """`weights_path` of reload_weights; `path` and `adapter` of prove_content. All are directories."""
+
+    weights_path: StrictStr | None = None
+    path: StrictStr | None = None
+    adapter: StrictStr | None = None
+
+
 class RpcBody(Body):
     """POST /collective_rpc."""
 
-    method: StrictStr
-    kwargs: dict[str, Any] = Field({})
+    method: Literal["reload_weights", "prove_content"]
+    kwargs: RpcArguments = RpcArguments()
 
 
 class AdapterBody(Body):

@@ -21,7 +21,9 @@ from aiohttp import web
 from pydantic_core import to_json
 from transformers.utils import logging as transformers_logging
 
+from rollout.engines.admin import EXTENSION
 from rollout.engines.bodies import AnyBody, BadRequest, error_body, parse_body
+from rollout.engines.content import WrongContent
 from rollout.engines.embedded import protocol
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
@@ -59,6 +61,7 @@ class Server:
         post("/wake_up", self.wake_up)
         get("/is_sleeping", self.is_sleeping)
         post("/collective_rpc", self.collective_rpc)
+        get("/server_info", self.server_info)
         post("/v1/load_lora_adapter", self.load_lora_adapter)
         post("/reset_prefix_cache", self.reset_prefix_cache)
         post("/update_weight_version", self.update_weight_version)
@@ -151,12 +154,17 @@ class Server:
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.RpcBody)
-        path = body.kwargs.get("weights_path")
-        if body.method != "reload_weights" or not isinstance(path, str) or len(body.kwargs) != 1:
-            raise BadRequest("only reload_weights with kwargs.weights_path, a directory, is supported")
-        await asyncio.wrap_future(self._engine.reload(path))
+        if body.method == "prove_content":
+            unproved = await asyncio.wrap_future(self._engine.prove(body.kwargs.path, body.kwargs.adapter))
+            return web.json_response({"results": [unproved]})
+        if body.kwargs.weights_path is None:
+            raise BadRequest("reload_weights needs kwargs.weights_path, a directory")
+        await asyncio.wrap_future(self._engine.reload(body.kwargs.weights_path))
         self._adapter = None
         return web.json_response({"results": [None]})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": {"parallel_config": {"worker_extension_cls": EXTENSION}}})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.AdapterBody)
@@ -217,7 +225,7 @@ async def _errors_as_openai(
         status, kind, message = 400, "BadRequestError", str(error)
     except EngineBusy as error:
         status, kind, message = 409, "ConflictError", str(error)
-    except EngineStopped as error:
+    except (EngineStopped, WrongContent) as error:
         status, kind, message = 500, "InternalServerError", str(error)
     except web.HTTPException as error:
         status, kind, message = error.status, error.reason, error.text or error.reason

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.directory.published import Policy
 from coordinator.machine.weights import Adapters, Loader, Running
-from rollout.engines.admin import PROBE, EngineAdmin
+from rollout.engines.admin import PROBE, EngineAdmin, WrongWeights
 from rollout.engines.client import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG
 from tests.coordinator.made_up import write_json
@@ -22,6 +22,9 @@ class FakeAdmin:
         self.holds, self.sleeps, self.asked = policy, False, list[str]()
         self.answers = [list(LOGPROBS)]
         """Of the next probes; the last one stays."""
+        self.proves, self.unproved = True, list[str]()
+        self.wrong = list[str]()
+        """What the next proofs find."""
 
     def policy(self) -> str:
         return self.holds
@@ -41,6 +44,16 @@ class FakeAdmin:
         self.holds = digest
         self.asked.append(f"adapter {path.name} like {like and like.name}")
 
+    def can_prove(self) -> bool:
+        self.asked.append("can it prove")
+        return self.proves
+
+    def prove(self, path: Path | None = None, adapter: Path | None = None) -> list[str]:
+        self.asked.append(" ".join(["prove", *(place.name for place in (path, adapter) if place)]))
+        if path is not None and self.wrong:
+            raise WrongWeights(self.wrong.pop())
+        return self.unproved
+
     def prompt_logprobs(
         self, token_ids: list[int], replica: int = 0, model: str | None = None
     ) -> list[float]:
@@ -53,8 +66,8 @@ def loader() -> Loader:
     return Loader(lambda *_args, **_more: None)
 
 
-def running(admin: FakeAdmin, start: int = 1, replicas: int = 1) -> Running:
-    return Running(cast(EngineAdmin, admin), "http://127.0.0.1:8000", replicas, start)
+def running(admin: FakeAdmin, start: int = 1, replicas: int = 1, proves: bool | None = False) -> Running:
+    return Running(cast(EngineAdmin, admin), "http://127.0.0.1:8000", replicas, start, proves)
 
 
 def policy(tmp_path: Path, iteration: int, adapter: bool = False) -> Policy:
@@ -120,3 +133,69 @@ def test_adapter_is_loaded_over_the_base_that_the_run_trains(loader: Loader, tmp
     assert load(loader, running(admin, start=0), two)[0] == "adapter iteration_2 like iteration_1"
     assert loader.name_of(base) is None and loader.name_of(one) != loader.name_of(two)
     assert loader.model_of(two) == base, "a server starts with the whole model"
+
+
+def test_engine_compares_itself_to_what_it_was_started_with_and_then_to_all_that_it_loads(
+    loader: Loader, tmp_path: Path
+) -> None:
+    one, two = policy(tmp_path, 1), policy(tmp_path, 2)
+    server = running(FakeAdmin(one.digest), proves=True)
+    assert load(loader, server, one) == ["prove", "probe 0"]
+    assert load(loader, server, one) == []
+    asked = load(loader, server, two)
+    assert asked == ["reload iteration_2 like iteration_1", "prove iteration_2", "probe 0"]
+    again = load(loader, server._replace(start=2), one)
+    assert again == ["prove", "reload iteration_1 like iteration_2", "prove iteration_1", "probe 0"]
+
+
+def test_sleeping_engine_is_compared_once_it_is_awake(loader: Loader, tmp_path: Path) -> None:
+    admin, one = FakeAdmin(), policy(tmp_path, 1)
+    admin.holds, admin.sleeps = one.digest, True
+    assert load(loader, running(admin, proves=True), one) == ["wake", "prove iteration_1", "probe 0"]
+
+
+def test_engine_with_other_weights_is_loaded_once_more_then_refused_with_the_tensors(
+    loader: Loader, tmp_path: Path
+) -> None:
+    admin, one = FakeAdmin(), policy(tmp_path, 1)
+    admin.wrong = ["norm is 1, should be 2"]
+    assert [word.split()[0] for word in load(loader, running(admin, proves=True), one)] == [
+        "prove", "reload", "prove", "reload", "prove", "probe",
+    ]  # fmt: skip
+    admin.wrong = ["norm is 1, should be 2"] * 2
+    with pytest.raises(EngineError, match="norm is 1, should be 2"):
+        loader.load(running(admin, start=2, proves=True), policy(tmp_path, 2), tolerance=0.01)
+    assert loader.served == one
+
+
+def test_adapter_is_compared_beside_its_model(loader: Loader, tmp_path: Path) -> None:
+    loader.adapters = Adapters(Policy(0, tmp_path / "base", "base"), rank=4)
+    asked = load(loader, running(FakeAdmin("base"), proves=True), policy(tmp_path, 1, adapter=True))
+    assert asked == ["prove", "adapter iteration_1 like None", "prove base iteration_1", "probe 0"]
+
+
+def test_users_server_is_asked_whether_it_can_prove_and_says_once_what_it_cannot(
+    loader: Loader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = policy(tmp_path, 1), policy(tmp_path, 2)
+    admin = FakeAdmin()
+    admin.proves = False
+    for number in (one, two, one):
+        load(loader, running(admin, start=0, proves=None), number)
+    assert admin.asked.count("can it prove") == 1 and "prove" not in admin.asked
+    assert caplog.text.count("cannot prove its weights by content (start vLLM with --worker-ext") == 1
+    caplog.clear()
+    able, other = FakeAdmin(), Loader(lambda *_args, **_more: None)
+    able.unproved = ["layers.1"]
+    for number in (one, two, one):
+        load(other, running(able, start=0, proves=None), number)
+    assert able.asked.count("can it prove") == 1 and able.asked.count("prove iteration_1") == 2
+    assert caplog.text.count("changes tensors when it loads them: in layers.1 the logprobs") == 1
+
+
+def test_reload_event_says_how_long_the_proof_took(tmp_path: Path) -> None:
+    said = list[dict[str, Any]]()
+    loader = Loader(lambda *_args, **facts: said.append(facts))
+    load(loader, running(FakeAdmin(), proves=True), policy(tmp_path, 1))
+    (event,) = said
+    assert 0 <= event["proof_s"] <= event["seconds"]

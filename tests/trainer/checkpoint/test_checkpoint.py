@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
+from rollout.engines.admin import CONTENT
+from rollout.engines.content import saved_sums
 from rollout.engines.model_dir import WeightsError, check_model_dir, policy_digest, tensor_names
 from rollout.storage import retry
 from rollout.storage.files import checksums
@@ -306,6 +308,23 @@ def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "shares").state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded[name], tensor)
+
+
+@pytest.mark.parametrize("save_dtype", ["float32", "bfloat16"])
+def test_sums_of_the_weights_are_written_beside_them_and_beside_no_others(
+    batch: Batch, make_request: Callable[..., TrainRequest], save_dtype: str
+) -> None:
+    first = with_settings(make_request(batch), save_dtype=save_dtype)
+    result = run_phase(load_base(first), batch, first)
+    directory = Path(first.staging_dir)
+    written = saved_sums(directory, torch.float32)
+    (directory / CONTENT).rename(directory / "sums")
+    assert CONTENT in result.files and policy_digest(checksums(directory)) == result.policy
+    assert written == saved_sums(directory, torch.float32) and len(written) > 10
+    (directory / "sums").rename(directory / CONTENT)
+    shutil.rmtree(directory / "trainer_state")
+    adapters = with_settings(make_request(batch, base=directory), lora=LoraSettings(rank=2))
+    assert CONTENT not in run_phase(load_base(adapters), batch, adapters).files
 
 
 def test_adapters_are_written_as_peft_does_and_go_on_with_their_state(

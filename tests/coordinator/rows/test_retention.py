@@ -184,6 +184,8 @@ def test_workers_take_turns_to_read_back_what_nobody_has_verified(
     node.rank, node.verifier = ranks[1], Verifier()
     two = Iteration(2, documents={Phase.ITERATION_START: {"verifier": ranks[1], "policy_iteration": 1}})
     rollout.begin_to_verify(node, two)
-    node.verifier._thread.join(20)
+    thread = node.verifier._thread
+    assert thread is not None
+    thread.join(20)
     assert rollout._verifier(node, Iteration(2), policy) is None
     assert rollout._verifier(node, Iteration(2), published.Policy(0, run_dir.base_model, "d")) is None

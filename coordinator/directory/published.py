@@ -11,7 +11,6 @@ from typing import Any, Literal
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_staging_name
 from rollout.storage import files
 from rollout.storage.files import Moved, unheard
-from rollout.storage.retry import retry
 from trainer.documents import DamagedDocument, TrainResult
 
 RESULT = "result.json"
@@ -183,8 +182,7 @@ def _stats(directory: Path, result: TrainResult) -> dict[str, list[int]]:
         if folder not in folders:
             folders[folder] = names(path.parent) if folder in folders[""] else []
         if path.name in folders[folder]:
-            about = retry("look at", path, path.stat, path)
-            found[name] = [about.st_size, about.st_mtime_ns]
+            found[name] = list(files.size_and_mtime(path))
     return found
 
 

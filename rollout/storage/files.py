@@ -181,6 +181,17 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
     return retry("read", path, facts, path)
 
 
+def size_and_mtime(path: Path) -> tuple[int, int]:
+    """The size of a file, and its mtime in ns. Opens it: a client may remember an old size until then."""
+
+    def look() -> tuple[int, int]:
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            return about.st_size, about.st_mtime_ns
+
+    return retry("look at", path, look, path)
+
+
 def file_names(directory: Path) -> list[str]:
     """The sorted names of the regular files directly in the directory, and of links to such."""
     return sorted(name for name, is_file in _scan(directory, lambda entry: entry.is_file()) if is_file)

@@ -67,6 +67,14 @@ def group() -> Callable[..., Group]:
     return make_group
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the tests have hashed is remembered apart from what the user has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def batch() -> Batch:
     """48 sequences of 12 groups."""

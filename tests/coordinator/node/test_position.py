@@ -1,12 +1,15 @@
 """What a heartbeat says of a node's place, its progress and its speed."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from coordinator.node import position as position_module
 from coordinator.node.position import Position
+from coordinator.protocol.liveness import Standstill
 from coordinator.protocol.phases import Phase
+from rollout.storage import files
 
 
 def test_speed_and_time_left_count_from_the_first_progress_to_the_last(
@@ -47,3 +50,26 @@ def test_move_begins_progress_and_waiting_anew() -> None:
     position.move("running", 1, Phase.TRAIN_FILES_READY.label)
     said = position.describe()
     assert (said["done"], said["total"], said["waiting_for"], said["waiting_s"]) == (0, 0, [], 0.0)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_file_that_is_read_slowly_is_no_standstill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_counted: bool
+) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 2_000_000)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(16_000_000))
+    position, standstill, now_s = Position(), Standstill(600.0), 0.0
+    position.move("running", 1, Phase.ITERATION_START.label)
+    count = position.count_bytes() if is_counted else files.unheard
+    stalled: set[int] = set()
+
+    def slow(size: int) -> None:
+        nonlocal now_s
+        now_s += 600.0
+        count(size)
+        standstill.observe({1: position.describe()}, now_s)
+        stalled.update(standstill.beyond(lambda _row: 1800.0, 30.0))
+
+    files.file_facts(path, slow)
+    assert stalled == (set() if is_counted else {1}), "it took 4800 s"

@@ -13,7 +13,8 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.verifier import Verifier
-from coordinator.rows import retention
+from coordinator.protocol.phases import Phase
+from coordinator.rows import retention, rollout
 from coordinator.rows.retention import kept, old_copies, retire_checkpoints, verify_last
 from coordinator.settings import CheckpointSettings
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
@@ -167,3 +168,24 @@ def test_second_damaged_copy_of_one_iteration_takes_the_place_of_the_first(run_d
         published.set_aside(run_dir.checkpoint(1), "damaged")
     (copy,) = run_dir.checkpoints.iterdir()
     assert (copy / "model.safetensors").read_bytes() == b"second"
+
+
+@pytest.mark.parametrize(
+    ("members", "ranks"), [([0, 1, 3], [3, 1, 3]), ([0, 3], [3, 3, 3]), ([0], [0, 0, 0])]
+)
+def test_workers_take_turns_to_read_back_what_nobody_has_verified(
+    run_dir: RunDir, members: list[int], ranks: list[int]
+) -> None:
+    node = node_at(run_dir)
+    node.record.members = dict.fromkeys(members)
+    publish(run_dir, 1)
+    policy = published.policy_of(run_dir, 1)
+    assert [rollout._verifier(node, Iteration(number), policy) for number in (1, 2, 3)] == ranks
+    node.rank, node.verifier = ranks[1], Verifier()
+    two = Iteration(2, documents={Phase.ITERATION_START: {"verifier": ranks[1], "policy_iteration": 1}})
+    rollout.begin_to_verify(node, two)
+    thread = node.verifier._thread
+    assert thread is not None
+    thread.join(20)
+    assert rollout._verifier(node, Iteration(2), policy) is None
+    assert rollout._verifier(node, Iteration(2), published.Policy(0, run_dir.base_model, "d")) is None

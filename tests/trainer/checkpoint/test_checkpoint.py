@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from rollout.engines.admin import CONTENT
 from rollout.engines.content import saved_sums
 from rollout.engines.model_dir import WeightsError, check_model_dir, policy_digest, tensor_names
-from rollout.storage import retry
+from rollout.storage import files, retry, writer
 from rollout.storage.files import checksums
 from rollout.storage.writer import Writer
+from trainer import progress
 from trainer.batch.batch import Batch, build_batch
 from trainer.checkpoint import checkpoint, hub_weights
 from trainer.checkpoint.checkpoint import CheckpointError
@@ -296,9 +297,9 @@ def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
     monkeypatch.setattr(hub_weights, "WHOLE_BYTES", 0)
     for rank in range(3):
         monkeypatch.setattr(hub_weights, "rank_and_world", lambda rank=rank: (rank, 3))
-        with Writer(tmp_path / "shares") as writer:
-            hub_weights.write_weights(learner, writer, torch.float32)
-            writer.finish()
+        with Writer(tmp_path / "shares") as written:
+            hub_weights.write_weights(learner, written, torch.float32)
+            written.finish()
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "shares")
     found = tensor_names(tmp_path / "shares")
     assert found == tensor_names(tmp_path / "base")
@@ -354,3 +355,60 @@ def test_rank_that_wakes_after_its_staging_directory_has_gone_makes_no_other(
     with pytest.raises(CheckpointError, match="is not there any more"):
         run_phase(learner, batch, request)
     assert not staging.exists()
+
+
+def test_what_is_hashed_read_and_written_is_progress(
+    batch: Batch,
+    make_request: Callable[..., TrainRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in (files, writer):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(progress, "PART_BYTES", 10_000)
+    said: list[tuple[int, int]] = []
+    moving = progress.Progress(lambda done, total: said.append((done, total)))
+    request = make_request(batch)
+    base_dir = Path(request.base_dir)
+    size = sum(path.stat().st_size for path in base_dir.glob("*.safetensors"))
+    learner = checkpoint.load(base_dir, request.base_policy, CPU, request.settings, progress=moving)
+    hashed = len(said)
+    assert hashed >= size // 10_000 > 20, "one for each part, not one for all"
+    train(learner, batch, request.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+    saver = StateSaver(timeout_s=60)
+    result = checkpoint.write(learner, Path(request.staging_dir), request, 1, {}, saver, progress=moving)
+    written = sum(facts["bytes"] for facts in result.files.values())
+    assert len(said) - hashed >= written // 10_000 - 2 > hashed
+    assert said == sorted(said) and all(done <= total for done, total in said)
+
+
+def test_ranks_of_a_node_hash_a_share_each_and_learn_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"model-{number}.safetensors" for number in range(5)]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "config.json").write_text("{}")
+    hashed: list[str] = []
+    real = files.file_facts
+    monkeypatch.setattr(
+        files, "file_facts", lambda path, moved: hashed.append(path.name) or real(path, moved)
+    )
+    nodes = [0, 0, 0, 1, 1]  # three ranks on one node, two on the other
+    shares: dict[int, Any] = {}
+
+    def gather(mine: Any, _doing: str) -> list[Any]:
+        shares[rank] = mine
+        return [shares.get(other, {}) for other in range(len(nodes))]
+
+    monkeypatch.setattr(checkpoint, "gather_json", gather)
+    for turn in (1, 2):  # the first fills the shares
+        for rank, node in enumerate(nodes):
+            monkeypatch.setenv("LOCAL_RANK", str(rank - nodes.index(node)))
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(nodes.count(node)))
+            monkeypatch.setattr(checkpoint, "rank_and_world", lambda rank=rank: (rank, len(nodes)))
+            found = checkpoint._checksums_of_weights(tmp_path, progress.SILENT)
+            assert turn == 1 or found == {name: files.facts_of(name.encode()) for name in names}
+        if turn == 1:
+            assert sorted(hashed) == sorted(names * 2), "once a node"

@@ -41,7 +41,7 @@ from trainer.model.lora import LoraError
 from trainer.model.model import Learner, build_learner
 from trainer.model.parallel import LayoutError
 from trainer.model.token_logprobs import UnsupportedModel
-from trainer.settings import TrainerSettings
+from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import StepStats, train
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -100,9 +100,9 @@ tensor_parallel = partial(sharded, tensor_parallel_size=2)
 
 def lora(directory: Path) -> str:
     """A step with adapters of all linear layers, routers excepted: how many modules have one."""
-    settings = {"lora": {"rank": 4}}
-    learner = build_learner(directory, CPU, TrainerSettings(**settings))
-    (step,) = _train(learner, TrainerSettings(**settings))
+    settings = TrainerSettings(lora=LoraSettings(rank=4))
+    learner = build_learner(directory, CPU, settings)
+    (step,) = _train(learner, settings)
     if not step.grad_norm > 0:
         raise Differs(f"the gradient's norm is {step.grad_norm}")
     return f"{len(learner.parameters) // 2} modules"
@@ -237,12 +237,13 @@ def _train(learner: Learner, settings: TrainerSettings) -> list[StepStats]:
 
 
 def _steps(directory: Path, settings: dict[str, Any]) -> list[StepStats]:
-    chosen = TrainerSettings(**{"max_tokens_per_microbatch": 128, **settings})
+    chosen = TrainerSettings.model_validate({"max_tokens_per_microbatch": 128, **settings})
     return _train(build_learner(directory, CPU, chosen), chosen)
 
 
 def _in_ranks(directory: Path, settings: dict[str, Any]) -> list[StepStats]:
     """The steps of two forked processes; raises Failed with the words of the one that failed first."""
+    said: Any = None
     with tempfile.TemporaryDirectory() as meeting:
         found = [
             _forked(partial(_rank, directory, settings, Path(meeting) / "file", rank))
@@ -324,14 +325,16 @@ def _try_all(
     families: Sequence[str], python: str | None, jobs: int
 ) -> Iterator[tuple[str, dict[str, str] | str]]:
     """Each family with what try_family returns, as they come; `jobs` at a time."""
-    waiting, running = list(families), {}
+    waiting = list(families)
+    running: dict[Any, tuple[str, Any, float]] = {}
     with tempfile.TemporaryDirectory(prefix="flagpost-models-") as root:
         while waiting or running:
             while waiting and len(running) < jobs:
                 family = waiting.pop(0)
                 pipe, process = _forked(partial(try_family, family, Path(root) / family, python))
                 running[pipe] = family, process, time.monotonic()
-            for pipe in wait(list(running)):
+            ready: list[Any] = wait(list(running))
+            for pipe in ready:
                 family, process, started = running.pop(pipe)
                 _kind, found = pipe.recv()
                 process.join()

@@ -34,13 +34,13 @@ NUMBERS: dict[int, str] = {
     WINDOW: "sliding_window attention_chunk_size attention_window_size",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_blocks "
     "num_key_value_heads num_global_key_value_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
-    "moe_top_k top_k linear_num_key_heads index_n_heads n_mamba_heads mamba_expand",
+    "moe_top_k top_k linear_num_key_heads n_mamba_heads mamba_expand",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "rotary_dim num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
     "linear_num_heads mamba_dt_rank time_step_rank",
     8: "mamba_n_heads mamba_num_heads mamba_d_state ssm_state_size state_size index_topk "
     "hidden_size_per_layer_input",
-    16: "mamba_chunk_size chunk_size",
+    16: "mamba_chunk_size chunk_size index_n_heads",
     1: "topk_group n_group num_expert_group first_k_dense_replace num_dense_layers num_shared_experts "
     "mamba_n_groups mamba_ngroups n_groups",
 }

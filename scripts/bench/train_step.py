@@ -9,6 +9,8 @@ weights) on the same sequences with the same advantages, in separate processes t
 16 to 1,024 tokens (`--longest`), of which 8 are the prompt; a longer prompt is added to them. `tokens_per_s`
 counts tokens without padding, and a shared prompt once per sample; a ratio is the median over the rounds.
 `memory_peak_mb` is the most memory of such a process, `memory_before_mb` its memory before the first step.
+`padding` is the fraction of the rows that holds no token; `masked` the fraction of Flagpost's pairs of a
+token and one before it in its row that belong to different sequences, so that a mask hides them.
 Flagpost packs sequences, and computes a prompt once if several samples have it. TRL 1.16 has no padding-free
 path for GRPO: it pads all sequences to the longest one; the fastest size of its microbatches
 (`--trl-microbatch`, in sequences) counts.
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -44,6 +46,9 @@ from training_data import (
 from trl_trainer import need_trl
 from vllm_server import Elsewhere
 
+if TYPE_CHECKING:
+    from trainer.batch.packing import Microbatch
+
 TURN_TIMEOUT_S = 1800.0
 LEARNING_RATE = 1e-6
 
@@ -56,6 +61,7 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
     import torch
 
     from trainer.batch.batch import Batch, Counts
+    from trainer.batch.packing import plan_step
     from trainer.model.model import build_learner
     from trainer.settings import TrainerSettings
     from trainer.update.step import train
@@ -85,6 +91,9 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
     )
     learner = build_learner(options.model, device, settings)
     note_memory(options)
+    plan = plan_step(batch, range(count), [1.0], 0, options.microbatch, learner.arrangement.packing)
+    options.padding = 1 - sum(one.tokens for one in plan) / sum(one.token_ids.size for one in plan)
+    options.masked = masked_fraction(plan)
     seconds: list[tuple[float, float]] = []
     for _step in range(1 + options.steps):
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -94,6 +103,20 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
         seconds.append((time.perf_counter() - began_s, time.process_time() - began_cpu_s))
         assert len(stats) == 1
     return seconds[1:]
+
+
+def masked_fraction(plan: "list[Microbatch]") -> float:
+    """The fraction of the pairs of a token and one before it in its row that the token must not see."""
+    hidden = pairs = 0
+    for one in plan:
+        own, before = (
+            one.segments if one.segments is not None else [np.cumsum(one.position_ids == 0, axis=1)] * 2
+        )
+        for mine, shared in zip(own, before, strict=True):
+            sees = np.tril((mine[:, None] == mine) | (shared[:, None] == mine))
+            pairs += len(mine) * (len(mine) + 1) // 2
+            hidden += len(mine) * (len(mine) + 1) // 2 - int(sees.sum())
+    return hidden / pairs
 
 
 def trl(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, float]]:
@@ -118,6 +141,7 @@ def trl(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, floa
         "num_items_in_batch": mask.sum(),
     }
     note_memory(options)
+    options.padding = 1 - sum(map(len, token_ids)) / (count * (width + prompt_tokens))
     seconds, _metrics = trl_trainer.train(
         options.model,
         [{"prompt": "1+1="}] * (2 * count),
@@ -155,6 +179,8 @@ def take_turn(options: argparse.Namespace) -> dict[str, Any]:
         "cpu_s": statistics.median(cpu for _wall, cpu in seconds),
         "memory_peak_mb": round(peak / 1e6),
         "memory_before_mb": options.memory_before_mb,
+        "padding": options.padding,
+        "masked": getattr(options, "masked", None),
         "cores_busy_elsewhere": elsewhere,
     }
 
@@ -201,7 +227,10 @@ def compare(options: argparse.Namespace, shape: str, kind: str, model: Path) -> 
             "microbatch": sizes[side],
             "memory_peak_mb": max(one["memory_peak_mb"] for one in made),
             "memory_before_mb": max(one["memory_before_mb"] for one in made),
+            "padding": round(made[0]["padding"], 3),
         }
+        if made[0]["masked"] is not None:
+            row[side]["masked"] = round(made[0]["masked"], 3)
         if options.gpu:
             row[side]["mfu"] = round(flops / statistics.median(seconds) / (1e12 * options.peak_tflops), 3)
     ratios = [b["seconds"] / a["seconds"] for a, b in zip(turns["ours"], turns["trl"], strict=True)]

@@ -168,8 +168,8 @@ def arrange(
 
     `agree`: whether it is so on all ranks, which call this together. `kernels`: try KERNELS, too. `exact`:
     the model computes in float32. A layer has about 12 h^2 weights with two operations each, and spends 4 h
-    operations on a pair of tokens, so `pairs_per_token` is 24 h^2 / 4 h = 6 h. Raises UnsupportedModel if not
-    even padding behind a sequence is harmless.
+    operations on a pair of tokens, so `pairs_per_token` is 24 h^2 / 4 h = 6 h. Raises UnsupportedModel
+    if the model looks ahead.
     """
     batch = _two_sequences(config.vocab_size)
     first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
@@ -182,13 +182,12 @@ def arrange(
         ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if agree(trial.is_telling) else []
         apart = next((way for way in ways if agree(trial.passes(packed, way))), None)
         shares = share_prompts and bool(ways) and agree(trial.passes(fill(batch, [[both]]), Apart.MASKS))
-        padded = fill(batch, [[first], [second]])
-        is_causal = apart is not None or agree(trial.passes(padded, Apart.POSITIONS))
-    if not is_causal:
-        raise UnsupportedModel(
-            f"a {config.model_type} model scores a sequence otherwise if padding comes behind it, or another "
-            "sequence is in the batch; train a causal decoder"
-        )
+        one_each = fill(batch, [[first], [second]])
+        if not apart and not agree(trial.ignores_what_follows(one_each)):
+            raise UnsupportedModel(
+                f"a {config.model_type} model sees the tokens that it is to predict, and the padding behind "
+                "them; train a causal decoder"
+            )
     logger.info(
         "rows hold %s; prompts are %s",
         f"several sequences, kept apart by {apart.value}"
@@ -227,6 +226,18 @@ class _Trial:
         mistake = float((found - torch.cat(self._alone[:count])).abs().max())
         leak = float((changed - found)[torch.from_numpy(packed.sequences > 0)].abs().max())
         return mistake < self._mistake and leak < self._leak
+
+    def ignores_what_follows(self, microbatch: Microbatch) -> bool:
+        """Whether scores in the first half of each row stay if the words of the second half change."""
+        columns = microbatch.token_ids.shape[1]
+        words = microbatch.token_ids.copy()
+        words[:, columns // 2 :] = words[:, : columns // 2 - 1 : -1]
+        first_half = torch.from_numpy(microbatch.scored_at % columns < columns // 2)
+        scores = [
+            self._score(replace(microbatch, token_ids=token_ids), Apart.POSITIONS)[first_half]
+            for token_ids in (microbatch.token_ids, words)
+        ]
+        return float((scores[0] - scores[1]).abs().max()) < self._leak
 
 
 def has_kernels() -> int:

@@ -375,7 +375,7 @@ def test_what_is_hashed_read_and_written_is_progress(
     learner = checkpoint.load(base_dir, request.base_policy, CPU, request.settings, progress=moving)
     hashed = len(said)
     assert hashed >= size // 10_000 > 20, "one for each part, not one for all"
-    train(learner, batch, request.settings, temperature=1.0, max_tokens=32, report=lambda line: None)
+    train(learner, batch, request.settings, max_tokens=32, report=lambda line: None)
     saver = StateSaver(timeout_s=60)
     result = checkpoint.write(learner, Path(request.staging_dir), request, 1, {}, saver, progress=moving)
     written = sum(facts["bytes"] for facts in result.files.values())

@@ -1,8 +1,8 @@
-"""Packs sequences of a model whose recurrent layers have kernels: `python stand_in_kernels.py FAMILY`.
+"""Packs sequences of models whose recurrent layers have kernels: `python stand_in_kernels.py FAMILY ...`.
 
 The kernels are stand-ins under the names of the real packages, which need a GPU. Each takes the bounds of
 sequences as the real one does, cuts the row there, and calls what transformers has in plain PyTorch on the
-pieces. Prints what keeps sequences apart, and the largest error of a logprob.
+pieces. Prints, for each family, what keeps sequences apart and the largest error of a logprob.
 """
 
 import sys
@@ -64,16 +64,17 @@ def install(package: str, *functions: Any) -> None:
 
 
 def main() -> None:
-    """Install the stand-ins, then try the family."""
+    """Install the stand-ins, then try the families."""
     install("causal_conv1d", causal_conv1d_fn)
     install("fla", chunk_gated_delta_rule)
     from tests.trainer.model import test_neighbours as tests
 
     torch.set_num_threads(1)
-    learner = tests.learner_of(sys.argv[1])
     batch = tests.make_batch()
-    plan = tests.planned(learner, batch) + tests.packed_tight(batch)
-    print(tests.found(learner)[0], tests.error(learner, batch, plan))
+    for family in sys.argv[1:]:
+        learner = tests.learner_of(family)
+        plan = tests.planned(learner, batch) + tests.packed_tight(batch)
+        print(tests.found(learner)[0], tests.error(learner, batch, plan))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -382,7 +383,8 @@ def page(tried: dict[str, dict[str, str] | str], versions: str) -> str:
 
 def _cell(text: str, longest: int = 160) -> str:
     """The text for a cell of a table, cut if it is long."""
-    plain = text.replace("|", "/").replace("<", "(").replace(">", ")").replace("\n", " ")
+    plain = re.sub(r"trainer\.tensor_parallel_size=\d+ and \w+: (.*); use 1", r"\1", text)
+    plain = plain.replace("|", "/").replace("<", "(").replace(">", ")").replace("\n", " ")
     return plain if len(plain) <= longest else f"{plain[:longest]} ..."
 
 

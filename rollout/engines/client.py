@@ -102,13 +102,13 @@ class EngineClient:
 
         Raises RequestRefused, e.g. if the prompt alone fills the context, or another EngineError.
         """
+        known = self._context  # now: another request may read it while this one is refused
         try:
             return await self._complete(*await self._fitted(prompt, sampling))
         except RequestRefused:
-            if self._context is not None:
-                raise
-            self._context = await self._read_context()  # it may have been asked for more than fits
-            if not self._context:
+            if known is None and self._context is None:
+                self._context = await self._read_context()  # it may have been asked for more than fits
+            if known is not None or not self._context:
                 raise
             return await self._complete(*await self._fitted(prompt, sampling))
 
@@ -129,8 +129,8 @@ class EngineClient:
             )
         return prompt, replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
-    async def _read_context(self) -> int:
-        """The engine's context in tokens; 0 if it does not say."""
+    async def _read_context(self) -> int | None:
+        """The engine's context in tokens; 0 if it does not say, None if it does not answer just now."""
         import aiohttp
 
         assert self._session is not None
@@ -139,7 +139,9 @@ class EngineClient:
             async with self._session.get(url) as response:
                 answer = parse_answer(f"GET {url}", response.status, await response.read())
             return max(int(card["max_model_len"] or 0) for card in answer["data"])
-        except (aiohttp.ClientError, EngineError, KeyError, TypeError, ValueError):
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        except (EngineError, KeyError, TypeError, ValueError):
             return 0
 
     async def _complete(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:

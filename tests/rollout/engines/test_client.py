@@ -186,6 +186,42 @@ def test_request_takes_what_is_left_of_the_context(server: RunningServer, prompt
         asyncio.run(ask([3] * CONTEXT))
 
 
+def test_refusals_that_come_while_the_context_is_read_are_asked_again_too() -> None:
+    sent = 0
+    both_were_sent, first_was_asked_again = asyncio.Event(), asyncio.Event()
+    head = "HTTP/1.1 {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        asked = await reader.readuntil(b"\r\n\r\n")
+        status, body = "200 OK", json.dumps({"data": [{"max_model_len": 10}]})
+        if asked.startswith(b"POST"):
+            length = int(asked.lower().partition(b"content-length:")[2].split()[0])
+            wanted = json.loads(await reader.readexactly(length))["max_tokens"]
+            body = json.dumps({"choices": [CHOICE]})
+            if wanted > 9:
+                sent += 1
+                if sent == 2:
+                    both_were_sent.set()
+                    await first_was_asked_again.wait()
+                await both_were_sent.wait()
+                status, body = "400 Bad Request", "too long"
+            else:
+                first_was_asked_again.set()
+        writer.write(head.format(status, len(body), body).encode())
+        await writer.drain()
+        writer.close()
+
+    async def main() -> list[list[Completion]]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, EngineClient(f"http://127.0.0.1:{port}") as client:
+            asks = (client.generate([3], Sampling(max_tokens=20)) for _ in range(2))
+            return await asyncio.wait_for(asyncio.gather(*asks), 20)
+
+    assert [len(completions) for completions in asyncio.run(main())] == [1, 1]
+
+
 def test_waiting_for_an_engine_ends_at_its_deadline_or_when_it_answers(server: RunningServer) -> None:
     EngineAdmin(server.url).wait_healthy(1, alive=lambda: True)
     with pytest.raises(EngineError, match=r"did not become healthy within 0\.2 s"):

@@ -153,18 +153,15 @@ class TorchEngine(threading.Thread):
         give_up_at = time.monotonic() + GATHER_S
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < give_up_at:
-                message, _ = self._inbox.get(timeout=QUIET_S)
-                message()
+                _do(*self._inbox.get(timeout=QUIET_S))
 
     def _work_off_inbox(self) -> None:
         """Do what was asked for. If there is nothing to decode, wait for a request."""
         idle = not self._batch.rows and not self._may_start_next()
         try:
-            message, _ = self._inbox.get(block=idle)
-            message()
+            _do(*self._inbox.get(block=idle))
             while True:
-                message, _ = self._inbox.get_nowait()
-                message()
+                _do(*self._inbox.get_nowait())
         except queue.Empty:
             pass
 
@@ -277,7 +274,7 @@ class TorchEngine(threading.Thread):
     def _post(self, message: Callable[[], None], future: "Future[Any]") -> None:
         self._inbox.put((message, future))
         if self._failure is not None:  # after the put, because _stop sets it and then empties the inbox
-            _fail(future, EngineStopped(f"the engine stopped: {self._failure}"))
+            _fail(future, _stopped(self._failure))
 
     def _stop(self, failure: Exception) -> None:
         self._failure = failure
@@ -286,7 +283,7 @@ class TorchEngine(threading.Thread):
         while not self._inbox.empty():
             futures.append(self._inbox.get_nowait()[1])
         for future in futures:
-            _fail(future, EngineStopped(f"the engine stopped: {type(failure).__name__}: {failure}"))
+            _fail(future, _stopped(failure))
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -295,6 +292,19 @@ def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
+
+
+def _do(message: Callable[[], None], future: "Future[Any]") -> None:
+    """Do what was asked for. If it fails, the engine stops, and whoever asked is told."""
+    try:
+        message()
+    except Exception as error:
+        _fail(future, _stopped(error))
+        raise
+
+
+def _stopped(failure: Exception) -> EngineStopped:
+    return EngineStopped(f"the engine stopped: {type(failure).__name__}: {failure}")
 
 
 def _deliver(generation: Generation) -> None:

@@ -192,6 +192,22 @@ def test_nobody_waits_for_a_prompt_that_the_model_fails_on(
     assert not engine.healthy
 
 
+def test_nobody_waits_for_a_sequence_that_the_model_fails_to_score(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(PaddedBatch, "prompt_logprobs", fail)
+    engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=64)
+    engine.start()
+    with pytest.raises(EngineStopped, match="not enough memory"):
+        engine.prompt_logprobs(prompt_of(5)).result(timeout=5)
+    with pytest.raises(EngineStopped, match="not enough memory"):
+        engine.prompt_logprobs(prompt_of(5)).result(timeout=5)
+    assert not engine.healthy
+
+
 def test_sample_j_of_n_is_the_first_sample_of_seed_plus_j(engine: TorchEngine) -> None:
     together = tokens_of(engine.submit(generation(prompt_of(4), n=5, seed=30)))
     each = [tokens_of(engine.submit(generation(prompt_of(4), seed=30 + j)))[0] for j in range(5)]

@@ -39,6 +39,7 @@ from tests.models import EOS, make_model
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Microbatch
 from trainer.model.model import ALONE
+from trainer.model.neighbours import Arrangement
 from trainer.settings import TrainerSettings
 from trainer.statistics import SUMS
 from trainer.update.step import train
@@ -176,7 +177,7 @@ def trl(model_dir: Path, tmp_path: Path) -> Callable[..., Found]:
 class Table:
     """Stands in for a Learner; its parameters are the table NEW."""
 
-    layout, device, pairs_per_token, optimizer_step = ALONE, torch.device("cpu"), 0.0, 0
+    layout, device, arrangement, optimizer_step = ALONE, torch.device("cpu"), Arrangement(), 0
 
     def __init__(self) -> None:
         self.policy, self.found = moved(), Found()

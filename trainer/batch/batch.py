@@ -277,13 +277,13 @@ def build_batch(
 def check_engine_logprobs(batch: Batch, settings: TrainerSettings) -> None:
     """Raise ValueError if the loss needs logprobs of an engine, and trained tokens have none (NaN)."""
     missing = np.flatnonzero(np.isnan(batch.logprobs) & (batch.loss_mask == 1))
-    corrects = settings.engine_correction != "off" or settings.engine_sequence_cap is not None
-    if len(missing) and (settings.clip != "likelihood" or corrects):
+    free = {"clip": "likelihood", "engine_correction": "off", "engine_sequence_cap": None}
+    needs = [f"trainer.{name}={v}" for name, none in free.items() if (v := getattr(settings, name)) != none]
+    if len(missing) and needs:
         sequences = len(np.unique(np.searchsorted(batch.offsets, missing, side="right")))
         raise ValueError(
             f"{sequences} of {len(batch)} sequences are demonstrations, which no engine has sampled; "
-            f"trainer.clip={settings.clip} with trainer.engine_correction={settings.engine_correction} needs "
-            "logprobs: train on demonstrations with trainer.algorithm=sft"
+            f"{' with '.join(needs)} needs logprobs: train on demonstrations with trainer.algorithm=sft"
         )
 
 

@@ -51,6 +51,9 @@ KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 """Packages with kernels that transformers uses for recurrent layers where they are installed."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Numbers of a config that say how far back some of its layers see, in tokens."""
+BUILT_IN = ("window_size", "keep_window_size")
+"""The same where layers have taken the number when they were made, so that it cannot be shortened any more:
+where it is long, trying would show nothing, and a row holds one sequence."""
 UNMASKED = ("linear_attention", "conv")
 """Kinds of layers, as transformers names them, that take no attention mask."""
 PROMPT, TOKENS, WINDOW = 2, (24, 17), 6
@@ -179,7 +182,8 @@ def arrange(
         alone = [score(fill(batch, [[one]]), Apart.POSITIONS) for one in (first, second)]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
         trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS), exact)
-        ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if agree(trial.is_telling) else []
+        is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
+        ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if agree(is_telling) else []
         apart = next((way for way in ways if agree(trial.passes(packed, way))), None)
         shares = share_prompts and bool(ways) and agree(trial.passes(fill(batch, [[both]]), Apart.MASKS))
         one_each = fill(batch, [[first], [second]])
@@ -192,7 +196,7 @@ def arrange(
         "rows hold %s; prompts are %s",
         f"several sequences, kept apart by {apart.value}"
         if apart
-        else "one sequence and padding, because layers of this model see the sequence before",
+        else "one sequence and padding, because layers of this model may see the sequence before",
         "shared" if shares else "not shared",
     )
     packing = Packing(several=apart is not None, pairs_per_token=6.0 * config.hidden_size * shares)
@@ -256,6 +260,10 @@ def _short_window(config: Any) -> Iterator[None]:
     finally:
         for name, value in own.items():
             setattr(config, name, value)
+
+
+def _sees_farther_than_is_tried(config: Any) -> bool:
+    return any((getattr(config, name, None) or 0) >= min(TOKENS) for name in BUILT_IN)
 
 
 def _two_sequences(vocabulary: int) -> Batch:

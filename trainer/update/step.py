@@ -204,9 +204,14 @@ def _optimizer_step(
         lr=lr,
         tokens=step.tokens,
         trained_tokens=step.totals.tokens,
-        padding=1 - sum(one.tokens for one in plan) / max(1, sum(one.token_ids.size for one in plan)),
+        padding=_padding(plan),
         seconds=time.perf_counter() - started,
     )
+
+
+def _padding(plan: Sequence[Microbatch]) -> float:
+    places = sum(one.token_ids.size for one in plan)
+    return 1 - sum(one.tokens for one in plan) / places if places else 0.0
 
 
 def _accumulate(

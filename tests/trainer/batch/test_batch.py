@@ -209,8 +209,10 @@ def test_demonstrations_are_refused_by_a_loss_that_needs_logprobs_of_an_engine(
     assert len(build([made], algorithm="sft")) == 2
     with pytest.raises(ValueError, match=r"1 of 2 sequences are demonstrations.*clip=ppo.*algorithm=sft"):
         build([made])
-    with pytest.raises(ValueError, match=r"clip=likelihood with trainer\.engine_correction=truncated"):
+    with pytest.raises(ValueError, match=r"; trainer\.engine_correction=truncated needs logprobs"):
         build([made], clip="likelihood")
+    with pytest.raises(ValueError, match=r"; trainer\.engine_sequence_cap=1\.01 needs logprobs"):
+        build([made], algorithm="sft", engine_sequence_cap=1.01)
 
 
 def test_threshold_selects_samples_by_the_reward_as_it_was_given(group: Callable[..., Group]) -> None:

@@ -133,6 +133,17 @@ def test_batch_scores_as_its_sequences_do_alone(family: str, way: tuple[str, boo
         assert error(learner, batch, packed_tight(batch)) > 0.01, "it would do without"
 
 
+def test_window_that_cannot_be_shortened_for_the_trial_is_not_trusted(batch: Batch) -> None:
+    """Layers have taken it when they were made. Below it everything scores alike."""
+    assert found(learner_of("doge")) == ("one a row", False)
+    learner = learner_of("gpt_neo", window_size=40)
+    assert found(learner) == ("one a row", False)
+    assert error(learner, batch, planned(learner, batch)) < 1e-4
+    groups = [np.flatnonzero(batch.groups == group).tolist() for group in range(3)]
+    shared = [Bundle(k, 16 + int((batch.input_tokens[k] - 16).sum()), 16) for k in groups]
+    assert error(learner, batch, [fill(batch, [[one]]) for one in shared]) > 0.01, "it would do to share"
+
+
 def test_gradient_is_the_same_with_masks_by_kind_of_layer(batch: Batch) -> None:
     learner = learner_of("gpt_oss")
     parameters = list(learner.parameters.values())
@@ -240,7 +251,7 @@ def test_log_says_how_rows_are_laid(caplog: pytest.LogCaptureFixture) -> None:
         learner_of("mamba2")
         learner_of("qwen3")
     assert [record.message for record in caplog.records if "rows hold" in record.message] == [
-        "rows hold one sequence and padding, because layers of this model see the sequence before; "
+        "rows hold one sequence and padding, because layers of this model may see the sequence before; "
         "prompts are not shared",
         "rows hold several sequences, kept apart by positions; prompts are shared",
     ]

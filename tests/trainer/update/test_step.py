@@ -14,7 +14,7 @@ from trainer.batch.packing import Bundle, fill
 from trainer.documents import TrainRequest
 from trainer.model.model import Learner, build_learner, learning_rate
 from trainer.settings import TrainerSettings
-from trainer.update.step import StepStats, TrainingDiverged, summary, train
+from trainer.update.step import StepStats, TrainingDiverged, _padding, summary, train
 
 CPU = torch.device("cpu")
 SETTINGS = TrainerSettings()
@@ -300,6 +300,13 @@ def test_largest_mismatch_with_the_engine_is_that_of_one_token(
     stats = run(learner, replace(batch, logprobs=one_off), settings)
     assert summary(stats, len(batch), 0.0, 1.0)["mismatch_max"] == max(s.mismatch_max for s in stats) > 30
     assert summary(run(learner, batch, settings), 48, 0.0, 1.0)["mismatch_max"] < 10
+
+
+def test_padding_of_a_rank_that_has_no_rows_is_none(batch: Batch) -> None:
+    plan = [fill(batch, [[Bundle([k], int(batch.input_tokens[k]))] for k in range(8)])]
+    rows = batch.input_tokens[:8]
+    assert _padding(plan) == pytest.approx(1 - rows.mean() / rows.max())
+    assert _padding([fill(batch, [])]) == _padding([]) == 0
 
 
 def test_summary_weighs_steps_by_their_trained_tokens(

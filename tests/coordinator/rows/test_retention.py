@@ -1,5 +1,7 @@
 """Which checkpoints stay."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows import retention, rollout
 from coordinator.rows.retention import kept, old_copies, retire_checkpoints, verify_last
 from coordinator.settings import CheckpointSettings
+from rollout.storage import files
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
 
 SAMPLED = [{"iteration": n, "reward": reward} for n, reward in enumerate([0.1, 0.5, 0.9, 0.2, 0.3, 0.3], 1)]
@@ -145,6 +148,42 @@ def test_last_checkpoint_is_verified_at_the_end(run_dir: RunDir) -> None:
 def test_reading_back_what_is_set_aside_meanwhile_says_nothing(run_dir: RunDir) -> None:
     read_back(run_dir.checkpoint(5))
     assert published.names(run_dir.checkpoints) == []
+
+
+SLOW = """
+import sys, threading
+from pathlib import Path
+from coordinator.node.verifier import Verifier
+from rollout.storage import files
+reading = threading.Event()
+files.file_facts = lambda *_: reading.set() or threading.Event().wait(60)
+Verifier().begin(Path(sys.argv[1]))
+assert reading.wait(20)
+"""
+"""A process that ends while it reads a checkpoint back."""
+
+
+def test_no_node_waits_at_its_end_for_what_it_reads_back(run_dir: RunDir) -> None:
+    publish(run_dir, 1)
+    subprocess.run([sys.executable, "-c", SLOW, str(run_dir.checkpoint(1))], check=True, timeout=20)
+
+
+def test_checkpoint_that_was_trained_again_while_the_first_was_read_is_not_called_damaged(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(run_dir.checkpoint(1), 1, b"first")
+    read = files.file_facts
+
+    def slow(path: Path, *more: Any) -> Any:
+        monkeypatch.setattr(files, "file_facts", read)
+        published.set_aside(run_dir.checkpoint(1), "damaged")
+        write_checkpoint(run_dir.checkpoint(1), 1, b"again")
+        return read(path, *more)
+
+    monkeypatch.setattr(files, "file_facts", slow)
+    read_back(run_dir.checkpoint(1))
+    assert published.damage(run_dir.checkpoint(1)) is None
+    node_at(run_dir).policies.verify(1)
 
 
 def test_newest_copy_of_each_kind_that_was_set_aside_stays(run_dir: RunDir) -> None:

@@ -16,8 +16,8 @@ from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.verifier import Verifier
 from coordinator.protocol.phases import Phase
-from coordinator.rows import retention, rollout
-from coordinator.rows.retention import kept, old_copies, retire_checkpoints, verify_last
+from coordinator.rows import metrics, retention, rollout
+from coordinator.rows.retention import kept, old_copies, retire_checkpoints
 from coordinator.settings import CheckpointSettings
 from rollout.storage import files
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
@@ -138,11 +138,27 @@ def test_master_verifies_where_the_background_does_not_keep_up(run_dir: RunDir) 
     assert node.position.describe()["done"] >= 0
 
 
-def test_last_checkpoint_is_verified_at_the_end(run_dir: RunDir) -> None:
+@pytest.mark.parametrize("kind", ["both", "update"])
+def test_damage_in_the_last_iteration_is_found_before_it_is_over(run_dir: RunDir, kind: str) -> None:
+    node = node_at(run_dir)
+    node.settings.kind, node.settings.iterations = kind, 2
     publish(run_dir, 1, 2)
+    node.policies.know_usable(2)
     damage(run_dir.checkpoint(2))
-    verify_last(node_at(run_dir))
+    with pytest.raises(Incomplete, match=r"model\.safetensors is missing or differs"):
+        metrics.end_iteration(node, Iteration(2), {})
     assert published.checkpoints(run_dir) == [1]
+    assert published.metrics_lines(run_dir) == [], "so it is trained again"
+
+
+def test_only_the_last_iteration_waits_for_its_checkpoint_to_be_read(run_dir: RunDir) -> None:
+    node = node_at(run_dir)
+    node.settings.kind = "both"
+    publish(run_dir, 1)
+    for node.settings.iterations in (None, 2, 1):
+        assert not node.policies.is_verified(1)
+        retention.verify_last(node, Iteration(1))
+    assert node.policies.is_verified(1)
 
 
 def test_reading_back_what_is_set_aside_meanwhile_says_nothing(run_dir: RunDir) -> None:

@@ -74,7 +74,7 @@ def _newest_verified(node: Node, there: Sequence[int], spare: Collection[int]) -
     if sum(number >= newest for number in spare) > UNVERIFIED:
         newest = there[-1]
         try:
-            node.policies.verify_now(newest, node.position.count_bytes())
+            node.policies.verify_now(newest, node.reading())
         except Incomplete as error:
             node.policies.set_aside(newest, error)
             return 0
@@ -90,7 +90,7 @@ def verify_last(node: Node, iteration: Iteration) -> None:
     trains = Phase.TRAINING in rows_of(node.settings.kind)
     if is_last and trains and not node.policies.is_verified(iteration.number):
         try:
-            node.policies.verify_now(iteration.number, node.position.count_bytes())
+            node.policies.verify_now(iteration.number, node.reading())
         except Incomplete as error:
             node.policies.set_aside(iteration.number, error)
             raise

@@ -116,7 +116,7 @@ def _policy_before(node: Node, iteration: Iteration) -> Policy:
         number = published.latest_before(run_dir, iteration.number)
         trained = max(resume.trained_iterations(run_dir, iteration.number), default=0)
         try:
-            node.policies.verify(number, node.position.count_bytes())
+            node.policies.verify(number, node.reading())
         except Incomplete as error:
             node.policies.set_aside(number, error)
             continue

@@ -12,9 +12,11 @@ from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.verifier import Verifier
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.rows import metrics, retention, rollout
 from coordinator.rows.retention import kept, old_copies, retire_checkpoints
@@ -64,9 +66,12 @@ def node_at(run_dir: RunDir) -> Any:
     settings = SimpleNamespace(checkpoints=CheckpointSettings(keep_last=2))
     record = SimpleNamespace(epoch=2)
     policies, position = Policies(identity), Position()
-    return SimpleNamespace(
+    node: Any = SimpleNamespace(
         run_dir=run_dir, settings=settings, record=record, policies=policies, position=position
     )
+    node.check = lambda: None
+    node.reading = lambda: Node.reading(node)
+    return node
 
 
 def publish(run_dir: RunDir, *iterations: int) -> None:
@@ -149,6 +154,25 @@ def test_damage_in_the_last_iteration_is_found_before_it_is_over(run_dir: RunDir
         metrics.end_iteration(node, Iteration(2), {})
     assert published.checkpoints(run_dir) == [1]
     assert published.metrics_lines(run_dir) == [], "so it is trained again"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_signal_ends_a_node_in_the_middle_of_a_checkpoint(run_dir: RunDir, number: int) -> None:
+    """That it reads at the start of an iteration, or at the end of the run."""
+    node = node_at(run_dir)
+    node.settings.kind, node.settings.iterations = "both", number
+    publish(run_dir, 1)
+
+    def interrupted() -> None:
+        raise Ended(Exit.INTERRUPTED, "SIGINT", "stopped")
+
+    node.check = interrupted
+    with pytest.raises(Ended, match="SIGINT"):
+        if number == 1:
+            retention.verify_last(node, Iteration(1))
+        else:
+            rollout._policy_before(node, Iteration(2))
+    assert published.names(run_dir.checkpoint(1)) and not node.policies.is_verified(1)
 
 
 def test_only_the_last_iteration_waits_for_its_checkpoint_to_be_read(run_dir: RunDir) -> None:

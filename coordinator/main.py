@@ -24,7 +24,6 @@ from coordinator.protocol.records import MASTER
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.origins import refuse_changed_code
-from coordinator.rows.retention import verify_last
 from coordinator.rows.table import open_next, run_iterations
 from coordinator.rows.trainer_states import wait_for_newest
 from coordinator.settings import SettingsError
@@ -134,7 +133,6 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     iterate(node)
     if node.is_master:
         wait_for_newest(node)
-        verify_last(node)
         _finish(node)
 
 

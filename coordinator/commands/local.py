@@ -54,14 +54,23 @@ def run_local(root: Path, given: Mapping[str, Any], accept_code_change: bool = F
 
 
 def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
-    """Pass on signals until all nodes have ended; return their exit codes."""
+    """Pass on signals until all nodes have ended; return their exit codes.
+
+    If the master refuses to start, the others are ended: they would wait for one that starts.
+    """
     told_s = 0.0
+    waiting = nodes[1:]
     while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
         if interrupts.has_new():
             number = signal.SIGTERM if interrupts.end_all else signal.SIGINT
             for node in nodes if interrupts.end_all else nodes[:1]:
                 if node.poll() is None:
                     os.kill(node.pid, number)
+        if waiting and nodes[0].poll() == Exit.USAGE:
+            for node in waiting:
+                if node.poll() is None:
+                    os.kill(node.pid, signal.SIGTERM)
+            waiting = []
         told_s += LOOK_S if interrupts.end_all else 0.0
         time.sleep(LOOK_S)
     return [code if (code := node.poll()) is not None else Exit.LOST for node in nodes]

@@ -1,5 +1,6 @@
 """Read what a run has published: policies, manifests, metrics."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -131,8 +132,11 @@ def verify_checkpoint(directory: Path, moved: Moved = unheard, threads: int = 8)
         except FileNotFoundError:
             return False
 
-    with ThreadPoolExecutor(max_workers=min(threads, os.cpu_count() or 1)) as pool:
-        for name, is_whole in zip(result.files, pool.map(verify, result.files), strict=True):
+    with contextlib.ExitStack() as stack:
+        each = map
+        if threads > 1:  # a process does not end before the threads of a pool do
+            each = stack.enter_context(ThreadPoolExecutor(min(threads, os.cpu_count() or 1))).map
+        for name, is_whole in zip(result.files, each(verify, result.files), strict=True):
             if not is_whole:
                 raise Incomplete(f"{directory / name} is missing or differs from {RESULT}")
     return result
@@ -152,14 +156,22 @@ def verify_and_record(directory: Path, moved: Moved = unheard, threads: int = 8)
 
     Raises Incomplete if it is damaged. The record is a file in it, and goes where the checkpoint goes.
     """
+    begun_with = _result_bytes(directory)
     try:
         before = _stats(directory, read_result(directory))
         verify_checkpoint(directory, moved, threads)
     except Incomplete as error:
-        if RESULT in names(directory):  # else it was set aside or removed meanwhile
+        # Else it was set aside or removed meanwhile, and maybe trained again.
+        if begun_with is not None and _result_bytes(directory) == begun_with:
             _record(directory / DAMAGED, {"text": str(error)})
         raise
     _record(directory / VERIFIED, {"files": before})
+
+
+def _result_bytes(directory: Path) -> bytes | None:
+    with contextlib.suppress(FileNotFoundError):
+        return files.read(directory / RESULT) if RESULT in names(directory) else None
+    return None
 
 
 def damage(directory: Path) -> str | None:

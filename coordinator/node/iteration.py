@@ -23,7 +23,7 @@ class Iteration:
 
     @property
     def header(self) -> Payload:
-        """What the master said when it opened the iteration: resume_at, policy, policy_iteration."""
+        """What the master said when it opened the iteration: resume_at, policy, iteration.json."""
         return self.documents[Phase.ITERATION_START]
 
     def has(self, phase: Phase, settings: RunSettings) -> bool:

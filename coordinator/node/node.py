@@ -35,6 +35,7 @@ from coordinator.protocol.records import MASTER, EpochRecord
 from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
+from rollout.storage.files import Moved
 from rollout.storage.retry import CACHED_S
 
 Act = Callable[["Node", Iteration], Payload | None]
@@ -96,6 +97,18 @@ class Node:
     def check(self) -> None:
         """Raise what has ended the present row, if anything has."""
         self.verdicts.check()
+
+    def reading(self) -> Moved:
+        """Return what is told of each piece that this row reads: it is progress, and a row that has ended is
+        not read to its end. For any thread.
+        """
+        count = self.position.count_bytes()
+
+        def moved(size: int) -> None:
+            count(size)
+            self.check()
+
+        return moved
 
     # ---- life
 

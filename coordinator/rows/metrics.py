@@ -10,7 +10,7 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows.retention import retire_checkpoints
+from coordinator.rows.retention import retire_checkpoints, verify_last
 from coordinator.rows.trainer_states import retire_states
 from rollout.storage.lines import append_line
 from rollout.tasks.task_set import Task
@@ -45,6 +45,7 @@ def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]
     kind = node.settings.kind
     written = published.metrics_lines(node.run_dir)
     if not any(line["iteration"] == iteration.number and line.get("kind") == kind for line in written):
+        verify_last(node, iteration)
         line = _metrics(node, iteration, payloads)
         node.watch.look()
         node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile

@@ -10,6 +10,7 @@ from coordinator.directory.layout import REMOVED, parse_staging_name
 from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
+from coordinator.protocol.phases import Phase, rows_of
 from coordinator.settings import CheckpointSettings
 from rollout.storage import files
 
@@ -73,21 +74,26 @@ def _newest_verified(node: Node, there: Sequence[int], spare: Collection[int]) -
     if sum(number >= newest for number in spare) > UNVERIFIED:
         newest = there[-1]
         try:
-            node.policies.verify_now(newest, node.position.count_bytes())
+            node.policies.verify_now(newest, node.reading())
         except Incomplete as error:
             node.policies.set_aside(newest, error)
             return 0
     return newest
 
 
-def verify_last(node: Node) -> None:
-    """Verify the newest checkpoint at the end of the run; a damaged one is set aside."""
-    number = max(published.checkpoints(node.run_dir), default=0)
-    if number and not node.policies.is_verified(number):
+def verify_last(node: Node, iteration: Iteration) -> None:
+    """Verify the checkpoint of the run's last iteration, since no later one reads it back.
+
+    A damaged one is set aside, and Incomplete is raised: the iteration is not over, and is trained again.
+    """
+    is_last = iteration.number == node.settings.iterations
+    trains = Phase.TRAINING in rows_of(node.settings.kind)
+    if is_last and trains and not node.policies.is_verified(iteration.number):
         try:
-            node.policies.verify_now(number, node.position.count_bytes())
+            node.policies.verify_now(iteration.number, node.reading())
         except Incomplete as error:
-            node.policies.set_aside(number, error)
+            node.policies.set_aside(iteration.number, error)
+            raise
 
 
 def old_copies(names: Collection[str]) -> list[str]:

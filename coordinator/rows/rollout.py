@@ -49,6 +49,7 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         "resume_at": int(resume_at),
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
+        "opened": opened,
         "verifier": _verifier(node, iteration, policy),
         "code": {key: asdict(code) for key, code in functions_of(opened).codes().items()}
         if generates
@@ -72,11 +73,16 @@ def _open(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
                         number, ", ".join(changed))  # fmt: skip
         else:
             log.info("no group of iteration %d is finished: it is opened anew with the new settings", number)
+            node.watch.look()
+            node.check()  # no name fences this: let nobody get here who was replaced meanwhile
             files.rename(path, path.with_suffix(".unused"))
             opened = None
     if opened is None:
         files.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
-    return _opened(node, iteration)
+    opened = published.read_json(path)
+    if opened is None:
+        raise Incomplete(f"{path} is missing or damaged")
+    return opened
 
 
 def _chosen(node: Node) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def _policy_before(node: Node, iteration: Iteration) -> Policy:
         number = published.latest_before(run_dir, iteration.number)
         trained = max(resume.trained_iterations(run_dir, iteration.number), default=0)
         try:
-            node.policies.verify(number, node.position.count_bytes())
+            node.policies.verify(number, node.reading())
         except Incomplete as error:
             node.policies.set_aside(number, error)
             continue
@@ -159,7 +165,7 @@ def _eval_slots(node: Node) -> int:
 
 def plan_train(node: Node, iteration: Iteration) -> Payload:
     """Split the slots that no part holds yet among the nodes, by weight."""
-    opened = _opened(node, iteration)
+    opened = _opened(iteration)
     return trajectories.plan(
         node, iteration, "train", resume.quota(opened), _origin(iteration, opened, "train")
     )
@@ -167,7 +173,7 @@ def plan_train(node: Node, iteration: Iteration) -> Payload:
 
 def collect_train(node: Node, iteration: Iteration) -> Payload:
     """Generate this node's share."""
-    opened = _opened(node, iteration)
+    opened = _opened(iteration)
     share = Share.of(
         iteration.documents[Phase.TRAIN_PLAN],
         node.rank,
@@ -190,7 +196,7 @@ def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) ->
 def name_parts(node: Node, iteration: Iteration) -> Payload:
     """Name this node's parts, with their checksums: the flag vouches for them."""
     directory = node.run_dir.trajectories("train", iteration.number)
-    origin = _origin(iteration, _opened(node, iteration), "train")
+    origin = _origin(iteration, _opened(iteration), "train")
     found = parts.read_parts(directory, origin, rank=node.rank)
     return {part.name.name: part.sha256 for part in found}
 
@@ -202,7 +208,7 @@ def merge_names(node: Node, iteration: Iteration, payloads: dict[int, Payload]) 
 
 def write_manifest(node: Node, iteration: Iteration) -> None:
     """Verify every part against its flag and its own checksum, and publish the manifest over them."""
-    opened, documents = _opened(node, iteration), iteration.documents
+    opened, documents = _opened(iteration), iteration.documents
     origin = _origin(iteration, opened, "train")
     short, named = documents[Phase.TRAIN_ROLLOUT]["short"], documents[Phase.TRAIN_FILES_READY]
     trajectories.aggregate(node, iteration, "train", resume.quota(opened), origin, short, named)
@@ -213,7 +219,7 @@ def write_manifest(node: Node, iteration: Iteration) -> None:
 
 def decide_eval(node: Node, iteration: Iteration) -> Payload:
     """Decide whether to evaluate, and who generates what."""
-    opened = _opened(node, iteration)
+    opened = _opened(iteration)
     slots = opened["eval_slots"] or (_eval_slots(node) if _is_eval_due(node, iteration) else 0)
     if node.settings.rollout_split == "train-only":
         slots = 0
@@ -230,7 +236,7 @@ def collect_eval(node: Node, iteration: Iteration) -> Payload:
     slots = plan["slots"]
     if not slots:
         return {"short": 0}
-    opened, tasks = _opened(node, iteration), node.identity.inputs.eval_tasks
+    opened, tasks = _opened(iteration), node.identity.inputs.eval_tasks
     assert tasks is not None
     share = Share.of(
         plan,
@@ -252,7 +258,7 @@ def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload
     slots = iteration.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
         short = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)["short"]
-        origin = _origin(iteration, _opened(node, iteration), "eval")
+        origin = _origin(iteration, _opened(iteration), "eval")
         trajectories.aggregate(node, iteration, "eval", Quota(slots, slots), origin, short, {})
 
 
@@ -264,8 +270,8 @@ def _origin(iteration: Iteration, opened: Mapping[str, Any], kind: Kind) -> Orig
     return origin_of(opened, kind, iteration.header["policy"], iteration.header["policy_iteration"])
 
 
-def _opened(node: Node, iteration: Iteration) -> dict[str, Any]:
-    opened = published.read_json(node.run_dir.iteration_json(iteration.number))
-    if opened is None:
-        raise Incomplete(f"{node.run_dir.iteration_json(iteration.number)} is missing or damaged")
-    return opened
+def _opened(iteration: Iteration) -> dict[str, Any]:
+    """Return the iteration.json as the master has read it: while it may be made anew, a client may remember
+    the one before.
+    """
+    return iteration.header["opened"]

@@ -79,6 +79,8 @@ class Invariants:
             self._violate(process, f"sets {path} aside, which nothing has damaged")
         if operation == "rename" and made.name.startswith(REMOVED):
             self._forget(process, path)
+        if made.name == "iteration.unused":
+            self._forget_opening(process, path)
         if operation in CHANGES:
             for output in [output for output in self._published if {path, made} & {output, *output.parents}]:
                 if not self._is_unchanged(output):
@@ -111,6 +113,13 @@ class Invariants:
             self._violate(process, f"removes {checkpoint}, and none of {newer} was read back")
         for path in [path for path in self._published if checkpoint in path.parents]:
             del self._published[path]
+
+    def _forget_opening(self, process: Process, opening: Path) -> None:
+        """An iteration is opened anew because nothing was made with it."""
+        finished = {Path(directory).name for directory, _name in self._parts}
+        if opening.parent.name in finished:
+            self._violate(process, f"opens {opening} anew, and parts were made with it")
+        del self._published[opening]
 
     def _is_unchanged(self, path: Path) -> bool:
         return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == self._published[path]

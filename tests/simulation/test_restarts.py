@@ -16,7 +16,7 @@ from tests.simulation.world import World
 from trainer.batch.batch import Batch
 
 OTHER_REWARD = "tests.simulation.engines:other_reward"
-IN_ROLLOUT, IN_EVALUATION = 2, 6
+IN_PLAN, IN_ROLLOUT, IN_EVALUATION = 1, 2, 6
 CALLS = 20
 """On the shared directory, which the master makes in the row before it dies."""
 
@@ -33,19 +33,26 @@ class Restart(World):
 
 def run(root: Path, changed: dict[str, Any], row: int = IN_ROLLOUT, **settings: Any) -> Restart:
     """Two nodes, two iterations; the master dies in `row` of the first, when some groups are finished."""
+    world = killed_in(root, changed, row, CALLS, **settings)
+    kind: Kind = "train" if row == IN_ROLLOUT else "eval"
+    epochs = {entry["epoch"] for entry in manifest(world.run_dir, kind, 1)["parts"]}
+    story = "\n".join(world.said)
+    assert len(epochs) > 1, f"nothing was finished when the master died, or everything was\n{story}"
+    return world
+
+
+def killed_in(root: Path, changed: dict[str, Any], row: int, calls: int, **settings: Any) -> Restart:
+    """The same; the master dies at this call of the row, whatever is finished."""
     first = {"rollout.tasks_per_iteration": 24, "eval.max_tasks": 48, "eval.interval": 1, "iterations": 2}
     first |= {name.replace("__", "."): value for name, value in settings.items()}
     world = Restart(root, 2, seed=3, settings=first)
     world.changed = changed
     invariants = Invariants(world)
-    world.run(Injector(world, [Fault("kill", 0, 1, row, CALLS, 3.0)]).are_over)
+    world.run(Injector(world, [Fault("kill", 0, 1, row, calls, 3.0)]).are_over)
     if not world.scheduler.violation:
         invariants.look_over()
     story = "\n".join(world.said)
     assert not world.scheduler.violation, f"{story}\n{world.scheduler.violation}"
-    kind: Kind = "train" if row == IN_ROLLOUT else "eval"
-    epochs = {entry["epoch"] for entry in manifest(world.run_dir, kind, 1)["parts"]}
-    assert len(epochs) > 1, f"nothing was finished when the master died, or everything was\n{story}"
     return world
 
 
@@ -132,6 +139,15 @@ def test_open_iteration_keeps_its_slots(tmp_path: Path) -> None:
     world = run(tmp_path, changed)
     assert [manifest(world.run_dir, "train", n)["slots"] for n in (1, 2)] == [24, 5]
     assert said(world, "rollout.tasks_per_iteration=24 (now 5), rollout.dynamic_sampling=False (now True)")
+
+
+def test_iteration_of_which_nothing_is_finished_is_opened_anew(tmp_path: Path) -> None:
+    changed = {"rollout.max_tokens": 16, "rollout.tasks_per_iteration": 5, "eval.temperature": 0.5}
+    world = killed_in(tmp_path, changed, IN_PLAN, 1)
+    assert [seen(world.run_dir, n)["max_tokens"] for n in (1, 2)] == [{16}, {16}]
+    assert [manifest(world.run_dir, "train", n)["slots"] for n in (1, 2)] == [5, 5]
+    assert seen(world.run_dir, 1, "eval")["temperature"] == {0.5}
+    assert said(world, "no group of iteration 1 is finished: it is opened anew with the new settings")
 
 
 def test_nothing_is_said_when_nothing_has_changed(tmp_path: Path) -> None:

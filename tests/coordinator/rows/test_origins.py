@@ -11,11 +11,13 @@ import pytest
 from coordinator.config import build
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter, manifest, publish_manifest
+from coordinator.directory.published import Policy
 from coordinator.node.inputs import load_functions, load_inputs
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
+from coordinator.rows import rollout
 from coordinator.rows.origins import agreed_functions, changes, chosen, is_begun, refuse_changed_code
 from coordinator.settings import SettingsError
 from rollout.origin import Code, Origin, Sampling
@@ -146,6 +148,55 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
         "--reward=exact (now numeric)",
         "rollout.tasks_per_iteration=4 (now 5)",
     ]
+
+
+# ---- an iteration that is opened anew
+
+
+def master_of(run_dir: RunDir, replaced: bool = False) -> Any:
+    """As much of a master as opening an iteration looks at; it would take 3 tokens a sample."""
+    settings = build(
+        {"rollout.max_tokens": 3, "rollout.samples_per_task": 2, "rollout.tasks_per_iteration": 4}
+    )
+
+    def check() -> None:
+        if replaced:
+            raise Ended(Exit.SUPERSEDED, "replaced", None)
+
+    return SimpleNamespace(
+        run_dir=run_dir,
+        settings=settings,
+        identity=SimpleNamespace(inputs=load_inputs(settings, {})),
+        watch=SimpleNamespace(look=lambda: None),
+        check=check,
+    )
+
+
+def test_iteration_of_which_nothing_is_finished_is_opened_anew(run_dir: RunDir) -> None:
+    made = rollout._open(master_of(run_dir), Iteration(1), Policy(0, run_dir.base_model, POLICY))
+    assert made["sampling"]["max_tokens"] == 3
+    assert json.loads(run_dir.iteration_json(1).read_bytes()) == made
+    finish(run_dir, "train", ORIGIN, group(0))
+    node = master_of(run_dir)
+    node.settings = build({"rollout.max_tokens": 5})
+    assert rollout._open(node, Iteration(1), Policy(0, run_dir.base_model, POLICY)) == made
+
+
+def test_master_that_was_replaced_opens_nothing_anew(run_dir: RunDir) -> None:
+    before = run_dir.iteration_json(1).read_bytes()
+    with pytest.raises(Ended):
+        rollout._open(master_of(run_dir, replaced=True), Iteration(1), Policy(0, run_dir.base_model, POLICY))
+    assert run_dir.iteration_json(1).read_bytes() == before
+
+
+def test_rows_go_by_what_the_master_has_opened_though_a_client_shows_what_was_there_before(
+    run_dir: RunDir,
+) -> None:
+    anew = replace(ORIGIN, sampling=replace(ORIGIN.sampling, max_tokens=3))
+    finish(run_dir, "train", anew, group(0))
+    header = {"opened": opened(1, anew, slots=4), "policy": POLICY, "policy_iteration": 0}
+    node: Any = SimpleNamespace(run_dir=run_dir, rank=0)
+    assert rollout.name_parts(node, Iteration(1, documents={Phase.ITERATION_START: header}))
 
 
 # ---- all nodes have the same

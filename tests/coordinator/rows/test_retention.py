@@ -1,5 +1,7 @@
 """Which checkpoints stay."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +12,16 @@ from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.verifier import Verifier
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
-from coordinator.rows import retention, rollout
-from coordinator.rows.retention import kept, old_copies, retire_checkpoints, verify_last
+from coordinator.rows import metrics, retention, rollout
+from coordinator.rows.retention import kept, old_copies, retire_checkpoints
 from coordinator.settings import CheckpointSettings
+from rollout.storage import files
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
 
 SAMPLED = [{"iteration": n, "reward": reward} for n, reward in enumerate([0.1, 0.5, 0.9, 0.2, 0.3, 0.3], 1)]
@@ -61,9 +66,12 @@ def node_at(run_dir: RunDir) -> Any:
     settings = SimpleNamespace(checkpoints=CheckpointSettings(keep_last=2))
     record = SimpleNamespace(epoch=2)
     policies, position = Policies(identity), Position()
-    return SimpleNamespace(
+    node: Any = SimpleNamespace(
         run_dir=run_dir, settings=settings, record=record, policies=policies, position=position
     )
+    node.check = lambda: None
+    node.reading = lambda: Node.reading(node)
+    return node
 
 
 def publish(run_dir: RunDir, *iterations: int) -> None:
@@ -135,16 +143,87 @@ def test_master_verifies_where_the_background_does_not_keep_up(run_dir: RunDir) 
     assert node.position.describe()["done"] >= 0
 
 
-def test_last_checkpoint_is_verified_at_the_end(run_dir: RunDir) -> None:
+@pytest.mark.parametrize("kind", ["both", "update"])
+def test_damage_in_the_last_iteration_is_found_before_it_is_over(run_dir: RunDir, kind: str) -> None:
+    node = node_at(run_dir)
+    node.settings.kind, node.settings.iterations = kind, 2
     publish(run_dir, 1, 2)
+    node.policies.know_usable(2)
     damage(run_dir.checkpoint(2))
-    verify_last(node_at(run_dir))
+    with pytest.raises(Incomplete, match=r"model\.safetensors is missing or differs"):
+        metrics.end_iteration(node, Iteration(2), {})
     assert published.checkpoints(run_dir) == [1]
+    assert published.metrics_lines(run_dir) == [], "so it is trained again"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_signal_ends_a_node_in_the_middle_of_a_checkpoint(run_dir: RunDir, number: int) -> None:
+    """That it reads at the start of an iteration, or at the end of the run."""
+    node = node_at(run_dir)
+    node.settings.kind, node.settings.iterations = "both", number
+    publish(run_dir, 1)
+
+    def interrupted() -> None:
+        raise Ended(Exit.INTERRUPTED, "SIGINT", "stopped")
+
+    node.check = interrupted
+    with pytest.raises(Ended, match="SIGINT"):
+        if number == 1:
+            retention.verify_last(node, Iteration(1))
+        else:
+            rollout._policy_before(node, Iteration(2))
+    assert published.names(run_dir.checkpoint(1)) and not node.policies.is_verified(1)
+
+
+def test_only_the_last_iteration_waits_for_its_checkpoint_to_be_read(run_dir: RunDir) -> None:
+    node = node_at(run_dir)
+    node.settings.kind = "both"
+    publish(run_dir, 1)
+    for node.settings.iterations in (None, 2, 1):
+        assert not node.policies.is_verified(1)
+        retention.verify_last(node, Iteration(1))
+    assert node.policies.is_verified(1)
 
 
 def test_reading_back_what_is_set_aside_meanwhile_says_nothing(run_dir: RunDir) -> None:
     read_back(run_dir.checkpoint(5))
     assert published.names(run_dir.checkpoints) == []
+
+
+SLOW = """
+import sys, threading
+from pathlib import Path
+from coordinator.node.verifier import Verifier
+from rollout.storage import files
+reading = threading.Event()
+files.file_facts = lambda *_: reading.set() or threading.Event().wait(60)
+Verifier().begin(Path(sys.argv[1]))
+assert reading.wait(20)
+"""
+"""A process that ends while it reads a checkpoint back."""
+
+
+def test_no_node_waits_at_its_end_for_what_it_reads_back(run_dir: RunDir) -> None:
+    publish(run_dir, 1)
+    subprocess.run([sys.executable, "-c", SLOW, str(run_dir.checkpoint(1))], check=True, timeout=20)
+
+
+def test_checkpoint_that_was_trained_again_while_the_first_was_read_is_not_called_damaged(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(run_dir.checkpoint(1), 1, b"first")
+    read = files.file_facts
+
+    def slow(path: Path, *more: Any) -> Any:
+        monkeypatch.setattr(files, "file_facts", read)
+        published.set_aside(run_dir.checkpoint(1), "damaged")
+        write_checkpoint(run_dir.checkpoint(1), 1, b"again")
+        return read(path, *more)
+
+    monkeypatch.setattr(files, "file_facts", slow)
+    read_back(run_dir.checkpoint(1))
+    assert published.damage(run_dir.checkpoint(1)) is None
+    node_at(run_dir).policies.verify(1)
 
 
 def test_newest_copy_of_each_kind_that_was_set_aside_stays(run_dir: RunDir) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rollout.engines.admin import CONTENT, OTHER_WEIGHTS
 from rollout.engines.model_dir import WeightsError, check_model_dir
 from rollout.storage import files
+from rollout.storage.retry import retry_library
 
 Served = Mapping[str, Iterable[int]]
 """Tensor -> the sums of its pieces: slices on other ranks, replicas, packed copies."""
@@ -81,9 +82,15 @@ def saved_sums(
     tensors. `share`: which of how many readers reads here; each gets a part of the tensors. Raises
     WeightsError for a directory that is no whole model.
     """
-    check_model_dir(directory)
-    try:
+
+    def read() -> dict[str, int]:
+        check_model_dir(directory)
         return _saved_sums(directory, dtype, *share)
+
+    try:
+        return retry_library("read", Path(directory), read)
+    except WeightsError:
+        raise
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise WeightsError(f"{os.fspath(directory)}: cannot be read: {error!r}") from error
 

@@ -267,6 +267,8 @@ class TorchEngine(threading.Thread):
                 _settle(future, function())
             except (WeightsError, WrongContent, EngineBusy) as error:
                 _fail(future, error)
+            except OSError as error:  # of a mount that fails now and then; the model is as it was
+                _fail(future, WeightsError(f"the files cannot be read: {error}"))
 
         self._post(call, future)
         return future

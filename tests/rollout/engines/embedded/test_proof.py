@@ -1,5 +1,6 @@
 """The embedded engine proves what it computes with: any one tensor that is a step behind is found."""
 
+import errno
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollout.engines import content
 from rollout.engines.admin import EngineAdmin, WrongWeights
 from rollout.engines.content import WrongContent
 from rollout.engines.embedded.engine import TorchEngine
@@ -137,3 +139,25 @@ def test_server_says_what_is_wrong_and_with_what(
 def test_directory_that_cannot_be_read_is_no_proof_of_anything(engine: TorchEngine, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="gone: is no directory"):
         prove(engine, tmp_path / "gone")
+
+
+def test_mount_that_fails_for_a_moment_is_read_again_and_one_that_stays_away_ends_no_engine(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = started(old, torch.float32)
+    errors = [errno.ESTALE, errno.EIO]
+
+    def read(path: Path) -> None:
+        if errors:
+            raise OSError(errors[0] if errors == forever else errors.pop(0), "not now")
+
+    forever = [errno.ENODEV]
+    monkeypatch.setattr(content, "check_model_dir", read)
+    assert prove(engine, old) == [] and not errors
+    errors[:] = forever
+    with pytest.raises(WeightsError, match="cannot be read"):
+        prove(engine, old)
+    monkeypatch.setattr(TorchEngine, "_reload", lambda *_: read(old))
+    with pytest.raises(WeightsError, match=r"cannot be read.*not now"):
+        engine.reload(old).result()
+    assert engine.healthy

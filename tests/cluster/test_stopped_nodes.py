@@ -65,6 +65,8 @@ def test_replaced_node_that_wakes_exits_4_and_changes_nothing(
     # Another machine, as far as the lock goes that keeps one process of a rank on each.
     elsewhere = ["env", f"TMPDIR={tmp_path}"]
     cluster.start(victim, *arguments(victim, engine_urls), prefix=elsewhere)
+    taken_over = cluster.run_dir.protocol / "e0003.epoch.json"
+    cluster.until(taken_over.exists, "another epoch", 120)  # the line of the iteration may be the old one's
     cluster.until(lambda: len(cluster.metrics()) >= 1, "the first iteration without it", 120)
     assert old.poll() is None
     before, lines = published(cluster.run_dir), cluster.metrics()

@@ -30,6 +30,7 @@ ELSEWHERE = {
     r"\.venv-trl/bin/python scripts/bench/\w+\.py": "tests/scripts/test_benchmarks.py",
     r"(\.venv/bin/)?python -m pytest tests/gpu -s": "tests/gpu/test_gpu_training.py",
     r"python scripts/settings_page\.py": "tests/coordinator/test_settings_page.py",
+    r"python -m scripts\.models": "tests/scripts/test_models.py",
     r"(sbatch|scancel) .*": "tests/scripts/test_slurm.py",
     r"kubectl .*": "tests/scripts/test_k8s.py",
     r"docker (build|push) .*": "tests/packaging/test_dockerfile.py",

@@ -1,5 +1,6 @@
 """The policy in training: a causal language model in its layout, its optimizer, the logprobs of tokens."""
 
+import logging
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,8 @@ from trainer.peers import waiting_for_peers
 from trainer.progress import SILENT, Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import SUMS
+
+logger = logging.getLogger(__name__)
 
 SHORT_ROW = 64
 """Tokens of a row up to which torch's fused attention for CPUs takes longer than plain matrix products."""
@@ -139,6 +142,8 @@ class Learner:
             kernels=fewest == most > 0,
             exact=self.device.type == "cpu",
         )
+        if self.layout.rank == 0:
+            logger.info("%s", self.arrangement)
 
     def _extremes(self, number: int) -> tuple[int, int]:
         """The least and the largest of the ranks' numbers."""

@@ -46,6 +46,12 @@ class Arrangement:
     apart: Apart = Apart.POSITIONS
     packing: Packing = field(default_factory=Packing)
 
+    def __str__(self) -> str:
+        several = f"several sequences, kept apart by {self.apart.value}"
+        one = "one sequence and padding, because layers of this model may see the sequence before"
+        shared = "shared" if self.packing.pairs_per_token else "not shared"
+        return f"rows hold {several if self.packing.several else one}; prompts are {shared}"
+
 
 KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 """Packages with kernels that transformers uses for recurrent layers where they are installed."""
@@ -192,13 +198,6 @@ def arrange(
                 f"a {config.model_type} model sees the tokens that it is to predict, and the padding behind "
                 "them; train a causal decoder"
             )
-    logger.info(
-        "rows hold %s; prompts are %s",
-        f"several sequences, kept apart by {apart.value}"
-        if apart
-        else "one sequence and padding, because layers of this model may see the sequence before",
-        "shared" if shares else "not shared",
-    )
     packing = Packing(several=apart is not None, pairs_per_token=6.0 * config.hidden_size * shares)
     return Arrangement(apart or Apart.POSITIONS, packing)
 

@@ -160,7 +160,7 @@ OPTIONS = {
 
 
 def _opened(key: str) -> str:
-    """The OPEN setting that `key` belongs to, or an empty text."""
+    """Return the OPEN setting that `key` belongs to, or an empty text."""
     return next((name for name in OPEN if key.startswith(f"{name}.")), "")
 
 

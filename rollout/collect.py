@@ -47,7 +47,7 @@ class Slot:
     seed: int
 
     def tombstone(self, reason: str) -> Group:
-        """The group that says why the slot is given up for good."""
+        """Return the group that says why the slot is given up for good."""
         return Group(self.number, self.task["id"], self.prompt, [], given_up=reason)
 
     @property
@@ -154,7 +154,7 @@ class _Collection:
             self._take(group)
 
     def is_over(self) -> bool:
-        """Whether the groups that are still in flight are no longer needed."""
+        """Return whether the groups that are still in flight are no longer needed."""
         return self._counted >= self._needed or time.monotonic() >= self._grace_ends_s
 
     def conclude(self) -> int:
@@ -213,7 +213,7 @@ class _GroupMaker:
         self._explained: set[type[BaseException]] = set()
 
     async def make(self, slot: Slot) -> Group:
-        """The slot's group, or its tombstone; EngineError if the engine fails."""
+        """Return the slot's group, or its tombstone; EngineError if the engine fails."""
         timeout_s = self.settings.group_timeout_s
         try:
             async with asyncio.timeout(timeout_s) as deadline:
@@ -276,14 +276,14 @@ class _GroupMaker:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody has asked the current task to end."""
+    """Return whether somebody has asked the current task to end."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The first error in the exception groups of asyncio.TaskGroup; an engine's failure comes before all
-    others.
+    """Return the first error in the exception groups of asyncio.TaskGroup; an engine's failure comes before
+    all others.
     """
     if isinstance(error, ExceptionGroup):
         return _first_cause((error.subgroup(EngineError) or error).exceptions[0])

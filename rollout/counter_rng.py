@@ -12,7 +12,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64, element by element: a bijection of the 64-bit integers."""
+    """Return the finaliser of splitmix64, element by element: a bijection of the 64-bit integers."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
@@ -25,5 +25,5 @@ def random_bits(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDAr
 
 
 def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """A float64 in [0, 1) for each (seed, counter), of 53 random bits."""
+    """Return a float64 in [0, 1) for each (seed, counter), of 53 random bits."""
     return (random_bits(seeds, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -9,8 +9,8 @@ from rollout.trajectory import Group
 
 
 def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> float:
-    """The chance that at least one of k samples of a task solves it, as the mean over the tasks. A task is
-    given as (n, c): it has n samples, and c of them solved it.
+    """Return the chance that at least one of k samples of a task solves it, as the mean over the tasks. A
+    task is given as (n, c): it has n samples, and c of them solved it.
 
     The unbiased estimator 1 - C(n - c, k) / C(n, k), as a product (Chen et al. 2021, arXiv 2107.03374).
     Raises ValueError if there is no task, or if a task has fewer than k samples.

@@ -20,7 +20,9 @@ class PluginError(ValueError):
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Searches the current directory too. Raises PluginError."""
+    """Return the function that `module:function` names. Searches the current directory too. Raises
+    PluginError.
+    """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise PluginError(f"{name!r} is not of the form module:function")
@@ -40,7 +42,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def code_of(name: str, function: Any) -> Code:
-    """What lies behind the name of a reward or an environment, which is loaded.
+    """Return what lies behind the name of a reward or an environment, which is loaded.
 
     The digest is of the file of the module that `name` names, of the file that defines the function (maybe
     another one), and of the version of the library that a built-in reward asks (`function.library`). It is
@@ -57,7 +59,7 @@ def code_of(name: str, function: Any) -> Code:
 
 @functools.cache  # the file may change while the process lives, but not what it has loaded
 def _source(module: str) -> str:
-    """The digest of a loaded module's file; empty for a module that has none."""
+    """Return the digest of a loaded module's file; empty for a module that has none."""
     path = getattr(sys.modules.get(module), "__file__", None)
     with suppress(OSError):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

@@ -26,22 +26,22 @@ class Quota:
 
     @classmethod
     def of(cls, settings: RolloutSettings) -> Self:
-        """The quota of a new iteration of training."""
+        """Return the quota of a new iteration of training."""
         factor = max(settings.over_sample, settings.dynamic_limit if settings.dynamic_sampling else 1.0)
         needed = settings.tasks_per_iteration
         return cls(needed, math.ceil(needed * factor), settings.dynamic_sampling)
 
     def counts(self, group: "Group") -> bool:
-        """Whether a finished group counts as one of the needed groups."""
+        """Return whether a finished group counts as one of the needed groups."""
         if self.slots == self.needed:
             return True
         return group.given_up is None and not (self.replace_flat and is_flat(group))
 
     def missing(self, finished: "Iterable[Group]") -> int:
-        """How many groups are still needed."""
+        """Return how many groups are still needed."""
         return max(0, self.needed - sum(map(self.counts, finished)))
 
 
 def is_flat(group: "Group") -> bool:
-    """Whether all samples have the same reward, so that every advantage is 0."""
+    """Return whether all samples have the same reward, so that every advantage is 0."""
     return len({sample.reward for sample in group.samples}) < 2

@@ -113,8 +113,8 @@ _HEADER = TypeAdapter(PartHeader)
 
 
 def unfit(sample: Sample, *, demonstrated: bool) -> str | None:
-    """Why the sample can be neither trained nor stored; None if it can, and then its arrays are arrays and
-    its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN.
+    """Return why the sample can be neither trained nor stored; None if it can, and then its arrays are arrays
+    and its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN.
     """
     try:
         ids, mask = np.asarray(sample.token_ids), np.asarray(sample.loss_mask)
@@ -150,8 +150,8 @@ def unfit(sample: Sample, *, demonstrated: bool) -> str | None:
 
 
 def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
-    """The part as one blob. Equal arguments give equal bytes. Raises ValueError if a sample's arrays differ
-    in length, or if a reward or metric is not finite.
+    """Return the part as one blob. Equal arguments give equal bytes. Raises ValueError if a sample's arrays
+    differ in length, or if a reward or metric is not finite.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = [_length(sample) for sample in samples]
@@ -197,7 +197,7 @@ def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
 
 
 def line_for_people(group: Group, *, rank: int, model_version: str) -> str:
-    """The group as one line of JSON, without its token arrays."""
+    """Return the group as one line of JSON, without its token arrays."""
     samples = [
         {
             "text": sample.text,
@@ -259,14 +259,16 @@ def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> byt
 
 
 def _sealed(text: str, old: str, new: str) -> str:
-    """The header with another value of header_sha256. Quotes inside of `part` are escaped, so this text
-    occurs only once.
+    """Return the header with another value of header_sha256. Quotes inside of `part` are escaped, so this
+    text occurs only once.
     """
     return text.replace(f'"header_sha256":"{old}"', f'"header_sha256":"{new}"')
 
 
 def _parse_header(data: bytes) -> tuple[PartHeader, dict[str, tuple[int, int]], int, str]:
-    """The header; name -> (begin in bytes, number of items); where the data starts; the data's checksum."""
+    """Return the header; name -> (begin in bytes, number of items); where the data starts; the data's
+    checksum.
+    """
     if len(data) < 8:
         raise DamagedPart(f"{len(data)} bytes are too few for a part")
     start = 8 + struct.unpack("<Q", data[:8])[0]

@@ -34,9 +34,7 @@ import transformers
 from rollout.engines.embedded.batch import Generation
 from rollout.engines.embedded.engine import TorchEngine
 from rollout.engines.model_dir import WeightsError
-from rollout.trajectory import Group, Sample
-from scripts.tiny_models import CONTEXT, FAMILIES, VOCABULARY, WIDTHS, NotTiny, make_tiny_model
-from trainer.batch.batch import Batch, build_batch
+from scripts.tiny_models import CONTEXT, FAMILIES, WIDTHS, NotTiny, make_batch, make_tiny_model
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
 from trainer.model.lora import LoraError
 from trainer.model.model import Learner, build_learner
@@ -70,7 +68,7 @@ SAY_IT_ALL = (Differs, Failed, LayoutError, LoraError, NotTiny, UnsupportedModel
 
 
 def rows(directory: Path) -> str:
-    """How sequences are kept apart in a row; the largest error of a logprob in the batch's rows."""
+    """Return how sequences are kept apart in a row; the largest error of a logprob in the batch's rows."""
     learner = build_learner(directory, CPU, TrainerSettings(share_prompts=False))
     packing = learner.arrangement.packing
     error = _error(learner, packing)
@@ -78,7 +76,7 @@ def rows(directory: Path) -> str:
 
 
 def shared_prompts(directory: Path) -> str:
-    """Whether prompts are shared; the largest error of a logprob then."""
+    """Return whether prompts are shared; the largest error of a logprob then."""
     learner = build_learner(directory, CPU, TrainerSettings())
     if not learner.arrangement.packing.pairs_per_token:
         return "no"
@@ -86,7 +84,9 @@ def shared_prompts(directory: Path) -> str:
 
 
 def sharded(directory: Path, **settings: Any) -> str:
-    """A step with FSDP2 over two processes: the error of the gradient's norm (a fraction) and of the loss."""
+    """Take a step with FSDP2 over two processes: the error of the gradient's norm (a fraction) and of the
+    loss.
+    """
     settings = {"layout": "sharded", **settings}
     alone, together = _steps(directory, {}), _in_ranks(directory, settings)
     errors = [
@@ -100,7 +100,7 @@ tensor_parallel = partial(sharded, tensor_parallel_size=2)
 
 
 def lora(directory: Path) -> str:
-    """A step with adapters of all linear layers, routers excepted: how many modules have one."""
+    """Take a step with adapters of all linear layers, routers excepted: how many modules have one."""
     settings = TrainerSettings(lora=LoraSettings(rank=4))
     learner = build_learner(directory, CPU, settings)
     (step,) = _train(learner, settings)
@@ -110,10 +110,10 @@ def lora(directory: Path) -> str:
 
 
 def embedded_engine(directory: Path) -> str:
-    """The engine generates for prompts of two lengths at once: the largest error of its logprobs."""
+    """Generate for prompts of two lengths at once: the largest error of its logprobs."""
     engine = TorchEngine(directory, dtype=torch.float32, max_batch=8)
     engine.start()
-    prompts = [_batch().token_ids[:length].tolist() for length in (16, 5)]
+    prompts = [make_batch().token_ids[:length].tolist() for length in (16, 5)]
     asked = [
         engine.submit(Generation(prompt, 2, 24, temperature=1.0, top_p=1.0, stop=(), seed=0))
         for prompt in prompts
@@ -129,7 +129,7 @@ def embedded_engine(directory: Path) -> str:
 
 def vllm(directory: Path, python: str) -> str:
     """vLLM on a CPU scores the tokens of a prompt: the largest error of its logprobs."""
-    token_ids = _batch().token_ids[:30].tolist()
+    token_ids = make_batch().token_ids[:30].tolist()
     script = (
         "import json, sys; from vllm import LLM, SamplingParams\n"
         f"llm = LLM(sys.argv[1], dtype='float32', enforce_eager=True, max_model_len={CONTEXT}, "
@@ -170,26 +170,10 @@ def _small(error: float) -> str:
     return f"{error:.0e}" if error else "0"
 
 
-def _batch() -> Batch:
-    """12 sequences of 3 prompts, longer and shorter than the models' windows."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for slot in range(3):
-        prompt = rng.integers(3, VOCABULARY, 16)
-        samples = []
-        for reward in (0.0, 1.0, 1.0, 0.5):
-            ids = np.concatenate([prompt, rng.integers(3, VOCABULARY, int(rng.integers(2, 40)))])
-            mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
-            engine = (mask * rng.uniform(-5, -4, len(ids))).astype(np.float32)
-            samples.append(Sample(ids.astype(np.int32), mask, engine, "stop", text="", reward=reward))
-        groups.append(Group(slot, f"task-{slot}", "", samples))
-    return build_batch(groups, manifest_sha256="m", policy="p", temperature=1.0, seed=7)
-
-
 @torch.no_grad()
 def _error(learner: Learner, packing: Packing) -> float:
-    """The largest error of a logprob in the batch's rows, against each sequence on its own."""
-    batch = _batch()
+    """Return the largest error of a logprob in the batch's rows, against each sequence on its own."""
+    batch = make_batch()
 
     def by_token(microbatches: list[Microbatch]) -> dict[tuple[int, float], float]:
         scores: dict[tuple[int, float], float] = {}
@@ -206,7 +190,7 @@ def _error(learner: Learner, packing: Packing) -> float:
 
 @torch.no_grad()
 def _scores(learner: Learner, token_ids: list[int]) -> np.ndarray[Any, Any]:
-    """The learner's logprobs of all tokens but the first."""
+    """Return the learner's logprobs of all tokens but the first."""
     ids = np.array(token_ids)
     nothing = np.zeros(len(ids) - 1, np.float32)
     return learner.logprobs(
@@ -228,7 +212,7 @@ def _train(learner: Learner, settings: TrainerSettings) -> list[StepStats]:
     weights = [1.0] * learner.layout.world_size
     return train(
         learner,
-        _batch(),
+        make_batch(),
         settings,
         max_tokens=40,
         rank_weights=weights,
@@ -242,7 +226,7 @@ def _steps(directory: Path, settings: dict[str, Any]) -> list[StepStats]:
 
 
 def _in_ranks(directory: Path, settings: dict[str, Any]) -> list[StepStats]:
-    """The steps of two forked processes; raises Failed with the words of the one that failed first."""
+    """Return the steps of two forked processes; raises Failed with the words of the one that failed first."""
     said: Any = None
     with tempfile.TemporaryDirectory() as meeting:
         found = [
@@ -292,7 +276,7 @@ def _report(work: Callable[[], Any], pipe: Connection) -> None:
 
 
 def try_column(column: Callable[[Path], str], directory: Path) -> str:
-    """The cell of a column, from a process of its own that may hang or die."""
+    """Return the cell of a column, from a process of its own that may hang or die."""
     pipe, process = _forked(partial(column, directory))
     try:
         kind, said = pipe.recv() if pipe.poll(LIMIT_S) else ("failed", f"not done within {LIMIT_S:.0f} s")
@@ -304,7 +288,7 @@ def try_column(column: Callable[[Path], str], directory: Path) -> str:
 
 
 def try_family(family: str, directory: Path, python: str | None) -> dict[str, str] | str:
-    """The cells of a family by column, or why there is no model to try."""
+    """Return the cells of a family by column, or why there is no model to try."""
     wide = {name: 4 * width for name, width in WIDTHS.items()} if python else {}
     pipe, process = _forked(partial(make_tiny_model, family, directory, **wide))
     kind, said = pipe.recv() if pipe.poll(LIMIT_S) else ("failed", "not made in time")
@@ -368,7 +352,7 @@ float32's rounding may make; **no** stands before what went wrong. The page says
 
 
 def page(tried: dict[str, dict[str, str] | str], versions: str) -> str:
-    """The page's text, from what try_family returned for each family."""
+    """Return the page's text, from what try_family returned for each family."""
     names = [*COLUMNS, "vLLM"]
     lines = [HEAD.format(day=date.today(), versions=versions).rstrip("\n"), ""]
     lines += [f"| family | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
@@ -382,7 +366,7 @@ def page(tried: dict[str, dict[str, str] | str], versions: str) -> str:
 
 
 def _cell(text: str, longest: int = 160) -> str:
-    """The text for a cell of a table, cut if it is long."""
+    """Return the text for a cell of a table, cut if it is long."""
     plain = re.sub(r"trainer\.tensor_parallel_size=\d+ and \w+: (.*); use 1", r"\1", text)
     plain = plain.replace("|", "/").replace("<", "(").replace(">", ")").replace("\n", " ")
     return plain if len(plain) <= longest else f"{plain[:longest]} ..."

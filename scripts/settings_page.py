@@ -81,7 +81,7 @@ def models(model: type[BaseModel] = RunSettings, prefix: str = "") -> Iterator[t
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether a field is itself a section."""
+    """Return whether a field is itself a section."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 

@@ -1,13 +1,18 @@
-"""Tiny random models of the families that transformers has: for the tests, and for the page of families."""
+"""Tiny random models of the families that transformers has, and a batch: for the tests, and for
+the page of families.
+"""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rollout.trajectory import Group, Sample
+from trainer.batch.batch import Batch, build_batch
 from trainer.model.tiny import EOS_ID, PAD_ID, make_tokenizer
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -83,7 +88,7 @@ class NotTiny(ValueError):
 
 
 def tiny_config(family: str, **more: Any) -> PreTrainedConfig:
-    """The configuration of a model of a few layers, at least one of each kind that the family has.
+    """Return the configuration of a model of a few layers, at least one of each kind that the family has.
 
     `more` replaces values. Raises NotTiny, or what the family's own configuration raises.
     """
@@ -130,3 +135,19 @@ def make_tiny_model(family: str, directory: Path, **more: Any) -> Path:
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory
+
+
+def make_batch() -> Batch:
+    """Make 12 sequences of 3 prompts, most of them longer than the models' windows."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for slot in range(3):
+        prompt = rng.integers(3, VOCABULARY, 16)
+        samples = []
+        for reward in (0.0, 1.0, 1.0, 0.5):
+            ids = np.concatenate([prompt, rng.integers(3, VOCABULARY, int(rng.integers(2, 40)))])
+            mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+            engine = (mask * rng.uniform(-5, -4, len(ids))).astype(np.float32)
+            samples.append(Sample(ids.astype(np.int32), mask, engine, "stop", text="", reward=reward))
+        groups.append(Group(slot, f"task-{slot}", "", samples))
+    return build_batch(groups, manifest_sha256="m", policy="p", temperature=1.0, seed=7)

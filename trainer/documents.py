@@ -18,12 +18,12 @@ class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_json(self) -> bytes:
-        """The document as JSON bytes."""
+        """Return the document as JSON bytes."""
         return self.model_dump_json(indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """The document in `data`; raises DamagedDocument."""
+        """Return the document in `data`; raises DamagedDocument."""
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
@@ -92,7 +92,7 @@ class TrainRequest(_Document):
     """The last iteration of the run, where settings.schedule ends; null: not known."""
 
     def span(self) -> tuple[float, float]:
-        """The fractions of the run's iterations that are over before and after this one."""
+        """Return the fractions of the run's iterations that are over before and after this one."""
         if self.iterations is None:
             return 0.0, 0.0
         return min(1.0, (self.iteration - 1) / self.iterations), min(1.0, self.iteration / self.iterations)

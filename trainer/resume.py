@@ -6,7 +6,7 @@ from trainer.documents import Resume, SavedState, TrainedBatch
 
 
 def saves_in_background(iteration: int, save_interval: int) -> bool:
-    """Whether the request of this iteration needs a `state_dir`."""
+    """Return whether the request of this iteration needs a `state_dir`."""
     return save_interval > 1 and iteration % save_interval == 0
 
 
@@ -42,7 +42,7 @@ def plan_resume(
 def _since(
     begin: int, iteration: int, batches: Mapping[int, TrainedBatch | None]
 ) -> tuple[TrainedBatch, ...] | None:
-    """The batches trained after `begin` up to `iteration`, in order; None if one of them is gone."""
+    """Return the batches trained after `begin` up to `iteration`, in order; None if one of them is gone."""
     needed = [batches[trained] for trained in sorted(batches) if begin < trained <= iteration]
     there = tuple(batch for batch in needed if batch is not None)
     return there if len(there) == len(needed) else None

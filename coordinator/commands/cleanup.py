@@ -78,7 +78,7 @@ def _refuse_finished(run_dir: RunDir, settings: RunSettings, iteration: int) -> 
 
 
 def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
-    """The sources of a metrics line of another kind of run: a finished rollout or evaluation."""
+    """Return the sources of a metrics line of another kind of run: a finished rollout or evaluation."""
     lines = published.metrics_lines(run_dir)
     kinds = {line["kind"] for line in lines if line["iteration"] == iteration}
     kept: set[Path] = set()
@@ -93,7 +93,9 @@ def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
 
 
 def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Group]]:
-    """The published manifest, or a new one over finished groups, with these. Ended if none is finished."""
+    """Return the published manifest, or a new one over finished groups, with these. Ended if none is
+    finished.
+    """
     if found := published.read_manifest(run_dir, "train", iteration):
         return found, []
     opened = published.read_json(run_dir.iteration_json(iteration))
@@ -115,7 +117,7 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
 
 
 def _named(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> set[Path]:
-    """The manifest with its groups.jsonl, and its sources."""
+    """Return the manifest with its groups.jsonl, and its sources."""
     found = [run_dir.trajectories("train", iteration) / part["file"] for part in manifest["parts"]]
     beside = (run_dir.manifest("train", iteration), run_dir.groups("train", iteration))
     return {*beside, run_dir.iteration_json(iteration), *found}
@@ -137,7 +139,7 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
 
 
 def _wait_for_beats(run_dir: RunDir, beat_s: float) -> Board:
-    """The board, after a time in which no node has beaten. Ended names the nodes that have."""
+    """Return the board, after a time in which no node has beaten. Ended names the nodes that have."""
     look_s = max(BEATS * beat_s, LOOK_AT_LEAST_S)
     print(f"looking for {look_s:g} s whether a node still beats", flush=True)
     before = now = parse(published.names(run_dir.protocol))
@@ -169,7 +171,9 @@ def _refuse_beats(run_dir: RunDir, ranks: Sequence[int]) -> None:
 
 
 def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
-    """The content of the newest beat of `rank`; {} if it cannot be read, because each replaces the last."""
+    """Return the content of the newest beat of `rank`; {} if it cannot be read, because each replaces the
+    last.
+    """
     for _attempt in range(3):
         beat = parse(published.names(run_dir.protocol)).beats[rank]
         if content := read_beat(run_dir, beat):

@@ -81,7 +81,7 @@ def _name_base(directory: Path, run: dict[str, Any]) -> None:
 
 
 def _card(run_dir: RunDir, run: dict[str, Any], iteration: int) -> str:
-    """The README.md of the model, with the metadata that the Hub reads."""
+    """Return the README.md of the model, with the metadata that the Hub reads."""
     model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
     is_local = model.startswith(("/", ".", "builtin:"))
     library = "peft" if is_adapter(run_dir.checkpoint(iteration)) else "transformers"

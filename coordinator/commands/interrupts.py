@@ -18,7 +18,7 @@ class Interrupts:
             signal.signal(number, lambda received, _frame: self.received.append(received))
 
     def has_new(self) -> bool:
-        """Whether a signal has come since the last call."""
+        """Return whether a signal has come since the last call."""
         before, self._seen = self._seen, len(self.received)
         return self._seen > before
 

@@ -93,13 +93,13 @@ def _understood(words: Sequence[str], nodes: int) -> str:
 
 
 def _this_program() -> str:
-    """The path of `run` here; a shared home, or an equal installation, has it in the same place."""
+    """Return the path of `run` here; a shared home, or an equal installation, has it in the same place."""
     beside = Path(sys.executable).with_name("run")
     return str(beside if beside.exists() else Path(sys.argv[0]).absolute())
 
 
 def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) -> list[list[str]]:
-    """The command for each host, in order of rank; workers read their settings from the master."""
+    """Return the command for each host, in order of rank; workers read their settings from the master."""
     roles = [["--master", "--num-nodes", str(nodes)]] + [["--worker", str(rank)] for rank in range(1, nodes)]
     return [
         [program, *role, "--log-path", str(root), *(() if rank else words)] for rank, role in enumerate(roles)
@@ -182,7 +182,8 @@ def _close(nodes: Sequence[Remote], interrupts: Interrupts) -> None:
 
 
 def is_over(codes: Mapping[int, int], interrupted: bool) -> bool:
-    """Whether the run has ended for all nodes. They soon know it, unless they came too late to be told.
+    """Return whether the run has ended for all nodes. They soon know it, unless they came too late to be
+    told.
 
     `codes`: the exit code of each rank that has ended. A node that is lost (3) or was ended (130) decides
     nothing here: the others may wait for it.

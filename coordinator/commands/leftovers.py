@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     unknown: list[Path]
 
     def has_nothing(self) -> bool:
-        """Whether the iteration itself has left nothing."""
+        """Return whether the iteration itself has left nothing."""
         return all(leftover.what in BY_THE_WAY for leftover in self.leftovers)
 
 

@@ -16,12 +16,12 @@ LogPath = Annotated[
 
 
 def option(*names: str, help: str, metavar: str = "TEXT") -> Any:
-    """An option whose help shows no default."""
+    """Return an option whose help shows no default."""
     return typer.Option(*names, help=help, metavar=metavar, show_default=False)
 
 
 def new_app() -> typer.Typer:
-    """A command of its own; its help is plain text on any terminal."""
+    """Return a command of its own; its help is plain text on any terminal."""
     return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 

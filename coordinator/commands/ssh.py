@@ -44,7 +44,7 @@ IS_OF_A_NODE = re.compile(r"\[rank \d+[ \]]")
 
 
 def script(silence_s: int = SILENCE_S, grace_s: int = GRACE_S) -> str:
-    """The script for bash, in one line, since not every login shell accepts a quoted line break.
+    """Return the script for bash, in one line, since not every login shell accepts a quoted line break.
 
     $0: the directory to work in, if it exists there; then the program and its arguments.
     """

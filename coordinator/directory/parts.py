@@ -82,7 +82,7 @@ class Part:
     groups: list[Group]
 
     def entry(self, slots: Collection[int]) -> dict[str, Any]:
-        """The part's entry in a manifest that takes `slots` from it."""
+        """Return the part's entry in a manifest that takes `slots` from it."""
         return {
             "file": self.name.name,
             "rank": self.name.rank,
@@ -151,7 +151,7 @@ def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
 
 
 def finished_groups(directory: Path, origin: Origin) -> dict[int, Group]:
-    """The finished groups and tombstones of this origin, by slot."""
+    """Return the finished groups and tombstones of this origin, by slot."""
     parts = first_finished(read_parts(directory, origin))
     return {group.slot: group for _, groups in parts for group in groups}
 
@@ -164,9 +164,9 @@ def manifest(
     named: Mapping[str, str] | None = None,
     short: int | None = 0,
 ) -> tuple[dict[str, Any], list[Group]]:
-    """The manifest of an iteration, and its groups by slot. It takes the needed groups that come first by
-    (epoch, rank, part). Its `origin` has the code of its first part; `mixed_code` counts the groups that were
-    made or scored by other code.
+    """Return the manifest of an iteration, and its groups by slot. It takes the needed groups that come first
+    by (epoch, rank, part). Its `origin` has the code of its first part; `mixed_code` counts the groups that
+    were made or scored by other code.
 
     `named` holds the checksums of the parts that nodes have named; a listing may still lack these parts.
     `short` is how many needed groups the nodes could not make; Incomplete if more are missing. With None any
@@ -219,7 +219,7 @@ def _mean_reward(group: Group) -> float | None:
 
 
 def _figures(groups: list[Group]) -> dict[str, Any]:
-    """The figures of the samples for the metrics line.
+    """Return the figures of the samples for the metrics line.
 
     `flat_groups`: the fraction of groups, of those with at least two rewards, whose rewards are all equal.
     `metrics`: the mean of each metric over the samples that have it.

@@ -37,7 +37,7 @@ class Policy:
 
 
 def names(directory: Path) -> list[str]:
-    """The names in `directory`; empty if it does not exist."""
+    """Return the names in `directory`; empty if it does not exist."""
     try:
         return files.listing(directory)
     except FileNotFoundError:
@@ -45,7 +45,9 @@ def names(directory: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The document at `path`; None if it is missing or torn. Lists first: clients cache missing names."""
+    """Return the document at `path`; None if it is missing or torn. Lists first: clients cache
+    missing names.
+    """
     if path.name not in names(path.parent):
         return None
     try:
@@ -56,8 +58,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl, by iteration. Of an iteration and kind only the first line is taken:
-    a master that was suspended while it appended a line may append it again.
+    """Return the whole lines of metrics.jsonl, by iteration. Of an iteration and kind only the first line is
+    taken: a master that was suspended while it appended a line may append it again.
     """
     if run_dir.metrics.name not in names(run_dir.root):
         return []
@@ -73,7 +75,7 @@ def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def read_manifest(run_dir: RunDir, kind: Kind, iteration: int) -> dict[str, Any] | None:
-    """The manifest of an iteration; None if it is missing or torn."""
+    """Return the manifest of an iteration; None if it is missing or torn."""
     return read_json(run_dir.manifest(kind, iteration))
 
 
@@ -83,19 +85,19 @@ def manifest_digest(run_dir: RunDir, iteration: int) -> str:
 
 
 def checkpoints(run_dir: RunDir) -> list[int]:
-    """The iterations that have a published checkpoint, in order."""
+    """Return the iterations that have a published checkpoint, in order."""
     found = (parse_iteration_name(name) for name in names(run_dir.checkpoints))
     return sorted(iteration for iteration in found if iteration is not None)
 
 
 def policy_of(run_dir: RunDir, iteration: int) -> Policy:
-    """The published checkpoint of `iteration`."""
+    """Return the published checkpoint of `iteration`."""
     directory = run_dir.checkpoint(iteration)
     return Policy(iteration, directory, read_result(directory).policy)
 
 
 def latest_before(run_dir: RunDir, iteration: int) -> int:
-    """The newest checkpoint older than `iteration`; 0 when there is none yet."""
+    """Return the newest checkpoint older than `iteration`; 0 when there is none yet."""
     return max((number for number in checkpoints(run_dir) if number < iteration), default=0)
 
 
@@ -110,7 +112,7 @@ def read_result(directory: Path) -> TrainResult:
 
 
 def weigh_checkpoint(directory: Path) -> TrainResult:
-    """The result, after name and size of every file in it were compared. Raises Incomplete."""
+    """Return the result, after name and size of every file in it were compared. Raises Incomplete."""
     result = read_result(directory)
     found = _stats(directory, result)
     for name, facts in result.files.items():
@@ -120,7 +122,7 @@ def weigh_checkpoint(directory: Path) -> TrainResult:
 
 
 def verify_checkpoint(directory: Path, moved: Moved = unheard, threads: int = 8) -> TrainResult:
-    """The result, after size and checksum of every file in it were verified; reads all of it.
+    """Return the result, after size and checksum of every file in it were verified; reads all of it.
 
     `moved` gets the size of each piece that was read, in any thread. Raises Incomplete.
     """
@@ -143,7 +145,9 @@ def verify_checkpoint(directory: Path, moved: Moved = unheard, threads: int = 8)
 
 
 def is_verified(directory: Path) -> bool:
-    """Whether somebody has verified the checkpoint, and size and mtime of each file are as they were then."""
+    """Return whether somebody has verified the checkpoint, and size and mtime of each file are as they were
+    then.
+    """
     said = read_json(directory / VERIFIED)
     try:
         return said is not None and said["files"] == _stats(directory, read_result(directory))
@@ -175,7 +179,7 @@ def _result_bytes(directory: Path) -> bytes | None:
 
 
 def damage(directory: Path) -> str | None:
-    """What somebody who has verified the checkpoint has found damaged; None: nothing so far."""
+    """Return what somebody who has verified the checkpoint has found damaged; None: nothing so far."""
     said = read_json(directory / DAMAGED)
     return None if said is None else str(said.get("text"))
 
@@ -185,7 +189,7 @@ def _record(path: Path, document: dict[str, Any]) -> None:
 
 
 def _stats(directory: Path, result: TrainResult) -> dict[str, list[int]]:
-    """Name -> size and mtime (ns) of the files of `result` that are there."""
+    """Return name -> size and mtime (ns) of the files of `result` that are there."""
     folders = {"": names(directory)}
     found: dict[str, list[int]] = {}
     for name in result.files:
@@ -207,7 +211,7 @@ def set_aside(directory: Path, kind: Literal["damaged", "foreign"]) -> None:
 
 
 def complete_staging(run_dir: RunDir, iteration: int) -> Path | None:
-    """The newest staging directory of `iteration` that has a result; None if there is none."""
+    """Return the newest staging directory of `iteration` that has a result; None if there is none."""
     staged = sorted(
         (entry[1], name)
         for name in names(run_dir.checkpoints)

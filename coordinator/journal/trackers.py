@@ -188,7 +188,7 @@ def _alone(name: SinkName, sinks: dict[SinkName, Sink]) -> Generator[None]:
 
 
 def scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a metrics line by name; `phase_seconds/training` for one inside another."""
+    """Return the numbers of a metrics line by name; `phase_seconds/training` for one inside another."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):

@@ -42,7 +42,7 @@ class Output:
         return self._log.dropped if self._log else 0
 
     def tail(self, lines: int) -> str:
-        """The last lines, `TAIL_LINES` at most."""
+        """Return the last lines, `TAIL_LINES` at most."""
         with self._lock:
             return "\n".join(list(self._lines)[-lines:])
 

@@ -99,7 +99,7 @@ class Child:
         self._output = Output(name, stdout, log, echo)
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of its output; complete once `poll` or `wait` has said that it has exited."""
+        """Return the last lines of its output; complete once `poll` or `wait` has said that it has exited."""
         return self._output.tail(lines)
 
     def poll(self) -> int | None:
@@ -263,7 +263,9 @@ class Children:
 
 
 def _only_zombies(pgid: int) -> bool:
-    """Whether no process of a group is alive. Where process 1 reaps nobody, its zombies stay for good."""
+    """Return whether no process of a group is alive. Where process 1 reaps nobody, its zombies
+    stay for good.
+    """
     for pid in psutil.pids():
         try:
             if os.getpgid(pid) == pgid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

@@ -171,7 +171,7 @@ class EngineHost:
             answered_s = time.monotonic()
 
     def is_there(self) -> bool:
-        """Whether a server has been started or given."""
+        """Return whether a server has been started or given."""
         return self._admin is not None
 
     def _start(self, policy: Policy, settings: EngineSettings, port: int | None = None) -> None:

@@ -54,7 +54,9 @@ class GpuSampler:
 
 
 def _visible_gpus(nvml: Any, visible: str | None) -> list[Any]:
-    """The handles of what CUDA_VISIBLE_DEVICES shows: indices, UUIDs or how these begin, until a bad one."""
+    """Return the handles of what CUDA_VISIBLE_DEVICES shows: indices, UUIDs or how these begin, until a bad
+    one.
+    """
     gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
         return gpus

@@ -26,7 +26,9 @@ def host_lock(name: str) -> FileLock:
 
 
 def acquire(lock: FileLock, check: Callable[[], None], patience_s: float) -> bool:
-    """Whether the lock could be had within `patience_s`; `check` is called meanwhile, and may raise."""
+    """Return whether the lock could be had within `patience_s`; `check` is called meanwhile, and
+    may raise.
+    """
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
         check()

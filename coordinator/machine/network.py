@@ -36,7 +36,7 @@ class Address:
     interface: str
 
     def in_subnet(self, ip: str) -> bool:
-        """Whether `ip` lies in this address's network."""
+        """Return whether `ip` lies in this address's network."""
         network = ipaddress.ip_network(f"{self.ip}/{self.prefix}", strict=False)
         return ipaddress.ip_address(ip) in network
 
@@ -58,7 +58,7 @@ class Peer:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` made; KeyError, TypeError or ValueError if it is something else."""
+        """Return what `to_dict` made; KeyError, TypeError or ValueError if it is something else."""
         addresses = (Address(str(ip), int(prefix), str(name)) for ip, prefix, name in data["addresses"])
         return cls(str(data["identity"]), tuple(addresses))
 
@@ -88,12 +88,14 @@ def local_addresses() -> list[Address]:
 
 
 def this_peer() -> Peer:
-    """What this node publishes about itself."""
+    """Return what this node publishes about itself."""
     return Peer(host_identity(), tuple(local_addresses()))
 
 
 def source_towards(ip: str) -> str | None:
-    """The local address that the kernel would use to reach `ip`; None if there is no route. Sends nothing."""
+    """Return the local address that the kernel would use to reach `ip`; None if there is no route. Sends
+    nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ip, 9))  # connecting a datagram socket only looks up the route; any port will do
@@ -105,7 +107,8 @@ def source_towards(ip: str) -> str | None:
 def address_towards(
     mine: Peer, peers: Sequence[Peer], *, route: Callable[[str], str | None] = source_towards
 ) -> str:
-    """The one address of this node under which all `peers` can reach it. Equal input gives an equal answer.
+    """Return the one address of this node under which all `peers` can reach it. Equal input gives an equal
+    answer.
 
     Loopback if all peers are on this host, or there are none. Otherwise an address that the route to each
     of the other hosts takes; among several, one in the same subnet as most of these hosts, then the first
@@ -150,7 +153,7 @@ def _why_none(mine: Peer, others: Sequence[Peer], routes: list[list[tuple[str | 
 
 
 def interface_towards(ip: str) -> str:
-    """The interface that traffic with `ip` uses, for gloo and NCCL; NetworkError if there is no route.
+    """Return the interface that traffic with `ip` uses, for gloo and NCCL; NetworkError if there is no route.
 
     For an address of this node: the interface that has it, where its peers find it. For 127.0.0.1: lo or lo0.
     """
@@ -165,7 +168,9 @@ def interface_towards(ip: str) -> str:
 
 
 def free_port(ip: str) -> int:
-    """A TCP port that was free on the local address `ip` just now. NetworkError if `ip` is not local."""
+    """Return a TCP port that was free on the local address `ip` just now. NetworkError if `ip` is
+    not local.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((ip, 0))

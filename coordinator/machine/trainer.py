@@ -45,7 +45,7 @@ class TrainerHost:
         return {"job": job, "address": address, "port": free_port(address)}
 
     def is_alive(self) -> bool:
-        """Whether this node has a job, as far as it has noticed."""
+        """Return whether this node has a job, as far as it has noticed."""
         return self._child is not None and self._child.poll() is None
 
     def ensure(
@@ -117,7 +117,7 @@ class TrainerHost:
             bell.wait(LOOK_S)
 
     def _outcome(self, processes: int) -> tuple[bool, str | None]:
-        """Whether this node's trainers have done what they were asked, and why they never will."""
+        """Return whether this node's trainers have done what they were asked, and why they never will."""
         assert self._child is not None
         try:
             if launch.outcome(self._child.spool, self._number, processes) == "done":

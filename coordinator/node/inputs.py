@@ -38,7 +38,7 @@ class Functions:
     environment_code: Code
 
     def codes(self) -> dict[str, Code]:
-        """What lies behind the names, by setting."""
+        """Return what lies behind the names, by setting."""
         return {"rollout.reward": self.reward.code, "rollout.environment": self.environment_code}
 
 
@@ -69,13 +69,13 @@ class Inputs:
     """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
 
     def codes(self) -> dict[str, Code]:
-        """What lies behind the settings that may change between two starts, by setting."""
+        """Return what lies behind the settings that may change between two starts, by setting."""
         tasks, source = self.eval_tasks, self.loaded_for.evaluation_tasks
         evaluation = {"eval_tasks": Code(source, tasks.digest)} if tasks and source else {}
         return {**self.functions.codes(), **evaluation}
 
     def renewed(self, settings: RunSettings, theirs: Mapping[str, Code]) -> "Inputs":
-        """What the master's `settings` name, after another start of it; `theirs` are its codes.
+        """Return what the master's `settings` name, after another start of it; `theirs` are its codes.
 
         A module is not loaded twice: other modules may hold on to what it was. The training tasks and the
         model are the same at every start. SettingsError says what is wrong.
@@ -89,7 +89,7 @@ class Inputs:
         return now
 
     def localize(self, published: Mapping[str, Any]) -> RunSettings:
-        """A record's settings, with this node's own over them."""
+        """Return a record's settings, with this node's own over them."""
         return config.overlay(RunSettings.published(published), self.local)
 
 
@@ -169,7 +169,7 @@ def _load_eval_tasks(settings: RunSettings) -> TaskSet | None:
 
 
 def find_data(source: str, settings: RunSettings) -> str:
-    """A task file's path: as given, else below --data-path."""
+    """Return a task file's path: as given, else below --data-path."""
     below = Path(settings.data_path or "") / source
     is_elsewhere = settings.data_path and is_file(source) and not Path(source).exists()
     return str(below) if is_elsewhere and below.exists() else source

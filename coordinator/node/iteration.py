@@ -27,6 +27,6 @@ class Iteration:
         return self.documents[Phase.ITERATION_START]
 
     def has(self, phase: Phase, settings: RunSettings) -> bool:
-        """Whether a row is to run: it belongs to this kind of run, and is not done."""
+        """Return whether a row is to run: it belongs to this kind of run, and is not done."""
         is_done = Phase.ITERATION_START < phase < self.resume_at
         return not is_done and phase in rows_of(settings.kind)

@@ -94,7 +94,9 @@ class Joining:
             raise self._verdicts.superseded()
 
     def returned(self) -> bool:
-        """Whether a rank that was left out (`shrink`) beats in this epoch: it is let in with a new one."""
+        """Return whether a rank that was left out (`shrink`) beats in this epoch: it is let in with a new
+        one.
+        """
         board, record = self._watch.look(), self._watch.record
         absent = set(range(self._cluster.num_nodes)) - set(record.members)
         return any(rank in board.beats and board.beats[rank].epoch >= record.epoch for rank in absent)

@@ -137,7 +137,7 @@ class Node:
         self.identity.address = network.address_towards(self.identity.peer, peers)
 
     def _describe(self) -> dict[str, object]:
-        """What a heartbeat says."""
+        """Return what a heartbeat says."""
         return {**self.identity.describe(), "gpus": self.gpus.latest, **self.position.describe()}
 
     def _place(self) -> tuple[int, int]:

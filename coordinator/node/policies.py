@@ -55,7 +55,7 @@ class Policies:
         self._verified.add(iteration)
 
     def is_verified(self, iteration: int) -> bool:
-        """Whether somebody has verified this checkpoint."""
+        """Return whether somebody has verified this checkpoint."""
         if iteration not in self._verified:
             directory = self._identity.run_dir.checkpoint(iteration)
             if not published.is_verified(directory):

@@ -16,7 +16,7 @@ def resolve_rank(
     environment: Mapping[str, str],
     own_names: Collection[str],
 ) -> int:
-    """The rank, 0 for the master; SettingsError if there is none, or two.
+    """Return the rank, 0 for the master; SettingsError if there is none, or two.
 
     `own_names` are the names and addresses of this host: MASTER_ADDR naming one of them makes it the master.
     """
@@ -42,7 +42,7 @@ def resolve_rank(
 
 
 def nodes_from(environment: Mapping[str, str]) -> int | None:
-    """The number of nodes that a scheduler says, if one does."""
+    """Return the number of nodes that a scheduler says, if one does."""
     text = environment.get(NODES_VARIABLE, "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 

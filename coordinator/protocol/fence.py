@@ -21,7 +21,7 @@ AWAY = {
 
 
 def is_away(error: SharedFsError) -> bool:
-    """Whether the mount is in trouble, rather than this call."""
+    """Return whether the mount is in trouble, rather than this call."""
     return error.errno in AWAY
 
 
@@ -67,7 +67,7 @@ class Fence:
         self._act(why)
 
     def wait_until_back(self, timeout_s: float) -> bool:
-        """Whether a beat has come back since the fence tripped, within `timeout_s`."""
+        """Return whether a beat has come back since the fence tripped, within `timeout_s`."""
         return self._answers.wait(timeout_s)
 
     def reset(self) -> None:

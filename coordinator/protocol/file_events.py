@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def follow(directory: Path, wake: threading.Event, rank: int) -> Any | None:
-    """The running observer whose events set `wake`; None where there are no events."""
+    """Return the running observer whose events set `wake`; None where there are no events."""
     observer = Observer()
     try:
         observer.schedule(Waker(wake, rank), str(directory), event_filter=[FileMovedEvent])

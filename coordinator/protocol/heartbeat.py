@@ -76,7 +76,8 @@ class Heart:
             files.drop(self._protocol / last.name)
 
     def is_back(self, board: Board) -> bool:
-        """Whether `board` shows that the directory answers: a new beat of this process, or a newer process.
+        """Return whether `board` shows that the directory answers: a new beat of this process, or a newer
+        process.
 
         A snapshot has the beats of the highest incarnation alone.
         """
@@ -94,7 +95,7 @@ class Heart:
 
 
 def read_beat(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
-    """A beat's content; {} if it is gone (a newer one took its place) or torn."""
+    """Return a beat's content; {} if it is gone (a newer one took its place) or torn."""
     try:
         return json.loads(files.read(run_dir.protocol / beat.name, fleeting=True))
     except (FileNotFoundError, ValueError):

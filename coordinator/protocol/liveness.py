@@ -101,7 +101,7 @@ class Standstill:
         self.still_s: dict[int, float] = {}
 
     def is_due(self, now_s: float) -> bool:
-        """Whether progress is to be observed again at `now_s` (monotonic)."""
+        """Return whether progress is to be observed again at `now_s` (monotonic)."""
         return now_s - self._observed_s >= self._interval_s
 
     def observe(self, said: Mapping[int, Mapping[str, Any]], now_s: float) -> None:

@@ -52,12 +52,12 @@ class EpochRecord(BaseModel):
 
 
 def new_token() -> str:
-    """A token that no other claimant has."""
+    """Return a token that no other claimant has."""
     return secrets.token_hex(8)
 
 
 def claim(run_dir: RunDir, record: EpochRecord) -> bool:
-    """Whether `record` is now the record of its epoch; False if somebody else's is."""
+    """Return whether `record` is now the record of its epoch; False if somebody else's is."""
     path = run_dir.protocol / Record(record.epoch).name
     return files.create_once(path, record.model_dump_json().encode())
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 
 def share_sizes(total: int, weights: Mapping[int, float]) -> dict[int, int]:
-    """How many of `total` slots each rank gets: largest remainder, so the sizes add up to `total`.
+    """Return how many of `total` slots each rank gets: largest remainder, so the sizes add up to `total`.
 
     `weights` maps a rank to a positive number; equal remainders go to the heavier rank, then to the lower
     one. Exact fractions, since 0.1 + 0.2 must not decide who gets a slot.
@@ -23,7 +23,7 @@ def share_sizes(total: int, weights: Mapping[int, float]) -> dict[int, int]:
 
 
 def split_slots(slots: Sequence[int], weights: Mapping[int, float]) -> dict[int, list[int]]:
-    """Every slot to exactly one rank, in runs of consecutive slots, sized by weight."""
+    """Give every slot to exactly one rank, in runs of consecutive slots, sized by weight."""
     shares: dict[int, list[int]] = {}
     start = 0
     for rank, size in sorted(share_sizes(len(slots), weights).items()):

@@ -29,16 +29,16 @@ class Board:
         return [flag for flag in self.calls if flag.epoch == epoch and flag.kind == kind]
 
     def newest_epoch(self) -> int:
-        """The highest epoch that any name carries; 0 on an empty board."""
+        """Return the highest epoch that any name carries; 0 on an empty board."""
         return max([0, *self.records, *(beat.epoch for beat in self.beats.values())])
 
     def highest_incarnation(self, rank: int) -> int:
-        """The highest incarnation of `rank` that beats; 0 if none."""
+        """Return the highest incarnation of `rank` that beats; 0 if none."""
         return self.beats[rank].incarnation if rank in self.beats else 0
 
 
 def parse(names: Iterable[str]) -> Board:
-    """A board from a listing; unknown names are ignored."""
+    """Return a board from a listing; unknown names are ignored."""
     records: list[int] = []
     beats: dict[int, Beat] = {}
     flags: list[Flag] = []

@@ -87,7 +87,7 @@ def decide(
 
 
 def _newer_record(newest: EpochRecord, current: EpochRecord, rank: int, incarnation: int) -> Verdict:
-    """What a newer record means: the process that it lists in the place of this one has taken over."""
+    """Return what a newer record means: the process that it lists in the place of this one has taken over."""
     member = newest.members.get(rank)
     if member is not None and member.incarnation > incarnation:
         return Verdict(Event.SUPERSEDED, rank)

@@ -223,7 +223,7 @@ class Watch:
         self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
 
     def _is_held(self, verdict: Verdict) -> bool:
-        """Whether the row's work goes on: with `wait`, the master finishes its share first."""
+        """Return whether the row's work goes on: with `wait`, the master finishes its share first."""
         is_loss = verdict.event in LOSSES
         return is_loss and self.rank == MASTER and self._cluster.on_node_failure == "wait"
 

@@ -39,10 +39,10 @@ def prepare_base_model(node: Node) -> None:
 def _from_cache(node: Node) -> Path:
     """Return the model in the cache; one process of this machine at a time builds it there."""
     steps, seed = node.settings.tiny.warmup_steps, node.settings.rollout.seed
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
         root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home at all
         root = Path(tempfile.gettempdir()) / f"flagpost-models-{os.getuid()}"
         log.info("no cache (%s): keeping the built-in model in %s", error, root)
         root.mkdir(mode=0o700, exist_ok=True)

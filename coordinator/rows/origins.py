@@ -85,7 +85,7 @@ def _shown(value: Any) -> str:
 
 
 def is_begun(run_dir: RunDir, iteration: int) -> bool:
-    """Whether groups of an iteration are finished, so that it has to end as it was begun."""
+    """Return whether groups of an iteration are finished, so that it has to end as it was begun."""
     made = published.names(run_dir.trajectories("train", iteration))
     return run_dir.manifest("train", iteration).name in made or any(
         _unfinished_parts(run_dir, kind, iteration) for kind in KINDS

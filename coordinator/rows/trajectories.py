@@ -153,7 +153,7 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
 
 
 def _generates(node: Node, share: Share) -> bool:
-    """Whether the share's samples come from the engine."""
+    """Return whether the share's samples come from the engine."""
     return not demonstrates(_environment(node, share))
 
 

@@ -115,7 +115,9 @@ class StatusReader:
 
 
 def _is_gone(content: Mapping[str, Any]) -> bool:
-    """Whether a process is known to have ended; of a process on another machine only its own word counts."""
+    """Return whether a process is known to have ended; of a process on another machine only its own word
+    counts.
+    """
     if not content:
         return False
     here = content["peer"]["identity"] == host_identity()

@@ -57,7 +57,7 @@ def duration(seconds: float, digits: int = 0) -> str:
 
 
 def is_going(status: Status) -> bool:
-    """Whether the run works, or waits for nodes."""
+    """Return whether the run works, or waits for nodes."""
     return status["state"] in {"running", "holding"}
 
 

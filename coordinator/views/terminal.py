@@ -41,7 +41,7 @@ BATCH_TEXTS = 1_000
 
 
 def is_terminal(file: TextIO) -> bool:
-    """Whether `file` can show a view: it is a terminal that can move its cursor."""
+    """Return whether `file` can show a view: it is a terminal that can move its cursor."""
     return file.isatty() and os.environ.get("TERM", "dumb") not in {"dumb", "unknown"}
 
 
@@ -237,7 +237,7 @@ class LiveView:
 
 
 def _in_foreground(file: TextIO) -> bool:
-    """Whether this process is in the terminal's foreground; True if that is not known."""
+    """Return whether this process is in the terminal's foreground; True if that is not known."""
     try:
         return os.tcgetpgrp(file.fileno()) == os.getpgrp()
     except OSError:

@@ -93,7 +93,7 @@ OPTIONAL: dict[str, Callable[[Node], str]] = {
 
 
 def _state(node: Node) -> tuple[str, str]:
-    """The state of a node in words, and its colour."""
+    """Return the state of a node in words, and its colour."""
     state: str = node["state"]
     if state in {"alive", "silent"} and node["silent_s"] >= QUIET_S:
         return f"silent {duration(node['silent_s'])}", STATES["silent"] if state == "silent" else ""
@@ -103,7 +103,7 @@ def _state(node: Node) -> tuple[str, str]:
 
 
 def _table(status: Status, width: int, room: int, names: Collection[str], signs: Signs) -> list[Text]:
-    """The head and one line per node; without room for all, first the nodes that need attention."""
+    """Return the head and one line per node; without room for all, first the nodes that need attention."""
     nodes: list[Node] = status["nodes"]
     rest: list[Node] = []
     if len(nodes) + 1 > room:

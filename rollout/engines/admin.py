@@ -32,7 +32,7 @@ _ADAPTER = "policy-"
 
 
 def adapter_name(digest: str) -> str:
-    """The model name in a request that only the adapter of this policy answers."""
+    """Return the model name in a request that only the adapter of this policy answers."""
     return f"{_ADAPTER}{digest}"
 
 
@@ -69,7 +69,7 @@ class EngineAdmin:
         self._drain_timeout_s = drain_timeout_s
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether the engine answers that it works."""
+        """Return whether the engine answers that it works."""
         return self.health(timeout_s) is True
 
     def health(self, timeout_s: float = 5.0) -> bool | None:
@@ -99,8 +99,8 @@ class EngineAdmin:
             pause_s = min(1.2 * pause_s, LONGEST_RETRY_S)
 
     def policy(self) -> str | None:
-        """The digest given at the last reload. None while weights are being replaced, after that has failed,
-        or when they were dropped.
+        """Return the digest given at the last reload. None while weights are being replaced, after that has
+        failed, or when they were dropped.
         """
         version = self._version()
         return None if version in (LOADING, DROPPED) else version
@@ -180,7 +180,9 @@ class EngineAdmin:
             self._admin("/resume")
 
     def can_prove(self) -> bool:
-        """Whether the server can prove its weights. For vLLM this takes seconds, when it is first asked."""
+        """Return whether the server can prove its weights. For vLLM this takes seconds, when it is first
+        asked.
+        """
         answer = self._call("GET", "/server_info?config_format=json", timeout_s=self._drain_timeout_s)
         try:
             return answer["vllm_config"]["parallel_config"]["worker_extension_cls"] == EXTENSION
@@ -223,7 +225,7 @@ class EngineAdmin:
         self._admin("/wake_up" + "".join(f"{'&' if n else '?'}tags={tag}" for n, tag in enumerate(tags)))
 
     def is_sleeping(self) -> bool:
-        """Whether it sleeps, in whole or in part. For vLLM a paused engine sleeps too."""
+        """Return whether it sleeps, in whole or in part. For vLLM a paused engine sleeps too."""
         return bool(self._get("/is_sleeping", "is_sleeping"))
 
     def prompt_logprobs(
@@ -297,7 +299,7 @@ class EngineAdmin:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """The status and body of the answer. Raises EngineDead for 503."""
+        """Return the status and body of the answer. Raises EngineDead for 503."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:

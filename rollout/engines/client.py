@@ -97,8 +97,8 @@ class EngineClient:
             self._session = None
 
     async def generate(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
-        """The `sampling.n` completions of a prompt (text, or token ids that are taken as they are), which end
-        where the engine's context does.
+        """Return the `sampling.n` completions of a prompt (text, or token ids that are taken as they are),
+        which end where the engine's context does.
 
         Raises RequestRefused, e.g. if the prompt alone fills the context, or another EngineError.
         """
@@ -115,7 +115,7 @@ class EngineClient:
     async def _fitted(
         self, prompt: str | Sequence[int], sampling: Sampling
     ) -> tuple[str | Sequence[int], Sampling]:
-        """The request with at most the tokens that the context has left, once the context is known."""
+        """Return the request with at most the tokens that the context has left, once the context is known."""
         if not self._context:
             return prompt, sampling
         if isinstance(prompt, str):
@@ -130,7 +130,9 @@ class EngineClient:
         return prompt, replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
     async def _read_context(self) -> int | None:
-        """The engine's context in tokens; 0 if it does not say, None if it does not answer just now."""
+        """Return the engine's context in tokens; 0 if it does not say, None if it does not answer
+        just now.
+        """
         import aiohttp
 
         assert self._session is not None
@@ -227,7 +229,7 @@ class EngineClient:
 
 
 def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """The body of a request for completions."""
+    """Return the body of a request for completions."""
     return {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "n": sampling.n,
@@ -265,7 +267,9 @@ def _completion(choice: dict[str, Any]) -> Completion:
 
 
 def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
-    """The JSON of an answer. Raises RequestRefused or another EngineError if it is an error or no JSON."""
+    """Return the JSON of an answer. Raises RequestRefused or another EngineError if it is an error or no
+    JSON.
+    """
     if status >= 400:
         kind = RequestRefused if status in (400, 413, 422) else EngineError
         raise kind(f"{call}: {status}: {excerpt(data)}")
@@ -278,5 +282,5 @@ def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
 
 
 def excerpt(data: bytes) -> str:
-    """The beginning of an answer, for a message."""
+    """Return the beginning of an answer, for a message."""
     return data[:_EXCERPT].decode(errors="replace")

@@ -48,7 +48,7 @@ class WrongContent(RuntimeError):
 
 
 def content_sum(tensor: Tensor) -> int:
-    """The sum of a floating-point tensor of any shape, 0 <= sum < 2^64."""
+    """Return the sum of a floating-point tensor of any shape, 0 <= sum < 2^64."""
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for chunk in flat.split(_CHUNK.get(flat.device.type, _CHUNK_ON_GPU)):
@@ -68,7 +68,7 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def content_document(sums: Mapping[str, int], dtype: torch.dtype) -> bytes:
-    """The file CONTENT of a model directory whose tensors have these sums, as values of `dtype`."""
+    """Return the file CONTENT of a model directory whose tensors have these sums, as values of `dtype`."""
     tensors = {name: f"{total:016x}" for name, total in sorted(sums.items())}
     return f"{json.dumps({'dtype': _name(dtype), 'tensors': tensors})}\n".encode()
 
@@ -76,7 +76,7 @@ def content_document(sums: Mapping[str, int], dtype: torch.dtype) -> bytes:
 def saved_sums(
     directory: str | os.PathLike[str], dtype: torch.dtype, share: tuple[int, int] = (0, 1)
 ) -> dict[str, int]:
-    """Name -> sum of the floating-point tensors of a model directory, once they are served as `dtype`.
+    """Return name -> sum of the floating-point tensors of a model directory, once they are served as `dtype`.
 
     They are taken from the file CONTENT, unless there is none or a server rounds to `dtype`; then from the
     tensors. `share`: which of how many readers reads here; each gets a part of the tensors. Raises
@@ -113,19 +113,19 @@ def _saved_sums(
 
 
 def _read_content(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The document CONTENT of a model directory; None if it has none."""
+    """Return the document CONTENT of a model directory; None if it has none."""
     # Clients of a shared directory cache missing names; a listing is fresh.
     names = files.listing(Path(directory))
     return json.loads(files.read(Path(directory) / CONTENT)) if CONTENT in names else None
 
 
 def _as_served(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor, rounded to `dtype` if that is narrower."""
+    """Return the tensor, rounded to `dtype` if that is narrower."""
     return tensor if _is_within(tensor.dtype, dtype) else tensor.to(dtype)
 
 
 def module_sums(module: torch.nn.Module) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """The sums of a model's parameters, a tied one once, and of its buffers."""
+    """Return the sums of a model's parameters, a tied one once, and of its buffers."""
     return (
         {name: [content_sum(tensor)] for name, tensor in module.named_parameters()},
         {
@@ -215,7 +215,7 @@ def _few(texts: list[str]) -> str:
 
 
 def _is_within(dtype: torch.dtype, wider: torch.dtype) -> bool:
-    """Whether `wider` has every value of `dtype`."""
+    """Return whether `wider` has every value of `dtype`."""
     one, other = torch.finfo(dtype), torch.finfo(wider)
     return one.eps >= other.eps and one.max <= other.max and one.smallest_normal >= other.smallest_normal
 

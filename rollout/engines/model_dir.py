@@ -33,7 +33,9 @@ class WeightsError(ValueError):
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether the directory holds an adapter, not a whole model. Lists it: clients cache missing names."""
+    """Return whether the directory holds an adapter, not a whole model. Lists it: clients cache missing
+    names.
+    """
     names = os.listdir(path) if os.path.isdir(path) else []
     return ADAPTER_CONFIG in names and "config.json" not in names
 
@@ -68,7 +70,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
 
 
 def adapter_scale(path: str | os.PathLike[str]) -> float:
-    """The factor of B A in the weights of an adapter's directory."""
+    """Return the factor of B A in the weights of an adapter's directory."""
     file = Path(path) / ADAPTER_CONFIG
     config = _read_json(file)
     try:
@@ -79,7 +81,9 @@ def adapter_scale(path: str | os.PathLike[str]) -> float:
 
 
 def policy_digest(checksums: Mapping[str, FileFacts]) -> str:
-    """The name of a policy: 16 hex characters, a digest of its *.safetensors files (names and contents)."""
+    """Return the name of a policy: 16 hex characters, a digest of its *.safetensors files (names and
+    contents).
+    """
     weights = sorted(
         (name, facts["sha256"]) for name, facts in checksums.items() if name.endswith(".safetensors")
     )

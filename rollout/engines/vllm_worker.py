@@ -73,7 +73,7 @@ class WorkerExtension:
 def _compared(
     proof: Proof, everyones: list[dict[str, Any] | str], path: str | None, adapter: str | None
 ) -> list[str]:
-    """The blocks that are not proved, from the facts of all ranks. WrongContent if others differ."""
+    """Return the blocks that are not proved, from the facts of all ranks. WrongContent if others differ."""
     facts = [one for one in everyones if not isinstance(one, str)]
     if failed := [one for one in everyones if isinstance(one, str)]:
         raise RuntimeError(failed[0])
@@ -92,7 +92,7 @@ def _compared(
 
 
 def _facts(worker: Any, directory: str, adapter: str | None, share: tuple[int, int]) -> dict[str, Any]:
-    """What this rank knows: sums of its share of the files, and of all that it computes with."""
+    """Return what this rank knows: sums of its share of the files, and of all that it computes with."""
     served, buffers = _served(worker.get_model())
     facts: dict[str, Any] = {
         "saved": saved_sums(directory, worker.vllm_config.model_config.dtype, share),
@@ -106,7 +106,9 @@ def _facts(worker: Any, directory: str, adapter: str | None, share: tuple[int, i
 
 
 def _served(model: nn.Module) -> tuple[Pieces, Pieces]:
-    """The sums of the parameters that this rank computes with, and of the buffers. A tied one comes once."""
+    """Return the sums of the parameters that this rank computes with, and of the buffers. A tied one comes
+    once.
+    """
     served: Pieces = {}
     buffers: Pieces = {}
     seen: set[int] = set()
@@ -127,8 +129,8 @@ def _served(model: nn.Module) -> tuple[Pieces, Pieces]:
 
 
 def _sums(layer: nn.Module, tensor: Tensor) -> dict[str, int]:
-    """The sums of the parts that ranks may have replicas of: tensor parallelism beyond the number of key
-    heads copies keys and values, but not queries. Else one part, without a name.
+    """Return the sums of the parts that ranks may have replicas of: tensor parallelism beyond the number of
+    key heads copies keys and values, but not queries. Else one part, without a name.
     """
     of: Any = layer
     if getattr(of, "num_kv_head_replicas", 1) == 1 or not tensor.numel():
@@ -139,7 +141,7 @@ def _sums(layer: nn.Module, tensor: Tensor) -> dict[str, int]:
 
 
 def _packed(layer: nn.Module) -> dict[str, int]:
-    """The sums of the weight that the packed copy in a layer was made of; empty if it has none."""
+    """Return the sums of the weight that the packed copy in a layer was made of; empty if it has none."""
     return getattr(getattr(layer, "cpu_linear", None), "packed_from", {})
 
 
@@ -182,7 +184,7 @@ def _pack_experts_again() -> None:
 
 
 def _adapter_sums(directory: str, dtype: torch.dtype) -> dict[str, int]:
-    """Name -> sum of an adapter's tensors as vLLM computes with them: B is multiplied by the scale."""
+    """Return name -> sum of an adapter's tensors as vLLM computes with them: B is multiplied by the scale."""
     scale = adapter_scale(directory)
     sums: dict[str, int] = {}
     for name, tensor in load_file(Path(directory) / ADAPTER_WEIGHTS).items():
@@ -204,7 +206,7 @@ def _slots(manager: Any) -> dict[int, Pieces]:
 
 
 def _stacks(layer: Any, kind: str) -> tuple[Tensor, ...]:
-    """All slots of a layer's adapters, (slots, ...), for each tensor that is fused in it."""
+    """Return all slots of a layer's adapters, (slots, ...), for each tensor that is fused in it."""
     stacks = getattr(layer, f"{kind}_stacked", ())
     return (stacks,) if isinstance(stacks, Tensor) else tuple(stacks)
 

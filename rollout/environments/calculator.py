@@ -60,7 +60,9 @@ def _prompt(task: Task) -> Prompt:
 
 
 def answer(expression: str) -> str:
-    """The value as the model reads it: an integer, a decimal number of 10 significant digits, or an error."""
+    """Return the value as the model reads it: an integer, a decimal number of 10 significant digits, or an
+    error.
+    """
     try:
         value = evaluate(expression)
     except ExpressionError as error:
@@ -69,8 +71,8 @@ def answer(expression: str) -> str:
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of an expression of numbers, + - * / and parentheses. ExpressionError says why there is
-    none. The limits above bound the time.
+    """Return the exact value of an expression of numbers, + - * / and parentheses. ExpressionError says why
+    there is none. The limits above bound the time.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ExpressionError("too long")

@@ -42,8 +42,8 @@ class ChatTemplate:
         return suffix[_overlap(after.token_ids, suffix) if after.finish_reason == "stop" else 0 :]
 
     async def _behind_turn(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens that follow any words of an assistant: the common end of two conversations that differ
-        in those words only. The words are digits: no tokenizer merges them with a template's text.
+        """Return the tokens that follow any words of an assistant: the common end of two conversations that
+        differ in those words only. The words are digits: no tokenizer merges them with a template's text.
         """
         key = json.dumps(messages)
         if key not in self._seen:
@@ -67,7 +67,7 @@ class ChatTemplate:
 
 
 def _overlap(tokens: list[int], suffix: list[int]) -> int:
-    """How many of the first tokens of `suffix` already end `tokens`."""
+    """Return how many of the first tokens of `suffix` already end `tokens`."""
     longest = min(len(tokens), len(suffix))
     return next((size for size in range(longest, 0, -1) if tokens[-size:] == suffix[:size]), 0)
 

@@ -67,8 +67,8 @@ def check_demonstrations(tasks: TaskSet) -> None:
 
 
 def end_of_sequence(model_dir: Path) -> tuple[int, ...]:
-    """The ids of the tokens that end a sequence of the model, the main one first. Empty if the directory
-    names none.
+    """Return the ids of the tokens that end a sequence of the model, the main one first. Empty if the
+    directory names none.
     """
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
@@ -79,7 +79,7 @@ def end_of_sequence(model_dir: Path) -> tuple[int, ...]:
 
 
 def _answer(task: Task) -> str:
-    """The answer that the task demonstrates."""
+    """Return the answer that the task demonstrates."""
     last: Message = task["messages"][-1] if "messages" in task else {}
     answer = str(last["content"] if last.get("role") == "assistant" else task.get("answer", ""))
     if not answer:

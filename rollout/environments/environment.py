@@ -26,7 +26,7 @@ class EnvironmentSettingError(ValueError):
 
 
 def demonstrates(environment: Environment) -> bool:
-    """Whether the environment's samples are given, not generated."""
+    """Return whether the environment's samples are given, not generated."""
     function = environment.func if isinstance(environment, partial) else environment
     return getattr(function, "demonstrates", False) is True
 

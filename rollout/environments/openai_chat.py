@@ -63,8 +63,8 @@ class ChatBody(GenerationBody):
 
 
 def check_chat(body: ChatBody) -> list[Message]:
-    """The messages, each with its content as one string and without empty fields. Raises BadRequest if the
-    request needs something that is not supported.
+    """Return the messages, each with its content as one string and without empty fields. Raises BadRequest if
+    the request needs something that is not supported.
     """
     for name, (neutral, hint) in _UNSUPPORTED.items():
         value = (body.model_extra or {}).get(name)
@@ -96,7 +96,7 @@ def answer_body(model: str, turn: Completion) -> dict[str, Any]:
 
 
 def answer_events(model: str, turn: Completion, *, usage: bool) -> bytes:
-    """The answer as server-sent events: the text, the end, and the token counts if asked for."""
+    """Return the answer as server-sent events: the text, the end, and the token counts if asked for."""
     head = _head(model, "chat.completion.chunk")
     deltas = [({"role": "assistant", "content": turn.text}, None), ({}, turn.finish_reason)]
     chunks = [

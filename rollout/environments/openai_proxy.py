@@ -107,7 +107,7 @@ class Session:
     async def _reply(
         self, messages: Sequence[Message], *, max_tokens: int | None = None, stop: Iterable[str] = ()
     ) -> Completion:
-        """The reply to a request with these messages."""
+        """Return the reply to a request with these messages."""
         digests = _digests(messages)
         parent, known = self._find(digests[:-1])
         turns = parent.episode.turns if parent else []
@@ -127,7 +127,7 @@ class Session:
         return turn
 
     def _find(self, digests: Sequence[str]) -> tuple[_Node | None, int]:
-        """The longest known conversation that begins the messages, and how many messages it has."""
+        """Return the longest known conversation that begins the messages, and how many messages it has."""
         for known in range(len(digests), 0, -1):
             if nodes := self._known.get(digests[known - 1]):
                 return min(nodes, key=lambda node: node.continued), known

@@ -39,18 +39,20 @@ class Policy:
         self._template = template or ChatTemplate(client)
 
     def for_sample(self, j: int) -> "Policy":
-        """A policy for sample j alone. Its first call with n=1 draws the same as completion j of one call for
-        all samples.
+        """Return a policy for sample j alone. Its first call with n=1 draws the same as completion j of one
+        call for all samples.
         """
         return Policy(self._client, self.sampling, self._seed + j, template=self._template)
 
     def derived(self, name: str) -> "Policy":
-        """A policy whose seed depends only on this one's seed and on `name`, not on earlier calls."""
+        """Return a policy whose seed depends only on this one's seed and on `name`, not on earlier calls."""
         seed = _hashed_seed(f"{name}/{self._seed}")
         return Policy(self._client, self.sampling, seed, template=self._template)
 
     def episode(self, j: int = 0) -> "Episode":
-        """An empty conversation, which becomes sample j. Use each j once: equal j draw the same tokens."""
+        """Return an empty conversation, which becomes sample j. Use each j once: equal j draw the same
+        tokens.
+        """
         return Episode(self.for_sample(j))
 
     async def generate(
@@ -141,8 +143,8 @@ class Episode:
         return turn
 
     def sample(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> Sample:
-        """The conversation as a sample. Generated tokens are trained; the text is the last turn's. If a
-        reward is given, the reward function is not called. Raises ValueError before the first turn.
+        """Return the conversation as a sample. Generated tokens are trained; the text is the last turn's. If
+        a reward is given, the reward function is not called. Raises ValueError before the first turn.
         """
         if not self.turns:
             raise ValueError("an episode without a turn is no sample: await episode.generate(prompt) first")
@@ -156,8 +158,8 @@ class Episode:
 
 
 def sample_of(*turns: Completion) -> Sample:
-    """The sample of one completion, or of several turns. The prompt of a turn is prompt and completion of the
-    turn before, then an observation. Observations get loss mask 0. The text is the last turn's. Raises
+    """Return the sample of one completion, or of several turns. The prompt of a turn is prompt and completion
+    of the turn before, then an observation. Observations get loss mask 0. The text is the last turn's. Raises
     ValueError if a prompt does not continue the turn before, i.e. if text was tokenised again, or if a turn
     has not a logprob for each token.
     """

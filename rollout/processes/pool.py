@@ -56,8 +56,8 @@ class ProcessPool:
         self._closed = False
 
     def call(self, *arguments: Any, deadline_s: float) -> Any:
-        """The JSON value that the function returns. Raises CallFailed, or CallLost if it takes longer than
-        `deadline_s` or crashes.
+        """Return the JSON value that the function returns. Raises CallFailed, or CallLost if it takes longer
+        than `deadline_s` or crashes.
         """
         with self._places:  # the calls before this one have deadlines too
             process = self._take()

@@ -36,7 +36,7 @@ class ProcessReward:
         self.__module__ = maker.partition(":")[0]  # as of a function: where it is defined
 
     def __call__(self, task: dict[str, Any], completion: str) -> float:
-        """The reward. Blocks, so call it in a thread. Raises CallFailed if the function raises."""
+        """Return the reward. Blocks, so call it in a thread. Raises CallFailed if the function raises."""
         try:
             return self._pool.call(*self._arguments(task, completion), deadline_s=DEADLINE_S)
         except CallLost as lost:
@@ -50,7 +50,7 @@ class ProcessReward:
 
 
 def missing(library: str, extra: str) -> str | None:
-    """How to install `library`; None if it is installed. Does not import it."""
+    """Return how to install `library`; None if it is installed. Does not import it."""
     if importlib.util.find_spec(library) is not None:
         return None
     return f"{library} is not installed; it is the extra {extra!r}: pip install -e '.[{extra}]'"

@@ -42,13 +42,15 @@ operations: Counter[str] = Counter()
 
 
 def listing(directory: Path) -> list[str]:
-    """The names in `directory`; raises FileNotFoundError if it is not there."""
+    """Return the names in `directory`; raises FileNotFoundError if it is not there."""
     operations["list"] += 1
     return retry("list", directory, lambda: os.listdir(directory), directory)
 
 
 def read(path: Path, *, fleeting: bool = False) -> bytes:
-    """The whole file; raises FileNotFoundError if it is gone (`fleeting`: though an old listing shows it)."""
+    """Return the whole file; raises FileNotFoundError if it is gone (`fleeting`: though an old listing shows
+    it).
+    """
     operations["open"] += 1
     return retry("read", path, path.read_bytes, None if fleeting else path)
 
@@ -162,12 +164,12 @@ class FileFacts(TypedDict):
 
 
 def facts_of(data: bytes) -> FileFacts:
-    """The size and the sha256 of a file with this content."""
+    """Return the size and the sha256 of a file with this content."""
     return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
-    """The size and the sha256 of a file; `moved` gets the size of each piece that was read."""
+    """Return the size and the sha256 of a file; `moved` gets the size of each piece that was read."""
 
     def facts() -> FileFacts:
         digest, size, room = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
@@ -182,7 +184,9 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
 
 
 def size_and_mtime(path: Path) -> tuple[int, int]:
-    """The size of a file, and its mtime in ns. Opens it: a client may remember an old size until then."""
+    """Return the size of a file, and its mtime in ns. Opens it: a client may remember an old size
+    until then.
+    """
 
     def look() -> tuple[int, int]:
         with open(path, "rb") as file:
@@ -193,12 +197,14 @@ def size_and_mtime(path: Path) -> tuple[int, int]:
 
 
 def file_names(directory: Path) -> list[str]:
-    """The sorted names of the regular files directly in the directory, and of links to such."""
+    """Return the sorted names of the regular files directly in the directory, and of links to such."""
     return sorted(name for name, is_file in _scan(directory, lambda entry: entry.is_file()) if is_file)
 
 
 def checksums(directory: Path, facts: Callable[[Path], FileFacts] = file_facts) -> dict[str, FileFacts]:
-    """Name -> size and sha256 of every regular file directly in the directory, by `facts` in threads."""
+    """Return name -> size and sha256 of every regular file directly in the directory, by `facts`
+    in threads.
+    """
     paths = [directory / name for name in file_names(directory)]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return {path.name: found for path, found in zip(paths, pool.map(facts, paths), strict=True)}
@@ -221,12 +227,12 @@ def fsync_directory(directory: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `name` is a temporary one: of a file not yet published, or of a torn file set aside."""
+    """Return whether `name` is a temporary one: of a file not yet published, or of a torn file set aside."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside `path`."""
+    """Return a new name beside `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
@@ -280,7 +286,7 @@ def _create_exclusively(path: Path, data: bytes, durable: bool) -> None:
 
 
 def _settled(path: Path) -> bytes | None:
-    """The content once it is whole, after `TORN_S` as it is then; None if the file is gone."""
+    """Return the content once it is whole, after `TORN_S` as it is then; None if the file is gone."""
     deadline_s = time.monotonic() + TORN_S
     while (content := _content(path)) is not None and _is_torn(content) and time.monotonic() < deadline_s:
         time.sleep(0.02)

@@ -28,16 +28,18 @@ MOST = 4096
 
 
 def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
-    """The size and the sha256 of a file, read only if it is not known; `moved` as in files.file_facts."""
+    """Return the size and the sha256 of a file, read only if it is not known; `moved` as in
+    files.file_facts.
+    """
     path = path.absolute()
     mark = _mark(path)
-    place = _cache() / f"{hashlib.sha256(f'{mark[:2]}'.encode()).hexdigest()[:32]}.json"
-    known = _read(place)
+    place = _place(mark)
+    known = _read(place) if place else None
     if isinstance(known, dict) and known.get("mark") == mark:
         return {"sha256": known["sha256"], "bytes": known["bytes"]}
     began_s = time.time()
     facts = files.file_facts(path, moved)
-    if _mark(path) == mark and began_s - max(mark[-2:]) / 1e9 >= SETTLED_S:
+    if place and _mark(path) == mark and began_s - max(mark[-2:]) / 1e9 >= SETTLED_S:
         _remember(place, {"mark": mark, **facts})
     return facts
 
@@ -53,9 +55,11 @@ def _mark(path: Path) -> list[Any]:
     return [*where, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
-def _cache() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "flagpost" / "checksums"
+def _place(mark: list[Any]) -> Path | None:
+    """Return where a file is remembered; None for a user without a home, as some containers have."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = hashlib.sha256(f"{mark[:2]}".encode()).hexdigest()[:32]
+    return None if root.startswith("~") else Path(root, "flagpost", "checksums", f"{name}.json")
 
 
 def _read(place: Path) -> Any:

@@ -129,7 +129,9 @@ def _say_it_passed(what: str, path: Path, error: OSError, seconds: float) -> Non
 
 
 def is_listed(path: Path) -> bool:
-    """Whether the listing of its directory shows `path`; listing makes a client ask the server anew."""
+    """Return whether the listing of its directory shows `path`; listing makes a client ask the
+    server anew.
+    """
     if path.parent == path:
         return True
     try:

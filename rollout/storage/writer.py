@@ -119,7 +119,7 @@ def write(path: Path, content: bytes | Produce, moved: Moved = files.unheard) ->
 
 
 def copy_of(path: Path) -> Produce:
-    """What writes a copy of the file `path`."""
+    """Return what writes a copy of the file `path`."""
 
     def produce(sink: Sink) -> None:
         with open(path, "rb") as file:

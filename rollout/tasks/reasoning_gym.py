@@ -29,9 +29,9 @@ _LIBRARY = {"library": "reasoning_gym", "extra": "gym"}
 
 
 def gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
-    """The tasks of `NAME,PARAMETER=VALUE,...`; `+` joins data sets. VALUE is JSON or plain text. `size` (500)
-    is the number of questions of both splits together; `seed` is the run's if it is not given. Raises
-    ValueError with the reason, in one line.
+    """Return the tasks of `NAME,PARAMETER=VALUE,...`; `+` joins data sets. VALUE is JSON or plain text.
+    `size` (500) is the number of questions of both splits together; `seed` is the run's if it is not given.
+    Raises ValueError with the reason, in one line.
     """
     tasks: list[dict[str, Any]] = []
     for part in re.split(r"\+(?=[a-z])", text):

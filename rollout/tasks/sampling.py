@@ -40,7 +40,7 @@ def draw(
     success: Mapping[int, float],
     iteration: int,
 ) -> Drawn:
-    """The next `count` tasks, by `settings.task_sampling`.
+    """Return the next `count` tasks, by `settings.task_sampling`.
 
     `state` is what the previous draw returned; it keeps the places of the streams of other settings too.
     `deferred` are tasks that were drawn but not begun: they come first, except in a curriculum, which chooses
@@ -92,8 +92,8 @@ def _ratio(
 
 
 def _interleave(shares: Mapping[str, Fraction], drawn: Mapping[str, int], count: int) -> list[str]:
-    """The classes of the next `count` draws. After N draws in all, a class with the share s has been drawn
-    s N times, with an error below 1.
+    """Return the classes of the next `count` draws. After N draws in all, a class with the share s has been
+    drawn s N times, with an error below 1.
 
     Draw number j of a class may come at floor(j / s) and must come before ceil((j + 1) / s). The earliest
     deadline goes first, which keeps all deadlines (Baruah, Cohen, Plaxton, Varvel 1996, for one processor).
@@ -116,7 +116,7 @@ def _interleave(shares: Mapping[str, Fraction], drawn: Mapping[str, int], count:
 
 
 def _classes(tasks: TaskSet, settings: RolloutSettings) -> dict[str, list[int]]:
-    """The task indices of each class whose share is above 0, by name."""
+    """Return the task indices of each class whose share is above 0, by name."""
     classes: dict[str, list[int]] = {}
     for index, task in enumerate(tasks.tasks):
         classes.setdefault(_class_of(task, settings.ratio_field), []).append(index)

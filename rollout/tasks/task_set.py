@@ -35,12 +35,12 @@ class TaskSet:
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` names a file. Other sources generate the tasks of both splits."""
+    """Return whether `source` names a file. Other sources generate the tasks of both splits."""
     return not source.startswith(GENERATED)
 
 
 def load_tasks(source: str, *, seed: int, split: Split) -> TaskSet:
-    """The tasks that `source` names: the path of a JSON-lines file, `builtin:arithmetic`, or
+    """Return the tasks that `source` names: the path of a JSON-lines file, `builtin:arithmetic`, or
     `reasoning_gym:NAME,PARAMETER=VALUE,...` (see `reasoning_gym`).
 
     `seed` and `split` apply to generated tasks only: all tasks of a file are taken. Raises TaskError.
@@ -63,9 +63,9 @@ def load_tasks(source: str, *, seed: int, split: Split) -> TaskSet:
 
 
 def task_order(size: int, seed: int, start: int, count: int, *, stream: str = "") -> list[int]:
-    """The task indices from `start` to `start + count` of an endless stream. The stream passes over all
-    `size` tasks again and again, each time in another order. It is a pure function, so every node and every
-    restart sees the same stream. Each name of a `stream` gives another order.
+    """Return the task indices from `start` to `start + count` of an endless stream. The stream passes over
+    all `size` tasks again and again, each time in another order. It is a pure function, so every node and
+    every restart sees the same stream. Each name of a `stream` gives another order.
     """
     if size < 1 or start < 0 or count < 0:
         raise ValueError(f"task_order: size {size} must be > 0, start {start} and count {count} must be >= 0")
@@ -78,7 +78,7 @@ def task_order(size: int, seed: int, start: int, count: int, *, stream: str = ""
 
 
 def group_seed(run_seed: int, kind: Split, iteration: int, slot: int) -> int:
-    """The seed of a slot's group, 0 <= seed < 2**62. Sample j of the group uses seed + j."""
+    """Return the seed of a slot's group, 0 <= seed < 2**62. Sample j of the group uses seed + j."""
     return _hash64(f"group/{run_seed}/{kind}/{iteration}/{slot}") >> 2
 
 

@@ -106,7 +106,9 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
 
 
 def masked_fraction(plan: "list[Microbatch]") -> float:
-    """The fraction of the pairs of a token and one before it in its row that the token must not see."""
+    """Return the fraction of the pairs of a token and one before it in its row that the token
+    must not see.
+    """
     hidden = pairs = 0
     for one in plan:
         own, before = (

@@ -151,7 +151,7 @@ class Batch:
 
     @staticmethod
     def decode(data: bytes) -> "Batch":
-        """The batch in `data`; raises DamagedBatch if it is cut, altered or of another format."""
+        """Return the batch in `data`; raises DamagedBatch if it is cut, altered or of another format."""
         try:
             arrays = safetensors.numpy.load(data)
             (header_bytes,) = struct.unpack_from("<Q", data)
@@ -304,7 +304,7 @@ def _counts(groups: Sequence[Group], used: Sequence[Sequence[Lesson]]) -> Counts
 
 
 def _flat(arrays: list[NDArray], dtype: type) -> NDArray:
-    """The arrays one after another; an empty one when there are none."""
+    """Return the arrays one after another; an empty one when there are none."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
 
 

@@ -143,7 +143,7 @@ def plan_step(
     max_tokens: int,
     packing: Packing = PACKED,
 ) -> list[Microbatch]:
-    """The microbatches of one rank in one optimizer step; as many on every rank, some of them empty.
+    """Return the microbatches of one rank in one optimizer step; as many on every rank, some of them empty.
 
     `packing` is the same on every rank.
     """
@@ -160,7 +160,7 @@ def plan_step(
 def deal(
     batch: Batch, step: range, weights: Sequence[float], max_tokens: int, pairs_per_token: float
 ) -> list[list[Bundle]]:
-    """Each rank's bundles: as large as pays, but smaller if that would leave a rank behind.
+    """Return each rank's bundles: as large as pays, but smaller if that would leave a rank behind.
 
     Large bundles save the most tokens, small ones can be dealt out evenly; the slowest rank decides.
     """

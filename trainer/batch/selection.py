@@ -50,7 +50,7 @@ Lesson = list[Trained]
 
 
 def lessons(groups: Iterable[Group], settings: TrainerSettings, max_tokens: int | None) -> list[Lesson]:
-    """The lessons of one iteration's groups, in the order of their slots.
+    """Return the lessons of one iteration's groups, in the order of their slots.
 
     Raises ValueError for two groups of one slot, or a penalty for length without `max_tokens`.
     """
@@ -91,8 +91,8 @@ def _is_trained(sample: Sample, reward: float, settings: TrainerSettings) -> boo
 
 
 def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int | None) -> float:
-    """How far, from 0 to 1, the sample reaches into the last `overlong_buffer` tokens before `max_tokens`
-    (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
+    """Return how far, from 0 to 1, the sample reaches into the last `overlong_buffer` tokens before
+    `max_tokens` (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
     """
     if settings.overlong != "penalise":
         return 0.0
@@ -104,7 +104,7 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
 
 
 def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
-    """The advantages of a whole batch, after the step that needs more than one group."""
+    """Return the advantages of a whole batch, after the step that needs more than one group."""
     advantages = [one.advantage for one in trained]
     if settings.advantage != "whitened" or (settings.kl != "off" and settings.kl_in != "loss"):
         return advantages  # KL in the reward is known in the training, which whitens then
@@ -129,7 +129,7 @@ def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int
 
 
 def shuffled(items: Sequence[_T], seed: int) -> list[_T]:
-    """A permutation that depends only on the seed and the number of items.
+    """Return a permutation that depends only on the seed and the number of items.
 
     It is made from hashes: the stream of numpy's generators may change between its versions (NEP 19).
     """
@@ -142,5 +142,5 @@ def _hash(text: str) -> bytes:
 
 
 def _uniform(text: str) -> float:
-    """A number in (0, 1), without both ends."""
+    """Return a number in (0, 1), without both ends."""
     return ((int.from_bytes(_hash(text)[:8], "little") >> 11) + 0.5) * 2.0**-53

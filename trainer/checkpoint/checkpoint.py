@@ -123,7 +123,7 @@ def _start_again(learner: Learner, model_dir: Path, settings: TrainerSettings) -
 
 
 def save_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:
-    """The dtype in which the weights are served."""
+    """Return the dtype in which the weights are served."""
     if settings.save_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if settings.save_dtype == "bfloat16" else torch.float32
@@ -195,7 +195,7 @@ def write(
 
 
 def _state_dir(request: TrainRequest) -> Path | None:
-    """Where this iteration's trainer state goes in the background; None if it does not."""
+    """Return where this iteration's trainer state goes in the background; None if it does not."""
     if not saves_in_background(request.iteration, request.settings.state_interval):
         return None
     if request.state_dir is None:
@@ -255,7 +255,7 @@ def _copy_model(base_dir: Path, writer: Writer) -> None:
 
 
 def _companions(base_dir: Path) -> list[str]:
-    """The files of a model directory that go with its weights: configuration, tokenizer, probe."""
+    """Return the files of a model directory that go with its weights: configuration, tokenizer, probe."""
     return [
         name
         for name in files.file_names(base_dir)

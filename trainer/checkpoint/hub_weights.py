@@ -87,7 +87,9 @@ def write_config(model: Any, writer: Writer, dtype: torch.dtype, generation: boo
 
 
 def _saved(config: Any, name: str) -> bytes:
-    """The file that a library's own `save_pretrained` makes of a configuration, by way of the local disk."""
+    """Return the file that a library's own `save_pretrained` makes of a configuration, by way of the local
+    disk.
+    """
     with TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         return Path(directory, name).read_bytes()
@@ -98,8 +100,8 @@ def _json(document: Mapping[str, Any]) -> bytes:
 
 
 def saved_tensors(model: Any) -> dict[str, Tensor]:
-    """Name -> parameter or persistent buffer that a checkpoint holds. A tied one comes once, by the name that
-    transformers ties the others to.
+    """Return name -> parameter or persistent buffer that a checkpoint holds. A tied one comes once, by the
+    name that transformers ties the others to.
     """
     tied = model.all_tied_weights_keys
     left_out = set(model._keys_to_ignore_on_save or ())
@@ -131,7 +133,7 @@ def _blocks(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 def _meta(
     tensors: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The shapes of tensors, as they would be saved, without their contents."""
+    """Return the shapes of tensors, as they would be saved, without their contents."""
     return {
         name: torch.empty(
             tensors[name].shape,
@@ -143,14 +145,16 @@ def _meta(
 
 
 def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with the Hub's names and shapes, some of which transformers changes when it loads them."""
+    """Return the tensors with the Hub's names and shapes, some of which transformers changes when it loads
+    them.
+    """
     return revert_weight_conversion(model, tensors)
 
 
 def _whole(
     tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, keep: bool
 ) -> dict[str, Tensor]:
-    """The tensors as `dtype`, whole and on the CPU; none unless this rank is to `keep` them.
+    """Return the tensors as `dtype`, whole and on the CPU; none unless this rank is to `keep` them.
 
     Collective for DTensors, which are put together on `device`, one by one.
     """

@@ -17,7 +17,7 @@ MAX_TOKENS = 64
 
 
 def probe_tokens(batch: Batch) -> list[int]:
-    """The beginning of the batch's first sequence; empty if the sequence is too short for a logprob.
+    """Return the beginning of the batch's first sequence; empty if the sequence is too short for a logprob.
 
     It leaves out at least the last token: an engine is asked for these tokens and one more, which must fit
     its context as the whole sequence did.
@@ -27,7 +27,7 @@ def probe_tokens(batch: Batch) -> list[int]:
 
 
 def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtype) -> list[float]:
-    """The logprobs of `token_ids[1:]` with the weights as they are saved, in `dtype`. Collective."""
+    """Return the logprobs of `token_ids[1:]` with the weights as they are saved, in `dtype`. Collective."""
     ids = np.array(token_ids, dtype=np.int64)
     unused = np.zeros(len(ids) - 1, dtype=np.float32)
     microbatch = Microbatch(

@@ -25,8 +25,8 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Name -> the rank that writes it. The largest goes first, each to the rank that has least so far. All
-    ranks find the same without talking.
+    """Return name -> the rank that writes it. The largest goes first, each to the rank that has least so far.
+    All ranks find the same without talking.
     """
     loads = [(0, rank) for rank in range(ranks)]
     owner = {}
@@ -38,7 +38,7 @@ def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value`, a JSON value, in the order of the ranks. A collective on CPU tensors."""
+    """Return every rank's `value`, a JSON value, in the order of the ranks. A collective on CPU tensors."""
     _, world = rank_and_world()
     if world == 1:
         return [value]
@@ -57,7 +57,8 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Produce:
-    """What writes a safetensors file of these CPU tensors, for storage's `Writer`, which hashes it meanwhile.
+    """Return what writes a safetensors file of these CPU tensors, for storage's `Writer`, which hashes it
+    meanwhile.
 
     The library can write into a file or into memory, not piece by piece. Format: the header's length (8
     bytes, little endian), the header (JSON, padded with spaces to 8 bytes), the tensors (little endian).

@@ -76,7 +76,7 @@ def _put_back(learner: Learner, published: Sequence[Tensor]) -> None:
 
 
 def _square(learner: Learner, parts: Sequence[Tensor]) -> float:
-    """The squared norm of all weights, from each rank's parts; the same on all ranks."""
+    """Return the squared norm of all weights, from each rank's parts; the same on all ranks."""
     every = gather_json(sum(float(part.float().square().sum()) for part in parts), "measuring the weights")
     return sum(every) if learner.layout.sharded else max(every)
 
@@ -88,7 +88,8 @@ def _saved_parts(learner: Learner, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _distance(learner: Learner, published: Sequence[Tensor], dtype: torch.dtype) -> tuple[float, float]:
-    """The distance of the weights, as they are saved, from `published`: Euclidean, and of the farthest one.
+    """Return the distance of the weights, as they are saved, from `published`: Euclidean, and of the farthest
+    one.
 
     The same on all ranks.
     """

@@ -62,7 +62,8 @@ class Piece(NamedTuple):
 
 
 def pieces(learner: Learner) -> dict[str, Piece]:
-    """The pieces of the learner's state that this rank writes: its shards, and its share of whole tensors.
+    """Return the pieces of the learner's state that this rank writes: its shards, and its share of whole
+    tensors.
 
     Tensors on a GPU are copied. Tensors in host memory are not, and must not change until they are written.
     """
@@ -82,7 +83,7 @@ def pieces(learner: Learner) -> dict[str, Piece]:
 
 
 def lead_writes_all(learner: Learner) -> bool:
-    """Whether rank 0 has all of the state and writes it alone."""
+    """Return whether rank 0 has all of the state and writes it alone."""
     tensors = _state_tensors(learner)
     return not learner.layout.sharded and _are_few({name: tensor.nbytes for name, tensor in tensors.items()})
 
@@ -190,7 +191,7 @@ class StateSaver:
 
 
 def read_document(directory: Path) -> SavedState:
-    """The `state.json` of a trainer state; raises CheckpointError."""
+    """Return the `state.json` of a trainer state; raises CheckpointError."""
     path = directory / DOCUMENT
     fresh = f"remove {directory} to start with a fresh optimizer"
     try:

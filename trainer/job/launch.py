@@ -46,7 +46,7 @@ class Request(Protocol):
     """A document with a JSON form; in practice TrainRequest, whose import is slow."""
 
     def to_json(self) -> bytes:
-        """The document as JSON bytes."""
+        """Return the document as JSON bytes."""
         ...
 
 
@@ -75,7 +75,7 @@ class Launch:
 
 
 def argv(launch: Launch) -> list[str]:
-    """The command of this node's torchrun agent: known nodes, no restarts, nothing redirected."""
+    """Return the command of this node's torchrun agent: known nodes, no restarts, nothing redirected."""
     ranks = ":".join(map(str, launch.ranks or range(launch.num_nodes)))
     timeout_s = max(1, round(launch.start_timeout_s))
     return [
@@ -99,7 +99,7 @@ def argv(launch: Launch) -> list[str]:
 
 
 def environment(launch: Launch) -> dict[str, str]:
-    """The environment variables that the agent and its workers need, beside this process's own."""
+    """Return the environment variables that the agent and its workers need, beside this process's own."""
     return {
         "OMP_NUM_THREADS": str(launch.threads),
         # Waiting threads sleep. By default they spin, and where other processes want the cores too (an
@@ -147,7 +147,7 @@ def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
 
 
 def progress(spool: Path, number: int) -> tuple[int, int]:
-    """How far this node's local rank 0 is in request `number`: (parts done, parts in all).
+    """Return how far this node's local rank 0 is in request `number`: (parts done, parts in all).
 
     Both only grow. They stand still while one part is done: loading the policy, passing a microbatch through
     the model, writing the checkpoint, or waiting for peers (`collective_timeout_s` at most). (0, 0) while the
@@ -178,7 +178,7 @@ def watch(spool: Path) -> None:
 
 
 def bell(spool: Path, local_rank: int) -> Path:
-    """The bell that is rung when there is a request for this rank."""
+    """Return the bell that is rung when there is a request for this rank."""
     return spool / f"bell.{local_rank}"
 
 
@@ -221,7 +221,7 @@ def _request_path(spool: Path, number: int) -> Path:
 
 
 def _request_number(name: str) -> int | None:
-    """The number in a request's name, None for any other name."""
+    """Return the number in a request's name, None for any other name."""
     digits = name.removeprefix("request_").removesuffix(".json")
     return int(digits) if name == f"request_{digits}.json" and digits.isdecimal() else None
 

@@ -160,7 +160,7 @@ class TrainerRank:
             raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
 
     def _learner(self, request: TrainRequest, progress: Progress) -> Learner:
-        """The policy to start from: the present one if it is the base, else the base is loaded."""
+        """Return the policy to start from: the present one if it is the base, else the base is loaded."""
 
         def repeat(learner: Learner, done: TrainedBatch) -> None:
             batch = read_batch(Path(done.batch_file), done.batch_sha256)
@@ -188,7 +188,7 @@ class TrainerRank:
 
 
 def read_batch(path: Path, sha256: str) -> Batch:
-    """The batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
+    """Return the batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
     data = files.read(path)
     found = files.facts_of(data)["sha256"]
     if found != sha256:

@@ -121,7 +121,7 @@ class OneAddressRendezvous(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """The name of this rendezvous."""
+        """Return the name of this rendezvous."""
         return BACKEND
 
     def get_run_id(self) -> str:

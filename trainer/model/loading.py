@@ -30,7 +30,7 @@ def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch
 
 
 def count_parameters(model_dir: Path) -> int:
-    """How many parameters the model has; reads the headers of its files."""
+    """Return how many parameters the model has; reads the headers of its files."""
     return sum(
         parameter.numel() for parameter in slices.blank_model(model_dir, torch.float32)[0].parameters()
     )
@@ -72,7 +72,7 @@ def build_scorer(
 
 
 def _with_adapters(model: Any, base_dir: Path, settings: TrainerSettings) -> Any:
-    """The model with the adapters that are to be trained, if any."""
+    """Return the model with the adapters that are to be trained, if any."""
     if not settings.lora.rank:
         return model
     from trainer.model import lora  # peft takes a while to import
@@ -86,7 +86,7 @@ def _with_adapters(model: Any, base_dir: Path, settings: TrainerSettings) -> Any
 def _with_blank_adapters(
     blank: Any, base_dir: Path, settings: TrainerSettings
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The same for a model on meta: adapters on meta, and their values.
+    """Return the same for a model on meta: adapters on meta, and their values.
 
     peft makes adapters on the device of the weights. For it these are on the CPU, where all values of a
     weight are one number in memory.
@@ -131,7 +131,7 @@ def _round_frozen(model: Any, settings: TrainerSettings, on_gpu: bool) -> None:
 
 
 def model_directory(base_dir: Path, model_dir: Path | None) -> Path:
-    """The directory of the model that `base_dir` holds, or holds an adapter for."""
+    """Return the directory of the model that `base_dir` holds, or holds an adapter for."""
     if ADAPTER_CONFIG not in files.listing(base_dir):
         return base_dir
     return model_dir or Path(json.loads(files.read(base_dir / ADAPTER_CONFIG))["base_model_name_or_path"])

@@ -104,7 +104,7 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
 
 
 def saved_adapter(wrapped: Any, tensors: Mapping[str, Tensor], base: str) -> tuple[dict[str, Tensor], Any]:
-    """The tensors and the configuration that peft's own `save_pretrained` would write.
+    """Return the tensors and the configuration that peft's own `save_pretrained` would write.
 
     `tensors`: the trained parameters, whole and on the CPU, by the wrapped model's own names for them.
     `base`: the base model's directory or id, which is written down for those who load the adapter.
@@ -115,7 +115,7 @@ def saved_adapter(wrapped: Any, tensors: Mapping[str, Tensor], base: str) -> tup
 
 
 def _state_dict(wrapped: Any, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The adapters' tensors by the names that peft saves them under."""
+    """Return the adapters' tensors by the names that peft saves them under."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(wrapped, tensors, save_embedding_layers=False)

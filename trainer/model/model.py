@@ -146,7 +146,7 @@ class Learner:
             logger.info("%s", self.arrangement)
 
     def _extremes(self, number: int) -> tuple[int, int]:
-        """The least and the largest of the ranks' numbers."""
+        """Return the least and the largest of the ranks' numbers."""
         bounds = torch.tensor([-number, number], dtype=torch.int64)
         if self.layout.world_size > 1:
             with waiting_for_peers("agreeing on how sequences are laid into rows"):
@@ -258,7 +258,7 @@ class Learner:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of the bits of a float32 tensor: equal for equal tensors, and almost never for others."""
+    """Return a hash of the bits of a float32 tensor: equal for equal tensors, and almost never for others."""
     bits = tensor.detach().flatten().view(torch.int32)
     sums = [
         (part.long() * torch.arange(1, len(part) + 1, device=part.device)).sum()
@@ -269,8 +269,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def learning_rate(optimizer_step: int, settings: TrainerSettings, done: float = 0.0) -> float:
-    """The learning rate after `optimizer_step` steps of the whole run: a linear warm-up by steps, times the
-    schedule. `done` is the fraction of the run's iterations that is over.
+    """Return the learning rate after `optimizer_step` steps of the whole run: a linear warm-up by steps,
+    times the schedule. `done` is the fraction of the run's iterations that is over.
 
     The schedule follows the iterations: how many steps a run will have is not known before, since flat groups
     are left out, while the iteration and `iterations` are the same after any restart.

@@ -100,7 +100,7 @@ def decoder_inputs(microbatch: Microbatch, apart: Apart, config: Any, device: to
 
 
 def _bounds(positions: NDArray[np.int64], device: torch.device) -> dict[str, Any]:
-    """What recurrent kernels take, by transformers' names: (sequences + 1,) bounds, (1, C) numbers."""
+    """Return what recurrent kernels take, by transformers' names: (sequences + 1,) bounds, (1, C) numbers."""
     starts = np.flatnonzero(positions[0] == 0)
     bounds = np.append(starts, positions.size).astype(np.int32)
     numbers = (np.cumsum(positions == 0, axis=1) - 1).astype(np.int32)
@@ -116,7 +116,7 @@ def _bounds(positions: NDArray[np.int64], device: torch.device) -> dict[str, Any
 
 
 def attention_masks(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
-    """The mask that the model's attention takes, or a dict of them by kind of layer if it has kinds.
+    """Return the mask that the model's attention takes, or a dict of them by kind of layer if it has kinds.
 
     `segments` (2, R, C): see Microbatch; `position_ids` (R, C). A mask is what transformers makes for the
     config's attention: (R, 1, C, C), boolean for sdpa and added for eager, or flex attention's BlockMask.
@@ -216,7 +216,9 @@ class _Trial:
         self._leak = max(min(tolerance, LEAK) * effect, ROUNDING)
 
     def passes(self, packed: Microbatch, apart: Apart) -> bool:
-        """Whether the sequences score as they do alone, and alike whatever the words of the first are."""
+        """Return whether the sequences score as they do alone, and alike whatever the words of
+        the first are.
+        """
         words = packed.token_ids.copy()
         words[0, PROMPT : TOKENS[0] - 1] = words[0, PROMPT : TOKENS[0] - 1][::-1]
         count = int(packed.sequences.max()) + 1
@@ -231,7 +233,7 @@ class _Trial:
         return mistake < self._mistake and leak < self._leak
 
     def ignores_what_follows(self, microbatch: Microbatch) -> bool:
-        """Whether scores in the first half of each row stay if the words of the second half change."""
+        """Return whether scores in the first half of each row stay if the words of the second half change."""
         columns = microbatch.token_ids.shape[1]
         words = microbatch.token_ids.copy()
         words[:, columns // 2 :] = words[:, : columns // 2 - 1 : -1]
@@ -244,7 +246,7 @@ class _Trial:
 
 
 def has_kernels() -> int:
-    """Which packages of KERNELS are installed, as bits of a number."""
+    """Return which packages of KERNELS are installed, as bits of a number."""
     return sum(1 << k for k, name in enumerate(KERNELS) if importlib.util.find_spec(name))
 
 

@@ -135,7 +135,7 @@ def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers that transformers keeps whole, outermost ones only."""
+    """Return the layers that transformers keeps whole, outermost ones only."""
     names = set(_base(model)._no_split_modules or ())
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -153,7 +153,7 @@ def reshard(root: nn.Module) -> None:
 
 
 def partial_parameters(model: Any, layout: Layout) -> list[Tensor]:
-    """The parameters whose gradients must still be added up over the tensor group."""
+    """Return the parameters whose gradients must still be added up over the tensor group."""
     if layout.tensor_parallel_size == 1:
         return []
     base = _base(model)
@@ -195,7 +195,7 @@ def squared_norm_share(tensor: Tensor, world_size: int) -> Tensor:
 
 
 def _base(model: Any) -> Any:
-    """The transformers model, out of peft's wrapper if it has one."""
+    """Return the transformers model, out of peft's wrapper if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -205,7 +205,7 @@ def _generic(name: str) -> str:
 
 
 def _tensor_plan(model: Any, layout: Layout) -> dict[str, ParallelStyle]:
-    """The model's own plan for its decoder, in torch's styles; raises LayoutError."""
+    """Return the model's own plan for its decoder, in torch's styles; raises LayoutError."""
     base, size = _base(model), layout.tensor_parallel_size
     config = base.config.get_text_config()
     asked = f"trainer.tensor_parallel_size={size} and {type(base).__name__}"

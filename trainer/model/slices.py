@@ -44,7 +44,8 @@ class Source:
 
 
 def blank_model(model_dir: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Source]]:
-    """The causal LM of a Hugging Face directory on meta, and where the value of each of its tensors is.
+    """Return the causal LM of a Hugging Face directory on meta, and where the value of each of its tensors
+    is.
 
     Reads the headers of the files only. Raises WeightsError if a parameter is not there, or is of another
     shape.
@@ -137,14 +138,14 @@ def _files(model_dir: Path) -> Iterator[Read]:
 
 
 def _whole(source: Source, name: str, model: Any, read: Read) -> Tensor:
-    """The whole value of the tensor `name` of the model."""
+    """Return the whole value of the tensor `name` of the model."""
     if source.converter is None:
         return read(source.keys[0])[...]
     return _converted(source, model, read, torch.float32)[name]
 
 
 def _converted(source: Source, model: Any, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What transformers makes of the keys, read as `dtype`, by the model's names."""
+    """Return what transformers makes of the keys, read as `dtype`, by the model's names."""
     converter = deepcopy(source.converter)
     for key, pattern in zip(source.keys, source.patterns, strict=True):
         converter.add_tensor(source.first, key, pattern, lambda key=key: read(key)[...].to(dtype))
@@ -153,8 +154,8 @@ def _converted(source: Source, model: Any, read: Read, dtype: torch.dtype) -> di
 
 
 def held_tensors(model: Any) -> dict[str, tuple[Any, str]]:
-    """Name -> (module, attribute) of each parameter and buffer: a module stays when its tensors are replaced,
-    or when another module is put around it. Tied parameters come once.
+    """Return name -> (module, attribute) of each parameter and buffer: a module stays when its tensors are
+    replaced, or when another module is put around it. Tied parameters come once.
     """
     seen: set[int] = set()
     held: dict[str, tuple[Any, str]] = {}

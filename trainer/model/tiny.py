@@ -39,7 +39,7 @@ REPORT_EVERY = 100
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character; a chat is the concatenation of its messages."""
+    """Return a tokenizer with one token per character; a chat is the concatenation of its messages."""
     vocabulary = {token: k for k, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -55,7 +55,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    """The model with random weights, which depend on the seed alone."""
+    """Return the model with random weights, which depend on the seed alone."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(SPECIAL) + len(CHARACTERS),

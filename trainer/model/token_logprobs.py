@@ -76,8 +76,8 @@ class Scorer(nn.Module):
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
     def _head_weights(self, chunks: int) -> Sequence[Tensor | None]:
-        """The head's weight for each chunk, so that the sum of its gradients is in float32 though they are in
-        bfloat16; None: as it is.
+        """Return the head's weight for each chunk, so that the sum of its gradients is in float32 though they
+        are in bfloat16; None: as it is.
         """
         head = self._causal[0].get_output_embeddings()
         weight = None if head is None else head._parameters.get("weight")
@@ -113,7 +113,7 @@ class Scorer(nn.Module):
 
 
 def _decoder(causal: Any) -> Any:
-    """What makes the hidden states; a few models name themselves, or a part of their head."""
+    """Return what makes the hidden states; a few models name themselves, or a part of their head."""
     found = causal.get_decoder()
     if isinstance(found, PreTrainedModel) and found is not causal:
         return found

@@ -25,7 +25,8 @@ def with_kl_in_reward(
     settings: TrainerSettings,
     layout: Layout,
 ) -> list[list[Microbatch]]:
-    """The microbatches of this rank, of all steps, with advantages of rewards that `kl` was taken from.
+    """Return the microbatches of this rank, of all steps, with advantages of rewards that `kl` was taken
+    from.
 
     `kl`: an estimate for each trained token (N,) of each microbatch, by the policy before the first update.
     token_reward: a token's advantage falls by the sum over itself and the later tokens of its sequence, since
@@ -88,7 +89,7 @@ def _of_sequences(
 
 
 def _whitened(advantages: Sequence[Sequence[Values]], layout: Layout) -> list[list[Values]]:
-    """The same with mean 0 and deviation 1 over all tokens of all ranks; see advantages.whiten."""
+    """Return the same with mean 0 and deviation 1 over all tokens of all ranks; see advantages.whiten."""
     flat = np.concatenate([np.zeros(0), *(own for of_step in advantages for own in of_step)])
     total, tokens = _over_ranks(np.array([flat.sum(), len(flat)]), layout)
     mean = total / tokens
@@ -98,7 +99,7 @@ def _whitened(advantages: Sequence[Sequence[Values]], layout: Layout) -> list[li
 
 
 def _over_ranks(values: Values, layout: Layout) -> Values:
-    """The sum over the ranks; those of a tensor group have the same tokens, which count once."""
+    """Return the sum over the ranks; those of a tensor group have the same tokens, which count once."""
     if layout.world_size == 1:
         return values
     summed = torch.from_numpy(values)

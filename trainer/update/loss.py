@@ -39,7 +39,7 @@ def policy_loss(
     totals: Totals,
     settings: TrainerSettings,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of one microbatch, a scalar to minimise, and its statistics, one for each of
+    """Return the loss of one microbatch, a scalar to minimise, and its statistics, one for each of
     trainer.statistics.STATS, detached.
 
     All tensors are (N,) over the microbatch's trained tokens, N = 0 included (the loss is then 0, and its
@@ -165,7 +165,7 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def _divisor(sequences: Tensor, totals: Totals, settings: TrainerSettings) -> Tensor | int:
-    """The divisor of each token's term, (N,) or a number, so that the sum over a step is its loss."""
+    """Return the divisor of each token's term, (N,) or a number, so that the sum over a step is its loss."""
     match settings.aggregation:
         case "token":
             return totals.tokens + totals.absent_tokens

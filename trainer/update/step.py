@@ -247,8 +247,8 @@ def _accumulate(
 
 
 def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: float) -> dict[str, float]:
-    """A phase's metrics: means weighted by trained tokens, except `grad_norm`, a plain mean over the steps,
-    and `mismatch_max`, the largest.
+    """Return a phase's metrics: means weighted by trained tokens, except `grad_norm`, a plain mean over the
+    steps, and `mismatch_max`, the largest.
 
     `lr` stands in where no step was taken; `seconds` is the whole phase.
     """

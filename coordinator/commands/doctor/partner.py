@@ -69,7 +69,7 @@ class Partner:
             self._to.flush()
 
     def is_done(self) -> bool:
-        """Whether `answer` would return at once."""
+        """Return whether `answer` would return at once."""
         return bool(select.select([self._from], [], [], 0)[0])
 
     def answer(self) -> Any:

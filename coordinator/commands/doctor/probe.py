@@ -133,7 +133,7 @@ def check_create(directory: Path, partner: Partner) -> Check:
 
 
 def has_hard_links(directory: Path) -> bool:
-    """Whether hard links can be made there."""
+    """Return whether hard links can be made there."""
     source, second = directory / "linked", directory / "second_name"
     files.publish(source, b"", durable=False)
     files.remove(second)
@@ -172,7 +172,7 @@ def check_visibility(directory: Path, partner: Partner, mount: Mount) -> list[Ch
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether the listing shows `path` and its content is whole."""
+    """Return whether the listing shows `path` and its content is whole."""
     if path.name not in files.listing(path.parent):
         return False
     try:

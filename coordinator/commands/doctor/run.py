@@ -114,7 +114,7 @@ def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report
 
 
 def _own_checks(root: Path, made: bool, work: Path, mount: Mount) -> Checks:
-    """The checks that a node does by itself."""
+    """Return the checks that a node does by itself."""
     yield "directory", lambda: [probe.check_directory(root, made, work), judge_mount(mount)]
     yield from probe.node_checks(work, mount)
 

@@ -45,7 +45,7 @@ def write_report(root: Path, out: Path | None = None) -> Path:
 
 
 def _writable(path: Path) -> Path:
-    """The file that `path` leads to. Raises SettingsError if it is no file, or has no directory."""
+    """Return the file that `path` leads to. Raises SettingsError if it is no file, or has no directory."""
     target = Path(os.path.realpath(path))
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
@@ -57,7 +57,7 @@ def _writable(path: Path) -> Path:
 
 
 def render(root: Path, status: dict[str, Any]) -> str:
-    """The page. The template escapes all text that comes from the run."""
+    """Return the page. The template escapes all text that comes from the run."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -77,7 +77,7 @@ def render(root: Path, status: dict[str, Any]) -> str:
 
 
 def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
-    """The values that the template shows."""
+    """Return the values that the template shows."""
     run_dir = RunDir(root)
     lines = published.metrics_lines(run_dir)
     events = read_events(run_dir)
@@ -137,7 +137,7 @@ def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, An
 def _timelines(
     spans: dict[int, list[Span]], status: dict[str, Any], lines: list[dict[str, Any]]
 ) -> list[charts.Lanes]:
-    """The current iteration, the last finished one, and the slowest of the others."""
+    """Return the current iteration, the last finished one, and the slowest of the others."""
     running = status["state"] in {"running", "holding"}
     here_s = {node["rank"]: seconds_of(node, "row_s") for node in status["nodes"]} if running else {}
     all_nodes = Timelines(spans, here_s)
@@ -175,7 +175,9 @@ def _about(run_dir: RunDir, events: Events, status: dict[str, Any]) -> dict[str,
 
 
 def _about_node(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The facts that the newest process of a rank has told, with the GPUs it had when it entered an epoch."""
+    """Return the facts that the newest process of a rank has told, with the GPUs it had when it entered an
+    epoch.
+    """
     about: dict[str, Any] = {}
     for line in lines:
         if line["what"] in {"process", "epoch"}:

@@ -73,7 +73,9 @@ def number_text(value: float) -> str:
 
 
 def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]]) -> Chart:
-    """A chart of the lines (label, [(iteration, value)]). Lines without a value to draw are left out."""
+    """Return a chart of the lines (label, [(iteration, value)]). Lines without a value to draw
+    are left out.
+    """
     lines = [(label, found) for label, points in lines if (found := _drawable(points))]
     iterations = [iteration for _, points in lines for iteration, _ in points] or [0]
     values = [value for _, points in lines for _, value in points] or [0.0]
@@ -132,7 +134,7 @@ def _words(label: str, points: Points, unit: str) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The range of the axis: it begins at zero unless all values are far from zero."""
+    """Return the range of the axis: it begins at zero unless all values are far from zero."""
     low, high = min(values), max(values)
     same = high - low <= SAME * max(abs(low), abs(high))
     if low >= 0 and (low < 0.6 * high or same):
@@ -146,7 +148,7 @@ def _iteration_ticks(first: int, last: int) -> list[int]:
 
 
 def _stretches(points: Points) -> list[Points]:
-    """The points in stretches of equally many neighbours."""
+    """Return the points in stretches of equally many neighbours."""
     size = math.ceil(len(points) / POINTS)
     return [points[start : start + size] for start in range(0, len(points), size)]
 
@@ -197,7 +199,7 @@ class Lanes:
 
 
 def lanes(timeline: Timeline, title: str) -> Lanes:
-    """The timeline of an iteration. Lanes are thinner if there are more nodes."""
+    """Return the timeline of an iteration. Lanes are thinner if there are more nodes."""
     ranks = sorted(timeline.bars)
     lane_px = 22 if len(ranks) <= 8 else 14 if len(ranks) <= 24 else 6
     scale = SCALE / max(timeline.seconds, 1e-6)

@@ -59,7 +59,9 @@ def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, fl
 
 
 def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """The charts that have data, with pass@k, and with curves by the names that tasks and rewards give."""
+    """Return the charts that have data, with pass@k, and with curves by the names that tasks and rewards
+    give.
+    """
     found: list[Chart] = []
     for title, note, unit, fields in CHARTS:
         drawn = [(label, data) for field, label in fields if (data := points(lines, field))]
@@ -84,7 +86,7 @@ def _curves(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, list[tu
 
 
 def _pass_at(lines: Sequence[Mapping[str, Any]]) -> Chart | None:
-    """The chart of pass@k, if evaluations have several samples a task."""
+    """Return the chart of pass@k, if evaluations have several samples a task."""
     curves = _curves(lines, "eval_pass_at")
     drawn = [(f"pass@{k}", [(n, 100.0 * rate) for n, rate in data]) for k, data in curves.items()][-4:]
     return (

@@ -51,7 +51,7 @@ class Retries:
 
 
 def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
-    """The faults in a rank's events, in order."""
+    """Return the faults in a rank's events, in order."""
     found: list[Fault] = []
     host, place, processes, epochs = "", (0, ""), 0, 0
     went_on = _went_on(lines)
@@ -101,7 +101,7 @@ def _host_after(host: str, line: Line) -> str:
 
 
 def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
-    """The faults of all ranks, in order. Warnings that differ only in numbers are one fault."""
+    """Return the faults of all ranks, in order. Warnings that differ only in numbers are one fault."""
     hosts = {rank: _host(found) for rank, found in lines.items()}
     faults = [
         replace(fault, host=hosts.get(fault.rank, "")) if fault.what == "lost" else fault
@@ -121,7 +121,7 @@ def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
 
 
 def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:
-    """The calls that had to be repeated, by rank."""
+    """Return the calls that had to be repeated, by rank."""
     found: list[Retries] = []
     for rank, events in sorted(lines.items()):
         said = [line for line in events if line["what"] == "retry"]

@@ -57,7 +57,7 @@ def held_up(spans: Sequence[Span]) -> float:
 
 
 def time_shares(spans: Mapping[int, Sequence[Span]]) -> list[Share]:
-    """How all nodes together spent their time."""
+    """Return how all nodes together spent their time."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for found in spans.values():
         for span in found:
@@ -69,12 +69,12 @@ def time_shares(spans: Mapping[int, Sequence[Span]]) -> list[Share]:
 
 
 def node_iterations(spans: Mapping[int, Sequence[Span]]) -> int:
-    """The number of iterations, counted once for each node that took part."""
+    """Return the number of iterations, counted once for each node that took part."""
     return sum(len({span.iteration for span in found}) for found in spans.values())
 
 
 def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[Share]:
-    """The shares of a run without events, from the master's rows; they include its waiting."""
+    """Return the shares of a run without events, from the master's rows; they include its waiting."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for line in lines:
         for row, spent in numbers(line, "phase_seconds").items():

@@ -90,7 +90,7 @@ def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int,
 
 
 def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:
-    """A group as the page shows it, with long texts cut."""
+    """Return a group as the page shows it, with long texts cut."""
     samples = _samples(record)
     samples.sort(key=_worse)
     last = len(samples) - 1
@@ -115,7 +115,7 @@ def _samples(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _worse(sample: Mapping[str, Any]) -> float:
-    """A key to sort samples: the larger, the worse. A sample without a reward is the worst."""
+    """Return a key to sort samples: the larger, the worse. A sample without a reward is the worst."""
     reward = _number(sample, "reward")
     return float("inf") if reward is None else -reward
 
@@ -126,7 +126,7 @@ def _number(sample: Mapping[str, Any], name: str) -> float | None:
 
 
 def shortened(text: str, characters: int) -> str:
-    """The beginning and the end of a text that is longer."""
+    """Return the beginning and the end of a text that is longer."""
     if len(text) <= characters:
         return text
     head, tail = 2 * characters // 3, characters // 3

@@ -58,14 +58,14 @@ def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
 
 
 def _rank(path: Path) -> int:
-    """The rank in `rank_0001.jsonl`; -1 for another name."""
+    """Return the rank in `rank_0001.jsonl`; -1 for another name."""
     number = path.stem.removeprefix("rank_")
     return int(number) if path.suffix == ".jsonl" and number.isascii() and number.isdecimal() else -1
 
 
 def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
-    """The lines of a file that may be events, and whether these are all: before the last `budget_bytes`,
-    lines with rows are left out. Raises OSError if it cannot be read, or is no file.
+    """Return the lines of a file that may be events, and whether these are all: before the last
+    `budget_bytes`, lines with rows are left out. Raises OSError if it cannot be read, or is no file.
     """
 
     def read() -> tuple[list[str], bool]:
@@ -91,7 +91,7 @@ def _events(texts: list[str]) -> Iterator[Line]:
 
 
 def _parsed(texts: list[str]) -> list[Any]:
-    """The parsed lines, without torn ones."""
+    """Return the parsed lines, without torn ones."""
     try:
         found = json.loads(f"[{','.join(texts)}]")  # parsing many together takes half the time
         if len(found) == len(texts):
@@ -105,7 +105,7 @@ def _parsed(texts: list[str]) -> list[Any]:
 
 
 def is_event(line: Any) -> bool:
-    """Whether a line has the fields of an event."""
+    """Return whether a line has the fields of an event."""
     try:
         whole = all(is_number(line[name]) for name in ("t", "n", "e")) and isinstance(line["what"], str)
         if line["what"] in {"begin", "end"}:
@@ -116,5 +116,5 @@ def is_event(line: Any) -> bool:
 
 
 def newest_record(run_dir: RunDir) -> EpochRecord | None:
-    """The current epoch's record, with settings and members."""
+    """Return the current epoch's record, with settings and members."""
     return Records(run_dir).newest(parse(published.names(run_dir.protocol)).records)

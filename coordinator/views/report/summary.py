@@ -85,7 +85,7 @@ def nodes_text(count: int) -> str:
 def advice(
     root: Path, status: status_text.Status, lines: Lines, weights: Balance | None, checkpoint: int | None
 ) -> list[Advice]:
-    """What to do next."""
+    """Return what to do next."""
     found: list[Advice] = []
     path = shlex.quote(str(root))
     if status["state"] == "holding":
@@ -124,7 +124,7 @@ def advice(
 
 
 def _holding(root: Path, status: status_text.Status) -> list[Advice]:
-    """The commands that bring missing nodes back; if there are many, the first ones."""
+    """Return the commands that bring missing nodes back; if there are many, the first ones."""
     command = f"run status --log-path {shlex.quote(str(root))} --watch"
     found = [line.partition(": ") for line in status_text.repairs(status, root)]
     if not found:

@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The rows of a rank from its events. Events of superseded processes are left out."""
+    """Return the rows of a rank from its events. Events of superseded processes are left out."""
     found: list[Span] = []
     clocks: dict[str, int] = defaultdict(int)
     host, process, newest, last_s, load_s = "", 0, 0, 0.0, 0.0
@@ -127,12 +127,12 @@ class Timelines:
         return sorted(number for number, ranks in self._spans.items() if MASTER in ranks)
 
     def seconds(self, iteration: int) -> float:
-        """How long it took, by the master's clock."""
+        """Return how long it took, by the master's clock."""
         spans = self._masters(iteration)
         return max(span.end_s for span in spans) - min(span.begin_s for span in spans)
 
     def of(self, iteration: int) -> Timeline:
-        """The timeline of all nodes. If the master moved to another machine, it begins there."""
+        """Return the timeline of all nodes. If the master moved to another machine, it begins there."""
         zero_s = min(span.begin_s for span in self._masters(iteration))
         bars: dict[int, list[Bar]] = {}
         for rank, spans in sorted(self._spans[iteration].items()):
@@ -146,12 +146,12 @@ class Timelines:
         return Timeline(iteration, seconds, bars)
 
     def _masters(self, iteration: int) -> list[Span]:
-        """The master's spans on the last clock that it had in this iteration."""
+        """Return the master's spans on the last clock that it had in this iteration."""
         spans = self._spans[iteration][MASTER]
         return [span for span in spans if span.clock == spans[-1].clock]
 
     def _ahead_s(self, iteration: int, rank: int, clock: str) -> float | None:
-        """How far this clock of the rank is ahead of the master's; None if it is unknown."""
+        """Return how far this clock of the rank is ahead of the master's; None if it is unknown."""
         masters = self._masters(iteration)[-1].clock
         if clock == masters:
             return 0.0

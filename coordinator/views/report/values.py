@@ -8,18 +8,18 @@ HUGE, TINY = 1e100, 1e-100
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value can be drawn. JSON of Python may hold NaN and infinity."""
+    """Return whether a value can be drawn. JSON of Python may hold NaN and infinity."""
     return isinstance(value, int | float) and abs(value) <= HUGE
 
 
 def seconds_of(line: Mapping[str, Any], name: str) -> float:
-    """A field that holds seconds; 0.0 if it holds anything else."""
+    """Return a field that holds seconds; 0.0 if it holds anything else."""
     value = line.get(name)
     return max(0.0, float(value)) if value is not None and is_number(value) else 0.0
 
 
 def numbers(line: Mapping[str, Any], name: str) -> dict[str, float]:
-    """The numbers in a field that maps names to numbers; {} if it is missing."""
+    """Return the numbers in a field that maps names to numbers; {} if it is missing."""
     found: Any = line.get(name)
     if not isinstance(found, dict):
         return {}

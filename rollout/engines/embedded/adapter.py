@@ -123,7 +123,7 @@ def _sum(
 
 
 def _scale(directory: Path) -> float:
-    """The factor of B A. Raises WeightsError if the adapter does more than add B A."""
+    """Return the factor of B A. Raises WeightsError if the adapter does more than add B A."""
     file = directory / ADAPTER_CONFIG
     config: dict[str, Any] = json.loads(file.read_bytes())
     for key, value in config.items():

@@ -34,8 +34,8 @@ compute some things in float32 in a model of float64."""
 
 
 def batch_maker(model: PreTrainedModel) -> BatchMaker:
-    """What makes the fastest batch in which each row computes what it would compute alone. It holds for other
-    weights of the model too. Unless it is PaddedBatch, a log line says so.
+    """Return what makes the fastest batch in which each row computes what it would compute alone. It holds
+    for other weights of the model too. Unless it is PaddedBatch, a log line says so.
     """
     with torch.inference_mode():
         if _pads_well(model):
@@ -50,7 +50,9 @@ def batch_maker(model: PreTrainedModel) -> BatchMaker:
 
 
 def _pads_well(model: PreTrainedModel) -> bool:
-    """Whether PaddedBatch is right, also for rows that are longer than the model's attention windows."""
+    """Return whether PaddedBatch is right, also for rows that are longer than the model's
+    attention windows.
+    """
     config = model.config.get_text_config(decoder=True)
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
     if not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
@@ -80,7 +82,9 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _agrees(model: PreTrainedModel, make: BatchMaker) -> bool:
-    """Whether rows that join and leave such a batch get the log-probabilities of plain forward passes."""
+    """Return whether rows that join and leave such a batch get the log-probabilities of plain
+    forward passes.
+    """
     try:
         rows = _generate(make(model), [_prompt(model, length) for length in _PROMPTS])
         errors, spreads = list[Tensor](), list[Tensor]()

@@ -88,7 +88,9 @@ class Cohorts(Batch):
         return self._draw(0, torch.cat(logits))
 
     def _forward(self, ids: Tensor, cache: Cache | None, known: int = 0) -> tuple[Tensor, Cache | None]:
-        """The last logits (B, V) of ids (B, L), which follow `known` tokens in the cache; the cache then."""
+        """Return the last logits (B, V) of ids (B, L), which follow `known` tokens in the cache; the cache
+        then.
+        """
         options: dict[str, Any] = {
             "position_ids": torch.arange(known, known + ids.shape[1]).expand(len(ids), -1),
             "logits_to_keep": 1,

@@ -145,7 +145,7 @@ class TorchEngine(threading.Thread):
             self._stop(error)
 
     def _is_worth_waiting(self) -> bool:
-        """Whether a waiting request would share steps with later ones; scoring takes one step only."""
+        """Return whether a waiting request would share steps with later ones; scoring takes one step only."""
         return self._may_start_next() and any(row.generation.max_tokens > 1 for row in self._waiting)
 
     def _let_them_come(self) -> None:
@@ -181,7 +181,9 @@ class TorchEngine(threading.Thread):
             self._take(begin, *self._batch.join(rows))
 
     def _may_start_next(self) -> bool:
-        """Whether the first waiting row may start. While paused, only a row of a started request may."""
+        """Return whether the first waiting row may start. While paused, only a row of a started
+        request may.
+        """
         return bool(self._waiting) and (not self._paused or self._waiting[0].generation.started)
 
     def _take(self, begin: int, tokens: list[int], logprobs: list[float]) -> None:

@@ -44,8 +44,8 @@ def _pool() -> ProcessPool:
 
 
 def tokenizing() -> Callable[[str, dict[str, Any]], list[int] | str]:
-    """The function that a process of the pool calls: from a model's directory and the body of a request for
-    /tokenize to the token ids, or to the reason why they are refused.
+    """Return the function that a process of the pool calls: from a model's directory and the body of a
+    request for /tokenize to the token ids, or to the reason why they are refused.
     """
     missing: Any = None
     sys.modules["torch"] = missing  # transformers works without it; loading it takes seconds and memory

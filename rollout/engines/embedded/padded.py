@@ -102,7 +102,7 @@ class PaddedBatch(Batch):
 
 
 def _layers(cache: DynamicCache) -> list[Any]:
-    """The layers; `keys` and `values` of each: (rows, heads, length, head_dim)."""
+    """Return the layers; `keys` and `values` of each: (rows, heads, length, head_dim)."""
     return cache.layers
 
 

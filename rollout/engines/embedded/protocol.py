@@ -49,7 +49,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: StrictBool = True
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        """The token ids of each prompt."""
+        """Return the token ids of each prompt."""
         if isinstance(self.prompt, str):
             return [encode(self.prompt)]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -113,7 +113,9 @@ def check_completion(body: CompletionBody) -> None:
 def check_prompt(
     prompt_ids: Sequence[int], max_tokens: int | None, *, vocab_size: int, max_model_len: int
 ) -> int:
-    """The number of tokens to generate. Raises BadRequest if the prompt is invalid, or too long for them."""
+    """Return the number of tokens to generate. Raises BadRequest if the prompt is invalid, or too long for
+    them.
+    """
     if not prompt_ids:
         raise BadRequest("prompt: must not be empty")
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:

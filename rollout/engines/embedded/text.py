@@ -49,7 +49,7 @@ class Texts:
         return self.encode(text, bool(body.add_special_tokens))
 
     def completion(self, row: "Row") -> str:
-        """The text that a finished row adds to its prompt, up to its stop string."""
+        """Return the text that a finished row adds to its prompt, up to its stop string."""
         context = row.generation.prompt_ids[-_CONTEXT_TOKENS:]
         if context != self._context:  # the samples of a group have the same context
             self._context = list(context)
@@ -58,7 +58,7 @@ class Texts:
         return text if row.stop_string is None else text.partition(row.stop_string)[0]
 
     def of_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
+        """Return the text of each token by itself."""
         for token_id in token_ids:
             if token_id not in self._token_text:
                 self._token_text[token_id] = self._tokenizer.decode([token_id])

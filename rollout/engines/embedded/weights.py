@@ -76,8 +76,8 @@ class ModelWeights:
 
 
 def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
-    """The model, ready to generate. Raises WeightsError if files are damaged, or if tensors are missing or
-    have other shapes.
+    """Return the model, ready to generate. Raises WeightsError if files are damaged, or if tensors are
+    missing or have other shapes.
     """
     check_model_dir(model_dir)
     if is_adapter(model_dir):

@@ -101,6 +101,21 @@ def test_without_a_cache_directory_files_are_hashed(tmp_path: Path, cache: Path)
 
 
 @pytest.mark.usefixtures("settled")
+@pytest.mark.usefixtures("settled")
+def test_user_without_a_home_has_files_hashed(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)  # raises KeyError
+    path = old_file(tmp_path / "file", b"1")
+    for _ in range(2):
+        assert known_files.file_facts(path) == files.facts_of(b"1")
+    assert len(reads) == 2 and [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.usefixtures("settled")
 def test_old_memories_are_forgotten(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_files, "MOST", 8)
     for number in range(30):

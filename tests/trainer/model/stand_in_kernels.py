@@ -67,10 +67,11 @@ def main() -> None:
     """Install the stand-ins, then try the families."""
     install("causal_conv1d", causal_conv1d_fn)
     install("fla", chunk_gated_delta_rule)
+    from scripts.tiny_models import make_batch
     from tests.trainer.model import test_neighbours as tests
 
     torch.set_num_threads(1)
-    batch = tests.make_batch()
+    batch = make_batch()
     for family in sys.argv[1:]:
         learner = tests.learner_of(family)
         plan = tests.planned(learner, batch) + tests.packed_tight(batch)

@@ -17,10 +17,9 @@ from transformers.integrations import hub_kernels
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.import_utils import ENV_VARS_TRUE_VALUES
 
-from rollout.trajectory import Group, Sample
-from scripts.tiny_models import VOCABULARY, WINDOW, tiny_config
+from scripts.tiny_models import WINDOW, make_batch, tiny_config
 from tests.paths import REPOSITORY
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, fill, plan_step
 from trainer.job import launch
 from trainer.model import neighbours
@@ -48,29 +47,11 @@ def found(learner: Learner) -> tuple[str, bool]:
     )
 
 
-def make_batch() -> Batch:
-    """12 sequences of 3 prompts, most of them longer than the models' windows."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for slot in range(3):
-        prompt = rng.integers(3, VOCABULARY, 16)
-        samples = []
-        for reward in (0.0, 1.0, 1.0, 0.5):
-            own = rng.integers(3, VOCABULARY, int(rng.integers(2, 40)))
-            ids = np.concatenate([prompt, own]).astype(np.int32)
-            mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
-            engine = (mask * rng.uniform(-5, -4, len(ids))).astype(np.float32)
-            samples.append(Sample(ids, mask, engine, "stop", text="", reward=reward))
-        groups.append(Group(slot, f"task-{slot}", "", samples))
-    batch = build_batch(groups, manifest_sha256="m", policy="p", temperature=1.0, seed=7)
-    assert batch.input_tokens.max() > 3 * WINDOW
-    return batch
-
-
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """See make_batch."""
-    return make_batch()
+    batch = make_batch()
+    assert batch.input_tokens.max() > 3 * WINDOW
+    return batch
 
 
 def by_token(learner: Learner, microbatches: list[Microbatch]) -> dict[tuple[int, float], float]:

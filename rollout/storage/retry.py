@@ -28,8 +28,8 @@ PASSING = frozenset(
 PASSING_AFTER_MKDIR = PASSING | {errno.ENOENT}
 """A client may deny for a moment a directory that another client has just made."""
 
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How Rust ends the text of an error of the operating system."""
+_OS_ERROR = re.compile(r"\(os error (\d+)\)|^unable to .*\((\d+)\)$")
+"""How Rust writes an error of the operating system, and how torch does when it maps a file."""
 
 
 class SharedFsError(OSError):
@@ -95,7 +95,8 @@ def library_errors() -> Iterator[None]:
     """Around a library that reads or writes files itself: raise its own errors as the OSErrors they are.
 
     Libraries in Rust (safetensors, tokenizers) raise exceptions of other types, or an OSError without an
-    errno; the errno is in the text: "I/O error: Input/output error (os error 5)".
+    errno; the errno is in the text: "I/O error: Input/output error (os error 5)". So it is in torch's
+    RuntimeError: "unable to stat the file </x>: Stale file handle (116)".
     """
     try:
         yield
@@ -103,7 +104,8 @@ def library_errors() -> Iterator[None]:
         found = None if isinstance(error, OSError) and error.errno else _OS_ERROR.search(str(error))
         if found is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        number = int(found[1] or found[2])
+        raise OSError(number, os.strerror(number)) from error
 
 
 def retry_library(what: str, path: Path, call: Callable[[], T]) -> T:

@@ -24,6 +24,7 @@ from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.batch_choice import batch_maker
 from rollout.engines.embedded.weights import ModelWeights
 from rollout.engines.model_dir import WeightsError
+from rollout.storage.retry import library_errors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -266,7 +267,9 @@ class TorchEngine(threading.Thread):
 
         def call() -> None:
             try:
-                _settle(future, function())
+                with library_errors():
+                    result = function()
+                _settle(future, result)
             except (WeightsError, WrongContent, EngineBusy) as error:
                 _fail(future, error)
             except OSError as error:  # of a mount that fails now and then; the model is as it was

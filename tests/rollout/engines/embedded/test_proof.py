@@ -142,7 +142,7 @@ def test_directory_that_cannot_be_read_is_no_proof_of_anything(engine: TorchEngi
 
 
 def test_mount_that_fails_for_a_moment_is_read_again_and_one_that_stays_away_ends_no_engine(
-    old: Path, monkeypatch: pytest.MonkeyPatch
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = started(old, torch.float32)
     errors = [errno.ESTALE, errno.EIO]
@@ -160,4 +160,9 @@ def test_mount_that_fails_for_a_moment_is_read_again_and_one_that_stays_away_end
     monkeypatch.setattr(TorchEngine, "_reload", lambda *_: read(old))
     with pytest.raises(WeightsError, match=r"cannot be read.*not now"):
         engine.reload(old).result()
+    with monkeypatch.context() as patched:  # what torch says of a file that it maps
+        gone = tmp_path / "model.safetensors"
+        patched.setattr(TorchEngine, "_reload", lambda *_: torch.from_file(str(gone), size=4))
+        with pytest.raises(WeightsError, match=r"cannot be read.*No such file"):
+            engine.reload(old).result()
     assert engine.healthy

@@ -24,7 +24,7 @@ from coordinator.protocol.snapshot import Board, parse
 from coordinator.rows import resume
 from coordinator.rows.origins import origin_of
 from coordinator.settings import RunSettings, SettingsError
-from rollout.storage import files
+from rollout.storage import files, once
 from rollout.trajectory import Group
 
 BEATS, LOOK_AT_LEAST_S = 3, 1.0
@@ -127,7 +127,7 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
     """Publish the manifest before anything is removed. Raises Ended if there is another one now."""
     path = run_dir.manifest("train", iteration)
     if path.name in published.names(path.parent) and published.read_json(path) is None:
-        files.rename(path, path.with_suffix(".damaged"))
+        once.withdraw(path, path.with_suffix(".damaged"))
     if groups:
         parts.publish_manifest(path, manifest, groups)
     parts.ensure_readable(path)
@@ -235,7 +235,7 @@ def _remove_all(run_dir: RunDir, planned: Plan, board: Board, number: int, dry_r
 def _remove(run_dir: RunDir, leftover: Leftover) -> None:
     path = leftover.path
     if leftover.what not in {What.STAGING, What.STATE}:
-        files.remove(path)
+        (files.remove_any if leftover.what is What.TEMPORARY else files.remove)(path)
         return
     if staged := parse_staging_name(path.name):
         # Rename it first: a master that wakes must not publish a half removed checkpoint.

@@ -28,7 +28,7 @@ class What(StrEnum):
     FLAG = "flag of the iteration"
     ENDED = "flag of an ended epoch"
     BEAT = "heartbeat before the newest"
-    TEMPORARY = "never published"
+    TEMPORARY = "temporary"
     STAGING = "unpublished checkpoint"
     STATE = "trainer state"
     BATCH = "batch"

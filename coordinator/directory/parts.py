@@ -15,7 +15,7 @@ from coordinator.directory.layout import GROUPS, Kind, PartName, RunDir, parse_p
 from coordinator.directory.published import Incomplete, names, read_json
 from rollout.origin import Origin, described
 from rollout.quota import Quota
-from rollout.storage import files
+from rollout.storage import files, once
 from rollout.trajectory import (
     DamagedPart,
     Group,
@@ -268,7 +268,7 @@ def _by_slot(groups: Iterable[Group]) -> list[Group]:
 
 def publish_manifest(path: Path, document: Mapping[str, Any], groups: Iterable[Group]) -> None:
     """Create the manifest, then groups.jsonl beside it. A manifest that is already there is adopted."""
-    if files.create_once(path, json.dumps(document).encode()):
+    if once.create_once(path, json.dumps(document).encode()):
         _publish_for_people(path.with_name(GROUPS), document, groups)
 
 

@@ -18,7 +18,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import MASTER, EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
-from rollout.storage import files
+from rollout.storage import files, once
 from rollout.storage.retry import retry
 from trainer.settings import LoraSettings
 
@@ -199,7 +199,7 @@ def _make_run(run_dir: RunDir, fixed: Mapping[str, Any], save_interval: int) -> 
         "fixed": fixed,
         "save_interval": save_interval,
     }
-    if files.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):
+    if once.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):
         return run
     run = read_run_json(run_dir)
     _refuse_changes(run, fixed)

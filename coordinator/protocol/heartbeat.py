@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.directory.layout import Beat, RunDir
 from coordinator.protocol.records import new_token
 from coordinator.protocol.snapshot import Board, parse
-from rollout.storage import files
+from rollout.storage import files, once
 
 
 class Heart:
@@ -53,7 +53,7 @@ class Heart:
         """
         first = Beat(0, self._rank, incarnation, 0)
         path = self._protocol / first.name
-        if not files.create_once(path, self._data()):
+        if not once.create_once(path, self._data()):
             return False
         if parse(files.listing(self._protocol)).beats.get(self._rank, first) != first:
             files.remove(path)

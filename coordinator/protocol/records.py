@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.directory.layout import Record, RunDir
 from rollout.origin import Code
-from rollout.storage import files
+from rollout.storage import files, once
 
 MASTER = 0
 """The master's rank."""
@@ -59,7 +59,7 @@ def new_token() -> str:
 def claim(run_dir: RunDir, record: EpochRecord) -> bool:
     """Return whether `record` is now the record of its epoch; False if somebody else's is."""
     path = run_dir.protocol / Record(record.epoch).name
-    return files.create_once(path, record.model_dump_json().encode())
+    return once.create_once(path, record.model_dump_json().encode())
 
 
 class Records:

@@ -11,7 +11,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings import RunSettings
 from rollout.origin import Origin
-from rollout.storage import files
+from rollout.storage import files, once
 from rollout.tasks.task_set import group_seed
 from rollout.trajectory import Group
 from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
@@ -82,7 +82,7 @@ def _own_groups(run_dir: RunDir, iteration: int, manifest: dict[str, Any]) -> li
     except Incomplete:
         # Without it the iteration is taken up at its rollout: what is whole stays, the rest is made anew.
         path = run_dir.manifest("train", iteration)
-        files.rename(path, path.with_suffix(".damaged"))
+        once.withdraw(path, path.with_suffix(".damaged"))
         raise
 
 

@@ -24,7 +24,7 @@ from coordinator.rows.tasks import draw_tasks
 from coordinator.rows.trajectories import Share
 from rollout.origin import Origin
 from rollout.quota import Quota
-from rollout.storage import files
+from rollout.storage import files, once
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +75,10 @@ def _open(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
             log.info("no group of iteration %d is finished: it is opened anew with the new settings", number)
             node.watch.look()
             node.check()  # no name fences this: let nobody get here who was replaced meanwhile
-            files.rename(path, path.with_suffix(".unused"))
+            once.withdraw(path, path.with_suffix(".unused"))
             opened = None
     if opened is None:
-        files.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
+        once.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
     opened = published.read_json(path)
     if opened is None:
         raise Incomplete(f"{path} is missing or damaged")

@@ -24,7 +24,7 @@ from rollout.evaluation import evaluate
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
-from rollout.storage import files
+from rollout.storage import once
 from rollout.tasks.task_set import TaskSet, group_seed
 from rollout.trajectory import Group
 
@@ -207,10 +207,10 @@ def aggregate(
     if found := published.read_json(path):
         if kind == "train" or found["policy"] == origin.policy:
             return
-        files.rename(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
+        once.withdraw(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
     elif path.name in published.names(path.parent) and published.read_json(path) is None:
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
-        files.rename(path, path.with_suffix(".damaged"))
+        once.withdraw(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, iteration.number)
     document, groups = parts.manifest(directory, iteration.number, quota, origin, named, short)
     if document["mixed_code"]:

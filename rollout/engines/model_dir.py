@@ -4,16 +4,20 @@ It is a Hugging Face model directory, or the directory of an adapter (low-rank a
 directory, as peft writes them). An adapter has an adapter_config.json and no config.json.
 """
 
+import errno
 import hashlib
 import json
 import math
 import os
 import struct
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollout.storage import files
 from rollout.storage.files import FileFacts
+from rollout.storage.retry import retry
 
 _ITEM_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -33,10 +37,8 @@ class WeightsError(ValueError):
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Return whether the directory holds an adapter, not a whole model. Lists it: clients cache missing
-    names.
-    """
-    names = os.listdir(path) if os.path.isdir(path) else []
+    """Return whether the directory holds an adapter, not a whole model."""
+    names = _names(Path(path)) or []
     return ADAPTER_CONFIG in names and "config.json" not in names
 
 
@@ -51,21 +53,26 @@ def check_model_dir(path: str | os.PathLike[str]) -> None:
 def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Tensor name -> (dtype as in safetensors, shape), of all files. Checks as check_model_dir does."""
     root = Path(path)
-    if not root.is_dir():
+    names = _names(root)
+    if names is None:
         raise WeightsError(f"{root}: is no directory; give a Hugging Face model directory")
-    _read_json(root / (ADAPTER_CONFIG if is_adapter(root) else "config.json"))
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
+    config = ADAPTER_CONFIG if is_adapter(root) else "config.json"
+    if config not in names:
+        raise WeightsError(f"{root / config}: is missing")
+    _read_json(root / config)
+    weights = [root / name for name in names if name.endswith(".safetensors")]
+    if not weights:
         raise WeightsError(f"{root}: holds no *.safetensors file, so there are no weights to load")
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     file_of: dict[str, str] = {}
-    for file in files:
-        for name, facts in _read_tensors(file).items():
+    for file in weights:
+        for name, facts in retry("read", file, partial(_read_tensors, file), file).items():
             if name in file_of:
                 raise WeightsError(f"{file}: tensor {name!r} is in {file_of[name]} already")
             tensors[name], file_of[name] = facts, file.name
-    for index in sorted(root.glob("*.safetensors.index.json")):
-        _check_index(index, file_of)
+    for name in names:
+        if name.endswith(".safetensors.index.json"):
+            _check_index(root / name, file_of)
     return tensors
 
 
@@ -92,9 +99,19 @@ def policy_digest(checksums: Mapping[str, FileFacts]) -> str:
     return hashlib.sha256("".join(f"{name} {sha256}\n" for name, sha256 in weights).encode()).hexdigest()[:16]
 
 
+def _names(root: Path) -> list[str] | None:
+    """Return the sorted names of the files in a directory, without dead links; None if it is no directory."""
+    try:
+        return files.file_names(root)
+    except OSError as error:
+        if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+            return None
+        raise
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(files.read(file))
     except FileNotFoundError:
         raise WeightsError(f"{file}: is missing") from None
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Read, publish, create once, list and remove files of the shared directory.
+"""Read, publish, list and remove files of the shared directory.
 
-Nodes and training ranks write there through `files`, `writer` and `lines` alone. A call can fail and work the
-next moment, or report an error although it succeeded; and clients remember for up to a minute what is no
-longer so. Therefore:
+Nodes and training ranks write there through `files`, `once`, `writer` and `lines` alone. A call can fail and
+work the next moment, or report an error although it succeeded; and clients remember for up to a minute what
+is no longer so. Therefore:
 - every call is repeated for `retry.RETRY_S` while its errno is known to pass (ESTALE, EIO, ...), then raises
   SharedFsError. An error that does not pass (ENOSPC, EACCES, EROFS, ...) is raised at once.
 - FileNotFoundError means that a listing agrees. While a listing shows the name, the client only remembers
@@ -13,11 +13,9 @@ longer so. Therefore:
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +28,8 @@ from rollout.storage.retry import PASSING, PASSING_AFTER_MKDIR, SharedFsError, i
 
 log = logging.getLogger(__name__)
 
-TORN_S = 2.0
-"""A file that is created once and is torn for longer will not be finished by its creator."""
 MODE = 0o660
 """The mode of a new file, less the umask."""
-NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
-"""What os.link reports where the filesystem has no hard links."""
 
 operations: Counter[str] = Counter()
 """Metadata operations of this process by name: list, open, rename, link, remove, mkdir."""
@@ -55,6 +49,14 @@ def read(path: Path, *, fleeting: bool = False) -> bytes:
     return retry("read", path, path.read_bytes, None if fleeting else path)
 
 
+def content(path: Path) -> bytes | None:
+    """Return the whole file; None if it is not there."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+
+
 def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Make `path` hold `data`, whole or not at all; `durable=False` leaves out all fsyncs (flags, beats)."""
     temp = write_temporary(path, data, durable)
@@ -63,29 +65,10 @@ def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
         retry("rename to", path, lambda: os.replace(temp, path), temp)
     except OSError as error:
         drop(temp)
-        if _content(path) != data:
+        if content(path) != data:
             raise SharedFsError("rename to", path, error, 0.0) from error
     if durable:
         fsync_directory(path.parent)
-
-
-def create_once(path: Path, data: bytes, *, durable: bool = True) -> bool:
-    """Create `path` with `data` (not empty) unless it exists; True if it now holds exactly `data`.
-
-    A hard link shows the file whole. Where there are no hard links, O_EXCL creates it, and leaves it torn if
-    its creator dies meanwhile or never learns that it has created it. A torn file (empty, or a JSON object
-    that does not parse) is set aside after `TORN_S`, and the name is created anew. If its creator wakes, it
-    writes into what was set aside, reads back, and learns that it has lost. Two gaps remain without hard
-    links: a file that is finished just then is put back, and might replace a third creator's; and where
-    O_EXCL does not hold between clients, no creator wins.
-    """
-    for _attempt in range(20):
-        _create(path, data, durable)
-        content = _settled(path)
-        if content == data or content is None or not _is_torn(content):
-            return content == data
-        _set_aside(path)
-    raise SharedFsError("create", path, OSError(errno.EIO, "it is torn each time"), 20 * TORN_S)
 
 
 def remove(path: Path) -> None:
@@ -112,6 +95,12 @@ def remove_tree(directory: Path) -> None:
         return
     except OSError as error:
         log.warning("%s is left for the next time: %s", directory, error)
+
+
+def remove_any(path: Path) -> None:
+    """Remove a file, or a directory with all below it."""
+    is_directory = dict(_entries(path.parent)).get(path.name, False)
+    (remove_tree if is_directory else remove)(path)
 
 
 def make_directory(path: Path) -> None:
@@ -227,7 +216,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `name` is a temporary one: of a file not yet published, or of a torn file set aside."""
+    """Return whether `name` is a temporary one: of a file not yet published, or by which creators agreed."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
@@ -252,70 +241,6 @@ def write_temporary(path: Path, data: bytes, durable: bool = True) -> Path:
     return temp
 
 
-def _create(path: Path, data: bytes, durable: bool) -> None:
-    """Try to create `path`; only reading it back tells who did."""
-    temp = write_temporary(path, data, durable)
-    operations["link"] += 1
-    try:
-        retry("link", path, lambda: os.link(temp, path), temp)
-    except FileExistsError:
-        pass
-    except SharedFsError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        _create_exclusively(path, data, durable)
-    finally:
-        drop(temp)
-    if durable:
-        fsync_directory(path.parent)
-
-
-def _create_exclusively(path: Path, data: bytes, durable: bool) -> None:
-    operations["open"] += 1
-
-    def create() -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
-        try:
-            _fill(descriptor, data, durable)
-        except OSError:
-            drop(path)  # so that the next attempt need not wait for it to settle
-            raise
-
-    with contextlib.suppress(FileExistsError):
-        retry("create", path, create, path.parent)
-
-
-def _settled(path: Path) -> bytes | None:
-    """Return the content once it is whole, after `TORN_S` as it is then; None if the file is gone."""
-    deadline_s = time.monotonic() + TORN_S
-    while (content := _content(path)) is not None and _is_torn(content) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return content
-
-
-def _is_torn(content: bytes) -> bool:
-    if not content.startswith(b"{"):
-        return not content
-    try:
-        json.loads(content)
-    except ValueError:
-        return True
-    return False
-
-
-def _set_aside(path: Path) -> None:
-    """Give a torn file another name; put it back if it is whole after all, as its creator believes."""
-    aside = temporary_name(path)
-    try:
-        rename(path, aside)
-    except FileNotFoundError:  # another creator was first
-        return
-    log.warning("%s was torn; it is set aside as %s", path, aside.name)
-    content = _content(aside)
-    if content is not None and not _is_torn(content) and not is_listed(path):
-        rename(aside, path)
-
-
 def _entries(directory: Path) -> list[tuple[str, bool]]:
     """(name, whether it is a directory) of each entry; FileNotFoundError if `directory` is not there."""
     return _scan(directory, lambda entry: entry.is_dir(follow_symlinks=False))
@@ -333,13 +258,6 @@ def _fill(descriptor: int, data: bytes, durable: bool) -> None:
         file.flush()
         if durable:
             os.fsync(file.fileno())
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        return read(path)
-    except FileNotFoundError:
-        return None
 
 
 def drop(path: Path) -> None:

@@ -29,10 +29,11 @@ SPANS: dict[str, tuple[str, ...]] = {
     "os": ("fsync",),
     "coordinator.node.node": ("Node.step",),
     "rollout.storage.files": (
-        *("publish", "create_once", "checksums", "fsync_directory", "make_directory"),
+        *("publish", "checksums", "fsync_directory", "make_directory"),
         *("remove_tree", "rename", "listing", "read"),
     ),
     "rollout.storage.lines": ("append_line",),
+    "rollout.storage.once": ("create_once",),
     "rollout.storage.writer": ("write",),
     "coordinator.rows.rollout": (
         *("open_iteration", "plan_train", "collect_train", "name_parts", "write_manifest", "decide_eval"),

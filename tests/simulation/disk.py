@@ -5,6 +5,7 @@ every single call on the directory: between writing a temporary and renaming it,
 removal of the one before. What changes a name is shown to an observer.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class Disk:
 
     def __init__(self, scheduler: Scheduler, root: Path) -> None:
         self.root = root
+        self.has_links = True
+        """Whether the filesystem has hard links."""
         self.frozen_until_s: dict[str, float] = {}
         """Hosts whose mount hangs."""
         self.is_observing = False
@@ -93,6 +96,14 @@ class Disk:
             return open(path, mode)
         return Appending(self, Path(path), self.change("append", path, None, lambda: open(path, mode, 0)))
 
+    def pwrite(self, descriptor: int, data: bytes, offset: int) -> int:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return self.change("write", path, None, lambda: os.pwrite(descriptor, data, offset))
+
+    def lstat(self, path: Any) -> os.stat_result:
+        self.enter()
+        return os.lstat(path)
+
     def replace(self, source: Any, target: Any) -> None:
         self.change("replace", source, target, lambda: os.replace(source, target))
 
@@ -100,6 +111,8 @@ class Disk:
         self.change("rename", source, target, lambda: os.rename(source, target))
 
     def link(self, source: Any, target: Any) -> None:
+        if not self.has_links:
+            raise OSError(errno.EPERM, "no hard links here")
         self.change("link", source, target, lambda: os.link(source, target))
 
     def unlink(self, path: Any) -> None:

@@ -43,6 +43,7 @@ REAL = {"coordinator.cli", "coordinator.commands.local", "coordinator.directory.
 ON_DISK = {
     "rollout.storage.files",
     "rollout.storage.lines",
+    "rollout.storage.once",
     "rollout.storage.retry",
     "coordinator.rows.metrics",
     "coordinator.rows.base_model",

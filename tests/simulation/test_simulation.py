@@ -30,13 +30,19 @@ LINES = 200
 
 
 def run(
-    nodes: int, seed: int, happens: Sequence[Fault], patch: Callable[..., None] | None = None, **options: Any
+    nodes: int,
+    seed: int,
+    happens: Sequence[Fault],
+    patch: Callable[..., None] | None = None,
+    has_links: bool = True,
+    **options: Any,
 ) -> str:
     """A run to its end; the policy that it came to. AssertionError if anything was not as it must be."""
     memory = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="flagpost-", dir=memory if memory.is_dir() else None))
     try:
         world = World(root, nodes, seed, {key.replace("__", "."): value for key, value in options.items()})
+        world.disk.has_links = has_links
         invariants = Invariants(world)
         world.patches += [patch] if patch else []
         world.run(Injector(world, happens).are_over)
@@ -148,10 +154,11 @@ KNOWN: dict[str, tuple[int, list[Fault]]] = {
 """What the search has found: seed and faults."""
 
 
+@pytest.mark.parametrize("has_links", [True, False], ids=["links", "no links"])
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_was_found_once_does_no_harm(name: str) -> None:
+def test_what_was_found_once_does_no_harm(name: str, has_links: bool) -> None:
     seed, happens = KNOWN[name]
-    assert run(NODES, seed, happens) == undisturbed()
+    assert run(NODES, seed, happens, has_links=has_links) == undisturbed()
 
 
 # ---- the search finds what it is there for

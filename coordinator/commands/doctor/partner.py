@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rollout.storage import files
+from rollout.storage import files, once
 
 ANSWER_S = 120.0
 """How long one call may take, retries of the shared directory included."""
@@ -134,7 +134,7 @@ def _move(source: str, target: str) -> float:
 
 
 def _create(path: str) -> bool:
-    return files.create_once(Path(path), b"the second process")
+    return once.create_once(Path(path), b"the second process")
 
 
 ACTIONS: dict[str, Callable[..., Any]] = {

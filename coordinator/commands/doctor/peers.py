@@ -22,7 +22,7 @@ from coordinator.commands.doctor.probe import has_hard_links
 from coordinator.machine import network
 from coordinator.machine.network import Peer
 from coordinator.protocol.records import MASTER
-from rollout.storage import files
+from rollout.storage import once
 
 PINGS, PINGS_S = 20, 5.0
 """Round trips, and the time after which no further one begins."""
@@ -97,7 +97,7 @@ def _race(host: Host, directory: Path) -> Check:
 
 
 def _create(paths: Sequence[str], rank: int) -> list[bool]:
-    return [files.create_once(Path(path), f"rank {rank}".encode()) for path in paths]
+    return [once.create_once(Path(path), f"rank {rank}".encode()) for path in paths]
 
 
 def _ports(host: Host) -> list[Check]:

@@ -25,7 +25,7 @@ from coordinator.commands.doctor.checks import Check, Latency, Mount
 from coordinator.commands.doctor.partner import Partner, versioned
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
-from rollout.storage import files
+from rollout.storage import files, once
 from rollout.storage.retry import SharedFsError, retry
 
 REPLACE_S = 1.0
@@ -126,7 +126,7 @@ def check_create(directory: Path, partner: Partner) -> Check:
     while not winners or (len(winners) < NAMES and time.monotonic() < started_s + BUDGET_S):
         path = directory / f"claim_{len(winners):03d}"
         partner.tell("create", path=str(path))
-        mine = files.create_once(path, b"the first process")
+        mine = once.create_once(path, b"the first process")
         winners.append(mine + partner.answer())
     doubled, orphaned = winners.count(2), winners.count(0)
     return judge.judge_create(len(winners), doubled, orphaned, has_hard_links(directory))
@@ -142,7 +142,7 @@ def has_hard_links(directory: Path) -> bool:
     except FileExistsError:  # it was made, and reported as failed
         return True
     except SharedFsError as error:
-        if error.errno not in files.NO_LINKS:
+        if error.errno not in once.NO_LINKS:
             raise
         return False
     return True

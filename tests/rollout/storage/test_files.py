@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from rollout.storage import files, retry
-from rollout.storage.files import create_once, make_directory, publish
+from rollout.storage import files, once, retry
+from rollout.storage.files import make_directory, publish
 from rollout.storage.lines import append_line
+from rollout.storage.once import create_once
 from rollout.storage.retry import PASSING, SharedFsError
 from rollout.storage.writer import write
 from tests.coordinator.made_up import tree
@@ -168,7 +169,7 @@ def test_file_is_created_once_and_says_who_created_it(tmp_path: Path) -> None:
     assert create_once(tmp_path / "a", b"two") is False
     assert create_once(tmp_path / "a", b"one") is True
     assert (tmp_path / "a").read_bytes() == b"one"
-    assert tree(tmp_path) == {"a"}
+    assert {name for name in tree(tmp_path) if not files.is_temporary(name)} == {"a"}
 
 
 @pytest.mark.usefixtures("links")
@@ -196,21 +197,30 @@ def test_link_whose_reply_was_lost_is_found_by_reading_back(
     assert tree(tmp_path) == {"a"}
 
 
-def test_exclusive_creation_that_fails_leaves_no_torn_file(
+def test_exclusive_creation_that_fails_leaves_no_file_and_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, "link", errno.EPERM)
-    synced: list[int] = []
-    failing(monkeypatch, "fsync", errno.ENOSPC, when=lambda *_: synced.append(1) or len(synced) > 1)
-    with pytest.raises(SharedFsError, match="No space left"):
-        create_once(tmp_path / "a", b"one")
-    assert tree(tmp_path) == set()
+    monkeypatch.setattr(once, "TORN_S", 0.1)
+    with monkeypatch.context() as full:
+        failing(full, "pwrite", errno.ENOSPC)
+        with pytest.raises(SharedFsError, match="No space left"):
+            create_once(tmp_path / "a", b"one")
+    assert "a" not in tree(tmp_path)
+    assert create_once(tmp_path / "a", b"two") is True
+    assert (tmp_path / "a").read_bytes() == b"two"
 
 
 def test_exclusive_creation_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, "link", errno.EPERM)
     path = tmp_path / "a"
-    failing(monkeypatch, "open", errno.ESTALE, times=2, when=lambda name, *_: name == path)
+    failing(
+        monkeypatch,
+        "open",
+        errno.ESTALE,
+        times=2,
+        when=lambda name, *_: name == path.with_name(".a.claim0.tmp"),
+    )
     assert create_once(path, b"one") is True
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from rollout.storage import files, retry
-from rollout.storage.files import SharedFsError, create_once, make_directory, publish, remove_tree
+from rollout.storage import files, once, retry
+from rollout.storage.files import SharedFsError, make_directory, publish, remove_tree
 from rollout.storage.lines import append_line
+from rollout.storage.once import create_once
 from tests.faultfs import FaultFs, unavailable
 
 LONG_S = 1000.0
@@ -44,7 +45,7 @@ def shared(tmp_path: Path) -> Iterator[FaultFs]:
 
 @pytest.fixture(autouse=True)
 def soon_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "TORN_S", 0.3)
+    monkeypatch.setattr(once, "TORN_S", 0.3)
 
 
 def eventually(call: Callable[[], object], limit_s: float = 30.0) -> float:
@@ -245,19 +246,17 @@ def test_filesystem_without_hard_links_creates_once(shared: FaultFs, refusal: st
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"iteration": 1, "ta'], ids=["empty", "half"])
-def test_torn_file_of_a_dead_creator_is_set_aside(shared: FaultFs, torn: bytes) -> None:
+@pytest.mark.parametrize("no_links", ["", "EPERM"], ids=["links", "no links"])
+def test_torn_file_is_created_anew(shared: FaultFs, no_links: str, torn: bytes) -> None:
+    shared.set(no_links=no_links)
     path = shared[0].path / "iteration.json"
     path.write_bytes(torn)
     assert create_once(path, b'{"iteration": 1}')
     assert files.read(path) == b'{"iteration": 1}'
-    (aside,) = set(os.listdir(shared.backing)) - {path.name}
-    assert files.is_temporary(aside) and (shared.backing / aside).read_bytes() == torn
 
 
-def test_creator_that_finishes_in_time_is_waited_for(
-    shared: FaultFs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "TORN_S", 30.0)
+def test_file_that_appears_slowly_is_waited_for(shared: FaultFs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "TORN_S", 30.0)
     one, two = (mount.path / "a" for mount in shared.mounts)
     with open(one, "xb", buffering=0) as slow, ThreadPoolExecutor(1) as pool:
         other = pool.submit(create_once, two, b'{"by": 2}')
@@ -268,29 +267,31 @@ def test_creator_that_finishes_in_time_is_waited_for(
     assert files.read(two) == b'{"by": 1}'
 
 
-def test_creator_that_comes_too_late_learns_that_it_has_lost(shared: FaultFs) -> None:
-    one, two = (mount.path / "a" for mount in shared.mounts)
-    with open(one, "xb", buffering=0) as paused:
-        assert create_once(two, b'{"by": 2}')
-        paused.write(b'{"by": 1}')
-    assert files.read(one) == b'{"by": 2}'
-
-
-def test_file_that_was_finished_while_it_was_set_aside_is_put_back(
-    shared: FaultFs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("claim", [b"", b"half of a claim"], ids=["empty", "half"])
+def test_claim_of_a_dead_creator_is_skipped(shared: FaultFs, claim: bytes) -> None:
+    shared.set(no_links="EPERM")
     path = shared[0].path / "a"
-    path.write_bytes(b'{"by')
-    rename = files.rename
+    path.with_name(".a.claim0.tmp").write_bytes(claim)
+    assert create_once(path, b'{"by": 2}')
+    assert files.read(path) == b'{"by": 2}'
 
-    def finished_meanwhile(source: Path, target: Path) -> None:
-        if source == path:
-            path.write_bytes(b'{"by": 1}')
-        rename(source, target)
 
-    monkeypatch.setattr(files, "rename", finished_meanwhile)
-    assert create_once(path, b'{"by": 2}') is False
-    assert files.read(path) == b'{"by": 1}' and os.listdir(shared.backing) == ["a"]
+def test_file_is_published_for_a_creator_that_died_before_it_could(shared: FaultFs) -> None:
+    shared.set(no_links="EPERM")
+    one, two = (mount.path / "a" for mount in shared.mounts)
+    assert create_once(one, b'{"by": 1}')
+    one.unlink()
+    assert create_once(two, b'{"by": 2}') is False
+    assert files.read(one) == b'{"by": 1}'
+
+
+def test_withdrawn_file_is_created_again(shared: FaultFs) -> None:
+    shared.set(no_links="EPERM")
+    path = shared[0].path / "manifest.json"
+    assert create_once(path, b'{"parts": 1}')
+    once.withdraw(path, path.with_suffix(".damaged"))
+    assert create_once(path, b'{"parts": 2}')
+    assert files.read(path.with_suffix(".damaged")) == b'{"parts": 1}'
 
 
 # ---- a filesystem that does not take it

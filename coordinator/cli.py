@@ -71,6 +71,8 @@ def node(
         if dry_run:
             return _show(build(given))
         return run_local(root, given, accept_code_change)
+    if worker is not None and accept_code_change:  # Slurm gives all nodes the same command, without --worker
+        raise SettingsError(f"--accept-code-change is for the master; leave it out beside --worker {worker}")
     return _run_node(root, given, master, worker, dry_run, accept_code_change)
 
 

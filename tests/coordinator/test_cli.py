@@ -212,6 +212,10 @@ BAD = [
     ("--worker 1 --num-nodes x", "--num-nodes=x: input should be a valid integer"),
     ("--worker 1 rollot.seed=1", "unknown setting rollot.seed; did you mean rollout.seed?"),
     ("--master --worker 1", "--master and --worker 1 exclude each other"),
+    (
+        "--worker 1 --accept-code-change",
+        "--accept-code-change is for the master; leave it out beside --worker 1",
+    ),
     ("--num-nodes 3", "this node has no role in a run of 3 nodes"),
     ("rollout.tasks_per_iter=8", "unknown setting rollout.tasks_per_iter; did you mean"),
     ("trainer.learning_rate=fast", "trainer.learning_rate=fast: input should be a valid number"),

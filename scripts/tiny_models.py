@@ -17,10 +17,11 @@ from trainer.model.tiny import EOS_ID, PAD_ID, make_tokenizer
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """The model types of AutoModelForCausalLM."""
-LARGEST = 2_000_000
+LARGEST = 15_000_000
 """Parameters of a model that still counts as tiny."""
 VOCABULARY, CONTEXT, WINDOW = 104, 256, 12
-WIDTHS = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 16}
+WIDTHS = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192, "moe_intermediate_size": 64}
+"""Heads are as wide as vLLM's attention on a CPU wants them."""
 SAME = {
     "hidden_size": "n_embd d_model lru_width",
     "head_dim": "dim_head attention_head_dim kv_channels global_head_dim qk_rope_head_dim qk_nope_head_dim "
@@ -30,7 +31,7 @@ SAME = {
     "intermediate_size_mlp",
     "moe_intermediate_size": "shared_expert_intermediate_size moe_shared_expert_intermediate_size "
     "shared_intermediate_size expert_ffn_hidden_size moe_ffn_hidden_size kv_lora_rank q_lora_rank "
-    "index_head_dim qk_head_dim",
+    "index_head_dim",
 }
 """Other names of the widths, or numbers that may be as large."""
 NUMBERS: dict[int, str] = {
@@ -50,18 +51,24 @@ NUMBERS: dict[int, str] = {
     "mamba_n_groups mamba_ngroups n_groups",
 }
 """Small numbers, and the names in configurations that get them."""
-SPREAD = 0.3
+LATENT = ("kv_lora_rank", "qk_rope_head_dim", "head_dim", "index_head_dim")
+SPREAD = 0.15
 """Of the weights: distributions far from uniform, in which a mistake shows."""
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 OTHER: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "mup_enabled": False},
     "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "falcon_h1": {"mamba_d_ssm": 64},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "falcon_h1": {"mamba_d_ssm": 256},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -71,16 +78,19 @@ OTHER: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
         "num_hidden_layers": 2,
     },
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
     "mamba2": {"num_heads": 8},
-    "ministral": {"head_dim": 8},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "ministral": {"head_dim": 32},
     "nemotron": {"num_key_value_heads": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8},
+    "zamba2": {"mamba_headdim": 32, "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family needs besides: layers of each kind, or what its configuration leaves open."""
+"""What a family needs besides: layers of each kind, what its configuration leaves open, and what vLLM reads
+in the configurations on the Hub, which transformers does not write."""
 
 
 class NotTiny(ValueError):
@@ -102,8 +112,10 @@ def tiny_config(family: str, **more: Any) -> PreTrainedConfig:
     own = default.to_dict()
     values: dict[str, Any] = {name: value for name, value in named.items() if own.get(name) is not None}
     values |= {"pad_token_id": PAD_ID, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID}
-    if own.get("kv_lora_rank"):  # latent attention has no groups of heads
+    if own.get("kv_lora_rank"):  # latent attention has no groups of heads, and kernels of these widths alone
         values["num_key_value_heads"] = named["num_attention_heads"]
+        values |= {name: own[name] for name in LATENT if own.get(name)}
+        values["qk_head_dim"] = own["qk_rope_head_dim"] + named["qk_nope_head_dim"]
     values |= _layers(own) | OTHER.get(family, {}) | more
     return kind(**values)
 

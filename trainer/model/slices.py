@@ -5,7 +5,7 @@ a layer, for example). A tensor that is only renamed is read in slices. Others a
 own conversion, one at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -219,7 +219,7 @@ def copy_part(tensor: Tensor, value: Any) -> None:
         local.copy_(value[tuple(slice(offset, offset + size) for offset, size in spans) or ...])
 
 
-def _compute_buffers(model: Any, computed: Iterable[tuple[Any, str]], device: torch.device) -> None:
+def _compute_buffers(model: Any, computed: Sequence[tuple[Any, str]], device: torch.device) -> None:
     """Compute what no file holds (frequencies of rotary embeddings) as transformers does after loading."""
     owners = {
         id(module): owner
@@ -227,11 +227,19 @@ def _compute_buffers(model: Any, computed: Iterable[tuple[Any, str]], device: to
         if isinstance(owner, PreTrainedModel)
         for module in owner.modules()
     }
+    for module in model.modules():
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None:
+                tensor._is_hf_initialized = True  # it stays as it is
+    for module, attribute in computed:
+        wanted = module._buffers[attribute]
+        nothing = float("nan") if wanted.is_floating_point() else 0
+        module._buffers[attribute] = torch.full_like(wanted, nothing, device="cpu")
+    holders = {id(module) for module, _ in computed}
     with initialization.guard_torch_init_functions():
-        for module, attribute in computed:
-            for tensor in [*module._parameters.values(), *module._buffers.values()]:
-                if tensor is not None:
-                    tensor._is_hf_initialized = True  # it stays as it is
-            module._buffers[attribute] = torch.empty_like(module._buffers[attribute], device="cpu")
-            owners[id(module)]._init_weights(module)
-            module._buffers[attribute] = module._buffers[attribute].to(device)
+        for module in reversed(list(model.modules())):  # inner ones first
+            # Some buffers get their value from a module around theirs: falcon_h1's mup_vector.
+            if id(module) in owners and any(id(inner) in holders for inner in module.modules()):
+                owners[id(module)]._init_weights(module)
+    for module, attribute in computed:
+        module._buffers[attribute] = module._buffers[attribute].to(device)

@@ -185,7 +185,13 @@ def _ends_in(causal: Any, hidden: Tensor) -> Iterator[None]:
 
     decoder.forward = forward
     try:
-        yield
+        try:
+            yield
+        except (IndexError, TypeError) as error:
+            raise UnsupportedModel(
+                f"a {type(causal).__name__} makes its logits of more than the decoder's last hidden state "
+                f"({error}); train a causal decoder"
+            ) from error
         if not asked:
             raise UnsupportedModel(
                 f"{type(decoder).__name__} is not what the logits come from in a {type(causal).__name__}; "

@@ -28,9 +28,10 @@ _PROMPTS = (3, 11, 1, 3)
 _TOKENS = 8
 _WINDOW = 4
 """While padding is tried, attention windows are this short, so that the rows outgrow them."""
-_TOLERANCES = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-4}
-"""The mean error of a token's log-probability, in standard deviations over the vocabulary. Many families
-compute some things in float32 in a model of float64."""
+_TOLERANCES = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-5}
+"""The mean error of a token's log-probability, in standard deviations over the vocabulary. In a model of
+float64 many families compute some things in float32, which makes 1e-6 at most; the steps of nemotron_h and
+zamba2, which do not bound the time step as their prefill does, make 4e-5."""
 
 
 def batch_maker(model: PreTrainedModel) -> BatchMaker:

@@ -29,6 +29,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "mixtral": {"num_local_experts": 3},
     "lfm2": {},
+    "falcon_h1": {
+        **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+        "ssm_multipliers": [0.5, 1.5, 2.0, 2.5, 3.0],  # a buffer whose value comes from a module around it
+    },
     "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
 }
 """Merged experts, convolutions, biases, tied and untied heads, positions of several kinds."""

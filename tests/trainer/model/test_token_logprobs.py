@@ -142,6 +142,13 @@ def test_model_that_does_not_end_in_its_decoder_is_refused() -> None:
         Scorer(model, CPU)(*pack())
 
 
+def test_model_that_needs_more_than_the_last_hidden_state_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("prophetnet")).float().eval()
+    none, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(UnsupportedModel, match=r"a ProphetNetForCausalLM makes its logits of more than"):
+        Scorer(model, CPU)({"input_ids": one}, none, none)
+
+
 @pytest.mark.parametrize("family", ["llama4_text", "modernbert-decoder"])
 def test_decoder_is_found_where_get_decoder_names_something_else(family: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()

@@ -50,6 +50,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, float]] = {
         "cohorts",
         1e-4,  # it computes its recurrence in float32, plainly another way than step by step
     ),
+    "nemotron_h": (
+        {
+            "layers_block_type": ["linear_attention", "full_attention"] * 2,
+            **{"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, **MAMBA},
+            "time_step_min": 2e-4,
+        },
+        "uncached",  # with the cache it does not bound the time step from below, as without
+        1e-4,
+    ),
     "recurrent_gemma": (
         {"lru_width": 32, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"]},
         "uncached",  # its cache is in its modules

@@ -247,7 +247,8 @@ class _GroupMaker:
         samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
         unscored = [sample for sample in samples if sample.reward is None]
         scored = await asyncio.gather(
-            *(score(self.reward, slot.task, sample) for sample in unscored), return_exceptions=True
+            *(score(self.reward, slot.task, sample, self.settings) for sample in unscored),
+            return_exceptions=True,
         )
         failures = [UnfitSample(fault) for fault in faults if fault is not None]
         failures += [error for error in scored if error is not None]

@@ -86,7 +86,7 @@ def test_group_whose_reward_raises_becomes_a_tombstone_and_the_first_traceback_i
             raise KeyError("answer")
         return 1.0
 
-    groups, failure = run(FakeClient(), slots(4), reward=Reward("my:judge", judge, inline=False))
+    groups, failure = run(FakeClient(), slots(4), reward=Reward("my:judge", judge))
     assert failure is None
     given_up = {group.slot: group.given_up for group in groups if group.given_up}
     assert set(given_up) == {1, 2}
@@ -106,7 +106,7 @@ def fails_in_sample(j: int) -> Reward:
             raise KeyError("answer")
         return float(seen[task["id"]])
 
-    return Reward("my:judge", judge, inline=True)
+    return Reward("my:judge", judge)
 
 
 def test_sample_whose_reward_raises_is_left_out_of_its_group_and_counted(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -16,6 +17,11 @@ AGAIN_S = 1.0
 """When a call on the directory, which is never interrupted, is looked at again."""
 ON_DIRECTORY = ("rollout.storage.", "coordinator.directory.")
 """Modules whose calls may wait for a filesystem."""
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of the thread with this identity; None if it has ended."""
+    return sys._current_frames().get(thread)
 
 
 def is_on_directory(frame: FrameType | None) -> bool:

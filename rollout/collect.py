@@ -66,11 +66,13 @@ async def collect(
     sampling: Sampling,
     settings: RolloutSettings,
     on_group: Callable[[Group], None],
+    on_end: Callable[[], None] = lambda: None,
     stop: threading.Event,
 ) -> int:
     """Make groups of `sampling.n` samples until `needed` of them count (default: one for each slot), or until
     no slot is left. `counts` says whether a group counts. Each group goes to `on_group` when it is finished,
-    in any order. Returns how many of the needed groups were not made.
+    in any order. `on_end` is called at the end of each, also of one that is given up and handed over later.
+    Returns how many of the needed groups were not made.
 
     These settings apply. `concurrency` bounds the samples in flight; a larger group runs alone. `over_sample`
     times the needed groups are begun. Once `completion_threshold` of the needed groups is finished, the
@@ -84,7 +86,9 @@ async def collect(
     there were several groups and all were given up: then no group was handed over.
     """
     group_maker = _GroupMaker(client, environment, reward, sampling, settings)
-    collection = _Collection(slots, len(slots) if needed is None else needed, counts, settings, on_group)
+    collection = _Collection(
+        slots, len(slots) if needed is None else needed, counts, settings, on_group, on_end
+    )
     limit = max(1, settings.concurrency // sampling.n)
     others = asyncio.all_tasks()
     workers = {
@@ -121,6 +125,7 @@ class _Collection:
         counts: Callable[[Group], bool],
         settings: RolloutSettings,
         on_group: Callable[[Group], None],
+        on_end: Callable[[], None],
     ) -> None:
         self.in_flight: dict[int, Slot] = {}
         self.begin = math.ceil(needed * settings.over_sample)
@@ -129,6 +134,7 @@ class _Collection:
         self._counts = counts
         self._settings = settings
         self._on_group = on_group
+        self._on_end = on_end
         self._finished = self._counted = self._given_up = self._failed = 0
         self._held: list[Group] = []
         self._grace_ends_s = math.inf
@@ -177,6 +183,7 @@ class _Collection:
 
     def _take(self, group: Group) -> None:
         """Hand a group over. Tombstones are final: they wait for a group that shows that the reward works."""
+        self._on_end()
         self._finished += group.given_up is None
         self._given_up += group.given_up is not None
         self._failed += len(group.failed)

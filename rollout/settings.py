@@ -59,8 +59,8 @@ class RolloutSettings(Settings):
     ratio: dict[str, Annotated[float, Field(ge=0)]] = {}
     """Share of each class, e.g. rollout.ratio.easy=1 rollout.ratio.hard=3."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """A node is lost when its rollout has finished no group for this long, the start of its engine not
-    counted; null: never."""
+    """A node is lost when its rollout has finished or given up no group for this long, the start of its
+    engine not counted; null: `group_timeout_s`."""
     part_interval_s: Annotated[float, Field(gt=0)] = 2.0
     """Finished groups are made durable at least this often."""
     seed: int = 0

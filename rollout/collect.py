@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
 from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy
@@ -19,8 +20,6 @@ from rollout.trajectory import Group, Sample, unfit
 log = logging.getLogger(__name__)
 
 _STOP_POLL_S = 0.1  # a threading.Event cannot wake an event loop
-_CANCEL_S = 5.0
-"""How long a cancelled environment may take to end before an error says so."""
 
 ALL_FAILED_MIN = 4
 """If at least this many groups are given up and none is made, the reward or the environment is broken."""
@@ -67,11 +66,13 @@ async def collect(
     sampling: Sampling,
     settings: RolloutSettings,
     on_group: Callable[[Group], None],
+    on_end: Callable[[], None] = lambda: None,
     stop: threading.Event,
 ) -> int:
     """Make groups of `sampling.n` samples until `needed` of them count (default: one for each slot), or until
     no slot is left. `counts` says whether a group counts. Each group goes to `on_group` when it is finished,
-    in any order. Returns how many of the needed groups were not made.
+    in any order. `on_end` is called at the end of each, also of one that is given up and handed over later.
+    Returns how many of the needed groups were not made.
 
     These settings apply. `concurrency` bounds the samples in flight; a larger group runs alone. `over_sample`
     times the needed groups are begun. Once `completion_threshold` of the needed groups is finished, the
@@ -85,40 +86,33 @@ async def collect(
     there were several groups and all were given up: then no group was handed over.
     """
     group_maker = _GroupMaker(client, environment, reward, sampling, settings)
-    collection = _Collection(slots, len(slots) if needed is None else needed, counts, settings, on_group)
+    collection = _Collection(
+        slots, len(slots) if needed is None else needed, counts, settings, on_group, on_end
+    )
     limit = max(1, settings.concurrency // sampling.n)
+    others = asyncio.all_tasks()
     workers = {
         asyncio.create_task(collection.work(group_maker))
         for _ in range(min(limit, len(slots), collection.begin))
     }
     pending = workers
     try:
-        while pending and not collection.is_over():
-            if stop.is_set():
-                raise Stopped(f"stopped with {len(collection.in_flight)} groups in flight")
-            done, pending = await asyncio.wait(
-                pending, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in done:
-                task.result()
+        with interrupting(settings.group_timeout_s, "group_timeout_s") as say_free:
+            while pending and not collection.is_over():
+                say_free()
+                if stop.is_set():
+                    raise Stopped(f"stopped with {len(collection.in_flight)} groups in flight")
+                done, pending = await asyncio.wait(
+                    pending, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in done:
+                    task.result()
     finally:
-        await _end(workers)
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)  # the first error was raised
+        await end(asyncio.all_tasks() - others, "tasks of environments")
     return collection.conclude()
-
-
-async def _end(workers: set[asyncio.Task[None]]) -> None:
-    """Cancel the groups in flight, and wait for their ends."""
-    for task in workers:
-        task.cancel()
-    while workers and (left := (await asyncio.wait(workers, timeout=_CANCEL_S))[1]):
-        log.error(
-            "%d groups go on although they are cancelled: the environment must let asyncio.CancelledError "
-            "pass; waiting for them (kill -9 ends the node)",
-            len(left),
-        )
-    for task in workers:
-        if not task.cancelled():
-            task.exception()  # else the loop reports it as never retrieved; the first was raised
 
 
 class _Collection:
@@ -131,6 +125,7 @@ class _Collection:
         counts: Callable[[Group], bool],
         settings: RolloutSettings,
         on_group: Callable[[Group], None],
+        on_end: Callable[[], None],
     ) -> None:
         self.in_flight: dict[int, Slot] = {}
         self.begin = math.ceil(needed * settings.over_sample)
@@ -139,6 +134,7 @@ class _Collection:
         self._counts = counts
         self._settings = settings
         self._on_group = on_group
+        self._on_end = on_end
         self._finished = self._counted = self._given_up = self._failed = 0
         self._held: list[Group] = []
         self._grace_ends_s = math.inf
@@ -187,6 +183,7 @@ class _Collection:
 
     def _take(self, group: Group) -> None:
         """Hand a group over. Tombstones are final: they wait for a group that shows that the reward works."""
+        self._on_end()
         self._finished += group.given_up is None
         self._given_up += group.given_up is not None
         self._failed += len(group.failed)
@@ -215,23 +212,34 @@ class _GroupMaker:
     async def make(self, slot: Slot) -> Group:
         """Return the slot's group, or its tombstone; EngineError if the engine fails."""
         timeout_s = self.settings.group_timeout_s
+        attempt = asyncio.create_task(self._attempt(slot))
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                return await self._generate(slot)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
-            # The user's environment and reward may raise anything, also CancelledError of tasks of their own.
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-            reason = _first_cause(error)
-            if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
-                raise reason from None
-            if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
-                self._log("a reward ends the run (rollout.on_reward_error=run)", reason)
-                raise reason from None
-            if deadline.expired():
-                reason = TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
+            is_late = not (await asyncio.wait({attempt}, timeout=timeout_s))[0]
+        finally:
+            await end({attempt}, "groups")
+        is_over = attempt.done() and not attempt.cancelled()
+        made = attempt.result() if is_over else asyncio.CancelledError()
+        if isinstance(made, Group):
+            return made
+        reason = _first_cause(made)
+        if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
+            raise reason from None
+        if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
+            self._log("a reward ends the run (rollout.on_reward_error=run)", reason)
+            raise reason from None
+        if is_late:
+            reason = TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
         self._log(f"slot {slot.number}, task {slot.task['id']!r} is given up", reason)
         return slot.tombstone(f"{type(reason).__name__}: {reason}")
+
+    async def _attempt(self, slot: Slot) -> Group | BaseException:
+        """Return the group, or what the user's environment or reward has raised: anything, also the
+        CancelledError of tasks of their own.
+        """
+        try:
+            return await self._generate(slot)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            return error
 
     async def _generate(self, slot: Slot) -> Group:
         policy = Policy(self.client, self.sampling, slot.seed)
@@ -247,7 +255,8 @@ class _GroupMaker:
         samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
         unscored = [sample for sample in samples if sample.reward is None]
         scored = await asyncio.gather(
-            *(score(self.reward, slot.task, sample) for sample in unscored), return_exceptions=True
+            *(score(self.reward, slot.task, sample, self.settings) for sample in unscored),
+            return_exceptions=True,
         )
         failures = [UnfitSample(fault) for fault in faults if fault is not None]
         failures += [error for error in scored if error is not None]
@@ -273,12 +282,6 @@ class _GroupMaker:
             reason,
             exc_info=reason if first else None,
         )
-
-
-def _is_cancelled() -> bool:
-    """Return whether somebody has asked the current task to end."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -3,11 +3,14 @@
 import functools
 import hashlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,22 +51,79 @@ def code_of(name: str, function: Any) -> Code:
     another one), and of the version of the library that a built-in reward asks (`function.library`). It is
     the same on every machine that has the same files. Modules that these files import are not covered.
     """
+    texts = [_source(module) for module in _modules(name, function)]
+    digests = [hashlib.sha256(text).hexdigest() if text else "" for text in texts]
+    version = _version(getattr(_innermost(function), "library", ""))
+    return Code(name, hashlib.sha256("".join([*digests, version]).encode()).hexdigest()[:16])
+
+
+def sources(name: str, function: Any) -> dict[str, tuple[str, str]]:
+    """Return path and text of the files that `code_of` covers, by module, for another process."""
+    found: dict[str, tuple[str, str]] = {}
+    for module in _modules(name, function):
+        path = getattr(sys.modules.get(module), "__file__", None)
+        with suppress(UnicodeDecodeError):  # no source, or one in an old encoding: the file has to do
+            if path and path.endswith(".py") and (text := _source(module).decode()):
+                found[module] = path, text
+    return found
+
+
+def load_as_it_was(loaded: Mapping[str, tuple[str, str]]) -> None:
+    """Have this process import modules from what `sources` has returned in another one: their files may have
+    changed since, and an iteration's samples must be scored by the code that its digest names.
+    """
+    sys.meta_path.insert(0, _AsItWas(loaded))
+
+
+class _AsItWas(importlib.abc.MetaPathFinder):
+    def __init__(self, loaded: Mapping[str, tuple[str, str]]) -> None:
+        self._loaded = loaded
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname not in self._loaded:
+            return None
+        file, text = self._loaded[fullname]
+        is_package = [str(Path(file).parent)] if Path(file).name == "__init__.py" else None
+        loader = _FromText(fullname, file, text.encode())
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=loader, submodule_search_locations=is_package
+        )
+
+
+class _FromText(importlib.machinery.SourceFileLoader):
+    """Loads a module from a text; there is no bytecode of it."""
+
+    def __init__(self, fullname: str, path: str, text: bytes) -> None:
+        super().__init__(fullname, path)
+        self._text = text
+
+    def get_data(self, path: str) -> bytes:
+        return self._text if path == self.path else super().get_data(path)
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("it is not the file that is loaded")
+
+
+def _modules(name: str, function: Any) -> list[str]:
+    """Return the modules that `name` and the function's definition name."""
+    named = {name.partition(":")[0]} if ":" in name else set[str]()
+    return sorted({*named, getattr(_innermost(function), "__module__", None) or ""})
+
+
+def _innermost(function: Any) -> Any:
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)
-    named = {name.partition(":")[0]} if ":" in name else set[str]()
-    library = getattr(function, "library", "")
-    sources = [_source(module) for module in sorted({*named, getattr(function, "__module__", None) or ""})]
-    return Code(name, hashlib.sha256("".join([*sources, _version(library)]).encode()).hexdigest()[:16])
+    return function
 
 
 @functools.cache  # the file may change while the process lives, but not what it has loaded
-def _source(module: str) -> str:
-    """Return the digest of a loaded module's file; empty for a module that has none."""
+def _source(module: str) -> bytes:
+    """Return the content of a loaded module's file; empty for a module that has none."""
     path = getattr(sys.modules.get(module), "__file__", None)
     with suppress(OSError):
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
-    return ""
+        return Path(path).read_bytes() if path else b""
+    return b""
 
 
 def _version(library: str) -> str:

@@ -47,6 +47,10 @@ class RolloutSettings(Settings):
     on_reward_error: Literal["sample", "run"] = "sample"
     """What ends when a reward function raises: the sample (counted, the first traceback logged), or the
     run."""
+    reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """A sync reward function that takes longer for a completion is ended, and the sample is lost."""
+    reward_processes: Annotated[int, Field(ge=1)] | None = None
+    """Processes of a node that call a sync reward function; null: one a core, 8 at most."""
     task_sampling: Literal["uniform", "ratio", "curriculum"] = "uniform"
     """Which tasks come next. uniform: all in a random order before any comes again; ratio: classes of tasks
     in fixed shares; curriculum: rather tasks that past policies solved sometimes but not always."""
@@ -55,8 +59,8 @@ class RolloutSettings(Settings):
     ratio: dict[str, Annotated[float, Field(ge=0)]] = {}
     """Share of each class, e.g. rollout.ratio.easy=1 rollout.ratio.hard=3."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """A node is lost when its rollout has finished no group for this long, the start of its engine not
-    counted; null: never."""
+    """A node is lost when its rollout has finished or given up no group for this long, the start of its
+    engine not counted; null: `group_timeout_s`."""
     part_interval_s: Annotated[float, Field(gt=0)] = 2.0
     """Finished groups are made durable at least this often."""
     seed: int = 0

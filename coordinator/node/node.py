@@ -1,7 +1,6 @@
 """A node: its parts, its life from the first heartbeat to the last, and `step`, one row of the table."""
 
 import os
-import signal
 import time
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
 from coordinator.machine.host_lock import hold_for_process
+from coordinator.machine.signals import Signals
 from coordinator.machine.trainer import TrainerHost
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
@@ -26,6 +26,7 @@ from coordinator.node.messages import Messages
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.start import Start
+from coordinator.node.unresponsive import Unresponsive
 from coordinator.node.verdicts import Verdicts
 from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
@@ -60,9 +61,11 @@ class Node:
         self.verifier = Verifier()
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
+        self.signals = Signals(self.watch.interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
         self.flags = Flags(self.identity, self.position, self.watch, self.check, self.messages.missing)
+        self.unresponsive = Unresponsive(self.identity, self.watch, self.messages, self.verdicts, self.flags)
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
@@ -114,8 +117,7 @@ class Node:
 
     def begin(self) -> None:
         """Take an incarnation and begin to beat; from here on signals end the node in order."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        self.signals.begin()
         files.make_directory(self.run_dir.logs(self.rank))
         if not self.is_master:
             self._find_address()
@@ -143,13 +145,6 @@ class Node:
     def _place(self) -> tuple[int, int]:
         current = self.watch.current
         return self.watch.incarnation, current.epoch if current is not None else 0
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        """End in order; at a second signal at once, since user code may hold us: the keeper does the rest."""
-        if self.watch.signal is not None:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.watch.interrupt(number)
 
     def enter(self, record: EpochRecord) -> None:
         """Enter an epoch: nothing of the old one runs here any more; the master waits until all say so."""

@@ -19,6 +19,7 @@ class _Place:
     done: int = 0
     total: int = 0
     tokens: int = 0
+    steps: int = 0
     since_s: float = field(default_factory=lambda: time.monotonic())
     waiting_since_s: float | None = None
     counting_since_s: float | None = None
@@ -53,10 +54,15 @@ class Position:
     def reach(self, done: int, total: int, tokens: int = 0) -> None:
         """Take in the progress in this row; `tokens`: how many were generated in it."""
         place = self._place
+        place.steps += 1
         place.reached_s = time.monotonic()
         if done == 0 or place.counting_since_s is None:
             place.counting_since_s = place.reached_s
         place.done, place.total, place.tokens = done, total, tokens
+
+    def step(self) -> None:
+        """Say that the row gets on, also where nothing of what is counted is done."""
+        self._place.steps += 1
 
     def count_bytes(self) -> Callable[[int], None]:
         """Return what counts bytes as the progress of this row, in megabytes; for any thread."""
@@ -106,6 +112,7 @@ class Position:
             "phase": place.phase,
             "done": place.done,
             "total": place.total,
+            "steps": place.steps,
             "waiting_for": place.waiting_for,
             "row_s": round(now_s - place.since_s, 1),
             "waiting_s": round(now_s - (place.waiting_since_s or place.since_s), 1) if waits else 0.0,

@@ -13,6 +13,9 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import Board
 from coordinator.settings import RunSettings
 
+STARTS = 2
+"""An engine that does not start is started once more."""
+
 
 class Ticks:
     """Counts seconds between calls, at most `step_s` for each: a longer gap means that this process stood."""
@@ -108,7 +111,7 @@ class Standstill:
         """Take in what the newest beat of each rank says, at `now_s` (monotonic)."""
         self._observed_s, passed_s = now_s, self._ticks.passed_s(now_s)
         for rank, content in said.items():
-            place = tuple(content.get(name) for name in ("state", "iteration", "phase", "done"))
+            place = tuple(content.get(name) for name in ("state", "iteration", "phase", "done", "steps"))
             moves = place != self._places.get(rank) or bool(content.get("waiting_for"))
             self._places[rank] = place
             self.still_s[rank] = 0.0 if moves else self.still_s.get(rank, 0.0) + passed_s
@@ -132,5 +135,6 @@ def stall_limit_s(settings: RunSettings, label: str) -> float | None:
     """For how long progress in a row may stand still, by the row's label; None: without limit."""
     if label not in {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}:
         return settings.trainer.stall_timeout_s
-    limit_s = settings.rollout.stall_timeout_s
-    return None if limit_s is None else limit_s + settings.engine.start_timeout_s
+    rollout = settings.rollout
+    limit_s = rollout.group_timeout_s if rollout.stall_timeout_s is None else rollout.stall_timeout_s
+    return limit_s + STARTS * settings.engine.start_timeout_s

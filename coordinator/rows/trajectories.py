@@ -91,7 +91,8 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     verify = node.engine.check_serves
     writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
     try:
-        return {"short": asyncio.run(_collect(node, iteration, share, writer))}
+        with node.unresponsive.guarding(node.children):
+            return {"short": asyncio.run(_collect(node, iteration, share, writer))}
     except Stopped:
         node.check()
         raise
@@ -133,6 +134,7 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
                 sampling=share.origin.sampling,
                 settings=share.settings,
                 on_group=on_group,
+                on_end=node.position.step,
                 stop=node.watch.stop,
             )
 

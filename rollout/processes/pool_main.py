@@ -1,66 +1,83 @@
 """The program that a process of `rollout.processes.pool` runs.
 
-    python -m rollout.processes.pool_main MODULE:MAKER        stdin: the socket to the node
+    python -P pool_main.py MODULE:MAKER        stdin: the socket to the node
 
-MAKER's function is called with the array in each line that arrives. The answer is a line with its `value`, or
-with the `error` that it raised. A first line says whether MAKER worked. The process exits at end of file.
+A first line has the parameters of MAKER and what holds for the process; the answer says whether MAKER worked.
+Then MAKER's function is called with the array in each line that arrives. The answer is a line with its
+`value`, or with the `error` that it raised. The process exits at end of file.
 """
 
 import contextlib
 import importlib
 import json
 import logging
+import numbers
 import os
 import resource
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 MEMORY_BYTES = 4 * 2**30
-"""Limit of the address space: a completion that needs more makes the library raise MemoryError."""
+"""Limit of a library's address space: a completion that needs more makes it raise MemoryError."""
 
 
 def main(maker: str) -> None:
     """Serve the calls of one function until the end of the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    with socket.socket(fileno=os.dup(0)) as channel, channel.makefile("rwb") as lines:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that libraries do not read from the socket
+        pid = os.getpid()
+
+        def answer(function: Callable[..., Any], arguments: list[Any]) -> None:
+            try:
+                text = json.dumps({"value": function(*arguments)}, default=_as_number)
+            except BaseException as error:  # the caller decides what it means
+                text = json.dumps(_failure(error))
+            if os.getpid() != pid:  # the function has forked: one answer is enough
+                os._exit(0)
+            lines.write(text.encode() + b"\n")
+            lines.flush()
+
+        functions: list[Callable[..., Any]] = []
+        first = json.loads(lines.readline())
+        sys.path[:] = first["path"]
+        if first["is_library"]:
+            _restrict()
+        answer(lambda: functions.append(_make(maker, first["parameters"])), [])
+        for line in lines if functions else ():
+            answer(functions[0], json.loads(line))
+
+
+def _restrict() -> None:
+    """Keep a library from filling the memory, and from saying anything."""
     logging.disable()
     warnings.simplefilter("ignore")
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set already; macOS has none
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    with socket.socket(fileno=os.dup(0)) as channel, channel.makefile("rwb") as lines:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that libraries do not read from the socket
-
-        def say(answer: bytes) -> None:
-            lines.write(answer + b"\n")
-            lines.flush()
-
-        try:
-            function = _make(maker)
-        except Exception as error:
-            say(_failure(error))
-            return
-        say(b"{}")
-        for line in lines:
-            say(_answer(function, line))
 
 
-def _make(maker: str) -> Callable[..., Any]:
+def _make(maker: str, parameters: list[Any]) -> Callable[..., Any]:
     module, _, name = maker.partition(":")
-    return getattr(importlib.import_module(module), name)()
+    return getattr(importlib.import_module(module), name)(*parameters)
 
 
-def _answer(function: Callable[..., Any], line: bytes) -> bytes:
-    try:
-        return json.dumps({"value": function(*json.loads(line))}).encode()
-    except Exception as error:  # the caller decides what it means
-        return _failure(error)
+def _as_number(value: Any) -> float:
+    """Return what JSON has no word for, e.g. a number of numpy."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"returned {value!r}; it must be a number, or hold numbers")
 
 
-def _failure(error: Exception) -> bytes:
-    return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+def _failure(error: BaseException) -> dict[str, str]:
+    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else f"it raised {error!r}"
+    return {"error": text, "traceback": "".join(traceback.format_exception(error)).rstrip()}
 
 
 if __name__ == "__main__":

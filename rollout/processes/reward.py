@@ -1,19 +1,25 @@
-"""Rewards that a library computes, in processes that can be killed (`pool`)."""
+"""Rewards that run in processes which can be killed (`pool`): those of a library, and sync functions."""
 
+import asyncio
+import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
-from rollout.processes.pool import CallLost, ProcessPool
+from rollout.plugins import load_as_it_was, load_function, sources
+from rollout.processes.pool import CallLost, DeadlinePassed, ProcessPool
 
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
-"""How long a completion may take; most take a millisecond."""
+"""How long a library may take for a completion; most take a millisecond."""
+MOST_PROCESSES = 8
+"""As many processes at most call a sync function, unless the setting says otherwise."""
 
 
-class ProcessReward:
+class LibraryReward:
     """A reward function that runs in a process of a pool. There, the function that `maker` makes is called
     with `arguments(task, completion)` and returns the reward (`ProcessPool`).
 
@@ -35,10 +41,11 @@ class ProcessReward:
         self.library = library
         self.__module__ = maker.partition(":")[0]  # as of a function: where it is defined
 
-    def __call__(self, task: dict[str, Any], completion: str) -> float:
-        """Return the reward. Blocks, so call it in a thread. Raises CallFailed if the function raises."""
+    async def __call__(self, task: dict[str, Any], completion: str) -> float:
+        """Return the reward. Raises CallFailed if the function raises."""
+        call = self._pool.submit(*self._arguments(task, completion), deadline_s=DEADLINE_S)
         try:
-            return self._pool.call(*self._arguments(task, completion), deadline_s=DEADLINE_S)
+            return await asyncio.wrap_future(call)
         except CallLost as lost:
             log.warning("task %r: %s; reward 0 for the completion %.200r", task["id"], lost, completion)
             return 0.0
@@ -54,3 +61,65 @@ def missing(library: str, extra: str) -> str | None:
     if importlib.util.find_spec(library) is not None:
         return None
     return f"{library} is not installed; it is the extra {extra!r}: pip install -e '.[{extra}]'"
+
+
+class SyncReward:
+    """A sync reward function. Processes load it by its name, and call it there: whatever it does, the node's
+    own process goes on.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """`name`: `module:function`, whose function is loaded in this process too."""
+        self.__wrapped__ = function
+        self._pool = _pool_of(name, function)
+
+    async def __call__(
+        self, task: dict[str, Any], completion: str, *, timeout_s: float, processes: int | None
+    ) -> Any:
+        """Return what the function returns. Raises CallFailed if it raises, CallLost if it takes longer than
+        `timeout_s` or ends its process.
+        """
+        self._pool.size = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
+        try:
+            return await asyncio.wrap_future(self._pool.submit(task, completion, deadline_s=timeout_s))
+        except DeadlinePassed as late:
+            raise DeadlinePassed(f"{late} (rollout.reward_timeout_s)") from None
+
+
+_pools: dict[str, ProcessPool] = {}
+
+
+def _pool_of(name: str, function: Callable[..., Any]) -> ProcessPool:
+    """Return the pool of a function, which stays: its processes have loaded what it needs."""
+    if name not in _pools:
+
+        def say(line: str) -> None:
+            log.info("%s: %s", name, line)
+
+        maker = f"{__name__}:make_sync"
+        _pools[name] = ProcessPool(maker, name, sources(name, function), say=say)
+    return _pools[name]
+
+
+# ---- in the processes
+
+
+def make_sync(name: str, loaded: dict[str, tuple[str, str]]) -> Callable[..., Any]:
+    """Load the function `name` from the source that the node has loaded, whatever its file has become."""
+    load_as_it_was(loaded)
+    function = load_function(name)
+
+    @functools.wraps(function)
+    def call(task: dict[str, Any], completion: str) -> Any:
+        result = function(task, completion)
+        return runner().run(_awaited(result)) if hasattr(result, "__await__") else result
+
+    @functools.cache
+    def runner() -> asyncio.Runner:
+        return asyncio.Runner()  # one loop for all calls: the function may keep a client that belongs to it
+
+    return call
+
+
+async def _awaited(result: Any) -> Any:
+    return await result

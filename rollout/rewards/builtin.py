@@ -1,19 +1,19 @@
 """Rewards: score a completion by a built-in function, a library, or the user's function."""
 
-import asyncio
-import contextlib
 import inspect
 import math
 import numbers
 import re
-import threading
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
 from rollout.plugins import PluginError, code_of, load_function
-from rollout.processes.reward import ProcessReward
+from rollout.processes.pool import CallFailed, CallLost
+from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.rewards.math import math_reward
+from rollout.rewards.regex import regex
+from rollout.settings import RolloutSettings
 from rollout.tasks.reasoning_gym import gym_reward
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
@@ -22,6 +22,8 @@ Score = float | dict[str, float]
 """A number, or a dict of numbers: `reward` and any metrics."""
 RewardFunction = Callable[[Task, str], Score | Awaitable[Score]]
 """What a user writes: (task, completion) -> score, sync or async."""
+
+_DEFAULTS = RolloutSettings()
 
 # Thousands separators, decimals, a small exponent; a minus that follows a digit or a letter is an operator.
 _NUMBER = re.compile(
@@ -38,19 +40,19 @@ class RewardError(ValueError):
 
 
 class Reward:
-    """A loaded reward: `await reward(task, completion)`, also of a sync function. `code` says which it is."""
+    """A loaded reward: `await reward(task, completion)`, whatever runs it. `code` says which it is."""
 
-    def __init__(self, name: str, function: RewardFunction, *, inline: bool) -> None:
+    def __init__(self, name: str, function: RewardFunction | LibraryReward | SyncReward) -> None:
+        """`function` is called in the event loop."""
         self.name = name
         self.code = code_of(name, function)
         self._function = function
-        self._inline = inline
 
-    async def __call__(self, task: Task, completion: str) -> Score:
-        if self._inline:
-            result = self._function(task, completion)
-        else:
-            result = await _in_thread(self._function, task, completion)
+    async def __call__(self, task: Task, completion: str, settings: RolloutSettings = _DEFAULTS) -> Score:
+        if isinstance(self._function, SyncReward):
+            timeout_s, processes = settings.reward_timeout_s, settings.reward_processes
+            return await self._function(task, completion, timeout_s=timeout_s, processes=processes)
+        result = self._function(task, completion)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -67,19 +69,6 @@ def numeric(task: Task, completion: str) -> float:
     return float(_last_number(completion) == wanted)
 
 
-def regex(task: Task, completion: str) -> float:
-    """1 if the pattern is found anywhere in the completion (to match all of it, anchor it with \\A and \\Z).
-    The pattern is the task's field `pattern`, or its answer if there is none.
-    """
-    pattern = task.get("pattern", task.get("answer"))
-    if not isinstance(pattern, str):
-        raise ValueError("it has neither a `pattern` nor an `answer` that is a string")
-    try:
-        return float(re.search(pattern, completion) is not None)
-    except re.error as error:
-        raise ValueError(f"its pattern {pattern!r} is no regular expression: {error}") from error
-
-
 def length(task: Task, completion: str) -> float:
     """1 - |length - target| / target, at least 0. Lengths are in characters; the target is the task's field
     `target_length`.
@@ -90,19 +79,24 @@ def length(task: Task, completion: str) -> float:
     return max(0.0, 1.0 - abs(len(completion) - target) / target)
 
 
-BUILT_IN: dict[str, RewardFunction] = {"exact": exact, "numeric": numeric, "regex": regex, "length": length}
-IN_PROCESSES: dict[str, ProcessReward] = {"math": math_reward, "reasoning_gym": gym_reward}
+BUILT_IN: dict[str, RewardFunction | SyncReward] = {
+    "exact": exact,
+    "numeric": numeric,
+    "regex": SyncReward("rollout.rewards.regex:regex", regex),
+    "length": length,
+}
+IN_PROCESSES: dict[str, LibraryReward] = {"math": math_reward, "reasoning_gym": gym_reward}
 """Rewards of optional libraries. Their processes start with the first completion and end with the node."""
 
 
 def resolve_reward(name: str) -> Reward:
     """One of BUILT_IN or IN_PROCESSES, or `module:function`. Raises RewardSettingError."""
     if name in BUILT_IN:
-        return Reward(name, BUILT_IN[name], inline=True)
+        return Reward(name, BUILT_IN[name])
     if name in IN_PROCESSES:
         if reason := IN_PROCESSES[name].missing:
             raise RewardSettingError(f"reward {name!r}: {reason}")
-        return Reward(name, IN_PROCESSES[name], inline=False)
+        return Reward(name, IN_PROCESSES[name])
     if ":" not in name:
         there = ", ".join([*BUILT_IN, *IN_PROCESSES])
         raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
@@ -110,15 +104,24 @@ def resolve_reward(name: str) -> Reward:
         function = load_function(name)
     except PluginError as error:
         raise RewardSettingError(f"reward: {error}") from error
-    return Reward(name, function, inline=inspect.iscoroutinefunction(function))
+    return Reward(name, function if _is_async(function) else SyncReward(name, function))
 
 
-async def score(reward: Reward, task: Task, sample: Sample) -> None:
+def _is_async(function: Any) -> bool:
+    """Return whether a function, or an object that is called like one, is async."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - it is looked at, not tested for
+    )
+
+
+async def score(reward: Reward, task: Task, sample: Sample, settings: RolloutSettings = _DEFAULTS) -> None:
     """Set the sample's reward, and add the metrics to the sample's. Raises RewardError if the function
-    raises, or returns something other than finite numbers.
+    raises, takes too long, ends its process, or returns something other than finite numbers.
     """
     try:
-        result = await reward(task, sample.text)
+        result = await reward(task, sample.text, settings)
+    except (CallFailed, CallLost) as error:
+        raise RewardError(f"{_where(reward, task)}: {error}") from error
     except Exception as error:  # the user's function may raise anything
         raise RewardError(f"{_where(reward, task)}: {type(error).__name__}: {error}") from error
     values = result if isinstance(result, dict) else {"reward": result}
@@ -148,32 +151,3 @@ def _answer(task: Task) -> str:
 def _last_number(text: str) -> Decimal | None:
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
-
-
-async def _in_thread(function: RewardFunction, task: Task, completion: str) -> Any:
-    """Run a sync function beside the event loop, in a daemon thread. Loop and process wait at their end for
-    the threads of asyncio.to_thread, so a reward that hangs would keep a stopped node alive.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(result: Any, failure: BaseException | None) -> None:
-        if not future.done():  # else the sample was given up meanwhile
-            future.set_result((result, failure))
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function(task, completion)
-        except BaseException as error:  # the user's function may raise anything; it is raised again below
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    result, failure = await future
-    if isinstance(failure, Exception):
-        raise failure
-    if failure is not None:
-        raise RuntimeError(f"it raised {failure!r}")
-    return result

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from rollout.processes.reward import ProcessReward
+from rollout.processes.reward import LibraryReward
 
 _MATH_MARKS = ("$", "\\(", "\\[", "\\boxed", "\\begin{")
 
@@ -43,6 +43,6 @@ def _arguments(task: dict[str, Any], completion: str) -> tuple[str, str]:
     return str(task["answer"]), completion
 
 
-math_reward = ProcessReward(
+math_reward = LibraryReward(
     "rollout.rewards.math:make_verifier", _arguments, library="math_verify", extra="math"
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
-from rollout.processes.reward import ProcessReward, missing
+from rollout.processes.reward import LibraryReward, missing
 
 SOURCE = "reasoning_gym:"
 GENERATE_TIMEOUT_S = 1800.0
@@ -188,4 +188,4 @@ def _arguments(task: dict[str, Any], completion: str) -> tuple[Any, ...]:
     return made["dataset"], made["config"], made["index"], question, tagged, completion
 
 
-gym_reward = ProcessReward("rollout.tasks.reasoning_gym:make_scorer", _arguments, **_LIBRARY)
+gym_reward = LibraryReward("rollout.tasks.reasoning_gym:make_scorer", _arguments, **_LIBRARY)

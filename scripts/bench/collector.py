@@ -40,7 +40,7 @@ from rollout.trajectory import Group
 
 CONCURRENCY = 256
 TURN_TIMEOUT_S = 1800.0
-NOTHING = Reward("nothing", lambda _task, _completion: 0.0, inline=True)
+NOTHING = Reward("nothing", lambda _task, _completion: 0.0)
 
 Side = Callable[[Sequence[Slot], Sampling], tuple[int, float]]
 """Generates the samples of the slots; returns tokens and seconds."""

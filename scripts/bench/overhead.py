@@ -45,7 +45,7 @@ ROWS = [(1, 16, False), (1, 64, False), (1, 256, False), (8, 64, False), (8, 256
 """(n, tokens, parts)."""
 MEMORY_AT = (0.1, 0.5, 1.0)
 """Fractions of the samples after which the memory is measured."""
-NOTHING = Reward("nothing", lambda _task, _completion: 0.0, inline=True)
+NOTHING = Reward("nothing", lambda _task, _completion: 0.0)
 
 
 @contextmanager

@@ -351,6 +351,24 @@ def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engin
     assert cluster.wait(10) == [-signal.SIGINT]
 
 
+@pytest.mark.parametrize("blocked", [0, 1])
+def test_interrupt_of_the_master_ends_all_although_user_code_holds_a_node(
+    cluster: Cluster, engine_url: str, blocked: int
+) -> None:
+    arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--num-nodes", "2")
+    arguments += ("rollout.reward=tests.cluster.plugins:blocking",)
+    for rank in (0, 1):
+        prefix = ("env", "BLOCKS=1") if rank == blocked else ()
+        program = ("tests.cluster.impatient_node",)
+        cluster.start(rank, *arguments if rank == 0 else (), prefix=prefix, program=program)
+    cluster.until(lambda: "blocking now" in cluster.output(blocked), "the reward is called")
+    cluster.kill(0, signal.SIGINT)
+    assert cluster.wait(60) == [130, 130], cluster.everything_said()
+    said = cluster.output(blocked)
+    assert f"rank {blocked} (" in said and "tests/cluster/plugins.py:" in said and ", blocking)" in said
+    assert "run --" in said.splitlines()[-1] or "run the same commands again" in said.splitlines()[-1]
+
+
 def test_worker_that_beats_but_makes_no_progress_is_lost_and_replaced(
     cluster: Cluster, engine_url: str
 ) -> None:

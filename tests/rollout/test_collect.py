@@ -1,9 +1,11 @@
 """The collector: how much runs at once, what becomes of failures, how it stops, what it leaves behind."""
 
 import asyncio
+import gc
 import json
 import logging
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout import collect as collect_module
+from rollout import blocking
 from rollout.collect import Slot, Stopped, collect
 from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
 from rollout.environments.environment import single_turn
 from rollout.origin import Code
 from rollout.rewards.builtin import Reward, RewardError
 from rollout.settings import RolloutSettings
+from rollout.storage.retry import retry
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, PartHeader, Sample, decode_part, encode_part, line_for_people
 from tests.rollout.collecting import EXACT, FakeClient, run, slots
@@ -86,7 +89,7 @@ def test_group_whose_reward_raises_becomes_a_tombstone_and_the_first_traceback_i
             raise KeyError("answer")
         return 1.0
 
-    groups, failure = run(FakeClient(), slots(4), reward=Reward("my:judge", judge, inline=False))
+    groups, failure = run(FakeClient(), slots(4), reward=Reward("my:judge", judge))
     assert failure is None
     given_up = {group.slot: group.given_up for group in groups if group.given_up}
     assert set(given_up) == {1, 2}
@@ -106,7 +109,7 @@ def fails_in_sample(j: int) -> Reward:
             raise KeyError("answer")
         return float(seen[task["id"]])
 
-    return Reward("my:judge", judge, inline=True)
+    return Reward("my:judge", judge)
 
 
 def test_sample_whose_reward_raises_is_left_out_of_its_group_and_counted(
@@ -278,7 +281,7 @@ def test_environment_that_cancels_itself_or_exits_costs_its_group_only(
 def test_environment_that_swallows_its_cancellation_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(collect_module, "_CANCEL_S", 0.05)
+    monkeypatch.setattr(blocking, "CANCEL_S", 0.05)
 
     async def stubborn(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
         for _ in range(2):
@@ -290,6 +293,85 @@ def test_environment_that_swallows_its_cancellation_is_named(
 
     run(FakeClient(), slots(2), {"over_sample": 2.0}, environment=stubborn, needed=1)
     assert "1 groups go on although they are cancelled" in caplog.text
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # of a coroutine that is cut off
+@pytest.mark.parametrize("catches", [asyncio.CancelledError, BaseException])
+def test_environment_that_never_lets_go_costs_its_group_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, catches: type[BaseException]
+) -> None:
+    monkeypatch.setattr(blocking, "CANCEL_S", 0.05)
+    still_there: list[bool] = []
+
+    async def holds_on() -> None:
+        while not still_there:
+            try:
+                await asyncio.sleep(60)
+            except catches:
+                continue
+
+    async def stubborn(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        if task["id"] == "t1":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(holds_on())
+                await holds_on()
+        return await single_turn(task, policy, sampling)
+
+    groups, failure = run(FakeClient(), slots(3), {"group_timeout_s": 0.2}, environment=stubborn)
+    still_there.append(False)
+    gc.collect()
+    assert failure is None
+    assert {group.slot: group.given_up for group in groups} == {
+        0: None,
+        1: "TimeoutError: took longer than group_timeout_s = 0.2",
+        2: None,
+    }
+    assert "1 groups go on although they are cancelled" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["reward", "environment"])
+def test_code_that_blocks_the_event_loop_is_interrupted(where: str) -> None:
+    def block(task: Task) -> None:
+        if task["id"] == "t1":
+            time.sleep(60)
+
+    async def judge(task: Task, completion: str) -> float:
+        block(task)
+        return 1.0
+
+    async def environment(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        if where == "environment":
+            block(task)
+        return await single_turn(task, policy, sampling)
+
+    reward = Reward("my:judge", judge) if where == "reward" else EXACT
+    handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()
+    settings = {"group_timeout_s": 0.5, "concurrency": 1}  # one group at a time
+    groups, failure = run(
+        FakeClient(),
+        slots(3),
+        settings,
+        reward=reward,
+        environment=environment,
+        **{"sampling": Sampling(n=1)},
+    )
+    assert failure is None and time.monotonic() - started < 10
+    assert {group.slot for group in groups if group.given_up} == {1}
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert "blocked the event loop for longer than group_timeout_s = 0.5" in " ".join(
+        str(group.given_up) for group in groups
+    )
+
+
+def test_call_on_the_directory_is_never_interrupted() -> None:
+    def judge(task: Task, completion: str) -> float:
+        retry("wait for", Path("/"), lambda: time.sleep(0.7))
+        return 1.0
+
+    groups, failure = run(FakeClient(), slots(1), {"group_timeout_s": 0.3}, reward=Reward("my:judge", judge))
+    assert failure is None and "blocked the event loop" not in str(groups[0].given_up)
 
 
 def test_engine_failure_ends_the_collection_and_keeps_what_was_finished() -> None:

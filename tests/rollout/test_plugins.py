@@ -9,7 +9,7 @@ import pytest
 
 from rollout.environments.environment import resolve_environment
 from rollout.plugins import code_of
-from rollout.processes.reward import ProcessReward
+from rollout.processes.reward import LibraryReward
 from rollout.rewards.builtin import BUILT_IN, IN_PROCESSES, resolve_reward
 
 REWARD = "def score(task, completion):\n    return {value}\n"
@@ -67,7 +67,7 @@ def test_everything_that_is_built_in_has_a_digest_of_its_source(monkeypatch: pyt
     for name in ("single_turn", "calculator", "demonstration"):
         assert code_of(name, resolve_environment(name)).digest != empty
     in_processes = {code_of(name, IN_PROCESSES[name]).digest for name in IN_PROCESSES}
-    assert len(in_processes) == 2 and code_of("x", ProcessReward).digest not in in_processes
+    assert len(in_processes) == 2 and code_of("x", LibraryReward).digest not in in_processes
     monkeypatch.setattr("importlib.metadata.version", lambda _library: "another")
     assert not {code_of(name, IN_PROCESSES[name]).digest for name in IN_PROCESSES} & in_processes
 

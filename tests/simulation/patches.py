@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -37,7 +36,7 @@ from tests.simulation.scheduler import Event, RLock, Thread
 from trainer.job import launch
 
 REAL = {"coordinator.cli", "coordinator.commands.local", "coordinator.directory.line_writer"} | {
-    f"coordinator.machine.{name}" for name in ("children", "child_output", "keeper", "network")
+    f"coordinator.machine.{name}" for name in ("children", "child_output", "keeper", "network", "signals")
 }
 """Modules that no simulated node runs."""
 ON_DISK = {
@@ -117,7 +116,8 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(trainer, "Doorbell", lambda _path: bell)
     patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
     patch.setattr(identity, "socket", host)
-    patch.setattr(node, "signal", SimpleNamespace(**{**vars(signal), "signal": lambda *_: None}))
+    patch.setattr(node, "Signals", lambda _act: SimpleNamespace(begin=lambda: None))
+    patch.setattr(node, "Unresponsive", lambda *_: SimpleNamespace(guarding=lambda _children: nullcontext()))
     patch.setattr(main, "Node", lambda start: cast(Any, machines.scheduler.process).become(start))
     patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
     patch.setattr(engine, "host_lock", lambda _name: nullcontext(), raising=False)

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from coordinator.config import build
 from coordinator.node import position as position_module
 from coordinator.node.position import Position
-from coordinator.protocol.liveness import Standstill
+from coordinator.protocol.liveness import Standstill, stall_limit_s
 from coordinator.protocol.phases import Phase
 from rollout.storage import files
 
@@ -73,3 +74,18 @@ def test_file_that_is_read_slowly_is_no_standstill(
 
     files.file_facts(path, slow)
     assert stalled == (set() if is_counted else {1}), "it took 4800 s"
+
+
+def test_rollout_may_stand_still_for_as_long_as_a_group_may_take() -> None:
+    given = {"rollout.group_timeout_s": 100.0, "engine.start_timeout_s": 10.0}
+    assert stall_limit_s(build(given), "train_rollout") == 100.0 + 2 * 10.0
+    assert stall_limit_s(build({**given, "rollout.stall_timeout_s": 7.0}), "eval_rollout") == 27.0
+
+
+def test_group_that_is_given_up_is_progress_too() -> None:
+    position, standstill = Position(), Standstill(interval_s=10.0)
+    position.move("running", 1, "train_rollout")
+    for now_s in range(0, 200, 10):
+        position.step()
+        standstill.observe({1: position.describe()}, float(now_s))
+    assert standstill.still_s[1] == 0.0

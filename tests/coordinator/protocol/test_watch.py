@@ -77,7 +77,7 @@ def told(cluster: ClusterSettings) -> RunSettings:
         {
             **{f"cluster.{name}": value for name, value in cluster.model_dump(exclude_none=True).items()},
             "rollout.stall_timeout_s": STALL_S / 2,
-            "engine.start_timeout_s": STALL_S / 2,
+            "engine.start_timeout_s": STALL_S / 4,
             "trainer.stall_timeout_s": STALL_S,
         }
     )

@@ -1,0 +1,87 @@
+"""End user code that holds the event loop or does not let go of it: a group must not cost the others."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+CANCEL_S = 5.0
+"""How long a cancelled task may take to end before it is cut off."""
+AGAIN_S = 1.0
+"""When a call on the directory, which is never interrupted, is looked at again."""
+ON_DIRECTORY = ("rollout.storage.", "coordinator.directory.")
+"""Modules whose calls may wait for a filesystem."""
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of the thread with this identity; None if it has ended."""
+    return sys._current_frames().get(thread)
+
+
+def is_on_directory(frame: FrameType | None) -> bool:
+    """Return whether a thread whose innermost frame is `frame` is inside a call on the directory."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(ON_DIRECTORY):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
+    """Raise TimeoutError in what blocks the event loop for longer than `limit_s`; `name` is the setting.
+
+    Yields what a coroutine calls now and then to say that the loop is free. The error comes by a signal. So
+    it ends what sleeps or computes in Python, but not what computes in C. In another thread than the main one
+    this has no effect.
+    """
+
+    def rearm(seconds: float = limit_s) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def interrupt(_number: int, frame: FrameType | None) -> None:
+        if is_on_directory(frame):
+            return rearm(AGAIN_S)
+        rearm()
+        raise TimeoutError(f"it has blocked the event loop for longer than {name} = {limit_s:g}")
+
+    try:
+        before: Any = signal.signal(signal.SIGALRM, interrupt)
+    except ValueError:  # signals are for the main thread
+        yield lambda: None
+        return
+    timer_before = signal.getitimer(signal.ITIMER_REAL)
+    try:
+        yield rearm
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer_before)
+
+
+async def end(tasks: Collection["asyncio.Task[Any]"], what: str) -> None:
+    """Cancel tasks and wait for their ends. One that goes on is cut off after CANCEL_S, with an error: user
+    code may catch CancelledError. `what` are the tasks, in the plural.
+    """
+    running = {task for task in tasks if not task.done()}
+    for task in running:
+        task.cancel()
+    left = (await asyncio.wait(running, timeout=CANCEL_S))[1] if running else set()
+    if left:
+        log.error(
+            "%d %s go on although they are cancelled: the environment must let asyncio.CancelledError pass; "
+            "they are cut off",
+            len(left),
+            what,
+        )
+    for task in left:
+        with suppress(RuntimeError):  # it catches this too
+            task.get_coro().close()  # type: ignore[union-attr]
+        task.cancel()
+        asyncio._unregister_task(task)  # else the loop waits for it at its end  # type: ignore[attr-defined]

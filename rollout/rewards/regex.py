@@ -1,0 +1,19 @@
+"""The reward `regex`. A pattern may take longer than the world lasts, and nothing else in its process runs
+meanwhile, so it runs in processes that may be killed.
+"""
+
+import re
+from typing import Any
+
+
+def regex(task: dict[str, Any], completion: str) -> float:
+    """1 if the pattern is found anywhere in the completion (to match all of it, anchor it with \\A and \\Z).
+    The pattern is the task's field `pattern`, or its answer if there is none.
+    """
+    pattern = task.get("pattern", task.get("answer"))
+    if not isinstance(pattern, str):
+        raise ValueError("it has neither a `pattern` nor an `answer` that is a string")
+    try:
+        return float(re.search(pattern, completion) is not None)
+    except re.error as error:
+        raise ValueError(f"its pattern {pattern!r} is no regular expression: {error}") from error

@@ -250,6 +250,7 @@ def _remove(run_dir: RunDir, leftover: Leftover) -> None:
 def _size(path: Path) -> int:
     """Bytes of a file, or of all files below a directory; 0 for what cannot be read."""
     try:
-        return sum(map(_size, path.iterdir())) if path.is_dir() else path.lstat().st_size
+        is_tree = path.is_dir() and not path.is_symlink()
+        return sum(map(_size, path.iterdir())) if is_tree else path.lstat().st_size
     except OSError:  # only a figure for people
         return 0

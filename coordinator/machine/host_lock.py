@@ -23,11 +23,12 @@ HOLDER_PATIENCE_S = 10.0
 
 
 def own_folder(name: str) -> Path:
-    """Return this user's folder of that name in the machine's directory for temporary files, made if need be.
+    """Return this user's folder of that name in the machine's directory for temporary files; make it if it is
+    not there.
 
-    Every user may write there, so somebody else may have made it before. Raises Ended unless it is a directory,
-    belongs to this user, and is closed to all others. `$XDG_RUNTIME_DIR` would be closed too, but it is removed
-    when the user logs out, also under a run that goes on in tmux.
+    Every user may write there, so somebody else may have made it before. Raises Ended unless it is a
+    directory, belongs to this user, and is closed to all others. `$XDG_RUNTIME_DIR` would be closed too, but
+    it is removed when the user logs out, also under a run that goes on in tmux.
     """
     folder = Path(tempfile.gettempdir()) / f"flagpost-{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -231,7 +231,7 @@ BAD = [
     ("--data-path absent", "--data-path absent: no such directory"),
     ("--reward best", "--reward best: "),
     ("--environment none:at_all", "--environment none:at_all: "),
-    ("--engine vllm engine.args.port=8000", "engine.args.port: every start takes a free one"),
+    ("--engine vllm engine.args.port=8000", "engine.args.port: the server listens on a Unix socket"),
     ("--rl-phase all", "--rl-phase=all: input should be"),
     ("--rollout-split train-only --rl-phase update", "--rollout-split train-only needs a rollout"),
     ("--rollout-split eval-only", "--rollout-split eval-only makes nothing to train on"),

@@ -333,6 +333,18 @@ def test_what_may_not_change_between_starts_is_refused(
     assert expected in text and text.endswith("to start anew, use another log path")
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_run_directory_that_every_user_can_write_is_refused_unless_it_is_allowed(
+    run: Run, place: Path, mode: int
+) -> None:
+    (place / "open").mkdir()
+    (place / "open").chmod(mode)
+    text = refusal(run, place, "--log-path", "open")
+    assert f"(mode {mode:04o})" in text and "add --allow-shared-dir" in text
+    text = refusal(run, place, "--log-path", "open", "--allow-shared-dir", "--tasks", "broken.jsonl")
+    assert "broken.jsonl" in text
+
+
 # ---- a worker and what its master published
 
 

@@ -42,6 +42,13 @@ def node(
             help="Go on with an open iteration although the code of its reward or environment has changed.",
         ),
     ] = False,
+    allow_shared_dir: Annotated[
+        bool,
+        typer.Option(
+            "--allow-shared-dir",
+            help="Take a run directory that other users own or can write; give it on every node.",
+        ),
+    ] = False,
     local: Annotated[bool, typer.Option("--local", hidden=True)] = False,
     **typed: str | None,
 ) -> int:
@@ -70,10 +77,10 @@ def node(
             raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
         if dry_run:
             return _show(build(given))
-        return run_local(root, given, accept_code_change)
+        return run_local(root, given, accept_code_change, allow_shared_dir)
     if worker is not None and accept_code_change:  # Slurm gives all nodes the same command, without --worker
         raise SettingsError(f"--accept-code-change is for the master; leave it out beside --worker {worker}")
-    return _run_node(root, given, master, worker, dry_run, accept_code_change)
+    return _run_node(root, given, master, worker, dry_run, accept_code_change, allow_shared_dir)
 
 
 def _run_node(
@@ -83,6 +90,7 @@ def _run_node(
     worker: str | None,
     dry_run: bool,
     accept_code_change: bool,
+    allow_shared_dir: bool,
 ) -> int:
     from coordinator.config import build
     from coordinator.journal import logs
@@ -99,7 +107,7 @@ def _run_node(
     rank = resolve_rank(master, worker, num_nodes, os.environ, own_names)
     if dry_run:
         return _show(build(given))
-    return run_node(root, rank, given, logs.set_up(rank), accept_code_change)
+    return run_node(root, rank, given, logs.set_up(rank), accept_code_change, allow_shared_dir)
 
 
 def _node_app() -> typer.Typer:
@@ -118,7 +126,7 @@ def _show(settings: Any) -> int:
 
 def main() -> int:
     """Parse the arguments of `run` and call; return the exit code. Every bad input is one line."""
-    os.umask(0o007)
+    os.umask(os.umask(0o077) | 0o007)
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 must not end what is shown
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]

@@ -18,6 +18,7 @@ from coordinator.machine.network import NetworkError
 from coordinator.node.flags import read_call
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
+from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.records import MASTER
@@ -211,15 +212,25 @@ def _say(end: Ended) -> int:
 
 
 def run_node(
-    root: Path, rank: int, given: Mapping[str, Any], prefix: Prefix, accept_code_change: bool = False
+    root: Path,
+    rank: int,
+    given: Mapping[str, Any],
+    prefix: Prefix,
+    accept_code_change: bool = False,
+    allow_shared_dir: bool = False,
 ) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
     `accept_code_change`: the master may go on with an iteration although the code of its reward or of its
-    environment has changed. In a terminal the master shows the run below its log lines.
+    environment has changed. `allow_shared_dir`: other users may own the run directory, or write in it. In a
+    terminal the master shows the run below its log lines.
     """
     try:
-        start = start_master(root, given) if rank == MASTER else start_worker(root, rank, given)
+        share_with_group(root)
+        if rank == MASTER:
+            start = start_master(root, given, allow_shared_dir)
+        else:
+            start = start_worker(root, rank, given, allow_shared_dir)
         if rank == MASTER and not accept_code_change:
             refuse_changed_code(start.run_dir, start.settings)
     except Ended as end:

@@ -17,6 +17,7 @@ from coordinator.directory import parts, published
 from coordinator.directory.layout import REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
 from coordinator.directory.published import Incomplete
 from coordinator.node.start import read_run_json
+from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.records import MASTER, EpochRecord, Records, claim, new_token
@@ -40,6 +41,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     or there is no finished group to keep. Then nothing was removed, unless a node came back in the middle.
     """
     run_dir = RunDir(root)
+    share_with_group(root)
     if not root.is_dir() or run_dir.run_json.name not in files.listing(root):
         raise SettingsError(f"--log-path {root}: no run there (no run.json)")
     run_id = read_run_json(run_dir)["run_id"]
@@ -250,6 +252,7 @@ def _remove(run_dir: RunDir, leftover: Leftover) -> None:
 def _size(path: Path) -> int:
     """Bytes of a file, or of all files below a directory; 0 for what cannot be read."""
     try:
-        return sum(map(_size, path.iterdir())) if path.is_dir() else path.lstat().st_size
+        is_tree = path.is_dir() and not path.is_symlink()
+        return sum(map(_size, path.iterdir())) if is_tree else path.lstat().st_size
     except OSError:  # only a figure for people
         return 0

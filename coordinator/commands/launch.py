@@ -101,8 +101,10 @@ def _this_program() -> str:
 def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) -> list[list[str]]:
     """Return the command for each host, in order of rank; workers read their settings from the master."""
     roles = [["--master", "--num-nodes", str(nodes)]] + [["--worker", str(rank)] for rank in range(1, nodes)]
+    of_all = [word for word in words if word == "--allow-shared-dir"]
     return [
-        [program, *role, "--log-path", str(root), *(() if rank else words)] for rank, role in enumerate(roles)
+        [program, *role, "--log-path", str(root), *(of_all if rank else words)]
+        for rank, role in enumerate(roles)
     ]
 
 

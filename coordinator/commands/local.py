@@ -26,7 +26,9 @@ GRACE_S = 15.0
 """How long nodes may take to end by themselves after a second interrupt."""
 
 
-def run_local(root: Path, given: Mapping[str, Any], accept_code_change: bool = False) -> int:
+def run_local(
+    root: Path, given: Mapping[str, Any], accept_code_change: bool = False, allow_shared_dir: bool = False
+) -> int:
     """Start all nodes, show them live, print the results; return the first exit code that is not 0."""
     settings = build(given)
     check_log_path(root)
@@ -38,6 +40,7 @@ def run_local(root: Path, given: Mapping[str, Any], accept_code_change: bool = F
     with LiveView(root, sys.stdout) as shown, Children() as children:
         overrides = as_overrides({**given, "cluster.num_nodes": nodes})
         overrides += ["--accept-code-change"] if accept_code_change else []
+        shared = ["--allow-shared-dir"] if allow_shared_dir else []
         started: list[Child] = []
 
         def echo(line: str) -> None:
@@ -45,7 +48,7 @@ def run_local(root: Path, given: Mapping[str, Any], accept_code_change: bool = F
 
         for rank in range(nodes):
             role = ["--worker", str(rank)] if rank else ["--master", *overrides]
-            argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role]
+            argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
         codes = _follow(started, interrupts)
     _say_results(root)

@@ -5,7 +5,7 @@ sessions of their own. So every process group to kill is written down on the loc
 (`keeper.py`), a process in a session of its own, holds the read end of a pipe to the node. At end of file
 (the node has exited, or was killed) it kills every group that is written down, removes the spool and exits.
 
-    /tmp/flagpost-x1y2z3/     Children.spool, mode 0700; the keeper removes it
+    /tmp/flagpost-x1y2z3/     Children.spool, mode 0700; the keeper removes it; also for engines' sockets
       trainer-3/              Child.spool, one for each child; also for files between the node and this child
         pgid/4711, 4720       its process groups: its own, and those of grandchildren in other sessions
 
@@ -47,6 +47,8 @@ import psutil
 
 from coordinator.machine import keeper
 from coordinator.machine.child_output import Output
+from coordinator.machine.host_lock import own_folder
+from rollout.engines.servers import RPC_BYTES, SOCKET_BYTES
 from trainer.job.launch import LAUNCHER
 
 logger = logging.getLogger(__name__)
@@ -169,7 +171,7 @@ class Children:
     """The child processes of this node and their keeper. A context manager: leaving it ends them all."""
 
     def __init__(self) -> None:
-        self.spool = Path(tempfile.mkdtemp(prefix="flagpost-"))
+        self.spool = _new_spool()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._children: list[Child] = []
@@ -199,7 +201,9 @@ class Children:
         its own. `spool` is from `new_spool`; without it one is made. ChildError if there is no such
         program.
         """
-        environment = {**PASSIVE_THREADS, **os.environ, **(env or {})}
+        # PyTorch would run what it finds in a folder of /tmp whose name other users can guess.
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(own_folder("compiled"))}
+        environment = {**PASSIVE_THREADS, **compiled, **os.environ, **(env or {})}
         if shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise ChildError(f"cannot start {name}: no program {argv[0]!r}; is it installed, and in PATH?")
         with self._lock:
@@ -260,6 +264,12 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _new_spool() -> Path:
+    """Make a directory that only this user can enter, and where the paths of engines' sockets fit."""
+    long = len(os.fsencode(tempfile.gettempdir())) > SOCKET_BYTES - RPC_BYTES - len("/flagpost-12345678")
+    return Path(tempfile.mkdtemp(prefix="flagpost-", dir="/tmp" if long else None))
 
 
 def _only_zombies(pgid: int) -> bool:

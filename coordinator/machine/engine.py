@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from coordinator.directory.layout import RunDir
@@ -13,10 +14,9 @@ from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import acquire, host_lock
-from coordinator.machine.network import LOOPBACK, free_port
 from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import EngineError
+from rollout.engines.client import UNIX, EngineError
 from rollout.engines.servers import Server, server_command
 from rollout.settings import EngineSettings
 
@@ -45,7 +45,10 @@ class EngineHost:
         self._server: Server | None = None
         self._unnamed: Policy | None = None
         """The policy that the node's own server was started with, until its name is set."""
-        self._port = 0
+        self._socket: Path | None = None
+        """Where the node's own server listens: in the spool, which no other user can enter."""
+        self._starts_again = False
+        """Whether the node's own server is being started again while requests wait for it."""
         self._starts = 0
         self._started_s = 0.0
         self.url = ""
@@ -117,12 +120,13 @@ class EngineHost:
                 self._child.stop(STOP_S)
 
     def check_serves(self) -> None:
-        """Raise EngineError if a server that the user runs has got other weights since `ensure`.
+        """Raise EngineError if the server has got other weights since `ensure`.
 
-        Another run may use it too, or it was started anew. A server that does not answer just now passes.
+        Another run may use a server that the user runs, or it was started anew. A server that does not answer
+        just now passes.
         """
         served = self._loader.served
-        if self._child is not None or self._admin is None or served is None:
+        if self._admin is None or served is None or self._starts_again:
             return
         try:
             serves = self._admin.policy()
@@ -162,34 +166,42 @@ class EngineHost:
                 times = f"{restarts} times in one rollout"
                 raise EngineError(f"{how}, {times}; its last words:\n{self._child.tail(20)}")
             log.error("%s: starting it again (%d of %d)", how, restarts, settings.max_restarts)
-            self._child.kill()
-            served = self._loader.served
-            assert served is not None
-            self._start(served, settings, self._port)
-            await asyncio.to_thread(self._await, settings, check)
-            await asyncio.to_thread(self._load, served, settings)
+            self._starts_again = True
+            try:
+                self._child.kill()
+                served = self._loader.served
+                assert served is not None
+                self._start(served, settings, self._socket)
+                await asyncio.to_thread(self._await, settings, check)
+                await asyncio.to_thread(self._load, served, settings)
+            finally:
+                self._starts_again = False
             answered_s = time.monotonic()
 
     def is_there(self) -> bool:
         """Return whether a server has been started or given."""
         return self._admin is not None
 
-    def _start(self, policy: Policy, settings: EngineSettings, port: int | None = None) -> None:
-        """Start a server, or take the user's; whether it answers is another question."""
+    def _start(self, policy: Policy, settings: EngineSettings, socket: Path | None = None) -> None:
+        """Start a server, or take the user's; whether it answers is another question.
+
+        `socket`: where the server before listened, if requests wait for this one; default: a new one.
+        """
         if settings.url is not None:
             self.url, self._admin = settings.url, EngineAdmin(settings.url)
             return
-        self._port = port or free_port(LOOPBACK)
         self._starts += 1
+        self._socket = socket or self._children.spool / f"engine-{self._starts}.sock"
+        self._socket.unlink(missing_ok=True)  # a server that was killed has left it
         model, adapters = self._loader.model_of(policy), self._loader.adapters
         rank = adapters.rank if adapters is not None else 0
-        self._server = server_command(settings, model.directory.absolute(), self._port, count_gpus(), rank)
+        self._server = server_command(settings, model.directory.absolute(), self._socket, count_gpus(), rank)
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
         self._say("engine_start")
         self._started_s = time.monotonic()
         self._child = self._children.start("engine", self._server.argv, env=self._server.env, log=path)
         self._unnamed = model
-        self.url = f"http://{LOOPBACK}:{self._port}"
+        self.url = f"{UNIX}{self._socket}"
         self._admin = EngineAdmin(self.url, after_reload=self._server.after_reload)
 
     def _await(self, settings: EngineSettings, check: Callable[[], None]) -> None:

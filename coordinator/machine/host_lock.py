@@ -1,11 +1,15 @@
 """Locks between the processes of one user on one host: on the host's disk, never on the shared mount."""
 
+import contextlib
+import json
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
@@ -18,11 +22,33 @@ HOLDER_PATIENCE_S = 10.0
 """How long an older process may take to end."""
 
 
+def own_folder(name: str) -> Path:
+    """Return this user's folder of that name in the machine's directory for temporary files; make it if it is
+    not there.
+
+    Every user may write there, so somebody else may have made it before. Raises Ended unless it is a
+    directory, belongs to this user, and is closed to all others. `$XDG_RUNTIME_DIR` would be closed too, but
+    it is removed when the user logs out, also under a run that goes on in tmux.
+    """
+    folder = Path(tempfile.gettempdir()) / f"flagpost-{name}-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        fault = "is no directory"
+    elif about.st_uid != os.getuid():
+        fault = f"belongs to user {about.st_uid}, not to {os.getuid()}"
+    elif mode := stat.S_IMODE(about.st_mode) & 0o077:
+        fault = f"is open to other users (mode {mode | 0o700:o})"
+    else:
+        return folder
+    text = f"{folder} {fault}: remove it, or set TMPDIR to a directory that is yours alone"
+    raise Ended(Exit.FAILED, text)
+
+
 def host_lock(name: str) -> FileLock:
     """Return the lock of this name, not yet acquired."""
-    folder = Path(tempfile.gettempdir()) / f"flagpost-locks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return FileLock(folder / f"{name}.lock")
+    return FileLock(own_folder("locks") / f"{name}.lock")
 
 
 def acquire(lock: FileLock, check: Callable[[], None], patience_s: float) -> bool:
@@ -44,7 +70,7 @@ def hold_for_process(name: str, who: str, check: Callable[[], None]) -> FileLock
     """Acquire the lock `name` for as long as this process lives, and kill an older holder that does not end.
 
     `who` is for the error, Ended.
-    Beside the lock file, another one holds the pid and the creation time of its holder: pids are used again.
+    Beside the lock file, another one says which process holds it: pids are used again.
     """
     lock = host_lock(name)
     holder = Path(lock.lock_file).with_suffix(".pid")
@@ -53,17 +79,30 @@ def hold_for_process(name: str, who: str, check: Callable[[], None]) -> FileLock
         if not acquire(lock, check, HOLDER_PATIENCE_S):
             text = f"another process of {who} on this host does not end; its pid is in {holder}"
             raise Ended(Exit.FAILED, text)
-    me = psutil.Process()
-    holder.write_text(f"{me.pid} {me.create_time()}")
+    holder.write_text(json.dumps(_facts(psutil.Process())))
     return lock
 
 
+def _facts(process: psutil.Process) -> dict[str, Any]:
+    """Return what identifies a process of this user on this host."""
+    return {
+        "pid": process.pid,
+        "created_s": process.create_time(),
+        "user": process.uids().real,
+        "command": process.cmdline(),
+    }
+
+
 def _kill(holder: Path) -> None:
+    """Kill the process that `holder` names, if it is still the same one and belongs to this user."""
     try:
-        pid, created_s = holder.read_text().split()
-        process = psutil.Process(int(pid))
-        if process.create_time() == float(created_s):
-            log.warning("killing the older process of this rank on this host, pid %s: it does not end", pid)
-            process.kill()
-    except (OSError, ValueError, psutil.Error) as error:
+        said = json.loads(holder.read_text())
+        process = psutil.Process(said["pid"])
+        if said["user"] != os.getuid() or said != _facts(process):
+            return
+        log.warning(
+            "killing the older process of this rank on this host, pid %s: it does not end", said["pid"]
+        )
+        process.kill()
+    except (OSError, ValueError, TypeError, KeyError, psutil.Error) as error:
         log.warning("the older process of this rank on this host cannot be ended: %s", error)

@@ -14,6 +14,7 @@ from coordinator import config
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.journal.trackers import check_sinks
 from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
+from coordinator.node.strangers import refuse_strangers
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import MASTER, EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
@@ -43,12 +44,13 @@ class Start:
     newest_epoch: int
 
 
-def start_master(root: Path, given: Mapping[str, Any]) -> Start:
+def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False) -> Start:
     """Check everything, then make the directory and run.json. SettingsError: nothing was written."""
     given = _absolute(given)
     settings = config.build(given)
     run_dir = RunDir(root)
     check_log_path(root)
+    refuse_strangers(root, allow_shared_dir)
     inputs = load_inputs(settings, given)
     check_sinks(settings.metrics)
     if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
@@ -70,7 +72,7 @@ def start_master(root: Path, given: Mapping[str, Any]) -> Start:
     return _begin(MASTER, run_dir, run["run_id"], settings, inputs)
 
 
-def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
+def start_worker(root: Path, rank: int, given: Mapping[str, Any], allow_shared_dir: bool = False) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them."""
     run_dir = RunDir(root)
     given = _absolute(given)
@@ -83,6 +85,7 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any]) -> Start:
         mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
     )
     check_log_path(root)
+    refuse_strangers(root, allow_shared_dir)
     settings = RunSettings.published(published.settings)
     _refuse_rank(rank, settings.cluster.num_nodes, "the master's ")
     shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}

@@ -5,13 +5,13 @@ import importlib.util
 import logging
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from coordinator.directory import published
+from coordinator.machine.host_lock import own_folder
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings import TINY
@@ -43,9 +43,8 @@ def _from_cache(node: Node) -> Path:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
         root.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home at all
-        root = Path(tempfile.gettempdir()) / f"flagpost-models-{os.getuid()}"
+        root = own_folder("models")
         log.info("no cache (%s): keeping the built-in model in %s", error, root)
-        root.mkdir(mode=0o700, exist_ok=True)
     made = root / f"tiny-{_recipe()}-seed{seed}-steps{steps}"
     lock = FileLock(made.with_suffix(".lock"))
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S

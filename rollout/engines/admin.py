@@ -7,12 +7,21 @@ import http.client
 import json
 import os
 import re
+import socket
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.engines.client import FIRST_RETRY_S, LONGEST_RETRY_S, EngineError, excerpt, parse_answer
+from rollout.engines.client import (
+    FIRST_RETRY_S,
+    HOST_OF_SOCKET,
+    LONGEST_RETRY_S,
+    EngineError,
+    excerpt,
+    parse_answer,
+    socket_of,
+)
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
 
 LOADING = "loading"
@@ -58,7 +67,8 @@ class EngineAdmin:
         """`after_reload`: as in rollout.engines.servers.Server. `timeout_s`: of a quick call.
         `drain_timeout_s`: of a call that waits for running requests or moves weights.
         """
-        parts = urllib.parse.urlsplit(base_url)
+        self._socket = socket_of(base_url)
+        parts = urllib.parse.urlsplit(HOST_OF_SOCKET if self._socket else base_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"engine URL {base_url!r} must look like http://127.0.0.1:8000")
         self._host, self._port = parts.hostname, parts.port or 80
@@ -136,8 +146,7 @@ class EngineAdmin:
             for method in self._after_reload:
                 self._admin("/collective_rpc", {"method": method})
             # Else vLLM goes on with keys and values of the old weights: wrong outputs, without an error.
-            if not self._admin("/reset_prefix_cache").get("success", True):
-                raise EngineError("the prefix cache was not reset: requests are still running")
+            self.reset_prefix_cache()
             if asleep:
                 self.wake("kv_cache")  # last, because it resumes vLLM
         except EngineError as error:
@@ -170,14 +179,18 @@ class EngineAdmin:
             body = {"lora_name": name, "lora_path": os.fspath(path), "load_inplace": True}
             self._adapters("/v1/load_lora_adapter", body)
             # vLLM's prefix cache knows an adapter by name and path, also after it was loaded again.
-            if not self._admin("/reset_prefix_cache").get("success", True):
-                raise EngineError("the prefix cache was not reset: requests are still running")
+            self.reset_prefix_cache()
             for model in self._get("/v1/models", "data"):
                 if model["id"].startswith(_ADAPTER) and model["id"] != name:
                     self._adapters("/v1/unload_lora_adapter", {"lora_name": model["id"]})
             self._set_version(digest)
         finally:
             self._admin("/resume")
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget keys and values of earlier prompts; EngineError while requests run."""
+        if not self._admin("/reset_prefix_cache").get("success", True):
+            raise EngineError("the prefix cache was not reset: requests are still running")
 
     def can_prove(self) -> bool:
         """Return whether the server can prove its weights. For vLLM this takes seconds, when it is first
@@ -300,7 +313,10 @@ class EngineAdmin:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
         """Return the status and body of the answer. Raises EngineDead for 503."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        if self._socket:
+            connection = _UnixConnection(self._socket, timeout_s)
+        else:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:
             connection.request(
@@ -315,6 +331,20 @@ class EngineAdmin:
         if response.status == 503:
             raise EngineDead(f"{method} {self._base_url}{path}: 503: {excerpt(answer)}")
         return response.status, answer
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket, which http.client knows nothing of."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) -> None:

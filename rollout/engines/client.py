@@ -17,6 +17,8 @@ from rollout.origin import Sampling
 if TYPE_CHECKING:
     import aiohttp
 
+UNIX = "unix:"
+"""A base URL is http://HOST:PORT, or this and the path of a Unix socket that a server listens on."""
 _EXCERPT = 500
 _SPECIAL_TOKENS = 16
 """More than a tokenizer adds to a text."""
@@ -75,6 +77,7 @@ class EngineClient:
     ) -> None:
         """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself."""
         self._base_url = base_url.rstrip("/")
+        self._socket = socket_of(self._base_url)
         self._model = model
         self._request_timeout_s = request_timeout_s
         self._retry_s = retry_s
@@ -85,8 +88,9 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         import aiohttp  # here, because it takes 0.15 s and `run --help` imports this module
 
+        path = self._socket
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.UnixConnector(path, limit=0) if path else aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=self._request_timeout_s),
         )
         return self
@@ -138,7 +142,7 @@ class EngineClient:
         assert self._session is not None
         url = f"{self._base_url}/v1/models"
         try:
-            async with self._session.get(url) as response:
+            async with self._session.get(self._asked(url)) as response:
                 answer = parse_answer(f"GET {url}", response.status, await response.read())
             return max(int(card["max_model_len"] or 0) for card in answer["data"])
         except (aiohttp.ClientError, TimeoutError):
@@ -221,11 +225,24 @@ class EngineClient:
     async def _post_once(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         if self._session is None:
             raise RuntimeError("EngineClient is used outside of `async with`")
-        async with self._session.post(url, json=body) as response:
+        async with self._session.post(self._asked(url), json=body) as response:
             data = await response.read()
         if response.status == 404 and "model" in body:
             raise AdapterMissing(f"POST {url}: 404: {excerpt(data)}")
         return parse_answer(f"POST {url}", response.status, data)
+
+    def _asked(self, url: str) -> str:
+        """Return the URL as aiohttp takes it, which knows the socket from the connector."""
+        return url.replace(self._base_url, HOST_OF_SOCKET, 1) if self._socket else url
+
+
+HOST_OF_SOCKET = "http://localhost"
+"""What a request over a Unix socket says that it goes to."""
+
+
+def socket_of(base_url: str) -> str | None:
+    """Return the path of the Unix socket in a base URL; None for one of TCP."""
+    return base_url.removeprefix(UNIX) if base_url.startswith(UNIX) else None
 
 
 def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:

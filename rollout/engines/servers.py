@@ -14,6 +14,12 @@ from rollout.settings import EngineSettings
 
 ServerKind = Literal["vllm", "torch"]
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
+"""On Linux, where vLLM runs."""
+SOCKET_BYTES = 100
+"""Longest path of a Unix socket; systems take 104 to 108 bytes."""
+RPC_BYTES = 37
+"""What vLLM adds to the directory of the sockets between its processes."""
 
 ON_CPU: dict[str, Any] = {
     "kv-cache-memory-bytes": 2 * 2**30,
@@ -26,10 +32,10 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as --max-lora-rank."""
 REFUSED = {
     "model": "the engine serves the run's policy; give --model",
-    "host": "the server has no authentication, it listens on 127.0.0.1",
-    "port": "every start takes a free one",
-    "uds": "the server listens on 127.0.0.1",
-    "api-key": "the server listens on 127.0.0.1 and is asked without a key",
+    "host": "the server has no authentication, it listens on a Unix socket of the node's",
+    "port": "the server listens on a Unix socket of the node's",
+    "uds": "every start takes a new one",
+    "api-key": "the server listens on a Unix socket of the node's and is asked without a key",
     "headless": "nobody could ask it",
     "tensor-parallel-size": "the number of replicas follows from it; give engine.tensor_parallel_size",
 }
@@ -93,22 +99,25 @@ def check_server(settings: EngineSettings, gpus: int) -> None:
 def server_command(
     settings: EngineSettings,
     model_dir: str | os.PathLike[str],
-    port: int,
+    socket: str | os.PathLike[str],
     gpus: int,
     lora_rank: int = 0,
 ) -> Server:
-    """Return a server of `model_dir` on 127.0.0.1:`port`, on a node with this number of GPUs.
+    """Return a server of `model_dir` that listens on a Unix socket, on a node with this number of GPUs.
 
+    `socket`: its path, in a directory that no other user can enter, because every client can load weights.
+    It must not exist yet, and may have SOCKET_BYTES, its directory RPC_BYTES less. The base URL is "unix:",
+    followed by the path.
     `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters.
     """
     if server_kind(settings, gpus) == "torch":
         argv = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
-        argv += ["--port", str(port), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
+        argv += ["--uds", os.fspath(socket)]
+        argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
         # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
         return Server(argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"})
     args = {
-        "host": LOOPBACK,
-        "port": port,
+        "uds": os.fspath(socket),
         # Raw logprobs are not from the distribution that was sampled from.
         "logprobs-mode": "processed_logprobs",
         # Else defaults for a request, such as penalties, come from the model's generation_config.json, and
@@ -135,6 +144,12 @@ def server_command(
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_API_KEY": "",
+            # Its processes meet in files, at sockets and at ports, and none of them asks who comes.
+            "TMPDIR": os.path.dirname(os.fspath(socket)),
+            "VLLM_RPC_BASE_PATH": os.path.dirname(os.fspath(socket)),
+            "VLLM_HOST_IP": LOOPBACK,
+            "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+            "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
             "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
             **one_process,
             **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {}),

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import secrets
+import stat
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -81,9 +82,14 @@ def remove(path: Path) -> None:
 def remove_tree(directory: Path) -> None:
     """Remove a directory with all below it; one that is not there is fine.
 
-    What cannot be removed (`.nfs*` files, which another client holds open; EBUSY) stays, with a warning.
+    Of a symbolic link only the link goes: a user may have moved a checkpoint away and left a link to it. What
+    cannot be removed (`.nfs*` files, which another client holds open; EBUSY) stays, with a warning.
     """
     try:
+        about = retry("look at", directory, lambda: os.lstat(directory), directory)
+        if stat.S_ISLNK(about.st_mode):
+            remove(directory)
+            return
         for name, is_directory in _entries(directory):
             if is_directory:
                 remove_tree(directory / name)

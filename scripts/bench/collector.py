@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +30,14 @@ from vllm_server import ARGS, ENV, START_TIMEOUT_S, Elsewhere, make_model, need_
 from coordinator.machine.children import Children
 from coordinator.machine.network import LOOPBACK
 from rollout.collect import Slot, collect
-from rollout.engines.client import EngineClient, EngineError, Sampling, completion_request
+from rollout.engines.client import (
+    HOST_OF_SOCKET,
+    UNIX,
+    EngineClient,
+    EngineError,
+    Sampling,
+    completion_request,
+)
 from rollout.engines.servers import ON_CPU
 from rollout.environments.environment import single_turn
 from rollout.rewards.builtin import Reward
@@ -82,7 +88,7 @@ def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, floa
     async def ask(session: aiohttp.ClientSession) -> int:
         tokens = 0
         for body in bodies:
-            async with session.post(f"{url}/v1/completions", json=body) as response:
+            async with session.post(f"{HOST_OF_SOCKET}/v1/completions", json=body) as response:
                 choices = (await response.json())["choices"]
             tokens += sum(len(choice["token_ids"]) for choice in choices)
         return tokens
@@ -90,7 +96,9 @@ def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, floa
     async def main() -> tuple[int, float]:
         timeout = aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, raise_for_status=True
+            connector=aiohttp.UnixConnector(url.removeprefix(UNIX), limit=0),
+            timeout=timeout,
+            raise_for_status=True,
         ) as session:
             started_s = time.perf_counter()
             asked = await asyncio.gather(*(ask(session) for _ in range(CONCURRENCY // sampling.n)))
@@ -206,7 +214,7 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
         def emptied(side: Callable[[str, Sequence[Slot], Sampling], tuple[int, float]]) -> Side:
             def turn(slots: Sequence[Slot], sampling: Sampling) -> tuple[int, float]:
-                urllib.request.urlopen(f"{server.url}/reset_prefix_cache", b"", timeout=60.0).close()
+                server.admin.reset_prefix_cache()
                 return side(server.url, slots, sampling)
 
             return turn

@@ -35,6 +35,7 @@ from coordinator.directory.layout import parse_part_name
 from coordinator.directory.published import names
 from coordinator.protocol.snapshot import Board, parse
 from rollout.engines.admin import EngineAdmin
+from rollout.engines.client import UNIX
 from tests.cluster import faults as evidence
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.faults import AGENT, ENGINE, TRAINER_RANK, children
@@ -158,7 +159,7 @@ class Injector:
             if fault.engine_s is None and (engine := children(self.cluster.nodes[fault.rank].pid, ENGINE)):
                 engine_at_s = engine_at_s or time.monotonic()
                 words = engine[0].cmdline()
-                if EngineAdmin(f"http://127.0.0.1:{words[words.index('--port') + 1]}").healthy(0.5):
+                if EngineAdmin(UNIX + words[words.index("--uds") + 1]).healthy(0.5):
                     fault.engine_s = time.monotonic() - engine_at_s
             time.sleep(0.02)
         fault.first_work_s = time.monotonic() - started_s

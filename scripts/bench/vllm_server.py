@@ -11,9 +11,8 @@ from typing import Any
 import psutil
 
 from coordinator.machine.children import Child, Children
-from coordinator.machine.network import LOOPBACK, free_port
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import EngineError
+from rollout.engines.client import UNIX, EngineError
 from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
 
@@ -99,11 +98,12 @@ class Vllm:
 
 
 def start_vllm(children: Children, model: Path) -> Vllm:
-    """Start a server of the model on a free port, as a node does; it does not answer yet."""
-    port = free_port(LOOPBACK)
-    server = server_command(EngineSettings(kind="vllm", args=ARGS), model, port, gpus=0)
-    child = children.start("vllm", server.argv, env={**server.env, **ENV})
-    url = f"http://{LOOPBACK}:{port}"
+    """Start a server of the model, as a node does; it does not answer yet."""
+    spool = children.new_spool("vllm")
+    socket = spool / "engine.sock"
+    server = server_command(EngineSettings(kind="vllm", args=ARGS), model, socket, gpus=0)
+    child = children.start("vllm", server.argv, env={**server.env, **ENV}, spool=spool)
+    url = f"{UNIX}{socket}"
     return Vllm(child, url, EngineAdmin(url, after_reload=server.after_reload))
 
 

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.numpy
 
@@ -174,6 +175,29 @@ def test_engine_that_failed_to_load_a_policy_is_started_anew(
     assert engines_started(tmp_path) == 3
 
 
+def test_engine_that_somebody_else_has_administered_is_found_out_and_one_that_starts_again_passes(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    host.check_serves()
+    host.ensure(policy, SETTINGS, fine)
+    host.check_serves()
+    child = host._child
+    assert child is not None
+    asyncio.run(kill_and_wait(host, policy.digest, meanwhile=host.check_serves))
+    EngineAdmin(host.url).reload(changed(policy, tmp_path / "newer").directory, "another's")
+    with pytest.raises(EngineError, match=f"serves another's now, not {policy.digest}"):
+        host.check_serves()
+
+
+def test_no_other_user_can_enter_where_an_engine_listens(host: EngineHost, policy: Policy) -> None:
+    host.ensure(policy, SETTINGS, fine)
+    child = host._child
+    assert child is not None
+    socket = Path(host.url.removeprefix("unix:"))
+    assert socket.is_socket() and socket.parent.stat().st_mode & 0o777 == 0o700
+    assert not [found for found in psutil.Process(child.pid).net_connections() if found.status == "LISTEN"]
+
+
 def test_engine_of_a_run_that_trains_adapters_keeps_its_model_and_comes_back_with_the_adapter(
     host: EngineHost, policy: Policy, tmp_path: Path
 ) -> None:
@@ -229,15 +253,16 @@ def test_the_users_server_of_another_model_gets_the_model_before_the_adapter(
     host.ensure(policy, users, fine, Adapters(policy, rank=4))
 
 
-async def kill_and_wait(host: EngineHost, digest: str) -> None:
-    """Kill the engine while it is minded, until another one has the policy."""
+async def kill_and_wait(host: EngineHost, digest: str, meanwhile: Callable[[], None] = fine) -> None:
+    """Kill the engine while it is minded, and call `meanwhile` until another one has the policy."""
     child, url = host._child, host.url
     assert child is not None
     minding = asyncio.create_task(host.mind(SETTINGS, fine))
     child.kill_now()
     admin = EngineAdmin(url)
-    for _ in range(600):
-        await asyncio.sleep(0.2)
+    for _ in range(6000):
+        await asyncio.sleep(0.02)
+        meanwhile()
         if minding.done() or (
             host._child is not child and await asyncio.to_thread(admin.healthy) and admin.policy() == digest
         ):

@@ -235,7 +235,7 @@ BAD = [
     ("--data-path absent", "--data-path absent: no such directory"),
     ("--reward best", "--reward best: "),
     ("--environment none:at_all", "--environment none:at_all: "),
-    ("--engine vllm engine.args.port=8000", "engine.args.port: every start takes a free one"),
+    ("--engine vllm engine.args.port=8000", "engine.args.port: the server listens on a Unix socket"),
     ("--rl-phase all", "--rl-phase=all: input should be"),
     ("--rollout-split train-only --rl-phase update", "--rollout-split train-only needs a rollout"),
     ("--rollout-split eval-only", "--rollout-split eval-only makes nothing to train on"),
@@ -335,6 +335,18 @@ def test_what_may_not_change_between_starts_is_refused(
     write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
     text = refusal(run, place, "--log-path", "run", *arguments.split())
     assert expected in text and text.endswith("to start anew, use another log path")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_run_directory_that_every_user_can_write_is_refused_unless_it_is_allowed(
+    run: Run, place: Path, mode: int
+) -> None:
+    (place / "open").mkdir()
+    (place / "open").chmod(mode)
+    text = refusal(run, place, "--log-path", "open")
+    assert f"(mode {mode:04o})" in text and "add --allow-shared-dir" in text
+    text = refusal(run, place, "--log-path", "open", "--allow-shared-dir", "--tasks", "broken.jsonl")
+    assert "broken.jsonl" in text
 
 
 # ---- a worker and what its master published

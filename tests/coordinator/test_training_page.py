@@ -80,7 +80,7 @@ def test_settings_of_the_page_are_there_and_have_these_defaults() -> None:
 
 
 def test_arguments_for_a_server_of_adapters_are_those_that_ours_gets() -> None:
-    ours = server_command(EngineSettings(kind="vllm"), "model", port=1, gpus=1, lora_rank=16)
+    ours = server_command(EngineSettings(kind="vllm"), "model", socket="s", gpus=1, lora_rank=16)
     (serve,) = (code for code in CODE if code.startswith("vllm serve"))
     assert {"--enable-lora", "--max-lora-rank=16"} <= set(ours.argv)
     assert "--enable-lora --max-lora-rank 16" in serve

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,9 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coordinator.machine.network import LOOPBACK, free_port
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import Completion, EngineClient, Sampling
+from rollout.engines.client import UNIX, Completion, EngineClient, Sampling
 from rollout.engines.servers import ServerKind, server_command
 from rollout.settings import EngineSettings
 from tests.models import CONTEXT
@@ -88,17 +89,17 @@ def serving(
 
     `ranks` and `args`: of vLLM.
     """
-    port = free_port(LOOPBACK)
+    socket = Path(tempfile.mkdtemp(prefix="flagpost-"), "engine.sock")
     settings = EngineSettings(
         kind=kind, dtype="float32", args={**VLLM_ARGS, **args}, tensor_parallel_size=ranks
     )
-    server = server_command(settings, model, port, 0, lora_rank)
+    server = server_command(settings, model, socket, 0, lora_rank)
     env = {**os.environ, **server.env, **ONE_THREAD}
     with open(log, "wb") as file:
         process = subprocess.Popen(
             server.argv, cwd=REPOSITORY, env=env, stdout=file, stderr=file, start_new_session=True
         )
-    url = f"http://{LOOPBACK}:{port}"
+    url = f"{UNIX}{socket}"
     engine = Engine(kind, url, EngineAdmin(url, after_reload=server.after_reload), process)
     try:
         try:
@@ -109,6 +110,7 @@ def serving(
         yield engine
     finally:
         engine.stop()
+        shutil.rmtree(socket.parent)
 
 
 class Reference:

@@ -30,26 +30,19 @@ class RunningServer:
 
 
 def start_server(model_dir: Path, *arguments: str) -> RunningServer:
-    command = [
-        sys.executable,
-        "-m",
-        "rollout.engines.embedded.server",
-        "--model",
-        str(model_dir),
-        "--port",
-        "0",
-    ]
+    command = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", str(model_dir)]
+    command += [] if "--uds" in arguments else ["--port", "0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, *arguments], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
     line = process.stdout.readline() if ready else ""
-    if not line.startswith(f"serving {model_dir} on http://127.0.0.1:"):
+    if not line.startswith((f"serving {model_dir} on http://127.0.0.1:", f"serving {model_dir} on unix:/")):
         process.kill()
         process.wait()
         pytest.fail(f"the server did not start within {START_TIMEOUT_S} s: {line!r}")
     url = line.split()[-1]
-    return RunningServer(process, url, int(url.rpartition(":")[2]))
+    return RunningServer(process, url, int(url.rpartition(":")[2]) if url.startswith("http") else 0)
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ class Children:
         else:
             said = {key: argv[number + 1] for number, key in enumerate(argv) if str(key).startswith("--")}
             engine = Engine(self._machines.scheduler, lambda: child.lives, said["--model"])
-            self._machines.engines[f"http://127.0.0.1:{said['--port']}"] = engine
+            self._machines.engines[f"unix:{said['--uds']}"] = engine
         return child
 
     def kill_groups(self) -> bool:

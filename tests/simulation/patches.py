@@ -109,8 +109,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(engine, "server_command", _start_server_on_gpu)
     patch.setattr(trajectories, "EngineClient", partial(EngineClient, machines.engines))
     patch.setattr(launch, "argv", lambda job: [job])
-    for module in (engine, trainer):
-        patch.setattr(module, "free_port", lambda _ip: next(ports))
+    patch.setattr(trainer, "free_port", lambda _ip: next(ports))
     patch.setattr(trainer, "interface_towards", lambda _ip: "lo")
     bell = SimpleNamespace(wait=machines.scheduler.wait, close=lambda: None)
     patch.setattr(trainer, "Doorbell", lambda _path: bell)

@@ -124,14 +124,14 @@ def size(count: float) -> str:
 
 
 def judge_directory(made: bool, mode: int, file_mode: int, owner: str) -> Check:
-    """Judge `mode` of the run directory, and `file_mode` of a file made in it with umask 007."""
+    """Judge `mode` of the run directory, and `file_mode` of a file made in it, as a run makes its files."""
     figure = f"{'made' if made else 'there'}, mode {mode:04o}; a new file {file_mode:04o}, {owner}"
     values = {"made": made, "mode": f"{mode:04o}", "file_mode": f"{file_mode:04o}"}
     if file_mode & 0o007:
         advice = "this mount opens new files to every user; mount it with a umask, e.g. umask=007"
         return Check("directory", figure, "warn", advice, values)
     if mode & 0o002:
-        advice = "every user may rename and remove files here: chmod o-w"
+        advice = "every user may write here, so a run refuses it: chmod o-w, or add --allow-shared-dir"
         return Check("directory", figure, "warn", advice, values)
     return Check("directory", figure, values=values)
 

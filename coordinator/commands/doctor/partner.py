@@ -8,7 +8,6 @@ processes of one machine share.
 
 import contextlib
 import json
-import os
 import select
 import subprocess
 import sys
@@ -148,7 +147,6 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 
 def main() -> None:
     """Answer requests, line by line."""
-    os.umask(0o007)
     for line in sys.stdin:
         arguments = json.loads(line)
         try:

@@ -20,6 +20,7 @@ from coordinator.commands.doctor.peers import attend, checks_between
 from coordinator.commands.doctor.report import Checks, Report
 from coordinator.node.rank import RANK_VARIABLES, resolve_rank
 from coordinator.node.start import check_log_path
+from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.records import MASTER
 from coordinator.settings import SettingsError
@@ -35,6 +36,7 @@ def run_doctor(root: Path, nodes: int, rank: int, limit_s: float, as_json: bool)
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
+    share_with_group(root)
     with Report(root, nodes, prints=rank == MASTER, as_json=as_json) as report:
         if rank != MASTER:
             return _take_part(root, nodes, rank, limit_s, report)

@@ -1,6 +1,6 @@
-"""The embedded engine's server: the OpenAI completions API on loopback, with vLLM's administrative paths.
+"""The embedded engine's server: the OpenAI completions API, with vLLM's administrative paths.
 
-    python -m rollout.engines.embedded.server --model DIR --port P --weight-version DIGEST
+    python -m rollout.engines.embedded.server --model DIR --uds SOCKET --weight-version DIGEST
 
 It needs neither a GPU nor vLLM. Unlike vLLM it reads new weights beside the old ones and takes them only when
 they are whole. It refuses (400) what it cannot do, instead of ignoring it. On /pause?mode=wait it finishes
@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollout.engines.admin import EXTENSION
 from rollout.engines.bodies import AnyBody, BadRequest, error_body, parse_body
+from rollout.engines.client import UNIX
 from rollout.engines.content import WrongContent
 from rollout.engines.embedded import protocol
 from rollout.engines.embedded.batch import Generation, Row
@@ -32,6 +33,7 @@ from rollout.engines.model_dir import WeightsError
 from rollout.engines.servers import LOOPBACK
 
 _MAX_BODY_BYTES = 256 * 2**20
+BACKLOG = 4096
 _MEMORY = frozenset({"weights", "kv_cache"})
 """What can sleep. Sleeping frees nothing here, because there is no GPU."""
 
@@ -243,25 +245,33 @@ def main(argv: list[str] | None = None) -> int:
         engine = TorchEngine(args.model, dtype=getattr(torch, args.dtype), max_batch=args.max_batch)
         server = Server(engine, args.model, args.weight_version)
         engine.start()
-        asyncio.run(_serve(server, args.model, args.port))
+        asyncio.run(_serve(server, args))
     except (WeightsError, OSError) as error:
         print(f"torch_server: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(server: Server, model: str, port: int) -> None:
+async def _serve(server: Server, args: argparse.Namespace) -> None:
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, LOOPBACK, port).start()  # it has no authentication
-    print(f"serving {model} on http://{LOOPBACK}:{runner.addresses[0][1]}", flush=True)
+    # It has no authentication. As many as are in flight may connect at once.
+    if args.uds:
+        await web.UnixSite(runner, args.uds, backlog=BACKLOG).start()
+        url = UNIX + args.uds
+    else:
+        await web.TCPSite(runner, LOOPBACK, args.port, backlog=BACKLOG).start()
+        url = f"http://{LOOPBACK}:{runner.addresses[0][1]}"
+    print(f"serving {args.model} on {url}", flush=True)
     await asyncio.Event().wait()
 
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rollout.engines.embedded.server", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    parser.add_argument("--port", required=True, type=int, help="0: any free one")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--uds", metavar="SOCKET", help="the path of a Unix socket to listen on")
+    where.add_argument("--port", type=int, help=f"listen on {LOOPBACK}, open to all users; 0: any free one")
     parser.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
     parser.add_argument("--max-batch", default=256, type=_positive, help="sequences decoded together")
     parser.add_argument(

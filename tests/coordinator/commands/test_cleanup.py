@@ -82,6 +82,20 @@ def test_removal_takes_what_the_dry_run_names_and_nothing_else(
     assert resume.resume_at(run_dir, SETTINGS, N) is Phase.TRAIN_PLAN
 
 
+def test_staging_directory_that_is_a_link_goes_and_what_it_leads_to_stays(
+    run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = tmp_path / "archive"
+    staging = run_dir.staging(N, 3)
+    staging.rename(archive)
+    (archive / "large").write_bytes(b"x" * 1_000_000)
+    staging.symlink_to(archive)
+    before = tree(archive)
+    cleanup(run_dir.root, N)
+    assert tree(archive) == before and not staging.is_symlink()
+    assert "1,000," not in capsys.readouterr().out, "what stays is not counted"
+
+
 def test_epoch_is_claimed_before_anything_goes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_first(path: Path) -> None:
         assert Records(run_dir).newest([4]) is not None, f"{path} would go before the epoch is claimed"

@@ -110,7 +110,10 @@ def test_fit_directory_passes_every_check_and_nothing_is_left(tmp_path: Path) ->
     assert not [row for row in found.values() if row["verdict"] == "fail"]
     assert tree(tmp_path) == set()
     values = {name: row["values"] for name, row in found.items()}
-    assert values["directory"] == {"made": True, "mode": "0770", "file_mode": "0660"}
+    umask = os.umask(0o077)
+    os.umask(umask)
+    mode, file_mode = (f"{mode & ~(umask | 0o007):04o}" for mode in (0o770, 0o660))
+    assert values["directory"] == {"made": True, "mode": mode, "file_mode": file_mode}
     assert values["free space"]["free_bytes"] < values["free space"]["total_bytes"]
     assert values["atomic rename"]["reads"] > 0 and values["atomic rename"]["renames"] > 0
     assert values["atomic rename"]["torn"] == values["atomic rename"]["missing"] == 0

@@ -153,6 +153,13 @@ def test_workers_read_their_settings_from_the_master() -> None:
 Start = Callable[..., tuple[int, Callable[[int], list[str]]]]
 
 
+def test_every_node_is_told_that_the_directory_may_be_shared() -> None:
+    words = ["--iterations", "2", "--allow-shared-dir"]
+    commands = node_commands("run", 3, Path("/shared/exp1"), words)
+    assert ["--allow-shared-dir" in command for command in commands] == [True, True, True]
+    assert ["--iterations" in command for command in commands] == [True, False, False]
+
+
 def test_users_words_reach_the_node_as_they_are(start: Start, tmp_path: Path) -> None:
     words = (
         "it's",

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -63,6 +64,22 @@ def processes_with(mark: str) -> list[int]:
     return [
         p.pid for p in psutil.process_iter(["cmdline"]) if any(mark in a for a in p.info["cmdline"] or [])
     ]
+
+
+@pytest.mark.parametrize("length", [3, 40, 41, 200])
+def test_sockets_fit_into_the_spool_however_long_the_name_of_the_temporary_directory_is(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    temporary = Path("/tmp", "x" * length)
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    try:
+        with Children() as made:
+            assert made.spool.stat().st_mode & 0o777 == 0o700
+            assert len(f"{made.spool}/engine-100.sock") <= 100 and len(f"{made.spool}/{uuid.uuid4()}") <= 100
+            assert made.spool.is_relative_to(temporary) == (length <= 40)
+    finally:
+        temporary.rmdir()
 
 
 @pytest.fixture

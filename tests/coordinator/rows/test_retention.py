@@ -268,3 +268,18 @@ def test_workers_take_turns_to_read_back_what_nobody_has_verified(
     thread.join(20)
     assert rollout._verifier(node, Iteration(2), policy) is None
     assert rollout._verifier(node, Iteration(2), published.Policy(0, run_dir.base_model, "d")) is None
+
+
+def test_checkpoint_that_was_moved_to_an_archive_stays_there(run_dir: RunDir, tmp_path: Path) -> None:
+    node = node_at(run_dir)
+    publish(run_dir, 1, 2, 3)
+    archive = tmp_path / "archive"
+    run_dir.checkpoint(1).rename(archive)
+    run_dir.checkpoint(1).symlink_to(archive)
+    read_back(run_dir.checkpoint(3))
+    there = sorted(path.name for path in archive.iterdir())
+    for path in retire_checkpoints(node, Iteration(9)):
+        files.remove_tree(path)
+    assert published.checkpoints(run_dir) == [2, 3]
+    assert there and sorted(path.name for path in archive.iterdir()) == there
+    assert not [path for path in run_dir.checkpoints.iterdir() if path.is_symlink()]

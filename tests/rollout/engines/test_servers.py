@@ -14,6 +14,7 @@ from rollout.engines.servers import ServerSettingError, check_server, server_com
 from rollout.settings import EngineSettings
 
 Installed = Callable[..., None]
+SOCKET = "/node/engine-1.sock"
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 
 def vllm(gpus: int = 0, **settings: Any) -> servers.Server:
-    return server_command(EngineSettings(kind="vllm", **settings), "/models/m", 8123, gpus)
+    return server_command(EngineSettings(kind="vllm", **settings), "/models/m", SOCKET, gpus)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,8 @@ def test_vllm_that_is_not_installed_is_refused(installed: Installed) -> None:
 @pytest.mark.parametrize(
     ("settings", "gpus", "said"),
     [
-        ({"args": {"port": 8000}}, 0, "engine.args.port: every start takes a free one"),
-        ({"args": {"host": "0.0.0.0"}}, 0, "engine.args.host: .*listens on 127.0.0.1"),
+        ({"args": {"port": 8000}}, 0, "engine.args.port: .*listens on a Unix socket"),
+        ({"args": {"host": "0.0.0.0"}}, 0, "engine.args.host: .*listens on a Unix socket"),
         ({"args": {"model": "m"}}, 0, "engine.args.model: .*give --model"),
         ({"args": {"api_key": "k"}}, 0, "engine.args.api_key: "),
         ({"args": {"tensor_parallel_size": 2}}, 2, "give engine.tensor_parallel_size"),
@@ -90,17 +91,19 @@ def test_settings_that_no_server_can_have_are_refused(
 def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:
     settings = EngineSettings(kind="torch", tensor_parallel_size=3, args={"port": 1})
     check_server(settings, 8)
-    server = server_command(settings, "/models/m", 8123, 8)
+    server = server_command(settings, "/models/m", SOCKET, 8)
     assert server.argv[:3] == [sys.executable, "-m", "rollout.engines.embedded.server"]
     assert not {"--host", "--tensor-parallel-size"} & {*server.argv}
     assert (server.on_gpu, server.replicas, server.after_reload) == (False, 1, ())
     assert not any(name.startswith("VLLM") for name in server.env)
 
 
-def test_vllm_listens_on_loopback_and_answers_what_was_sampled_from(installed: Installed) -> None:
+def test_vllm_listens_on_its_socket_alone_and_answers_what_was_sampled_from(installed: Installed) -> None:
     installed("vllm")
     server = vllm()
-    assert {"--host=127.0.0.1", "--port=8123", "--logprobs-mode=processed_logprobs"} <= {*server.argv}
+    assert {f"--uds={SOCKET}", "--logprobs-mode=processed_logprobs"} <= {*server.argv}
+    assert not [argument for argument in server.argv if argument.startswith(("--host", "--port"))]
+    assert server.env["TMPDIR"] == server.env["VLLM_RPC_BASE_PATH"] == "/node"
     assert "--generation-config=vllm" in server.argv
     assert server.env["VLLM_SERVER_DEV_MODE"] == "1" and server.env["VLLM_API_KEY"] == ""
 
@@ -179,7 +182,7 @@ def test_vllm_is_started_for_adapters_of_the_rank_that_is_trained(
     installed: Installed, rank: int, most: int
 ) -> None:
     installed("vllm")
-    server = server_command(EngineSettings(kind="vllm"), "/models/m", 8123, 0, rank)
+    server = server_command(EngineSettings(kind="vllm"), "/models/m", SOCKET, 0, rank)
     assert {"--enable-lora", f"--max-lora-rank={most}"} <= {*server.argv}
     assert server.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     plain = vllm()

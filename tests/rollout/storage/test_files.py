@@ -444,6 +444,20 @@ def test_line_is_whole_after_the_filesystem_failed_once(lines: Path, monkeypatch
     assert set(lines.read_text().splitlines()) == {'{"a": 1}'}
 
 
+def test_of_links_only_the_links_are_removed(tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    (archive / "inside").mkdir(parents=True)
+    (archive / "inside" / "weights").write_bytes(b"x")
+    trunk = tmp_path / "tree"
+    trunk.mkdir()
+    (trunk / "moved").symlink_to(archive)
+    for name, target in [("link", archive), ("to_link", tmp_path / "link"), ("nowhere", tmp_path / "gone")]:
+        (tmp_path / name).symlink_to(target)
+    for name in ("to_link", "link", "nowhere", "tree"):
+        files.remove_tree(tmp_path / name)
+    assert tree(tmp_path) == {"archive", "archive/inside", "archive/inside/weights"}
+
+
 def test_metadata_operations_are_counted(tmp_path: Path) -> None:
     files.operations.clear()
     publish(tmp_path / "a", b"one", durable=False)

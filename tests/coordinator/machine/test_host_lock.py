@@ -1,0 +1,154 @@
+"""Locks of a host lie where no other user can reach them, and no process is killed that is not the holder."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from coordinator.machine import host_lock as module
+from coordinator.machine.host_lock import hold_for_process, host_lock, own_folder
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.rows import base_model
+
+HOLDER = """
+import sys, time
+from coordinator.machine.host_lock import hold_for_process
+lock = hold_for_process("rank", "rank 0", lambda: None)
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The machine's directory for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(module, "HOLDER_PATIENCE_S", 0.5)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def running(*argv: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def somebody_elses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    folder.rename(folder.with_name(folder.name.replace(str(uid), str(uid + 1))))
+
+
+def a_link(folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def a_dangling_link(folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.symlink_to(folder.parent / "nowhere")
+
+
+def a_file(folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.touch(mode=0o700)
+
+
+def an_open_one(folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    folder.chmod(0o710)
+
+
+PLANTED = [
+    (somebody_elses, "belongs to user"),
+    (a_link, "is no directory"),
+    (a_dangling_link, "is no directory"),
+    (a_file, "is no directory"),
+    (an_open_one, "is open to other users"),
+]
+
+
+@pytest.mark.parametrize(("plant", "said"), PLANTED)
+def test_folder_that_another_user_may_have_made_is_refused_and_nothing_is_written(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None], said: str
+) -> None:
+    plant(temporary / f"flagpost-locks-{os.getuid()}", monkeypatch)
+    before = sorted(temporary.rglob("*"))
+    with pytest.raises(Ended, match=f"{said}.*: remove it, or set TMPDIR") as end:
+        host_lock("rank")
+    assert end.value.code is Exit.FAILED and "\n" not in end.value.text
+    assert sorted(temporary.rglob("*")) == before
+
+
+def test_folder_is_this_users_alone_whatever_the_umask_is(temporary: Path) -> None:
+    old = os.umask(0)
+    try:
+        assert own_folder("locks") == own_folder("locks") == temporary / f"flagpost-locks-{os.getuid()}"
+    finally:
+        os.umask(old)
+    assert own_folder("locks").stat().st_mode & 0o777 == 0o700
+
+
+def test_built_in_model_of_a_user_without_a_home_is_kept_in_such_a_folder(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(temporary / "file" / "cache"))
+    an_open_one(temporary / f"flagpost-models-{os.getuid()}", monkeypatch)
+    tiny, rollout = SimpleNamespace(warmup_steps=0), SimpleNamespace(seed=0)
+    node: Any = SimpleNamespace(settings=SimpleNamespace(tiny=tiny, rollout=rollout))
+    with pytest.raises(Ended, match="is open to other users"):
+        base_model._from_cache(node)
+
+
+def test_older_process_that_does_not_end_is_killed() -> None:
+    with running(sys.executable, "-c", HOLDER) as holder:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        hold_for_process("rank", "rank 0", lambda: None).release()
+        assert holder.wait(10) == -9
+
+
+@pytest.mark.parametrize("wrong", [{"command": ["run"]}, {"created_s": 1.0}, {"user": 12345}, {"user": None}])
+def test_process_that_is_not_the_holder_is_spared(wrong: dict[str, Any]) -> None:
+    lock = host_lock("rank")
+    with running("sleep", "1000") as stranger, lock:
+        process = psutil.Process(stranger.pid)
+        said = module._facts(process) | wrong
+        Path(lock.lock_file).with_suffix(".pid").write_text(json.dumps(said))
+        with pytest.raises(Ended, match="does not end"):
+            hold_for_process("rank", "rank 0", lambda: None)
+        assert stranger.poll() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_process_of_another_user_is_spared() -> None:
+    lock = host_lock("rank")
+    with running("sleep", "1000", user=65534, extra_groups=[]) as stranger, lock:
+        said = module._facts(psutil.Process(stranger.pid))
+        Path(lock.lock_file).with_suffix(".pid").write_text(json.dumps(said))
+        with pytest.raises(Ended, match="does not end"):
+            hold_for_process("rank", "rank 0", lambda: None)
+        assert stranger.poll() is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "4711", "[]", "{}", '{"pid": "x"}', '{"pid": 1, "user": 0}', "1 2.0"]
+)
+def test_holder_that_cannot_be_read_is_told(content: str, caplog: pytest.LogCaptureFixture) -> None:
+    lock = host_lock("rank")
+    with lock:
+        Path(lock.lock_file).with_suffix(".pid").write_text(content)
+        with pytest.raises(Ended, match="its pid is in"):
+            hold_for_process("rank", "rank 0", lambda: None)

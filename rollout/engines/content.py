@@ -35,6 +35,7 @@ _CHUNK_ON_GPU = 1 << 22
 for each other on busy cores cost a hundred times as much; on a GPU 64 MiB of its memory.
 """
 _BLOCK = re.compile(r"(?:^|\.)(\w+\.\d+)\.")
+_SUM = re.compile("[0-9a-f]{16}")
 _OUTSIDE = "outside of the layers"
 _SHOWN = 2
 """Blocks, and tensors of each, that a message names: vLLM's error is cut."""
@@ -113,10 +114,20 @@ def _saved_sums(
 
 
 def _read_content(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the document CONTENT of a model directory; None if it has none."""
+    """Return the document CONTENT of a model directory; None if it has none, or a user's file of the name."""
     # Clients of a shared directory cache missing names; a listing is fresh.
-    names = files.listing(Path(directory))
-    return json.loads(files.read(Path(directory) / CONTENT)) if CONTENT in names else None
+    if CONTENT not in files.listing(Path(directory)):
+        return None
+    try:
+        document = json.loads(files.read(Path(directory) / CONTENT))
+        is_ours = (
+            document.keys() == {"dtype", "tensors"}
+            and isinstance(getattr(torch, document["dtype"]), torch.dtype)
+            and all(_SUM.fullmatch(total) for total in document["tensors"].values())
+        )
+    except (ValueError, AttributeError, TypeError):
+        return None
+    return document if is_ours else None
 
 
 def _as_served(tensor: Tensor, dtype: torch.dtype) -> Tensor:

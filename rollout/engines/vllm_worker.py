@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -49,8 +50,10 @@ class WorkerExtension:
         """
         config, proof = self.vllm_config, self._content_proof or Proof()
         self._content_proof = proof
-        directory = path or config.model_config.model
-        if not path and (proof.has_begun or not Path(directory).is_dir()):
+        if not path and proof.has_begun:
+            return proof.unproved
+        directory = path or _loaded_from(config)
+        if directory is None:
             return proof.unproved
         group = _world()
         share = (group.rank_in_group, group.world_size) if group else (0, 1)
@@ -68,6 +71,24 @@ class WorkerExtension:
             if self.rank == config.parallel_config.world_size - 1:
                 raise
             return []
+
+
+def _loaded_from(config: Any) -> str | None:
+    """Return the directory that vLLM has loaded its model from; if it was given the name of a model on the
+    Hub, its snapshot on this machine. None if there is none.
+    """
+    model = config.model_config.model
+    if Path(model).is_dir():
+        return model
+    try:
+        return snapshot_download(
+            model,
+            revision=config.model_config.revision,
+            cache_dir=config.load_config.download_dir,
+            local_files_only=True,
+        )
+    except (OSError, ValueError):  # not in the cache; not a name of the Hub's
+        return None
 
 
 def _compared(

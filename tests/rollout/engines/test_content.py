@@ -192,3 +192,22 @@ def test_written_sums_stand_for_the_files_unless_they_are_rounded(tmp_path: Path
     (directory / CONTENT).write_text(json.dumps({"dtype": "bfloat16", "tensors": {}}))
     assert saved_sums(directory, torch.bfloat16) == {}
     assert saved_sums(directory, torch.float16).keys() == SAVED.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "chapter one",
+        "[1, 2]",
+        "{}",
+        '{"dtype": "bfloat16", "tensors": {}, "title": "ours has no title"}',
+        '{"dtype": "load", "tensors": {}}',
+        '{"dtype": "float32", "tensors": ["embed.weight"]}',
+        '{"dtype": "float32", "tensors": {"embed.weight": "a picture of it"}}',
+        '{"dtype": 32, "tensors": {"embed.weight": 1}}',
+    ],
+)
+def test_file_of_the_users_with_that_name_is_left_alone(tmp_path: Path, text: str) -> None:
+    directory = model_dir(tmp_path / "model", SAVED)
+    (directory / CONTENT).write_text(text)
+    assert saved_sums(directory, torch.float32) == saved()

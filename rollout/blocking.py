@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 CANCEL_S = 5.0
 """How long a cancelled task may take to end before it is cut off."""
-AGAIN_S = 1.0
-"""When a call on the directory, which is never interrupted, is looked at again."""
+AGAIN_S = 2.0
+"""When a loop that was late is looked at again. A call on the directory is never interrupted."""
 ON_DIRECTORY = ("rollout.storage.", "coordinator.directory.")
 """Modules whose calls may wait for a filesystem."""
 
@@ -39,16 +39,22 @@ def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
 
     Yields what a coroutine calls now and then to say that the loop is free. The error comes by a signal. So
     it ends what sleeps or computes in Python, but not what computes in C. In another thread than the main one
-    this has no effect.
+    this has no effect. The first signal only begins AGAIN_S more: the process may have been suspended.
     """
+    was_late = False
 
-    def rearm(seconds: float = limit_s) -> None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    def say_free() -> None:
+        nonlocal was_late
+        was_late = False
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
 
     def interrupt(_number: int, frame: FrameType | None) -> None:
-        if is_on_directory(frame):
-            return rearm(AGAIN_S)
-        rearm()
+        nonlocal was_late
+        if is_on_directory(frame) or not was_late:
+            was_late = not is_on_directory(frame)
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+            return
+        say_free()
         raise TimeoutError(f"it has blocked the event loop for longer than {name} = {limit_s:g}")
 
     try:
@@ -58,7 +64,7 @@ def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
         return
     timer_before = signal.getitimer(signal.ITIMER_REAL)
     try:
-        yield rearm
+        yield say_free
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)

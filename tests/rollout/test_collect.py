@@ -331,6 +331,16 @@ def test_environment_that_never_lets_go_costs_its_group_only(
     assert "1 groups go on although they are cancelled" in caplog.text
 
 
+def test_loop_that_is_late_because_the_process_was_suspended_is_not_interrupted() -> None:
+    with blocking.interrupting(60.0, "group_timeout_s") as say_free:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGALRM)  # as when the process goes on after a long stop
+            say_free()
+        signal.raise_signal(signal.SIGALRM)
+        with pytest.raises(TimeoutError, match="longer than group_timeout_s = 60"):
+            signal.raise_signal(signal.SIGALRM)
+
+
 @pytest.mark.parametrize("where", ["reward", "environment"])
 def test_code_that_blocks_the_event_loop_is_interrupted(where: str) -> None:
     def block(task: Task) -> None:

@@ -51,7 +51,12 @@ class Refused(ValueError):
 CANDIDATES = {"cuda": (Kernel.VARLEN, Kernel.FLEX), "cpu": (Kernel.SPLIT,)}
 """By type of device: the kernels to try beside OWN. On a CPU flex attention has no backward pass."""
 SPLIT_FROM = 512
-"""Columns of the rows from which SPLIT is faster than OWN on a CPU."""
+"""Columns of the rows from which SPLIT is faster than OWN on a CPU.
+
+Measured on a Qwen3 of 4 layers, forwards and backwards, 2048 tokens, one thread, CPU time of OWN / SPLIT: up
+to 192 columns 1.00 to 1.06; 256: 1.07 to 1.17; 512: 1.19 to 1.34; 1024: 1.45 to 1.61; 2048: 1.49 to 2.13,
+the more sequences, the more. With two threads attention alone took up to 3 times as long up to 256 columns.
+"""
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 """Of flash kernels: the largest head, and what its size must be a multiple of."""
 HALF = (torch.float16, torch.bfloat16)

@@ -240,7 +240,8 @@ def _by_bounds(compute: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, No
 
 def _flex(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
     """Call transformers' flex attention with tensors of one dtype."""
-    return flex_attention_forward(module, *_in_one_dtype(query, key, value), mask, **more)
+    query, key, value = _in_one_dtype(query, key, value)
+    return flex_attention_forward(module, query, key, value, mask, **more)
 
 
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:

@@ -218,7 +218,9 @@ def arrange(
         shared = fill(batch, [[both]])
         shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, Apart.MASKS))
         reasons: dict[Kernel, str] = {}
-        for kernel in attention if apart else ():
+        for kernel in attention:
+            if not apart:
+                break
             # Alone first: where one rank fails among layers that are gathered, the others would wait for it.
             reason = failure(kernel)
             if agree(not reason):

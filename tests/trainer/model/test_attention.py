@@ -163,7 +163,8 @@ def test_blocks_of_flex_attention_show_what_the_dense_mask_shows(
     family: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def uncompiled(**given: Any) -> BlockMask:
-        return create_block_mask(**given | {"_compile": False})
+        given["_compile"] = False
+        return create_block_mask(**given)
 
     monkeypatch.setattr(masking_utils, "create_block_mask", uncompiled)
     microbatch = request.getfixturevalue(name)

@@ -1,6 +1,7 @@
 """Compare training tokens per second with TRL, on one batch of sequences of very different lengths.
 
     .venv-trl/bin/python scripts/bench/train_step.py [--lengths uniform log-uniform] [--rounds 3]
+    .venv/bin/python scripts/bench/train_step.py --against own-attention [--longest 512]
     .venv-trl/bin/python scripts/bench/train_step.py --prompt-tokens 256 --samples 8 --longest 128
     .venv-trl/bin/python scripts/bench/train_step.py --gpu [--shapes 0.6b 1.7b]
 
@@ -10,7 +11,9 @@ weights) on the same sequences with the same advantages, in separate processes t
 counts tokens without padding, and a shared prompt once per sample; a ratio is the median over the rounds.
 `memory_peak_mb` is the most memory of such a process, `memory_before_mb` its memory before the first step.
 `padding` is the fraction of the rows that holds no token; `masked` the fraction of Flagpost's pairs of a
-token and one before it in its row that belong to different sequences, so that a mask hides them.
+token and one before it in its row that belong to different sequences, so that a mask hides them, or
+`attention` leaves them out: what computes the microbatches' attention (trainer/model/attention.py), and how
+many of them. `--against own-attention` compares with the attention that transformers chose for the model.
 Flagpost packs sequences, and computes a prompt once if several samples have it. TRL 1.16 has no padding-free
 path for GRPO: it pads all sequences to the longest one; the fastest size of its microbatches
 (`--trl-microbatch`, in sequences) counts.
@@ -28,6 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +95,13 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
         global_batch_size=count, learning_rate=LEARNING_RATE, max_tokens_per_microbatch=options.microbatch
     )
     learner = build_learner(options.model, device, settings)
+    if options.side == "own-attention":
+        learner.arrangement = replace(learner.arrangement, kernels={})
     note_memory(options)
     plan = plan_step(batch, range(count), [1.0], 0, options.microbatch, learner.arrangement.packing)
     options.padding = 1 - sum(one.tokens for one in plan) / sum(one.token_ids.size for one in plan)
     options.masked = masked_fraction(plan)
+    options.attention = dict(Counter(learner.kernel(one).value for one in plan))
     seconds: list[tuple[float, float]] = []
     for _step in range(1 + options.steps):
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -173,7 +181,7 @@ def take_turn(options: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="flagpost-bench-") as output_dir:
         watch = Elsewhere()
-        seconds = {"ours": ours, "trl": trl}[options.side](options, Path(output_dir))
+        seconds = {"ours": ours, "own-attention": ours, "trl": trl}[options.side](options, Path(output_dir))
         elsewhere = watch.cores()
     peak = torch.cuda.max_memory_allocated() if options.gpu else _high_water()
     return {
@@ -183,6 +191,7 @@ def take_turn(options: argparse.Namespace) -> dict[str, Any]:
         "memory_before_mb": options.memory_before_mb,
         "padding": options.padding,
         "masked": getattr(options, "masked", None),
+        "attention": getattr(options, "attention", None),
         "cores_busy_elsewhere": elsewhere,
     }
 
@@ -210,11 +219,14 @@ def compare(options: argparse.Namespace, shape: str, kind: str, model: Path) -> 
     lengths = draw_lengths(kind, options)
     more = {"model": str(model), "shape": shape, "tokens": lengths.tolist()}
     more |= {"prompt_tokens": options.prompt_tokens, "samples": options.samples}
-    tried = {size: turn(options, "trl", size, 1, **more)["seconds"] for size in options.trl_microbatch}
-    sizes = {"ours": options.microbatch, "trl": min(tried, key=lambda size: tried[size])}
-    turns: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+    other = options.against
+    sizes, tried = {"ours": options.microbatch, other: options.microbatch}, {}
+    if other == "trl":
+        tried = {size: turn(options, "trl", size, 1, **more)["seconds"] for size in options.trl_microbatch}
+        sizes["trl"] = min(tried, key=lambda size: tried[size])
+    turns: dict[str, list[dict[str, Any]]] = {"ours": [], other: []}
     for number in range(options.rounds):
-        for side in ("ours", "trl") if number % 2 == 0 else ("trl", "ours"):
+        for side in ("ours", other) if number % 2 == 0 else (other, "ours"):
             turns[side].append(turn(options, side, sizes[side], options.steps, **more))
             print(f"{shape} {kind} {side}: {turns[side][-1]}", file=sys.stderr)
     tokens = int(lengths.sum())
@@ -233,12 +245,15 @@ def compare(options: argparse.Namespace, shape: str, kind: str, model: Path) -> 
         }
         if made[0]["masked"] is not None:
             row[side]["masked"] = round(made[0]["masked"], 3)
+            row[side]["attention"] = made[0]["attention"]
         if options.gpu:
             row[side]["mfu"] = round(flops / statistics.median(seconds) / (1e12 * options.peak_tflops), 3)
-    ratios = [b["seconds"] / a["seconds"] for a, b in zip(turns["ours"], turns["trl"], strict=True)]
-    row["ours_of_trl"] = round(statistics.median(ratios), 3)
-    row["ours_of_trl_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
-    row["trl_seconds_by_microbatch"] = {str(size): round(seconds, 3) for size, seconds in tried.items()}
+    ratios = [b["seconds"] / a["seconds"] for a, b in zip(turns["ours"], turns[other], strict=True)]
+    name = f"ours_of_{other.replace('-', '_')}"
+    row[name] = round(statistics.median(ratios), 3)
+    row[f"{name}_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+    if tried:
+        row["trl_seconds_by_microbatch"] = {str(size): round(seconds, 3) for size, seconds in tried.items()}
     row["cores_busy_elsewhere"] = statistics.median(
         one["cores_busy_elsewhere"] for made in turns.values() for one in made
     )
@@ -261,10 +276,12 @@ def main() -> None:
     parser.add_argument("--trl-microbatch", type=int, nargs="+", help="default: 2 8 32, on a GPU 8 16 32")
     parser.add_argument("--steps", type=int, default=3, help="of a turn, after one that does not count")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--against", choices=["trl", "own-attention"], default="trl")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU; default: an H200's")
     parser.add_argument("--turn", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    need_trl(parser)
+    if (options.turn["side"] if options.turn else options.against) == "trl":
+        need_trl(parser)
     if options.turn:
         given = argparse.Namespace(**options.turn)
         given.model, given.tokens = Path(given.model), np.array(given.tokens)

@@ -49,6 +49,11 @@ class Microbatch:
     members: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """(K,) the index in the batch of each sequence of the microbatch."""
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several bundles."""
+        return bool((self.position_ids[:, 1:] == 0).any())
+
 
 @dataclass(frozen=True)
 class Packing:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trainer.batch.packing import Microbatch
-from trainer.model import neighbours, parallel
+from trainer.model import attention, neighbours, parallel
+from trainer.model.attention import Kernel
 from trainer.model.loading import build_scorer, count_parameters, model_directory
 from trainer.model.neighbours import Apart, Arrangement
 from trainer.model.parallel import Layout
@@ -104,14 +105,20 @@ class Learner:
             self.reference.requires_grad_(False)
 
     def _run(
-        self, scorer: Scorer, microbatch: Microbatch, apart: Apart | None = None
+        self,
+        scorer: Scorer,
+        microbatch: Microbatch,
+        apart: Apart | None = None,
+        kernel: Kernel | None = None,
     ) -> tuple[Tensor, Tensor]:
         apart = apart or self.arrangement.apart
+        kernel = kernel or self.kernel(microbatch)
         scored_at, targets = (
             torch.from_numpy(array).to(self.device) for array in (microbatch.scored_at, microbatch.targets)
         )
+        scorer.use(kernel if len(targets) else Kernel.OWN)
         if len(targets):
-            inputs = neighbours.decoder_inputs(microbatch, apart, scorer.config, self.device)
+            inputs = neighbours.decoder_inputs(microbatch, apart, kernel, scorer.config, self.device)
         elif self.layout.sharded:
             # This rank must help to gather the layers. It passes one token, which is not scored.
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -131,16 +138,32 @@ class Learner:
                 # shards; so it would with all layers where a model has refused its arguments.
                 parallel.reshard(scorer)
 
+    def kernel(self, microbatch: Microbatch) -> Kernel:
+        """Return what computes the attention of a microbatch."""
+        return attention.choose(
+            self.device.type,
+            self.arrangement.works,
+            shared=microbatch.segments is not None,
+            several=microbatch.is_packed,
+            columns=microbatch.token_ids.shape[1],
+        )
+
     def arrange(self, share_prompts: bool) -> None:
-        """Find out how the model's sequences can be laid into rows. Collective; see `neighbours`."""
+        """Find out how the model's sequences can be laid into rows, and what may compute their attention.
+        Collective; see `neighbours`.
+        """
+        scorer, ranks = self.scorer, self.layout.tensor_parallel_size
         fewest, most = self._extremes(neighbours.has_kernels())
         self.arrangement = neighbours.arrange(
-            self.scorer.config,
-            lambda microbatch, apart: self._run(self.scorer, microbatch, apart)[0].float().cpu(),
+            scorer.config,
+            lambda microbatch, apart, kernel: self._run(scorer, microbatch, apart, kernel)[0].float().cpu(),
             lambda passes: self._extremes(int(passes))[0] == 1,
             share_prompts=share_prompts,
             kernels=fewest == most > 0,
             exact=self.device.type == "cpu",
+            layers=self.model.modules(),
+            attention=attention.candidates(scorer.causal, self.device),
+            failure=lambda kernel: attention.failure(kernel, scorer.config, ranks, self.device),
         )
         if self.layout.rank == 0:
             logger.info("%s", self.arrangement)

@@ -9,7 +9,7 @@ several samples share their prompt, so that it is computed once (the idea is fro
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from trainer.batch.batch import Batch, Counts
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill
+from trainer.model.attention import Kernel, brief
 from trainer.model.token_logprobs import UnsupportedModel
 
 logger = logging.getLogger(__name__)
@@ -41,16 +42,28 @@ class Apart(Enum):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a model's sequences are laid into rows, and what it is told about them."""
+    """How a model's sequences are laid into rows, what it is told about them, and what computes attention."""
 
     apart: Apart = Apart.POSITIONS
     packing: Packing = field(default_factory=Packing)
+    kernels: Mapping[Kernel, str] = field(default_factory=dict)
+    """The kernels that were tried beside the model's own, and why one is not used; "" if it is."""
+
+    @property
+    def works(self) -> list[Kernel]:
+        """The kernels that may be used."""
+        return [kernel for kernel, reason in self.kernels.items() if not reason]
 
     def __str__(self) -> str:
         several = f"several sequences, kept apart by {self.apart.value}"
         one = "one sequence and padding, because layers of this model may see the sequence before"
         shared = "shared" if self.packing.pairs_per_token else "not shared"
-        return f"rows hold {several if self.packing.several else one}; prompts are {shared}"
+        kernels = [Kernel.OWN.value, *(kernel.value for kernel in self.works)]
+        unused = [f"; {kernel.value} is not used: {why}" for kernel, why in self.kernels.items() if why]
+        return (
+            f"rows hold {several if self.packing.several else one}; prompts are {shared}; "
+            f"attention: {', '.join(kernels)}{''.join(unused)}"
+        )
 
 
 KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
@@ -74,17 +87,22 @@ ROUNDING, TELLING = 1e-5, 1e-4
 nothing can be told from trying, and a row holds one sequence."""
 
 
-def decoder_inputs(microbatch: Microbatch, apart: Apart, config: Any, device: torch.device) -> dict[str, Any]:
+def decoder_inputs(
+    microbatch: Microbatch, apart: Apart, kernel: Kernel, config: Any, device: torch.device
+) -> dict[str, Any]:
     """Keyword arguments of a transformers decoder for the microbatch's tokens, on `device`.
 
-    With KERNELS the rows become one long row, because the kernels take bounds within a single row.
+    With bounds, of Apart.KERNELS or of the attention's `kernel`, the rows become one long row, because the
+    kernels of recurrent layers take bounds within a single row. `config` must name the kernel's attention.
     """
     positions = microbatch.position_ids
-    is_packed = bool((positions[:, 1:] == 0).any())
-    needs_mask = microbatch.segments is not None or (is_packed and apart is not Apart.POSITIONS)
+    is_packed = microbatch.is_packed
+    needs_mask = microbatch.segments is not None or (
+        is_packed and apart is not Apart.POSITIONS and not kernel.takes_bounds
+    )
     token_ids, segments = microbatch.token_ids, microbatch.segments
     given: dict[str, Any] = {}
-    if is_packed and apart is Apart.KERNELS and segments is None:
+    if kernel.takes_bounds or (is_packed and apart is Apart.KERNELS and segments is None):
         token_ids, positions = token_ids.reshape(1, -1), positions.reshape(1, -1)
         given = _bounds(positions, device)
     given["input_ids"] = torch.from_numpy(token_ids).to(device)
@@ -159,7 +177,7 @@ def attention_masks(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
     return masks
 
 
-Score = Callable[[Microbatch, Apart], Tensor]
+Score = Callable[[Microbatch, Apart, Kernel], Tensor]
 """The logprobs of a microbatch's trained tokens (N,)."""
 
 
@@ -172,26 +190,44 @@ def arrange(
     share_prompts: bool,
     kernels: bool,
     exact: bool,
+    layers: Iterable[Any] = (),
+    attention: Sequence[Kernel] = (),
+    failure: Callable[[Kernel], str] = lambda _: "",
 ) -> Arrangement:
     """Try how the model's sequences can be laid into rows, and take the cheapest way that changes no score.
 
     `agree`: whether it is so on all ranks, which call this together. `kernels`: try KERNELS, too. `exact`:
-    the model computes in float32. A layer has about 12 h^2 weights with two operations each, and spends 4 h
-    operations on a pair of tokens, so `pairs_per_token` is 24 h^2 / 4 h = 6 h. Raises UnsupportedModel
-    if the model looks ahead.
+    the model computes in float32. `layers`: the model's modules, some of which have its windows. `attention`:
+    kernels to try beside the model's own attention; `failure`: why one cannot compute it here, or "".
+
+    A layer has about 12 h^2 weights with two operations each, and spends 4 h operations on a pair of tokens,
+    so `pairs_per_token` is 24 h^2 / 4 h = 6 h. Raises UnsupportedModel if the model looks ahead.
     """
     batch = _two_sequences(config.vocab_size)
     first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
     both = Bundle([0, 1], first.tokens + second.tokens - PROMPT, PROMPT)
     packed = fill(batch, [[first, second], [second]])
-    with _short_window(config):
-        alone = [score(fill(batch, [[one]]), Apart.POSITIONS) for one in (first, second)]
+    own = Kernel.OWN
+    with _short_windows([config, *layers]):
+        alone = [score(fill(batch, [[one]]), Apart.POSITIONS, own) for one in (first, second)]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
-        trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS), exact)
+        trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS, own), exact)
         is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
         ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if agree(is_telling) else []
-        apart = next((way for way in ways if agree(trial.passes(packed, way))), None)
-        shares = share_prompts and bool(ways) and agree(trial.passes(fill(batch, [[both]]), Apart.MASKS))
+        apart = next((way for way in ways if agree(not trial.mistake(packed, way))), None)
+        shared = fill(batch, [[both]])
+        shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, Apart.MASKS))
+        reasons: dict[Kernel, str] = {}
+        for kernel in attention:
+            if not apart:
+                break
+            # Alone first: where one rank fails among layers that are gathered, the others would wait for it.
+            reason = failure(kernel)
+            if agree(not reason):
+                reason = trial.mistake(packed, apart, kernel)
+                if not reason and shares and not kernel.takes_bounds:
+                    reason = trial.mistake(shared, Apart.MASKS, kernel)
+            reasons[kernel] = "" if agree(not reason) else reason or "it fails on another rank"
         one_each = fill(batch, [[first], [second]])
         if not apart and not agree(trial.ignores_what_follows(one_each)):
             raise UnsupportedModel(
@@ -199,7 +235,7 @@ def arrange(
                 "them; train a causal decoder"
             )
     packing = Packing(several=apart is not None, pairs_per_token=6.0 * config.hidden_size * shares)
-    return Arrangement(apart or Apart.POSITIONS, packing)
+    return Arrangement(apart or Apart.POSITIONS, packing, reasons)
 
 
 class _Trial:
@@ -212,25 +248,27 @@ class _Trial:
         effect = float((seen - torch.cat(alone)).abs().max())
         tolerance = EXACT if exact else ROUNDED
         self.is_telling = effect > TELLING
-        self._mistake = max(tolerance * effect, ROUNDING)
+        self._error = max(tolerance * effect, ROUNDING)
         self._leak = max(min(tolerance, LEAK) * effect, ROUNDING)
 
-    def passes(self, packed: Microbatch, apart: Apart) -> bool:
-        """Return whether the sequences score as they do alone, and alike whatever the words of
-        the first are.
+    def mistake(self, packed: Microbatch, apart: Apart, kernel: Kernel = Kernel.OWN) -> str:
+        """Return what is wrong; empty if the sequences score as they do alone, and alike whatever the words
+        of the first are.
         """
         words = packed.token_ids.copy()
         words[0, PROMPT : TOKENS[0] - 1] = words[0, PROMPT : TOKENS[0] - 1][::-1]
         count = int(packed.sequences.max()) + 1
         try:
-            found = self._score(packed, apart)
-            changed = self._score(replace(packed, token_ids=words), apart)
+            found = self._score(packed, apart, kernel)
+            changed = self._score(replace(packed, token_ids=words), apart, kernel)
         except Exception as error:  # any family may refuse any argument in any way; it is not used then
-            logger.debug("%s: %s", apart, error)
-            return False
+            logger.debug("%s, %s: %s", apart, kernel, error)
+            return brief(error)
         mistake = float((found - torch.cat(self._alone[:count])).abs().max())
         leak = float((changed - found)[torch.from_numpy(packed.sequences > 0)].abs().max())
-        return mistake < self._mistake and leak < self._leak
+        if mistake < self._error and leak < self._leak:
+            return ""
+        return "sequences of a row do not score as they do alone"
 
     def ignores_what_follows(self, microbatch: Microbatch) -> bool:
         """Return whether scores in the first half of each row stay if the words of the second half change."""
@@ -239,7 +277,7 @@ class _Trial:
         words[:, columns // 2 :] = words[:, : columns // 2 - 1 : -1]
         first_half = torch.from_numpy(microbatch.scored_at % columns < columns // 2)
         scores = [
-            self._score(replace(microbatch, token_ids=token_ids), Apart.POSITIONS)[first_half]
+            self._score(replace(microbatch, token_ids=token_ids), Apart.POSITIONS, Kernel.OWN)[first_half]
             for token_ids in (microbatch.token_ids, words)
         ]
         return float((scores[0] - scores[1]).abs().max()) < self._leak
@@ -251,16 +289,23 @@ def has_kernels() -> int:
 
 
 @contextmanager
-def _short_window(config: Any) -> Iterator[None]:
-    """Inside, the model's windows are shorter than the sequences tried, so that a wrong one shows."""
-    own = {name: value for name in WINDOWS if (value := getattr(config, name, None)) and value > WINDOW}
-    for name in own:
-        setattr(config, name, WINDOW)
+def _short_windows(holders: Iterable[Any]) -> Iterator[None]:
+    """Inside, the model's windows are shorter than the sequences tried, so that a wrong one shows.
+
+    `holders`: the config, from which masks are made, and the modules, whose windows go to the attention.
+    """
+    own: list[tuple[Any, str, int]] = []
+    for holder in holders:
+        for name in WINDOWS:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > WINDOW:
+                own.append((holder, name, value))
+                setattr(holder, name, WINDOW)
     try:
         yield
     finally:
-        for name, value in own.items():
-            setattr(config, name, value)
+        for holder, name, value in own:
+            setattr(holder, name, value)
 
 
 def _sees_farther_than_is_tried(config: Any) -> bool:

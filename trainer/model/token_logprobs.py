@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from trainer.model.attention import Kernel
+
 CHUNK_ELEMENTS = 1 << 26
 """Logits that may exist at once: 256 MiB of them in float32."""
 
@@ -41,7 +43,19 @@ class Scorer(nn.Module):
         self.offloaded = offloaded
         self._autocast = autocast
         self.config: Any = self._causal[0].config.get_text_config()
+        self._own_attention: str = self.config._attn_implementation
         self._rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
+
+    @property
+    def causal(self) -> Any:
+        """The transformers model, out of peft's wrapper."""
+        return self._causal[0]
+
+    def use(self, kernel: Kernel) -> None:
+        """Compute attention with this kernel from now on: a backward pass may compute the forward again."""
+        name = self._own_attention if kernel is Kernel.OWN else kernel.registered
+        if self.config._attn_implementation != name:
+            self.config._attn_implementation = name
 
     def forward(
         self,

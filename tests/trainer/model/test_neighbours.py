@@ -23,6 +23,7 @@ from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, fill, plan_step
 from trainer.job import launch
 from trainer.model import neighbours
+from trainer.model.attention import Kernel
 from trainer.model.model import Learner
 from trainer.model.token_logprobs import Scorer, UnsupportedModel
 
@@ -209,10 +210,12 @@ def test_model_that_looks_ahead_is_refused() -> None:
 
 def test_way_that_fails_on_one_rank_is_not_taken_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = learner_of("qwen3")
-    ranks = iter([(0, 0), (1, 1), (0, 1), (1, 1), (0, 1)])  # kernels; is telling; positions; masks; shared
+    # kernels; is telling; positions; masks; shared; split attention on its own, and in the model
+    ranks = iter([(0, 0), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1)])
     monkeypatch.setattr(Learner, "_extremes", lambda self, number: next(ranks))
     learner.arrange(share_prompts=True)
     assert found(learner) == ("masks", False) and next(ranks, None) is None
+    assert learner.arrangement.kernels == {Kernel.SPLIT: "it fails on another rank"}
 
 
 def test_model_that_heeds_no_context_yet_is_not_packed(batch: Batch) -> None:
@@ -233,8 +236,8 @@ def test_log_says_how_rows_are_laid(caplog: pytest.LogCaptureFixture) -> None:
         learner_of("qwen3")
     assert [record.message for record in caplog.records if "rows hold" in record.message] == [
         "rows hold one sequence and padding, because layers of this model may see the sequence before; "
-        "prompts are not shared",
-        "rows hold several sequences, kept apart by positions; prompts are shared",
+        "prompts are not shared; attention: own",
+        "rows hold several sequences, kept apart by positions; prompts are shared; attention: own, split",
     ]
 
 

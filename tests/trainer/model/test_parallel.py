@@ -125,6 +125,7 @@ def test_update_is_the_same_in_every_layout(
     learner, stats = alone(case)
     about = json.loads((job / f"{case['name']}.json").read_text())
     assert about["sharded"] == (not case["name"].startswith("replicated"))
+    assert about["attention"] == ["split"]
     assert len(about["steps"]) == len(stats) == 3
     whole = load_file(job / f"{case['name']}.safetensors")
     assert whole.keys() == learner.parameters.keys(), "the model's own names"

@@ -1,4 +1,4 @@
-"""scripts/models.py: the page of families is of this transformers, and its columns hold for some."""
+"""scripts/models: the page of families is of this transformers, and its columns hold for some."""
 
 import re
 import subprocess
@@ -10,14 +10,16 @@ import pytest
 import torch
 import transformers
 
-from scripts import models
+from scripts.models import columns
+from scripts.models.families import NO
+from scripts.models.page import page
 from scripts.tiny_models import FAMILIES, NotTiny, make_tiny_model, tiny_config
 from tests.paths import REPOSITORY
 
-PAGE = models.PAGE.read_text(encoding="utf-8")
-TRIED, NOT_TRIED = (
-    {row.split("|")[1].strip(): row for row in part.splitlines() if row.startswith("| ")}
-    for part in PAGE.split("## Not")
+PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+TRIED = {row.split("|")[1].strip(): row for row in PAGE.splitlines() if row.startswith("| ")}
+NOT_TRIED = re.findall(
+    r"[\w-]+", " ".join(re.findall(r"^- (.+?):", PAGE.partition("## Not")[2], re.MULTILINE))
 )
 SOME = {
     "qwen3": "positions, yes",
@@ -46,20 +48,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("family", SOME)
 def test_family_is_packed_as_the_page_says(family: str, made: Callable[[str], Path]) -> None:
-    cells = models.rows(made(family)), models.shared_prompts(made(family))
+    cells = columns.rows(made(family)), columns.shared_prompts(made(family))
     assert ", ".join(cell.partition(",")[0] for cell in cells) == SOME[family]
     words = [cell.strip().partition(",")[0] for cell in TRIED[family].split("|")[2:4]]
-    assert ", ".join(words) == SOME[family], "run scripts/models.py"
+    assert ", ".join(words) == SOME[family], "run python -m scripts.models"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "bamba"])
 def test_family_takes_adapters(family: str, made: Callable[[str], Path]) -> None:
-    assert int(models.lora(made(family)).split()[0]) >= 8
+    assert int(columns.lora(made(family)).split()[0]) >= 8
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 def test_embedded_engine_agrees_with_the_trainer(family: str, made: Callable[[str], Path]) -> None:
-    assert float(models.embedded_engine(made(family))) < models.CLOSE
+    assert float(columns.embedded_engine(made(family))) < columns.CLOSE
 
 
 def test_model_has_layers_of_each_kind_that_its_family_has() -> None:
@@ -80,9 +82,28 @@ def test_script_tries_each_column_in_a_process_of_its_own() -> None:
     ]
     rows, shared, sharded, tensor, lora, engine, vllm = cells
     numbers = [*(cell.split(", ")[1] for cell in (rows, shared)), sharded, tensor, engine]
-    assert all(float(number) < models.CLOSE for number in numbers), cells
+    assert all(float(number) < columns.CLOSE for number in numbers), cells
     assert lora == "14 modules" and vllm == "not tried"
-    assert re.search(r"^\| bert \| a bert model sees the tokens .*\|$", done.stdout, re.MULTILINE)
+    assert re.search(r"^- bert: the model sees the tokens ", done.stdout, re.MULTILINE)
+
+
+def test_each_no_has_its_figure_or_its_reason() -> None:
+    why = "trainer.tensor_parallel_size=2 and {}: transformers has no tensor-parallel plan for it; use 1"
+    one = {
+        "rows": "masks, 0",
+        "tensor parallel": NO + why.format("BloomForCausalLM"),
+        "vLLM": NO + "error 1.6e-01",
+    }
+    other = {"rows": NO + "it | fell", "tensor parallel": NO + why.format("FalconForCausalLM")}
+    text = page(
+        {"bloom": one, "bert": "a bert model looks ahead", "falcon": other, "xlm": "a xlm model looks ahead"},
+        "v 1",
+    )
+    row = "| {} | not tried | not tried | {} | not tried | not tried | {} |"
+    assert row.format("bloom | masks, 0", "**no** (1)", "**no** error 1e-01") in text
+    assert row.format("falcon | **no** (2)", "**no** (1)", "not tried") in text
+    assert "\n1. transformers has no tensor-parallel plan for it\n2. it \\| fell\n" in text
+    assert text.endswith("\n- bert, xlm: the model looks ahead\n")
 
 
 @pytest.mark.skipif(
@@ -91,4 +112,4 @@ def test_script_tries_each_column_in_a_process_of_its_own() -> None:
 )
 def test_page_has_every_family() -> None:
     named = {*TRIED, *NOT_TRIED} - {"family"}
-    assert named == set(FAMILIES), "run scripts/models.py"
+    assert named == set(FAMILIES), "run python -m scripts.models"

@@ -1,0 +1,220 @@
+"""Try a family in each way: a column takes the directory of a model and returns a cell, or raises why not."""
+
+import json
+import socket
+import tempfile
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rollout.engines.embedded.batch import Generation
+from rollout.engines.embedded.engine import TorchEngine
+from scripts.models.forked import LIMIT_S, Differs, Failed, forked
+from scripts.tiny_models import make_batch
+from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
+from trainer.model.model import Learner, build_learner
+from trainer.settings import LoraSettings, TrainerSettings
+from trainer.update.step import StepStats, train
+
+CPU = torch.device("cpu")
+CLOSE = 1e-3
+"""The largest error of a logprob, or of a gradient's norm as a fraction, that float32's rounding may make."""
+RANKS = 2
+
+
+def rows(directory: Path) -> str:
+    """Return how sequences are kept apart in a row; the largest error of a logprob in the batch's rows."""
+    learner = build_learner(directory, CPU, TrainerSettings(share_prompts=False))
+    packing = learner.arrangement.packing
+    error = _error(learner, packing)
+    return f"{learner.arrangement.apart.value if packing.several else 'one a row'}, {_small(error)}"
+
+
+def shared_prompts(directory: Path) -> str:
+    """Return whether prompts are shared; the largest error of a logprob then."""
+    learner = build_learner(directory, CPU, TrainerSettings())
+    if not learner.arrangement.packing.pairs_per_token:
+        return "no"
+    return f"yes, {_small(_error(learner, Packing(learner.arrangement.packing.several, 1e6)))}"
+
+
+def sharded(directory: Path, **settings: Any) -> str:
+    """Take a step with FSDP2 over two processes: the error of the gradient's norm (a fraction) and of the
+    loss.
+    """
+    settings = {"layout": "sharded", **settings}
+    alone, together = _steps(directory, {}), _in_ranks(directory, settings)
+    errors = [
+        abs(b.grad_norm - a.grad_norm) / a.grad_norm + abs(b.loss - a.loss)
+        for a, b in zip(alone, together, strict=True)
+    ]
+    return _small(max(errors))
+
+
+tensor_parallel = partial(sharded, tensor_parallel_size=2)
+
+
+def lora(directory: Path) -> str:
+    """Take a step with adapters of all linear layers, routers excepted: how many modules have one."""
+    settings = TrainerSettings(lora=LoraSettings(rank=4))
+    learner = build_learner(directory, CPU, settings)
+    (step,) = _train(learner, settings)
+    if not step.grad_norm > 0:
+        raise Differs(f"the gradient's norm is {step.grad_norm}")
+    return f"{len(learner.parameters) // 2} modules"
+
+
+def embedded_engine(directory: Path) -> str:
+    """Generate for prompts of two lengths at once: the largest error of its logprobs."""
+    engine = TorchEngine(directory, dtype=torch.float64, max_batch=8)
+    engine.start()
+    asked = [
+        (prompt, engine.submit(Generation(prompt, 2, 24, temperature=1.0, top_p=1.0, stop=(), seed=0)))
+        for prompt in _prompts()
+    ]
+    return _small(
+        _largest_error(
+            directory,
+            (
+                ([*prompt, *row.token_ids], row.logprobs)
+                for prompt, future in asked
+                for row in future.result(LIMIT_S)
+            ),
+        )
+    )
+
+
+def vllm(directory: Path, server: Path) -> str:
+    """Generate the same with vLLM, before and after its weights are loaded anew and proved; `server` is the
+    socket of scripts.models.vllm_server. The cell says so if vLLM takes transformers' code for the model.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(server))
+        with connection.makefile("rw") as lines:
+            lines.write(json.dumps({"model": str(directory), "prompts": _prompts()}) + "\n")
+            lines.flush()
+            answer = json.loads(lines.readline() or '{"failed": "the process died"}')
+    if "failed" in answer:
+        raise Failed(" ".join(answer["failed"].split()))
+    error = _small(_largest_error(directory, answer["rows"]))
+    return error if answer["through"] == "vLLM" else f"{error}, {answer['through']}"
+
+
+COLUMNS: dict[str, Callable[[Path], str]] = {
+    "rows": rows,
+    "shared prompts": shared_prompts,
+    "sharded": sharded,
+    "tensor parallel": tensor_parallel,
+    "LoRA": lora,
+    "embedded engine": embedded_engine,
+}
+
+
+def _small(error: float) -> str:
+    if not error < CLOSE:
+        raise Differs(f"error {error:.1e}")
+    return f"{error:.0e}" if error else "0"
+
+
+@torch.no_grad()
+def _error(learner: Learner, packing: Packing) -> float:
+    """Return the largest error of a logprob in the batch's rows, against each sequence on its own."""
+    batch = make_batch()
+
+    def by_token(microbatches: list[Microbatch]) -> dict[tuple[int, float], float]:
+        scores: dict[tuple[int, float], float] = {}
+        for one in microbatches:
+            keys = zip(one.targets.tolist(), one.engine_logprobs.tolist(), strict=True)
+            scores |= dict(zip(keys, learner.logprobs(one)[0].tolist(), strict=True))
+        return scores
+
+    ones = [Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens)]
+    wanted = by_token([fill(batch, [[one]]) for one in ones])
+    found = by_token(plan_step(batch, range(len(batch)), [1.0], 0, 400, packing))
+    return max(abs(wanted[key] - found[key]) for key in wanted)
+
+
+def _prompts() -> list[list[int]]:
+    return [make_batch().token_ids[:length].tolist() for length in (16, 5)]
+
+
+def _largest_error(directory: Path, rows: Iterable[tuple[list[int], list[float]]]) -> float:
+    """Return the largest error of an engine's logprobs, from the tokens of each row and the logprobs of its
+    last ones.
+    """
+    learner = build_learner(directory, CPU, TrainerSettings())
+    errors = [
+        np.abs(_scores(learner, token_ids)[-len(logprobs) :] - np.array(logprobs)).max()
+        for token_ids, logprobs in rows
+    ]
+    return float(max(errors))
+
+
+@torch.no_grad()
+def _scores(learner: Learner, token_ids: list[int]) -> np.ndarray[Any, Any]:
+    """Return the learner's logprobs of all tokens but the first."""
+    ids = np.array(token_ids)
+    nothing = np.zeros(len(ids) - 1, np.float32)
+    return learner.logprobs(
+        Microbatch(
+            token_ids=ids[None],
+            position_ids=np.arange(len(ids))[None],
+            scored_at=np.arange(len(ids) - 1),
+            targets=ids[1:],
+            engine_logprobs=nothing,
+            advantages=nothing,
+            sequences=np.zeros(len(ids) - 1, np.int64),
+            tokens=len(ids),
+            temperatures=nothing + 1,
+        )
+    )[0].numpy()
+
+
+def _train(learner: Learner, settings: TrainerSettings) -> list[StepStats]:
+    weights = [1.0] * learner.layout.world_size
+    return train(
+        learner,
+        make_batch(),
+        settings,
+        max_tokens=40,
+        rank_weights=weights,
+        report=lambda line: None,
+    )
+
+
+def _steps(directory: Path, settings: dict[str, Any]) -> list[StepStats]:
+    chosen = TrainerSettings.model_validate({"max_tokens_per_microbatch": 128, **settings})
+    return _train(build_learner(directory, CPU, chosen), chosen)
+
+
+def _in_ranks(directory: Path, settings: dict[str, Any]) -> list[StepStats]:
+    """Return the steps of two forked processes; raises Failed with the words of the one that failed first."""
+    said: Any = None
+    with tempfile.TemporaryDirectory() as meeting:
+        found = [
+            forked(partial(_rank, directory, settings, Path(meeting) / "file", rank)) for rank in range(RANKS)
+        ]
+        for pipe, process in found:
+            # Less than the column's own deadline, so that no rank outlives this process.
+            in_time = pipe.poll(LIMIT_S / 2)
+            done, said = pipe.recv() if in_time else (False, f"a rank was not done in {LIMIT_S / 2:.0f} s")
+            if not done:
+                for _pipe, other in found:
+                    other.kill()
+                raise Failed(said)
+            process.join()
+    return said
+
+
+def _rank(directory: Path, settings: dict[str, Any], meeting: Path, rank: int) -> list[StepStats]:
+    limit = timedelta(seconds=LIMIT_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS, timeout=limit
+    )
+    return _steps(directory, settings)

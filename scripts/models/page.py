@@ -1,0 +1,89 @@
+"""Write docs/models.md from what the columns returned."""
+
+import re
+from collections.abc import Iterable
+from datetime import date
+
+from scripts.models.columns import COLUMNS
+from scripts.models.families import NO, Tried
+
+HEAD = """# Models
+
+Every model type of `AutoModelForCausalLM` in transformers, tried on {day} with {versions}.
+`python -m scripts.models --vllm .venv-vllm/bin/python` writes this page. It makes a tiny random model of each
+family, in float32 on a CPU, and tries it in each way; `tests/scripts/test_models.py` tries some again. A
+number is an error that float32's rounding may make, less than 1e-3. **no** is followed by a larger error, or
+by the number of its reason, [below](#reasons). Some reasons lie in the tiny model or in the CPU, and not in
+the family. The page says nothing of speed or of GPUs.
+
+- **rows**: what keeps sequences apart that share a row ([training.md](training.md#batches)): positions, or
+  masks, or that there is one a row; and the largest error of a logprob against the sequence on its own.
+- **shared prompts**: the same, where the prompt is computed once for several samples; *no* where it is not.
+- **sharded**: an optimizer step with FSDP2 over two processes: the error of the gradient's norm (a fraction)
+  and of the loss. **tensor parallel**: the same, with each layer on two processes.
+- **LoRA**: a step with adapters on all linear layers but routers of experts; how many modules have one.
+- **embedded engine**: it generates for prompts of two lengths at once, in its default float64; the largest
+  error of its logprobs against the trainer's.
+- **vLLM**: the same with vLLM on a CPU, before and after it has loaded the weights anew and proved them
+  ([engines.md](engines.md#what-is-proved)). *transformers*: vLLM has no code of its own for the family and
+  computes with transformers'.
+"""
+
+SHORTER = {
+    r"trainer\.tensor_parallel_size=\d+ and \w+: (.*); use 1": r"\1",
+    r"^its plan asks": "transformers' tensor-parallel plan for it asks",
+    r"(error \d)\.\d(e[+-]\d+)": r"\1\2",
+    r"trainer\.lora\.targets=all-linear: \[PEFT\S* (.*?) \(model_type=.*": r"peft: \1",
+    r".*are not supported for now.*": "vLLM has no such architecture",
+    r".*does not recognize this architecture.*": "the transformers beside vLLM has no such family",
+    r"ValidationError: 1 validation error for ModelConfig Value error, (.*?) \[type=.*": r"\1",
+    r"<class '[\w.]*'>": "its class",
+}
+"""Patterns in reasons, and what is shown in their place."""
+
+
+def page(tried: dict[str, Tried], versions: str) -> str:
+    """Return the page's text, from what try_family returned for each family."""
+    columns = [*COLUMNS, "vLLM"]
+    rows = {family: cells for family, cells in tried.items() if isinstance(cells, dict)}
+    reasons = list(dict.fromkeys(reason for cells in rows.values() for reason in _reasons(cells.values())))
+    lines = [HEAD.format(day=date.today(), versions=versions)]
+    lines += [f"| family | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 1)}"]
+    for family, cells in rows.items():
+        shown = [_cell(cells.get(column, "not tried"), reasons) for column in columns]
+        lines.append(f"| {family} | {' | '.join(shown)} |")
+    lines += ["", "## Reasons", ""]
+    lines += [f"{number}. {_plain(reason)}" for number, reason in enumerate(reasons, 1)]
+    lines += ["", "## Not tried, or refused", ""]
+    refused: dict[str, list[str]] = {}
+    for family, why in tried.items():
+        if isinstance(why, str):
+            refused.setdefault(why.replace(f"a {family} model", "the model"), []).append(family)
+    lines += [f"- {', '.join(families)}: {_plain(why)}" for why, families in refused.items()]
+    return "\n".join([*lines, ""])
+
+
+def _reasons(cells: Iterable[str]) -> list[str]:
+    found = [_reason(cell) for cell in cells if cell.startswith(NO)]
+    return [reason for reason in found if not reason.startswith("error ")]
+
+
+def _reason(cell: str) -> str:
+    """Return why a cell says no, in the same words for each family."""
+    why = cell.removeprefix(NO)
+    for words, fewer in SHORTER.items():
+        why = re.sub(words, fewer, why)
+    return why
+
+
+def _cell(cell: str, reasons: list[str]) -> str:
+    if not cell.startswith(NO):
+        return cell
+    reason = _reason(cell)
+    return f"**no** {reason}" if reason.startswith("error ") else f"**no** ({reasons.index(reason) + 1})"
+
+
+def _plain(text: str, longest: int = 240) -> str:
+    """Return the text as Markdown shows it, cut if it is long."""
+    cut = text if len(text) <= longest else f"{text[:longest]} ..."
+    return re.sub(r"([|<>*_`\[\]])", r"\\\1", cut.replace("\n", " "))

@@ -135,17 +135,18 @@ def main() -> int:
         app, arguments = COMMANDS[name][0], arguments[1:]
     else:
         app, arguments = _node_app(), ["--local", *arguments[1:]] if name == "local" else arguments
+    from coordinator.journal.plain import plain
     from coordinator.settings import SettingsError
     from rollout.storage.files import SharedFsError
 
     try:
         return app(arguments, prog_name="run", standalone_mode=False) or 0
     except SettingsError as error:
-        print(f"run: {error}", file=sys.stderr)
+        print(f"run: {plain(str(error))}", file=sys.stderr)
     except typer.TyperException as error:
-        print(f"run: {error}; see run --help", file=sys.stderr)
+        print(f"run: {plain(str(error))}; see run --help", file=sys.stderr)
     except SharedFsError as error:
-        print(f"run: {error}", file=sys.stderr)
+        print(f"run: {plain(str(error))}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130

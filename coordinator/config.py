@@ -6,6 +6,7 @@ itself must agree with the tree.
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -25,6 +26,7 @@ TINY_DEFAULTS: dict[str, Any] = {
     "trainer.max_tokens_per_microbatch": 2048,
 }
 """Defaults for builtin:tiny, in place of the general ones: the demo's recipe."""
+_SECRET = re.compile(r"(^|[._-])(token|key|secret|password)$", re.IGNORECASE)
 OPEN = ("engine.args", "rollout.ratio")
 """Settings whose keys the user chooses: arguments of the server, classes of tasks."""
 
@@ -198,14 +200,29 @@ def _one_line(error: ValidationError, key: str = "") -> str:
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raise SettingsError for a key that is not a setting; the text names the nearest one."""
+    """Raise SettingsError for a key that is not a setting; the text names the nearest one. Also for a secret,
+    whose value it does not tell.
+    """
     known = _known_keys()
-    for key in given:
+    for key, value in given.items():
+        _refuse_secret(key, value)
         if key in known or _opened(key):
             continue
         by_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
         near = by_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         raise SettingsError(f"unknown setting {key}; did you mean {near[0]}?")
+
+
+def _refuse_secret(key: str, value: Any) -> None:
+    """Raise SettingsError for an argument of the server that is a secret, at any depth."""
+    if key.startswith("engine.args.") and _SECRET.search(key):
+        raise SettingsError(
+            f"{key} is a secret: settings are published in the run directory, and `ps` shows the arguments "
+            "of servers; set an environment variable on each node in its place, e.g. HF_TOKEN"
+        )
+    if key.startswith("engine.args") and isinstance(value, Mapping):
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            _refuse_secret(f"{key}.{name}", inner)
 
 
 def _known_keys() -> list[str]:

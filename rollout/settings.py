@@ -130,6 +130,8 @@ class EngineSettings(Settings):
             fits = parts.scheme == "http" and parts.hostname and (parts.port or 80)
         except ValueError:  # of the port
             fits = False
+        if "@" in url:
+            raise ValueError("--engine-url: leave user and password out of the URL, which is published")
         if not fits or parts.path.rstrip("/").endswith("/v1"):
             raise ValueError(
                 f"--engine-url {url}: must look like http://127.0.0.1:8000 (http, a port, no /v1 at its end)"

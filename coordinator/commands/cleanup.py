@@ -16,6 +16,7 @@ from coordinator.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import parts, published
 from coordinator.directory.layout import REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
 from coordinator.directory.published import Incomplete
+from coordinator.journal.plain import one_line
 from coordinator.node.start import read_run_json
 from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Ended, Exit
@@ -227,10 +228,10 @@ def _remove_all(run_dir: RunDir, planned: Plan, board: Board, number: int, dry_r
         total += (size := _size(leftover.path))
         if not dry_run:
             _remove(run_dir, leftover)
-        where = leftover.path.relative_to(run_dir.root)
+        where = one_line(str(leftover.path.relative_to(run_dir.root)))
         print(f"{verb} {where} ({leftover.what}, {size:,} bytes)", flush=True)
     for path in planned.unknown:
-        print(f"stays: {path.relative_to(run_dir.root)} (not a file of flagpost)")
+        print(f"stays: {one_line(str(path.relative_to(run_dir.root)))} (not a file of flagpost)")
     print(f"{verb} {len(planned.leftovers)} paths, {total:,} bytes")
 
 

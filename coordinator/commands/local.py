@@ -12,13 +12,13 @@ from typing import Any
 from coordinator.commands.interrupts import Interrupts
 from coordinator.config import build
 from coordinator.directory import published
+from coordinator.journal.plain import plain
 from coordinator.machine.children import Child, Children
 from coordinator.node.inputs import load_inputs
 from coordinator.node.start import check_log_path
 from coordinator.protocol.exits import Exit
 from coordinator.settings import SettingsError
 from coordinator.views.run import Run
-from coordinator.views.status_text import plain
 from coordinator.views.terminal import LiveView
 
 LOOK_S = 0.25

@@ -108,13 +108,14 @@ def cleanup(
 ) -> int:
     """Remove what an interrupted iteration left; never a published checkpoint."""
     from coordinator.commands.cleanup import cleanup as clean
+    from coordinator.journal.plain import plain
     from coordinator.protocol.exits import Ended
 
     number = _iteration(iteration)
     try:
         clean(log_path.absolute(), number, dry_run, keep_partial)
     except Ended as end:
-        print(f"run: {end.text}", file=sys.stderr)
+        print(f"run: {plain(end.text)}", file=sys.stderr)
         return end.code
     return 0
 

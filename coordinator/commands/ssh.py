@@ -21,8 +21,8 @@ import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 
+from coordinator.journal.plain import plain
 from coordinator.machine.child_output import Output
-from coordinator.views.status_text import plain
 
 OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",

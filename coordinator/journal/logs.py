@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.directory.line_writer import LineWriter
+from coordinator.journal.plain import plain
 
 CLOSE_S = 2.0
 """How long the end of a node waits for its last lines to be in its log file."""
 
 
 class Prefix(logging.Formatter):
-    """`[rank 2 it 7 train_rollout] text`."""
+    """`[rank 2 it 7 train_rollout] text`, with control characters spelled: the text may be a model's."""
 
     def __init__(self, rank: int) -> None:
         super().__init__("%(message)s")
@@ -41,7 +42,7 @@ class Prefix(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"[rank {self._rank}{self._where()}] {level}{super().format(record)}"
+        return plain(f"[rank {self._rank}{self._where()}] {level}{super().format(record)}")
 
 
 class _File(logging.Handler):

@@ -20,6 +20,7 @@ import psutil
 LOOPBACK = "127.0.0.1"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class NetworkError(RuntimeError):
@@ -72,6 +73,13 @@ def host_identity() -> str:
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
     return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
+
+
+def pid_space() -> str:
+    """Return the same string to two processes if and only if one pid means one process to both of them."""
+    if sys.platform == "darwin":  # it has no namespaces
+        return host_identity()
+    return f"{_BOOT_ID.read_text().strip()}/{_PID_NAMESPACE.stat().st_ino}"
 
 
 def local_addresses() -> list[Address]:

@@ -30,6 +30,8 @@ class Identity:
     newest_epoch: int
     """The highest epoch before this process."""
     host: str = field(default_factory=lambda: socket.gethostname())
+    pid_space: str = field(default_factory=lambda: network.pid_space())
+    """Where its pid means its process."""
     peer: network.Peer = field(default_factory=lambda: network.this_peer())
     address: str = network.LOOPBACK
     """Where its peers reach it."""
@@ -67,6 +69,7 @@ class Identity:
         return {
             "host": self.host,
             "pid": os.getpid(),
+            "pid_space": self.pid_space,
             "peer": self.peer.to_dict(),
             "address": self.address,
             "processes": self.processes,

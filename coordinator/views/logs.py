@@ -14,11 +14,11 @@ from typing import TextIO
 
 from coordinator.directory import published
 from coordinator.directory.layout import Beat, RunDir
+from coordinator.journal.plain import plain
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.snapshot import parse
 from coordinator.settings import SettingsError
 from coordinator.views.run import Run
-from coordinator.views.status_text import plain
 
 POLL_S = 0.5
 LIST_POLLS = 4

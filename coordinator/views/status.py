@@ -9,14 +9,15 @@ import psutil
 
 from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
-from coordinator.machine.network import host_identity
-from coordinator.protocol.heartbeat import read_beat
+from coordinator.machine.network import pid_space
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import MASTER, EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.protocol.watch import ENDED
 from coordinator.settings import RunSettings, SettingsError
+from coordinator.views.beats import said_in
+from rollout.storage import files
 
 ROLLOUTS = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}
 
@@ -45,21 +46,22 @@ class StatusReader:
         if self._run_id:
             return
         root = self.run_dir.root
-        run = published.read_json(self.run_dir.run_json) if root.is_dir() else None
+        is_there = root.is_dir() and self.run_dir.run_json.name in files.file_names(root)
+        run = published.read_json(self.run_dir.run_json) if is_there else None
         if run is None:
             raise SettingsError(f"--log-path {root}: no run there (no run.json that can be read)")
         if run.get("format") != FORMAT:
             found = run.get("format")
             raise SettingsError(f"--log-path {root}: a run of format {found}; this version reads {FORMAT}")
-        self._run_id = run["run_id"]
+        self._run_id = str(run.get("run_id"))
 
     def read(self) -> dict[str, Any]:
         """Return the state as `run status --json` prints it; SettingsError if there is no run,
         SharedFsError."""
         self.open()
-        board = parse(published.names(self.run_dir.protocol))
+        board = parse(self._names())
         record = self._records.newest(board.records)
-        said = {rank: read_beat(self.run_dir, beat) for rank, beat in board.beats.items()}
+        said = {rank: said_in(self.run_dir, beat) for rank, beat in board.beats.items()}
         settings = RunSettings.published(record.settings) if record else RunSettings()
         self._read_metrics(said.get(MASTER, {}))
         still_s = self._observe(board, settings)
@@ -67,12 +69,20 @@ class StatusReader:
         gone = {rank for rank in said if _is_gone(said[rank]) or still_s.get(rank, 0.0) >= timeout_s}
         return self._describe(board, record, settings, said, gone, still_s)
 
+    def _names(self) -> list[str]:
+        """Return the names of the files in protocol/: whoever opens a pipe of such a name waits for ever."""
+        try:
+            return files.file_names(self.run_dir.protocol)
+        except FileNotFoundError:
+            return []
+
     def _read_metrics(self, master: Mapping[str, Any]) -> None:
         """Read metrics.jsonl unless it cannot have a new line: the master writes one in an iteration's last
         row."""
         place = tuple(master.get(name) for name in ("pid", "state", "iteration", "phase"))
         if place != self._place or place[-1] in {None, Phase.ITERATION_END.label}:
-            self.lines = published.metrics_lines(self.run_dir)
+            is_there = self.run_dir.metrics.name in files.file_names(self.run_dir.root)
+            self.lines = published.metrics_lines(self.run_dir) if is_there else []
         self._place = place
 
     def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:
@@ -115,18 +125,16 @@ class StatusReader:
 
 
 def _is_gone(content: Mapping[str, Any]) -> bool:
-    """Return whether a process is known to have ended; of a process on another machine only its own word
-    counts.
+    """Return whether a process is known to have ended; of a process that another machine or container counts,
+    only its own word says so.
     """
-    if not content:
-        return False
-    here = content["peer"]["identity"] == host_identity()
+    here = "pid" in content and content.get("pid_space") == pid_space()
     return content.get("state") == ENDED or (here and not psutil.pid_exists(content["pid"]))
 
 
 def _silent_s(said: Said, still_s: Mapping[int, float]) -> dict[int, float]:
     """Seconds of silence by rank: the larger of the master's last observation and our own."""
-    observed = {int(rank): float(s) for rank, s in said.get(MASTER, {}).get("silent_s", {}).items()}
+    observed: dict[int, float] = dict(said.get(MASTER, {}).get("silent_s", {}))
     ended = {rank for rank, content in said.items() if content.get("state") == ENDED}
     own = {rank: round(seconds, 1) for rank, seconds in still_s.items() if rank not in ended}
     return {rank: max(observed.get(rank, 0.0), own.get(rank, 0.0)) for rank in {*observed, *own}}

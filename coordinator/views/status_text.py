@@ -5,7 +5,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from coordinator.journal.plain import one_line
 from coordinator.protocol.records import MASTER
+from coordinator.views.beats import is_measured
 
 NAMED = 3
 """At most this many of the ranks that are waited for are named."""
@@ -15,25 +17,6 @@ GIB = 2**30
 
 Status = dict[str, Any]
 Node = dict[str, Any]
-
-
-_SEEN = {
-    **{code: f"^{chr(code ^ 64)}" for code in (*range(32), 127) if chr(code) not in "\t\n"},
-    **{code: f"\\x{code:02x}" for code in range(128, 160)},
-}
-
-
-def plain(text: str) -> str:
-    """Spell the control characters of `text` (`^[` for ESC), except tabs and line ends.
-
-    Text from others must not move the cursor of a terminal, or rename its window.
-    """
-    return text.replace("\r\n", "\n").translate(_SEEN)
-
-
-def one_line(text: str) -> str:
-    """Spell all control characters of `text`, tabs and line ends included."""
-    return plain(text).replace("\n", "^J").replace("\t", "^I")
 
 
 def all_plain(content: Any) -> Any:
@@ -132,7 +115,7 @@ def rewards(line: dict[str, Any] | None) -> str:
     """Give the last metrics: `last finished: iteration 4, reward 0.612, eval_reward 0.900`."""
     if line is None:
         return ""
-    found = [f"{name} {line[name]:.3f}" for name in ("reward", "eval_reward") if line.get(name) is not None]
+    found = [f"{name} {line[name]:.3f}" for name in ("reward", "eval_reward") if is_measured(line.get(name))]
     return ", ".join([f"last finished: iteration {line['iteration']}", *found])
 
 
@@ -156,7 +139,7 @@ def render(status: Status, root: Path) -> str:
     ]
     table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
     lines = [
-        f"{root}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
+        f"{one_line(str(root))}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
         place if going else f"it was last in {place}",
         *repairs(status, root),
         "",

@@ -22,9 +22,9 @@ from typing import Any, Self, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
+from coordinator.journal.plain import one_line, plain
 from coordinator.settings import SettingsError
 from coordinator.views.status import StatusReader
-from coordinator.views.status_text import one_line, plain
 from coordinator.views.terminal_lines import ASCII, UNICODE, filled_columns, rows_of, view
 
 READ_S = 1.5
@@ -140,12 +140,12 @@ class LiveView:
         """Write `text` above the view, with control characters spelled; an unfinished line waits for its end.
 
         If the terminal is too far behind, the text is dropped: a caller never waits. Without a view `text` is
-        written as it is; then OSError or ValueError are possible.
+        written at once; then OSError or ValueError are possible.
         """
         with self._lock:
             if not self._thread.is_alive():
                 rest, _ = self._next(0.0)  # what was said while the thread ended
-                self._file.write(rest + self._partial + text)
+                self._file.write(rest + plain(self._partial + text))
                 self._partial = ""
                 self._file.flush()
             elif self._said.qsize() < QUEUE_TEXTS:

@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
+from coordinator.journal.plain import one_line
 from coordinator.views import status_text as words
+from coordinator.views.beats import is_measured
 from coordinator.views.status_text import Node, Status, duration
 
 QUIET_S = 5.0
@@ -57,7 +59,7 @@ def view(
     status = words.all_plain(status)
     state: str = status["state"]
     head = Text.assemble(
-        (root.name, "bold"),
+        (one_line(root.name), "bold"),
         ": ",
         (state, "red" if state == "holding" and status["waiting_for"] else ""),
         f", {words.where(status)}",
@@ -65,7 +67,7 @@ def view(
     epoch = f", epoch {status['epoch']}"
     head.append(epoch if head.cell_len + len(epoch) <= width else "")
     waits = Text(words.waiting(status), "red" if state == "holding" else "dim")
-    notes = [Text(words.one_line(note), "red")] if note else []
+    notes = [Text(one_line(note), "red")] if note else []
     repairs = [Text(command) for command in words.repairs(status, root)][: max(1, height // 8)]
     curve = _rewards(lines, width, signs)
     around = [head, *notes, waits, *repairs]
@@ -174,8 +176,8 @@ def _bar(node: Node, cells: int, signs: Signs) -> Text:
 
 def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[Text]:
     """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 in iteration 9`; nothing before the first reward."""
-    rewards = [line["reward"] for line in lines if line.get("reward") is not None]
-    scores = [line for line in lines if line.get("eval_reward") is not None]
+    rewards = [line["reward"] for line in lines if is_measured(line.get("reward"))]
+    scores = [line for line in lines if is_measured(line.get("eval_reward"))]
     text = Text()
     if scores:
         last = scores[-1]

@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.config import build
 from coordinator.directory.layout import FORMAT, Beat, PartName, RunDir
-from coordinator.machine.network import host_identity
+from coordinator.machine.network import pid_space
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, Member, claim
 from coordinator.protocol.shares import share_sizes
@@ -291,7 +291,7 @@ def _write(run: MadeUpRun, iterations: int, state: State, with_events: bool) -> 
         content = {
             "host": node.host,
             "pid": NO_PROCESS,
-            "peer": {"identity": host_identity() if state == "died" else "elsewhere", "addresses": []},
+            "pid_space": pid_space() if state == "died" else "elsewhere",
             "address": f"10.0.0.{node.rank + 1}",
             "processes": 8,
             "state": "running",

@@ -13,6 +13,7 @@ from coordinator.config import (
     OPTIONS,
     TINY_DEFAULTS,
     build,
+    check_each,
     contradictions,
     flatten,
     option_name,
@@ -409,3 +410,32 @@ def test_every_option_is_the_name_of_a_setting() -> None:
     known = dict(flatten(RunSettings().model_dump()))
     assert OPTIONS.keys() <= known.keys()
     assert len(set(map(option_name, OPTIONS))) == len(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"engine.args.hf-token": "s3cret"},
+        {"engine.args.hf_token": "s3cret"},
+        {"engine.args.API_KEY": "s3cret"},
+        {"engine.args.token": "s3cret"},
+        {"engine.args.kv-transfer-config.client-secret": "s3cret"},
+        {"engine.args.x": {"deep": {"db-password": "s3cret"}}},
+        {"engine.args": {"hf-token": "s3cret"}},
+    ],
+)
+def test_secret_among_the_servers_arguments_is_refused_and_not_told(given: dict[str, Any]) -> None:
+    for check in (build, check_each):
+        with pytest.raises(SettingsError, match="is a secret: settings are published") as refused:
+            check(given)
+        assert "s3cret" not in str(refused.value)
+
+
+def test_arguments_that_only_sound_like_secrets_pass() -> None:
+    build({"engine.args": {"max-num-batched-tokens": 8, "ssl-keyfile": "f", "tokenizer": "t", "monkey": 1}})
+
+
+def test_user_and_password_in_the_url_of_an_engine_are_refused_and_not_told() -> None:
+    with pytest.raises(SettingsError, match="leave user and password out") as refused:
+        build({"engine.url": "http://me:s3cret@127.0.0.1:8000"})
+    assert "s3cret" not in str(refused.value)

@@ -9,14 +9,16 @@ import pytest
 
 from coordinator.commands.status import show_status
 from coordinator.config import build
-from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
-from coordinator.machine.network import host_identity
+from coordinator.directory.layout import FORMAT, Beat, Flag, Record, RunDir
+from coordinator.journal.plain import one_line, plain
+from coordinator.machine.network import pid_space
 from coordinator.protocol.records import EpochRecord, claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings import RunSettings, SettingsError
 from coordinator.views.run import Run
 from coordinator.views.status import StatusReader
-from coordinator.views.status_text import duration, one_line, plain, render, repairs
+from coordinator.views.status_text import duration, render, repairs
+from coordinator.views.terminal_lines import view
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
 
 SETTINGS = build({"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "iterations": 8})
@@ -64,7 +66,7 @@ def beat(run_dir: RunDir, rank: int, incarnation: int = 1, counter: int = 5, **s
     content = {
         "host": f"node-{rank}",
         "pid": os.getpid(),
-        "peer": {"identity": "elsewhere", "addresses": []},
+        "pid_space": "elsewhere",
         "address": f"10.0.0.{rank}",
         "processes": 1,
         "state": "running",
@@ -198,23 +200,22 @@ def test_call_of_an_epoch_that_is_over_stops_nothing(run_dir: RunDir) -> None:
     assert Run(run_dir.root).status()["state"] == "running"
 
 
-HERE = {"identity": host_identity(), "addresses": []}
 GONE = 2**22 + 1
 """More than any pid."""
 
 
 def test_workers_hold_for_a_master_whose_process_is_gone_from_this_host(run_dir: RunDir) -> None:
-    status = running(run_dir, pid=GONE, peer=HERE)
+    status = running(run_dir, pid=GONE, pid_space=pid_space())
     assert (status["state"], status["waiting_for"]) == ("holding", [0])
     assert states(status) == ["silent", "alive", "alive"]
-    assert running(run_dir, pid=os.getpid(), peer=HERE)["state"] == "running"
+    assert running(run_dir, pid=os.getpid(), pid_space=pid_space())["state"] == "running"
     assert running(run_dir, pid=GONE)["state"] == "running"
 
 
 def test_run_whose_processes_are_all_gone_is_stopped(run_dir: RunDir) -> None:
-    running(run_dir, pid=GONE, peer=HERE)
+    running(run_dir, pid=GONE, pid_space=pid_space())
     for rank in (1, 2):
-        beat(run_dir, rank, counter=6, pid=GONE, peer=HERE)
+        beat(run_dir, rank, counter=6, pid=GONE, pid_space=pid_space())
     status = Run(run_dir.root).status()
     assert status["state"] == "stopped"
     assert states(status) == ["silent"] * 3
@@ -399,3 +400,54 @@ def test_settings_of_another_version_are_one_line(run_dir: RunDir) -> None:
     foreign = record(2).model_copy(update={"settings": {"cluster": {"gossip": True}}})
     with pytest.raises(SettingsError, match=r"another version of flagpost \(cluster.gossip: .* same version"):
         running(run_dir, foreign)
+
+
+# ---- whatever lies there
+
+
+def test_process_of_another_container_on_this_machine_is_not_called_gone(run_dir: RunDir) -> None:
+    elsewhere = f"{pid_space().partition('/')[0]}/1"  # the same machine, another namespace of pids
+    assert running(run_dir, pid=GONE, pid_space=elsewhere)["state"] == "running"
+
+
+def test_pipe_in_the_place_of_a_file_is_not_opened(run_dir: RunDir) -> None:
+    before = running(run_dir)
+    os.mkfifo(run_dir.protocol / Beat(2, 0, 1, 6).name)
+    os.mkfifo(run_dir.protocol / Record(3).name)
+    (run_dir.protocol / Beat(2, 1, 1, 6).name).mkdir()
+    os.mkfifo(run_dir.metrics)
+    assert Run(run_dir.root).status() == before
+    run_dir.run_json.unlink()
+    os.mkfifo(run_dir.run_json)
+    with pytest.raises(SettingsError, match="no run there"):
+        Run(run_dir.root).status()
+
+
+ODD = [None, [], [1], 7, "x", "", {}, {"a": 1}, -1, 10**30, 1e308, float("nan"), float("inf"), True]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "7", "null", '"x"', "[" * 100_000, "\xff", "{"])
+def test_heartbeat_that_is_no_object_says_nothing(run_dir: RunDir, content: str) -> None:
+    running(run_dir)
+    for rank in (0, 1):
+        (run_dir.protocol / Beat(2, rank, 1, 6).name).write_text(content, encoding="latin-1")
+    status = Run(run_dir.root).status()
+    assert status["state"] == "running" and states(status) == ["alive"] * 3
+    assert render(status, run_dir.root)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_odd_values_in_a_heartbeat_do_not_fail_the_status(run_dir: RunDir, odd: Any) -> None:
+    names = ["host", "pid", "pid_space", "state", "iteration", "phase", "done", "total", "waiting_for"]
+    names += ["row_s", "waiting_s", "tokens_per_s", "left_s", "gpu_count", "gpus", "silent_s"]
+    running(run_dir)
+    run_dir.metrics.write_text(
+        json.dumps({"iteration": 4, "kind": "both", "reward": odd, "eval_reward": odd})
+    )
+    for number, name in enumerate(names):
+        for rank in range(3):
+            beat(run_dir, rank, counter=6 + number, **{name: odd})
+        status = Run(run_dir.root).status()
+        assert render(status, run_dir.root)
+        for width in (40, 120):
+            assert view(status, StatusReader(run_dir.root).lines, run_dir.root, width=width, height=20)

@@ -460,3 +460,11 @@ print("the end", "x" * 100_000)
 """
     ended = subprocess.run([sys.executable, "-c", script], stdout=unread.file, stderr=unread.file, timeout=60)
     assert ended.returncode == 0
+
+
+def test_text_that_would_steer_a_terminal_is_spelled_without_a_view_too(tmp_path: Path) -> None:
+    file = io.StringIO()
+    shown = LiveView(tmp_path, file)
+    shown.say("a\x1b[2J")
+    shown.say_line("\x07")
+    assert file.getvalue() == "a^[[2J^G\n"

@@ -1,0 +1,56 @@
+"""What heartbeats say, for those who only look on: whatever lies in the files, the types are right."""
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.directory.layout import Beat, RunDir
+from coordinator.protocol.heartbeat import read_beat
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Number = Annotated[float, Field(ge=0, le=1e15)]
+
+
+class _Gpu(BaseModel):
+    name: str = ""
+    used_bytes: Number = 0
+    total_bytes: Number = 0
+    busy: Number | None = None
+
+
+class _Content(BaseModel):
+    """Of a heartbeat, what is shown."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    host: str = ""
+    pid: Annotated[int, Field(gt=0, lt=2**31)] = 1
+    pid_space: str = ""
+    address: str = ""
+    gpu_count: Count = 0
+    gpus: list[_Gpu] = []
+    state: str = ""
+    iteration: Count = 0
+    phase: str = ""
+    done: Count = 0
+    total: Count = 0
+    waiting_for: list[Count] = []
+    row_s: Number = 0.0
+    waiting_s: Number = 0.0
+    tokens_per_s: Number | None = None
+    left_s: Number | None = None
+    silent_s: dict[Count, Number] = {}
+
+
+def said_in(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
+    """Return what a beat says, without what it does not say; {} if it is gone or damaged."""
+    try:
+        return _Content.model_validate(read_beat(run_dir, beat)).model_dump(exclude_unset=True)
+    except (ValidationError, RecursionError):  # the latter: of deeply nested JSON
+        return {}
+
+
+def is_measured(value: Any) -> bool:
+    """Return whether a value of metrics.jsonl is a number that can be shown."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -32,11 +32,11 @@ from coordinator.machine.network import LOOPBACK
 from rollout.collect import Slot, collect
 from rollout.engines.client import (
     HOST_OF_SOCKET,
-    UNIX,
     EngineClient,
     EngineError,
     Sampling,
     completion_request,
+    socket_of,
 )
 from rollout.engines.servers import ON_CPU
 from rollout.environments.environment import single_turn
@@ -84,11 +84,13 @@ def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, floa
     import aiohttp
 
     bodies = iter([request(slot, sampling) for slot in slots])
+    path = socket_of(url)
+    host = HOST_OF_SOCKET if path else url
 
     async def ask(session: aiohttp.ClientSession) -> int:
         tokens = 0
         for body in bodies:
-            async with session.post(f"{HOST_OF_SOCKET}/v1/completions", json=body) as response:
+            async with session.post(f"{host}/v1/completions", json=body) as response:
                 choices = (await response.json())["choices"]
             tokens += sum(len(choice["token_ids"]) for choice in choices)
         return tokens
@@ -96,7 +98,7 @@ def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, floa
     async def main() -> tuple[int, float]:
         timeout = aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)
         async with aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(url.removeprefix(UNIX), limit=0),
+            connector=aiohttp.UnixConnector(path, limit=0) if path else aiohttp.TCPConnector(limit=0),
             timeout=timeout,
             raise_for_status=True,
         ) as session:

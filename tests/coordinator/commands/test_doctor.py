@@ -89,6 +89,7 @@ def test_partner_fails_in_words_and_goes_on(tmp_path: Path) -> None:
 
 def test_partner_that_is_gone_is_told() -> None:
     with Partner() as partner:
+        partner.ask("remove", path="/nowhere/a")  # so it has begun to be the program it will be
         children = psutil.Process().children()
         child = next(each for each in children if "coordinator.commands.doctor.partner" in each.cmdline())
         child.kill()

@@ -1,10 +1,13 @@
 """What a running cluster offers to others: sockets, file modes, names, words that a shell might take up."""
 
 import json
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 
 from coordinator.directory.layout import parse_protocol_name
 from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.intruder import NOBODY, gets_in, offered_by, spools
 from tests.netns import Host, Hosts, unavailable
 
 LISTENERS = """
@@ -136,6 +140,26 @@ def test_running_cluster_listens_to_its_peers_alone_and_keeps_its_files_to_itsel
     assert [path for path in files if not is_known(path, cluster.root)] == []
     # A pickle of protocol 2 or later, or a zip of them, as torch.save writes it.
     assert [path for path in files if is_pickle(path.read_bytes())] == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_of_the_machine_gets_into_no_socket_and_no_file(cache: Path, tmp_path: Path) -> None:
+    place = Path(tempfile.mkdtemp(prefix="flagpost-open-"))
+    place.chmod(0o755)  # pytest's own directories keep others out
+    cluster = Cluster(place / "run", cache, tmp_path)
+    try:
+        cluster.start(0, *FAST, "--iterations", "50", prefix=UMASK)
+        cluster.until(lambda: cluster.metrics(), "the first iteration", 240)
+        pid = cluster.nodes[0].pid
+        files, sockets, ports = offered_by([pid], [cluster.root, *spools(pid)])
+        assert len(files) > 20 and any("engine-1.sock" in path for path in sockets)
+        assert gets_in(NOBODY, (files, sockets, ports)) == []
+        assert {*sockets} <= {*map(str, gets_in(0, ([], sockets, [])))}, "the try itself works"
+        cluster.kill(0, signal.SIGINT)
+        assert cluster.wait() == [130], cluster.everything_said()
+    finally:
+        cluster.close()
+        shutil.rmtree(place)
 
 
 def test_users_text_reaches_no_shell_and_the_printed_command_is_quoted(

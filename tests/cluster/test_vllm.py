@@ -1,11 +1,14 @@
 """Whole runs whose engines are real vLLM servers, on the CPU. `make test-vllm` runs them."""
 
 import json
+import os
+import signal
 
 import pytest
 
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.faults import children, durable_parts, lost_groups, repeated_groups, unsound_manifests
+from tests.cluster.intruder import NOBODY, gets_in, offered_by, spools
 from tests.cluster.weights import worst_logprob
 from tests.engines.engines import ONE_THREAD, VLLM_ARGS, Reference
 
@@ -78,3 +81,19 @@ def test_server_of_which_a_process_is_killed_is_started_again_and_nothing_is_los
         assert lost_groups(cluster.run_dir, kept) == []
     assert cluster.wait(60.0) == [0], cluster.everything_said()
     assert repeated_groups(cluster.run_dir) == unsound_manifests(cluster.run_dir) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_of_the_machine_gets_into_no_socket_and_no_file(cluster: Cluster) -> None:
+    slow = ["rollout.environment=tests.cluster.plugins:slow", "rollout.concurrency=4", "--iterations", "9"]
+    cluster.start(0, *SETTINGS, *slow, prefix=[*ENVIRONMENT, "SLOW_S=1.5"])
+    directory = cluster.run_dir.trajectories("train", 1)
+    cluster.until(lambda: list(directory.glob("*.safetensors")), "the first part", LONGEST_S)
+    pid = cluster.nodes[0].pid
+    files, sockets, ports = offered_by([pid], spools(pid))
+    assert any("engine-1.sock" in path for path in sockets) and {ip for ip, _port in ports} <= {"127.0.0.1"}
+    assert all("/flagpost-" in path for path in sockets), "the sockets between its processes too"
+    assert gets_in(NOBODY, (files, sockets, ports)) == []
+    assert any("engine-1.sock" in str(path) for path in gets_in(0, ([], sockets, []))), "the try itself works"
+    cluster.kill(0, signal.SIGINT)
+    assert cluster.wait(LONGEST_S) == [130], cluster.everything_said()

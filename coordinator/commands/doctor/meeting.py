@@ -147,10 +147,8 @@ class Host:
     def close(self) -> None:
         """Remove the files of the session; a node that still waits in it sees that it is over."""
         for name in published.names(self._directory):
-            if name.endswith(WORK) and name.startswith(self._session):
-                files.remove_tree(self._directory / name)
-            elif name.startswith((f"{self._session}.", f".{self._session}.")):
-                files.remove(self._directory / name)
+            if name.startswith((f"{self._session}.", f".{self._session}.")):
+                files.remove_any(self._directory / name)
 
     def claim_path(self, number: int) -> str:
         """Return a path that all members create at once."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
 from coordinator.machine.children import ChildError
@@ -21,7 +22,6 @@ from coordinator.node.start import Start, start_master, start_worker
 from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
-from coordinator.protocol.records import MASTER
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.origins import refuse_changed_code
@@ -158,14 +158,14 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
 
     def all_told(board: Board) -> bool | None:
         told = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
-        return True if node.is_master and told >= set(node.record.members) else None
+        return True if node.is_master and told >= set(node.record.members) - {MASTER} else None
 
     cluster = node.settings.cluster
-    patience_s = cluster.node_timeout_s + 2 * cluster.beat_s
+    patience_s = cluster.node_timeout_s + 2 * cluster.beat_interval_s
     if not node.is_master:  # the master may hold for a lost node, and its word comes as a verdict
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
     node.watch.wait(all_told, node.check, lambda: "all nodes to end the training job", patience_s)
-    calls = node.watch.look().called(node.record.epoch, "trainer_failed")
+    calls = node.watch.look(whole=True).called(node.record.epoch, "trainer_failed")
     text = first_cause([read_call(node.run_dir, flag) for flag in calls] or [node.messages.failure(error)])
     if not node.is_master:
         text = f"{text}; the master did not say how to go on. {node.messages.repair()}"

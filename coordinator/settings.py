@@ -14,6 +14,12 @@ RunKind = Literal["both", "rollout", "update", "eval"]
 """What a run does in each iteration; a metrics line says it too."""
 
 
+BEATS_PER_S = 50.0
+"""How many heartbeats a second all nodes together write, unless they must beat more often to be believed."""
+LISTINGS_PER_S = 1000.0
+"""How many listings a second all nodes together make while they wait for long."""
+
+
 class SettingsError(ValueError):
     """A setting is wrong: one line that says which, with which value, and what to do."""
 
@@ -65,15 +71,26 @@ class ClusterSettings(Settings):
     expect_gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_gpus)] = None
     """GPUs that must be there before work starts: the total of all nodes, or one number per node."""
     beat_s: Annotated[float, Field(gt=0)] = 2.0
-    """Seconds between two heartbeats of a node."""
+    """Seconds between two heartbeats of a node; with more than a hundred nodes they are rarer."""
     node_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """A node is lost when its heartbeat has not changed for longer."""
     rejoin_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """How long nodes wait for the others to come, or to come back."""
     poll_max_s: Annotated[float, Field(gt=0)] = 0.5
-    """Longest pause between two listings while a node waits."""
+    """Longest pause between two listings while a node waits; with hundreds of nodes it is longer."""
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
     """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
+
+    @property
+    def beat_interval_s(self) -> float:
+        """Seconds between two heartbeats: beat_s, or more where many nodes share the directory."""
+        return max(self.beat_s, min(self.num_nodes / BEATS_PER_S, self.node_timeout_s / 4))
+
+    @property
+    def pause_bounds_s(self) -> tuple[float, float]:
+        """Shortest and longest pause between two listings: poll_max_s at most, or more for many nodes."""
+        least_s = max(0.001, self.num_nodes / LISTINGS_PER_S / 10)
+        return least_s, max(self.poll_max_s, self.num_nodes / LISTINGS_PER_S)
 
     @property
     def master_patience_s(self) -> float:

@@ -14,15 +14,15 @@ from typing import Any
 
 from coordinator.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import parts, published
-from coordinator.directory.layout import REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
+from coordinator.directory.layout import MASTER, REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
 from coordinator.directory.published import Incomplete
 from coordinator.journal.plain import one_line
 from coordinator.node.start import read_run_json
 from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
-from coordinator.protocol.records import MASTER, EpochRecord, Records, claim, new_token
-from coordinator.protocol.snapshot import Board, parse
+from coordinator.protocol.records import EpochRecord, Records, claim, new_token
+from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.rows import resume
 from coordinator.rows.origins import origin_of
 from coordinator.settings import RunSettings, SettingsError
@@ -46,7 +46,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     if not root.is_dir() or run_dir.run_json.name not in files.listing(root):
         raise SettingsError(f"--log-path {root}: no run there (no run.json)")
     run_id = read_run_json(run_dir)["run_id"]
-    newest = Records(run_dir).newest(parse(published.names(run_dir.protocol)).records)
+    newest = Records(run_dir).newest(whole_board(run_dir, published.names).records)
     settings = RunSettings.published(newest.settings if newest else {})
     _refuse_finished(run_dir, settings, iteration)
     board = _wait_for_beats(run_dir, settings.cluster.beat_s)
@@ -145,11 +145,11 @@ def _wait_for_beats(run_dir: RunDir, beat_s: float) -> Board:
     """Return the board, after a time in which no node has beaten. Ended names the nodes that have."""
     look_s = max(BEATS * beat_s, LOOK_AT_LEAST_S)
     print(f"looking for {look_s:g} s whether a node still beats", flush=True)
-    before = now = parse(published.names(run_dir.protocol))
+    before = now = whole_board(run_dir, published.names)
     deadline_s = time.monotonic() + look_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         time.sleep(min(LOOK_AGAIN_S, left_s))
-        now = parse(published.names(run_dir.protocol))
+        now = whole_board(run_dir, published.names)
     _refuse_beats(run_dir, moved(before, now))
     return now
 
@@ -178,7 +178,7 @@ def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
     last.
     """
     for _attempt in range(3):
-        beat = parse(published.names(run_dir.protocol)).beats[rank]
+        beat = whole_board(run_dir, published.names).beats[rank]
         if content := read_beat(run_dir, beat):
             return content
     return {}
@@ -186,7 +186,7 @@ def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
 
 def _refuse_newcomers(run_dir: RunDir, board: Board, claimed: int) -> None:
     """Raise Ended if a node has beaten since `board` was listed, or if there is an epoch above `claimed`."""
-    now = parse(published.names(run_dir.protocol))
+    now = whole_board(run_dir, published.names)
     _refuse_beats(run_dir, moved(board, now))
     if now.newest_epoch() > claimed:
         text = f"epoch {now.newest_epoch()} of {run_dir.root} was claimed just now: a node has started"
@@ -211,7 +211,7 @@ def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: 
         raise Ended(Exit.FAILED, text)
     text = f"run cleanup --iteration {iteration} has stopped the run, on {host}"
     flag = Flag(number, 0, 0, MASTER, "stopped")
-    files.publish(run_dir.protocol / flag.name, json.dumps({"text": text, "host": host}).encode())
+    files.publish(run_dir.entry(flag), json.dumps({"text": text, "host": host}).encode())
 
 
 # ---- the removal

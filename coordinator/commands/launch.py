@@ -16,8 +16,8 @@ from pathlib import Path
 
 from coordinator.commands.interrupts import Interrupts
 from coordinator.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE, Remote
+from coordinator.directory.layout import MASTER
 from coordinator.protocol.exits import Exit
-from coordinator.protocol.records import MASTER
 from coordinator.settings import SettingsError
 
 POLL_S = 0.1

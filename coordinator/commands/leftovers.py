@@ -63,7 +63,7 @@ class Plan(NamedTuple):
 def look(run_dir: RunDir, iteration: int) -> dict[Path, list[str]]:
     """List the directories where an iteration leaves something, in the order of removal."""
     directories = (
-        run_dir.protocol,
+        *run_dir.protocol,
         run_dir.checkpoints,
         run_dir.trainer_states,
         run_dir.batch(iteration),
@@ -84,7 +84,7 @@ def plan(
 
     `keep`: files, and directories with all their files, that stay.
     """
-    board = parse(listed[run_dir.protocol])
+    board = parse(name for directory in run_dir.protocol for name in listed[directory])
     leftovers: list[Leftover] = []
     unknown: list[Path] = []
     for directory, names in listed.items():
@@ -92,7 +92,7 @@ def plan(
         for path in sorted(directory / name for name in names):
             if path in keep or directory in keep:
                 continue
-            if directory == run_dir.protocol:
+            if directory in run_dir.protocol:
                 what = _in_protocol(path.name, iteration, claimed, board)
             elif directory == run_dir.checkpoints:
                 what = _in_checkpoints(path.name, iteration)
@@ -109,7 +109,7 @@ def plan(
 def _in_protocol(name: str, iteration: int, claimed: int, board: Board) -> What | None:
     """Epoch records and the newest beat of each rank stay: they show which numbers were used."""
     if files.is_temporary(name):
-        entry = parse_protocol_name(_published_name(name))
+        entry = parse_protocol_name(files.published_name(name))
         if isinstance(entry, Beat):  # of an older process, not of one that is just starting
             return What.TEMPORARY if entry.incarnation <= board.highest_incarnation(entry.rank) else None
         return What.TEMPORARY if isinstance(entry, Flag | Record) and entry.epoch < claimed else None
@@ -144,8 +144,3 @@ def _in_own_directory(name: str) -> What | None:
     stem, _, suffix = name.rpartition(".")
     is_part = suffix in {"safetensors", "damaged"} and parse_part_name(f"{stem}.safetensors")
     return What.PART if is_part else None
-
-
-def _published_name(temporary: str) -> str:
-    """`x` of `.x.0123abcd.tmp`."""
-    return temporary[1:].rsplit(".", 2)[0]

@@ -6,8 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-FORMAT = 3
+FORMAT = 4
 """Version of this layout. A directory of another version is refused."""
+
+CREW = "main"
+"""The nodes that go through the 14 rows together. A run has one crew."""
+MASTER = 0
+"""The master's rank."""
 
 REMOVED = ".removed_"
 """Prefix of a checkpoint's name while it is being removed."""
@@ -120,10 +125,12 @@ class RunDir:
 
     <log-path>/
       run.json                    run id, format version, what may not change; made once
-      protocol/                   ONE flat directory of small immutable files; one listing shows it all:
-        e0002.epoch.json            epoch record: kind, master, settings, members
-        e0002.r0001.n3.b000123      heartbeat 123 of incarnation 3 of rank 1
-        e0002.i000005.p07.r0001.ok  flag (or .failed, .left, .stopped ...); its content: the row's payload
+      protocol/main/              small immutable files, by who writes them:
+        master/                     all that a worker lists while it waits, however many workers there are
+          e0002.epoch.json            epoch record: kind, master, settings, members
+          e0002.r0000.n3.b000123      heartbeat 123 of incarnation 3 of the master
+          e0002.i000005.p07.r0000.ok  flag (or .failed, .lost, .stopped ...); its content: the row's document
+        workers/                    heartbeats and flags of the others, which the master lists
       base_model/                 builtin:tiny, made by the master
       train_trajectories/iteration_000005/
         iteration.json              slots, sampling, reward, environment, policy; made once
@@ -146,8 +153,26 @@ class RunDir:
         return self.root / "run.json"
 
     @property
-    def protocol(self) -> Path:
-        return self.root / "protocol"
+    def master(self) -> Path:
+        return self.root / "protocol" / CREW / "master"
+
+    @property
+    def workers(self) -> Path:
+        return self.root / "protocol" / CREW / "workers"
+
+    @property
+    def protocol(self) -> tuple[Path, Path]:
+        """The directories in which nodes say where they are and what they have done."""
+        return self.workers, self.master
+
+    def protocol_of(self, rank: int) -> Path:
+        """The directory in which a rank writes its heartbeats and flags."""
+        return self.master if rank == MASTER else self.workers
+
+    def entry(self, entry: Beat | Flag | Record) -> Path:
+        """The file that an entry of protocol/ names."""
+        rank = MASTER if isinstance(entry, Record) else entry.rank
+        return self.protocol_of(rank) / entry.name
 
     @property
     def base_model(self) -> Path:
@@ -217,4 +242,4 @@ class RunDir:
             "events",
             "logs",
         )
-        return tuple(self.root / name for name in (*names, "protocol"))
+        return (*(self.root / name for name in names), *self.protocol)

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
 from coordinator.node.inputs import Inputs, local_processes
 from coordinator.node.start import Start
-from coordinator.protocol.records import MASTER
 from coordinator.settings import RunSettings
 
 

@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
+from coordinator.directory.layout import MASTER, Beat
 from coordinator.machine import network
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.node.verdicts import CODES, Verdicts
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.heartbeat import read_beat
-from coordinator.protocol.records import MASTER, EpochRecord, Member, claim, new_token
+from coordinator.protocol.heartbeat import read_beats
+from coordinator.protocol.records import EpochRecord, Member, claim, new_token
 from coordinator.protocol.shares import share_sizes
 from coordinator.protocol.snapshot import Board, ranks_text
 from coordinator.protocol.verdict import Verdict
@@ -46,6 +47,8 @@ class Joining:
         self._describe = describe
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
+        self._known: dict[int, tuple[int, dict[str, Any]]] = {}
+        """What a process of each rank has said of its node, with its incarnation."""
 
     @property
     def _cluster(self) -> ClusterSettings:
@@ -75,7 +78,7 @@ class Joining:
         """Claim the first free number above all that the directory shows: the newest master wins."""
         while True:
             self._verdicts.check()
-            board = self._watch.look()
+            board = self._watch.look(whole=True)
             if board.highest_incarnation(MASTER) > self._watch.incarnation:
                 raise self._verdicts.superseded()
             number = max(board.newest_epoch(), self._identity.newest_epoch) + 1
@@ -170,8 +173,8 @@ class Joining:
         """Return who takes part; None while a listed beat cannot be read: the next one has replaced it."""
         me, cluster = self._identity, self._cluster
         here = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
-        said = {rank: read_beat(me.run_dir, board.beats[rank]) for rank in here}
-        unread = [rank for rank, content in said.items() if not content]
+        said = self._said_by({rank: board.beats[rank] for rank in here})
+        unread = [rank for rank in here if rank not in said]
         self._position.wait_for(unread)
         if unread:
             return None
@@ -191,6 +194,19 @@ class Joining:
                 weight=cluster.weight(rank),
             )
             for rank, content in sorted(said.items())
+        }
+
+    def _said_by(self, beats: Mapping[int, Beat]) -> dict[int, dict[str, Any]]:
+        """Return what beats say of their nodes, without those that cannot be read; once for each process."""
+        known = {rank: (beat.incarnation, self._known.get(rank)) for rank, beat in beats.items()}
+        new = {rank: beats[rank] for rank, (number, said) in known.items() if not said or said[0] != number}
+        for rank, content in read_beats(self._identity.run_dir, new).items():
+            if content:
+                self._known[rank] = (beats[rank].incarnation, content)
+        return {
+            rank: self._known[rank][1]
+            for rank, beat in beats.items()
+            if rank in self._known and self._known[rank][0] == beat.incarnation
         }
 
     # ---- a worker
@@ -217,11 +233,17 @@ class Joining:
             return newest if newest.kind == "full" and mine else None
 
         started_s = time.monotonic()
+        asks_s = 0.0
 
         def check() -> None:
             """With `shrink` a master that lives lets this node in at its next iteration, however late."""
+            nonlocal asks_s
             self._verdicts.check()
             waited_s = time.monotonic() - started_s
+            if waited_s >= asks_s:  # a newer process may have left: then no record ever lists it
+                asks_s = waited_s + self._cluster.node_timeout_s
+                if watch.heart.is_replaced():
+                    raise self._verdicts.superseded()
             if self._cluster.on_node_failure == "shrink":
                 waited_s = min(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
             if waited_s > self._cluster.rejoin_timeout_s:
@@ -235,8 +257,7 @@ class Joining:
     def _check_pending(self, board: Board, newest: EpochRecord) -> None:
         """Raise what the newest epoch has already come to, if anything."""
         member = newest.members.get(self._identity.rank)
-        highest = max(board.highest_incarnation(self._identity.rank), member.incarnation if member else 0)
-        if highest > self._watch.incarnation:
+        if member is not None and member.incarnation > self._watch.incarnation:
             raise self._verdicts.superseded()
         if newest.kind == "finished":
             raise Ended(Exit.DONE, "the run is finished")

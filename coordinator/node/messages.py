@@ -2,11 +2,10 @@
 
 import shlex
 
-from coordinator.directory.layout import Flag
+from coordinator.directory.layout import MASTER, Flag
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
-from coordinator.protocol.records import MASTER
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from filelock import BaseFileLock
 
-from coordinator.directory.layout import Flag, RunDir
+from coordinator.directory.layout import MASTER, Flag, RunDir
 from coordinator.directory.remover import Remover
 from coordinator.journal.events import Events, about_this_process
 from coordinator.journal.trackers import About, Sinks
@@ -32,7 +32,7 @@ from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import By, Phase
-from coordinator.protocol.records import MASTER, EpochRecord
+from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
@@ -55,7 +55,7 @@ class Node:
         self.events = Events()
         self.engine = EngineHost(self.children, run_dir, rank, self.events.add)
         self.trainer = TrainerHost(self.children, run_dir, rank, self.events.add)
-        self.gpus = GpuSampler(settings.cluster.beat_s)
+        self.gpus = GpuSampler(settings.cluster.beat_interval_s)
         self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
         self.remover = Remover()
         self.verifier = Verifier()
@@ -64,7 +64,9 @@ class Node:
         self.signals = Signals(self.watch.interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
-        self.flags = Flags(self.identity, self.position, self.watch, self.check, self.messages.missing)
+        self.flags = Flags(
+            self.identity, self.position, self.watch, self.check, self.messages.missing, start.left_behind
+        )
         self.unresponsive = Unresponsive(self.identity, self.watch, self.messages, self.verdicts, self.flags)
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
@@ -252,7 +254,7 @@ class Node:
             if phase.by is By.ALL:
                 self.flags.wait_members(number, phase)
                 flags_up_s = time.monotonic()
-                payloads = self.flags.payloads(number, phase, payload)
+                payloads = self.flags.payloads(number, phase, payload) if then else {}
                 payload = (then(self, iteration, payloads) or {}) if then else {}
                 concluded_s = time.monotonic() - flags_up_s
             self.flags.raise_flag(flag, payload)
@@ -267,7 +269,7 @@ class Node:
         iteration.phase_s[phase.label] = time.monotonic() - started_s
         if phase is Phase.ITERATION_START:
             iteration.resume_at = Phase(payload["resume_at"])
-            self.flags.remove_before(number)
+            self.flags.clear(number)
 
     def persist(self, write: Callable[[], None]) -> None:
         """Call `write`, again once the shared directory is back: finished work must not be lost with it."""

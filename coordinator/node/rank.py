@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from coordinator.protocol.records import MASTER
+from coordinator.directory.layout import MASTER
 from coordinator.settings import SettingsError
 
 RANK_VARIABLES = ("RANK", "NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")

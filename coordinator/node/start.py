@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import config
-from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.layout import FORMAT, MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
 from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
 from coordinator.node.strangers import refuse_strangers
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.records import MASTER, EpochRecord, Records
-from coordinator.protocol.snapshot import Board, parse
+from coordinator.protocol.records import EpochRecord, Records
+from coordinator.protocol.snapshot import Board, parse, whole_board
 from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
 from rollout.storage import files, once
 from rollout.storage.retry import retry
@@ -42,6 +42,8 @@ class Start:
     incarnation_floor: int
     """The highest incarnation of this rank so far."""
     newest_epoch: int
+    left_behind: tuple[Path, ...] = ()
+    """Heartbeats and flags of earlier processes of this rank."""
 
 
 def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False) -> Start:
@@ -210,11 +212,22 @@ def _make_run(run_dir: RunDir, fixed: Mapping[str, Any], save_interval: int) -> 
 
 
 def _begin(rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, inputs: Inputs) -> Start:
-    board = parse(files.listing(run_dir.protocol))
+    board = whole_board(run_dir)
     newest = Records(run_dir).newest(board.records)
     listed = newest.members[rank].incarnation if newest and rank in newest.members else 0
     floor = max(board.highest_incarnation(rank), listed)
-    return Start(rank, run_dir, run_id, settings, inputs, floor, board.newest_epoch())
+    left_behind = _left_behind(run_dir.protocol_of(rank), rank)
+    return Start(rank, run_dir, run_id, settings, inputs, floor, board.newest_epoch(), left_behind)
+
+
+def _left_behind(directory: Path, rank: int) -> tuple[Path, ...]:
+    """Return the heartbeats and flags of `rank`, also those that were never published."""
+    found: list[Path] = []
+    for name in files.listing(directory):
+        entry = parse_protocol_name(files.published_name(name))
+        if isinstance(entry, Beat | Flag) and entry.rank == rank:
+            found.append(directory / name)
+    return tuple(found)
 
 
 def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
@@ -265,7 +278,12 @@ def _protocol(run_dir: RunDir) -> Board:
         shown = shown / part
         if retry("look at", shown, shown.is_file):
             raise SettingsError(f"--log-path {run_dir.root}: {shown} is a file; give a directory")
-    if {run_dir.run_json.name, run_dir.protocol.name} - set(files.listing(shown)):
+    crew = run_dir.master.parent
+    if {run_dir.run_json.name, crew.parent.name} - set(files.listing(shown)):
         return parse([])
     read_run_json(run_dir)  # not before protocol/ is there, which is made later: it may be half written
-    return parse(files.listing(run_dir.protocol))
+    if crew.name not in files.listing(crew.parent):
+        return parse([])
+    if {directory.name for directory in run_dir.protocol} - set(files.listing(crew)):
+        return parse([])
+    return parse(files.listing(run_dir.master))

@@ -2,13 +2,19 @@
 
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from coordinator.directory.layout import Beat, RunDir
+from coordinator.directory.layout import MASTER, Beat, RunDir
 from coordinator.protocol.records import new_token
 from coordinator.protocol.snapshot import Board, parse
 from rollout.storage import files, once
+
+KEPT_S = 10.0
+"""A beat stays until its successor is older than this: a mount may show a new file a few seconds late."""
 
 
 class Heart:
@@ -17,13 +23,16 @@ class Heart:
     def __init__(self, run_dir: RunDir, rank: int, content: Callable[[], dict[str, Any]]) -> None:
         """`content`: what a beat says."""
         self.incarnation = 0
-        self._protocol = run_dir.protocol
+        self._run_dir = run_dir
+        self._directory = run_dir.protocol_of(rank)
         self._rank = rank
         self._content = content
         self._token = new_token()
         self._lock = threading.RLock()
         self._last: Beat | None = None
         self._seen = -1
+        self._kept: deque[tuple[float, Beat]] = deque()
+        """Beats that are followed by others, and when they were."""
 
     def begin(self, floor: int, epoch: int) -> None:
         """Take the first free incarnation above `floor` by creating its first beat."""
@@ -37,13 +46,17 @@ class Heart:
         with self._lock:
             old = self._last
             assert old is not None
-            if parse(files.listing(self._protocol)).highest_incarnation(self._rank) > self.incarnation:
+            if self.is_replaced():
                 return False
             if not self._take(self.incarnation + 1):
                 return False
-            files.drop(self._protocol / old.name)
+            self._follow(old)
             self.beat(old.epoch)
             return True
+
+    def is_replaced(self) -> bool:
+        """Return whether a newer process of this rank has beaten."""
+        return parse(files.listing(self._directory)).highest_incarnation(self._rank) > self.incarnation
 
     def _take(self, incarnation: int) -> bool:
         """Create an incarnation's first beat; False if another process has this one, or a higher one.
@@ -52,17 +65,18 @@ class Heart:
         first may have gone on to its next beat and removed this one, so the listing has the last word.
         """
         first = Beat(0, self._rank, incarnation, 0)
-        path = self._protocol / first.name
+        path = self._run_dir.entry(first)
         if not once.create_once(path, self._data()):
             return False
-        if parse(files.listing(self._protocol)).beats.get(self._rank, first) != first:
+        if parse(files.listing(self._directory)).beats.get(self._rank, first) != first:
             files.remove(path)
             return False
         self.incarnation, self._last, self._seen = incarnation, first, -1
         return True
 
     def beat(self, epoch: int | None) -> None:
-        """Publish the next heartbeat, in `epoch` (None: as the last one), then remove the one before.
+        """Show the next heartbeat, in `epoch` (None: as the last one), and remove what is long followed by
+        others.
 
         A node that no record lists shows by the epoch which record it has seen.
         """
@@ -71,16 +85,34 @@ class Heart:
             assert last is not None
             epoch = last.epoch if epoch is None else epoch
             beat = Beat(epoch, self._rank, self.incarnation, last.counter + 1)
-            files.publish(self._protocol / beat.name, self._data(), durable=False)
+            files.show(self._run_dir.entry(beat), self._data())
             self._last = beat
-            files.drop(self._protocol / last.name)
+            self._follow(last)
+
+    def end(self) -> None:
+        """Remove all but the last two beats: this process has ended."""
+        with self._lock:
+            while len(self._kept) > 1:
+                self._drop_oldest()
+
+    def _follow(self, beat: Beat) -> None:
+        now_s = time.monotonic()
+        self._kept.append((now_s, beat))
+        while now_s - self._kept[0][0] > KEPT_S:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        files.drop(self._run_dir.entry(self._kept.popleft()[1]))
 
     def is_back(self, board: Board) -> bool:
-        """Return whether `board` shows that the directory answers: a new beat of this process, or a newer
-        process.
+        """Return whether the directory answers, now that `board` was listed: it has taken another beat.
 
-        A snapshot has the beats of the highest incarnation alone.
+        The master, who lists its own, must see that beat, or that of a newer process.
         """
+        if self._rank != MASTER:
+            counter = self._last.counter if self._last else -1
+            new, self._seen = counter > self._seen, max(counter, self._seen)
+            return new
         beat = board.beats.get(self._rank)
         if beat is None or beat.incarnation < self.incarnation:
             return False
@@ -97,6 +129,12 @@ class Heart:
 def read_beat(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
     """Return a beat's content; {} if it is gone (a newer one took its place) or torn."""
     try:
-        return json.loads(files.read(run_dir.protocol / beat.name, fleeting=True))
+        return json.loads(files.read(run_dir.entry(beat), fleeting=True))
     except (FileNotFoundError, ValueError):
         return {}
+
+
+def read_beats(run_dir: RunDir, beats: Mapping[int, Beat]) -> dict[int, dict[str, Any]]:
+    """Return the content of beats, by rank, as `read_beat`."""
+    contents = files.side_by_side(partial(read_beat, run_dir), list(beats.values()))
+    return dict(zip(beats, contents, strict=True))

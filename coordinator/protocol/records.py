@@ -12,11 +12,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.directory.layout import Record, RunDir
+from coordinator.protocol.snapshot import parse
 from rollout.origin import Code
 from rollout.storage import files, once
-
-MASTER = 0
-"""The master's rank."""
 
 
 class Member(BaseModel):
@@ -57,9 +55,14 @@ def new_token() -> str:
 
 
 def claim(run_dir: RunDir, record: EpochRecord) -> bool:
-    """Return whether `record` is now the record of its epoch; False if somebody else's is."""
-    path = run_dir.protocol / Record(record.epoch).name
-    return once.create_once(path, record.model_dump_json().encode())
+    """Return whether `record` is now the newest; False if somebody else's is that of its epoch, or of a later
+    one.
+
+    Old records are removed: a process that was suspended could otherwise win a number that is long over.
+    """
+    if not once.create_once(run_dir.entry(Record(record.epoch)), record.model_dump_json().encode()):
+        return False
+    return max(parse(files.listing(run_dir.master)).records, default=0) <= record.epoch
 
 
 class Records:
@@ -83,7 +86,7 @@ class Records:
 
     def _read(self, number: int, wait: bool) -> EpochRecord | None:
         try:
-            data = files.read(self._run_dir.protocol / Record(number).name, fleeting=not wait)
+            data = files.read(self._run_dir.entry(Record(number)), fleeting=not wait)
             record = EpochRecord.model_validate_json(data)
         except (FileNotFoundError, ValidationError):
             return None

@@ -1,14 +1,16 @@
-"""One listing of protocol/, parsed into records, beats and flags."""
+"""A listing of protocol/, or of a part of it, parsed into records, beats and flags."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from coordinator.directory.layout import Beat, Flag, Record, parse_protocol_name
+from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
+from rollout.storage import files
 
 
 @dataclass(frozen=True)
 class Board:
-    """What one listing of protocol/ showed. Names only: numbers grow, nothing is deleted to signal."""
+    """What was listed. Names only: numbers grow, nothing is deleted to signal."""
 
     records: tuple[int, ...]
     """Numbers of the epoch records, highest first."""
@@ -54,6 +56,11 @@ def parse(names: Iterable[str]) -> Board:
             records.append(entry.epoch)
     calls = tuple(sorted(flag for flag in flags if flag.kind not in {"ok", "enter"}))
     return Board(tuple(sorted(records, reverse=True)), beats, frozenset(flags), calls)
+
+
+def whole_board(run_dir: RunDir, names: Callable[[Path], Iterable[str]] = files.listing) -> Board:
+    """Return what all nodes have said; `names` lists a directory."""
+    return parse(name for directory in run_dir.protocol for name in names(directory))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.directory.layout import Flag
-from coordinator.protocol.records import MASTER, EpochRecord
+from coordinator.directory.layout import MASTER, Flag
+from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
 
 

@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.directory.layout import Flag, RunDir
+from coordinator.directory.layout import MASTER, Flag, RunDir
 from coordinator.protocol import file_events
 from coordinator.protocol.fence import Fence, is_away
-from coordinator.protocol.heartbeat import Heart, read_beat
+from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
 from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
-from coordinator.protocol.records import MASTER, EpochRecord, Records
+from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.protocol.verdict import LOSSES, Verdict, decide
 from coordinator.settings import ClusterSettings, RunSettings
@@ -34,14 +35,17 @@ ENDED = "ended"
 STARTING_BEAT_S = 0.5
 LOOK_BEATS = 5
 """After so many beats each, the others' progress is looked at: it is judged by the half hour."""
+LOOKS_PER_S = 2.0
+"""How many heartbeats a second the master reads for that, at most."""
 SAY_AGAIN_S = 30.0
 """A wait that goes on says so this often."""
 
 
 class Watch:
-    """Beats for one incarnation of one rank, and follows the directory protocol/.
+    """Beats for one incarnation of one rank, and follows what the others show in protocol/.
 
-    From `admit`, which names the epoch that the node has entered, to `leave` every listing is judged.
+    A worker listens to the master alone, so what it lists does not grow with the number of nodes. From
+    `admit`, which names the epoch that the node has entered, to `leave` every listing is judged.
     """
 
     def __init__(
@@ -60,13 +64,13 @@ class Watch:
         self._settings = settings
         cluster = settings.cluster
         self.records = Records(run_dir)
-        self.silence = Silence(cluster.beat_s)
-        self.standstill = Standstill(LOOK_BEATS * cluster.beat_s)
-        self.fence = Fence(cluster.beat_s, cluster.node_timeout_s, self._be_fenced)
+        self.silence = Silence(cluster.beat_interval_s)
+        self.standstill = Standstill(_look_interval_s(cluster))
+        self.fence = Fence(cluster.beat_interval_s, cluster.node_timeout_s, self._be_fenced)
         self.heart = Heart(run_dir, rank, self._beat_content)
         self.current: EpochRecord | None = None
         self.board = parse([])
-        """The last listing."""
+        """What was listed last."""
         self.verdict: Verdict | None = None
         self.trainer_failure_known = False
         """Whether this node has already acted on the training job's failure."""
@@ -78,6 +82,9 @@ class Watch:
         self._end_training = end_training
         self._away: str | None = None
         self._heard: set[Flag] = set()
+        self._own_names: list[str] = []
+        """What the master shows itself, when it was last listed."""
+        self._own_s = self._looked_s = float("-inf")
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.RLock()
@@ -94,12 +101,17 @@ class Watch:
         assert self.current is not None, "this node is in no epoch"
         return self.current
 
+    @property
+    def _others(self) -> Path:
+        """The directory of those for whom this node waits."""
+        return self.run_dir.workers if self.rank == MASTER else self.run_dir.master
+
     # ---- itself
 
     def begin(self, incarnation_floor: int, epoch: int) -> None:
         """Take the next free incarnation, beat, and watch."""
         self.heart.begin(incarnation_floor, epoch)
-        self._observer = file_events.follow(self.run_dir.protocol, self._wake, self.rank)
+        self._observer = file_events.follow(self._others, self._wake)
         self.fence.begin()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -119,6 +131,7 @@ class Watch:
             if not self._thread.is_alive():  # else the thread waits for a hung mount, and so would this one
                 with contextlib.suppress(SharedFsError):
                     self.beat()
+                    self.heart.end()
         if self._observer is not None:
             self._observer.stop()
             self._observer.join(timeout=5.0)
@@ -149,24 +162,30 @@ class Watch:
         """Judge for a node in `record`'s epoch, under its `settings`; what came before is settled."""
         with self._looking:
             self.current, self._settings = record, settings
-            self.silence.beat_every(settings.cluster.beat_s)
+            self.silence.beat_every(settings.cluster.beat_interval_s)
             self.fence.limit_s = settings.cluster.node_timeout_s
             self.silence.restart(record.members)
-            self.standstill = Standstill(LOOK_BEATS * settings.cluster.beat_s)
+            self.standstill = Standstill(_look_interval_s(settings.cluster))
             self.trainer_failure_known = False
             self._go_on()
 
-    def look(self) -> Board:
-        """List the directory once, and judge it."""
+    def look(self, whole: bool = False) -> Board:
+        """List what the others show, and judge it. The master lists what it shows itself once a beat, or if
+        `whole` is asked for.
+        """
         with self._looking:
             try:
-                self.board = board = parse(files.listing(self.run_dir.protocol))
-                if self.heart.is_back(board):
-                    self.fence.beat_is_back()
+                names = files.listing(self._others)
+                self._looked_s = time.monotonic()
+                if self.rank == MASTER:
+                    names += self._list_own(whole)
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it
-                raise SharedFsError("list", self.run_dir.protocol, error, 0.0) from error
-            ranks = self.current.members if self.current else board.beats
-            self.silence.observe(board, ranks, time.monotonic())
+                raise SharedFsError("list", self._others, error, 0.0) from error
+            self.board = board = parse(names)
+            if self.heart.is_back(board):
+                self.fence.beat_is_back()
+            ranks = self._judged(self.current) if self.current else board.beats
+            self.silence.observe(board, ranks, self._looked_s)
             if self.current is not None:
                 self._observe_progress(board, self.current)
                 newest = self.records.newest(board.records, wait=False) or self.current
@@ -177,6 +196,15 @@ class Watch:
                 self._repeat_losses(self.current)
             return board
 
+    def _list_own(self, whole: bool) -> list[str]:
+        if whole or self._looked_s - self._own_s >= self._beat_interval_s():
+            self._own_names, self._own_s = files.listing(self.run_dir.master), self._looked_s
+        return self._own_names
+
+    def _judged(self, current: EpochRecord) -> set[int]:
+        """Return those whom this node judges: the master the workers, a worker the master."""
+        return set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
+
     def _repeat_losses(self, current: EpochRecord) -> None:
         """Say once which node the master has declared lost: this node holds, with its engine warm.
 
@@ -185,7 +213,7 @@ class Watch:
         for flag in self.board.called(current.epoch, "lost"):
             if flag not in self._heard and self.rank != MASTER:
                 try:
-                    data = files.read(self.run_dir.protocol / flag.name, fleeting=True)
+                    data = files.read(self.run_dir.entry(flag), fleeting=True)
                     document = json.loads(data)
                 except (FileNotFoundError, ValueError):
                     continue  # the next look reads it
@@ -215,11 +243,11 @@ class Watch:
         now_s = time.monotonic()
         if not self.standstill.is_due(now_s):
             return
-        judged = set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
+        judged = self._judged(current)
         limit_s, silent_s = self._cluster.node_timeout_s, self.silence.silent_s
         beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
         self.standstill.forget(judged - beating)
-        said = {rank: read_beat(self.run_dir, board.beats[rank]) for rank in beating}
+        said = read_beats(self.run_dir, {rank: board.beats[rank] for rank in beating})
         self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
 
     def _is_held(self, verdict: Verdict) -> bool:
@@ -237,8 +265,8 @@ class Watch:
         """List until `ready` gives something, and return that; None when `timeout_s` has passed.
 
         `check` raises what ends the wait early, and is called after each listing; `missing` says who is
-        waited for. Pauses are 5 % of the time waited so far, within 1 ms and poll_max_s, with jitter;
-        events cut them short.
+        waited for. Pauses are 5 % of the time waited so far, within `pause_bounds_s`, with jitter; events cut
+        them short.
         """
         started_s = time.monotonic()
         say_s = SAY_AGAIN_S
@@ -254,8 +282,8 @@ class Watch:
             if waited_s > say_s:
                 log.info("waiting for %s for %.0f s", missing(), waited_s)
                 say_s += SAY_AGAIN_S
-            pause_s = min(max(0.05 * waited_s, 0.001), self._cluster.poll_max_s)
-            self._wake.wait(pause_s * random.uniform(0.8, 1.2))
+            least_s, most_s = self._cluster.pause_bounds_s
+            self._wake.wait(min(max(0.05 * waited_s, least_s), most_s) * random.uniform(1.0, 1.4))
 
     def leave(self) -> EpochRecord | None:
         """Leave the epoch; returns its record."""
@@ -272,7 +300,7 @@ class Watch:
 
     def newest_record(self) -> EpochRecord | None:
         """Return the highest epoch record that parses."""
-        return self.records.newest(self.look().records)
+        return self.records.newest(self.look(whole=True).records)
 
     def said(self, rank: int) -> dict[str, Any]:
         """Return what `rank`'s newest beat says; {} if it has none, or just now none that is whole."""
@@ -288,10 +316,11 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            while not self._closed.wait(self._pause_s()):
+            while not self._closed.wait(self._beat_interval_s()):
                 try:
                     self.beat()
-                    self.look()
+                    if time.monotonic() - self._looked_s > self._beat_interval_s() / 2:
+                        self.look()  # else the main thread looks often enough while it waits
                     self._away = None
                 except SharedFsError as error:
                     if not is_away(error):
@@ -304,14 +333,19 @@ class Watch:
             if not isinstance(error, SharedFsError):
                 raise
 
-    def _pause_s(self) -> float:
+    def _beat_interval_s(self) -> float:
         """Until an epoch is entered nodes look for each other's beats, so they come faster."""
-        return self._cluster.beat_s if self.current else min(self._cluster.beat_s, STARTING_BEAT_S)
+        usual_s = self._cluster.beat_interval_s
+        return usual_s if self.current else min(usual_s, max(STARTING_BEAT_S, usual_s / 4))
 
     def beat(self) -> None:
-        """Publish the next heartbeat."""
+        """Show the next heartbeat."""
         self.heart.beat(self.current.epoch if self.current else None)
 
     def _beat_content(self) -> dict[str, Any]:
         observed = {rank: round(s, 1) for rank, s in dict(self.silence.silent_s).items()}
         return {**self._describe(), **({"silent_s": observed} if self.rank == MASTER else {})}
+
+
+def _look_interval_s(cluster: ClusterSettings) -> float:
+    return max(LOOK_BEATS * cluster.beat_interval_s, cluster.num_nodes / LOOKS_PER_S)

@@ -10,14 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from coordinator.directory import parts, published
-from coordinator.directory.layout import Kind
+from coordinator.directory.layout import MASTER, Kind
 from coordinator.directory.published import Incomplete, Policy
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.protocol.records import MASTER
 from coordinator.rows import resume, trajectories
 from coordinator.rows.origins import agreed_functions, changes, chosen, functions_of, is_begun, origin_of
 from coordinator.rows.tasks import draw_tasks

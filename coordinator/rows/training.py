@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 from coordinator.directory import published
+from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.records import MASTER
 from coordinator.rows import batch, trainer_states
 from coordinator.settings import RunSettings
 from rollout.storage import files

@@ -16,7 +16,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import Beat, RunDir
 from coordinator.journal.plain import plain
 from coordinator.protocol.heartbeat import read_beat
-from coordinator.protocol.snapshot import parse
+from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import SettingsError
 from coordinator.views.run import Run
 
@@ -121,7 +121,7 @@ class LogPrinter:
     def _files(self) -> list[Path]:
         ranks = ranks_with_logs(self._run_dir) if self._rank is None else [self._rank]
         try:
-            beats = parse(published.names(self._run_dir.protocol)).beats
+            beats = whole_board(self._run_dir, published.names).beats
             return [path for rank in ranks for path in self._files_of(rank, beats.get(rank))]
         except OSError:
             if not self._followed:

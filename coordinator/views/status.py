@@ -8,12 +8,12 @@ from typing import Any
 import psutil
 
 from coordinator.directory import published
-from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.layout import FORMAT, MASTER, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.records import MASTER, EpochRecord, Records
-from coordinator.protocol.snapshot import Board, parse
+from coordinator.protocol.records import EpochRecord, Records
+from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.protocol.watch import ENDED
 from coordinator.settings import RunSettings, SettingsError
 from coordinator.views.beats import said_in
@@ -59,7 +59,7 @@ class StatusReader:
         """Return the state as `run status --json` prints it; SettingsError if there is no run,
         SharedFsError."""
         self.open()
-        board = parse(self._names())
+        board = whole_board(self.run_dir, _names)
         record = self._records.newest(board.records)
         said = {rank: said_in(self.run_dir, beat) for rank, beat in board.beats.items()}
         settings = RunSettings.published(record.settings) if record else RunSettings()
@@ -68,13 +68,6 @@ class StatusReader:
         timeout_s = settings.cluster.node_timeout_s
         gone = {rank for rank in said if _is_gone(said[rank]) or still_s.get(rank, 0.0) >= timeout_s}
         return self._describe(board, record, settings, said, gone, still_s)
-
-    def _names(self) -> list[str]:
-        """Return the names of the files in protocol/: whoever opens a pipe of such a name waits for ever."""
-        try:
-            return files.file_names(self.run_dir.protocol)
-        except FileNotFoundError:
-            return []
 
     def _read_metrics(self, master: Mapping[str, Any]) -> None:
         """Read metrics.jsonl unless it cannot have a new line: the master writes one in an iteration's last
@@ -122,6 +115,14 @@ class StatusReader:
             "nodes": nodes,
             "last_metrics": self.lines[-1] if self.lines else None,
         }
+
+
+def _names(directory: Path) -> list[str]:
+    """Return the names of the files in a directory: whoever opens a pipe of such a name waits for ever."""
+    try:
+        return files.file_names(directory)
+    except FileNotFoundError:
+        return []
 
 
 def _is_gone(content: Mapping[str, Any]) -> bool:

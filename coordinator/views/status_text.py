@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from coordinator.directory.layout import MASTER
 from coordinator.journal.plain import one_line
-from coordinator.protocol.records import MASTER
 from coordinator.views.beats import is_measured
 
 NAMED = 3

@@ -18,19 +18,26 @@ import os
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from rollout.storage.retry import PASSING, PASSING_AFTER_MKDIR, SharedFsError, is_listed, retry
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 MODE = 0o660
 """The mode of a new file, less the umask."""
+
+FEW = 4
+"""Files that are read one after the other: threads would cost more than they save."""
+READERS = 32
 
 operations: Counter[str] = Counter()
 """Metadata operations of this process by name: list, open, rename, link, remove, mkdir."""
@@ -70,6 +77,13 @@ def publish(path: Path, data: bytes, *, durable: bool = True) -> None:
             raise SharedFsError("rename to", path, error, 0.0) from error
     if durable:
         fsync_directory(path.parent)
+
+
+def show(path: Path, data: bytes) -> None:
+    """Write a new file in place, for readers who know that they may see a part of it (heartbeats)."""
+    operations["open"] += 1
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    retry("write", path, lambda: _fill(os.open(path, flags, MODE), data, False), path.parent)
 
 
 def remove(path: Path) -> None:
@@ -191,6 +205,14 @@ def size_and_mtime(path: Path) -> tuple[int, int]:
     return retry("look at", path, look, path)
 
 
+def side_by_side(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return `call(item)` of each item, many at a time: what takes the time is the way to the server."""
+    if len(items) < FEW:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(max_workers=min(READERS, len(items))) as pool:
+        return list(pool.map(call, items))
+
+
 def file_names(directory: Path) -> list[str]:
     """Return the sorted names of the regular files directly in the directory, and of links to such."""
     return sorted(name for name, is_file in _scan(directory, lambda entry: entry.is_file()) if is_file)
@@ -224,6 +246,11 @@ def fsync_directory(directory: Path) -> None:
 def is_temporary(name: str) -> bool:
     """Return whether `name` is a temporary one: of a file not yet published, or by which creators agreed."""
     return name.startswith(".") and name.endswith(".tmp")
+
+
+def published_name(name: str) -> str:
+    """Return `x` for `x`, and for its temporary name."""
+    return name[1:].rsplit(".", 2)[0] if is_temporary(name) else name
 
 
 def temporary_name(path: Path) -> Path:

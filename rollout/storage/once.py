@@ -51,10 +51,20 @@ def create_once(path: Path, data: bytes, *, durable: bool = True) -> bool:
 
 def withdraw(path: Path, aside: Path) -> None:
     """Rename a file that was created once, so that it can be created again."""
+    _forget_claims(path)
+    files.rename(path, aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a file that was created once, with what its creators agreed by."""
+    _forget_claims(path)
+    files.remove(path)
+
+
+def _forget_claims(path: Path) -> None:
     for name in files.listing(path.parent):
         if name.startswith((f".{path.name}.claim", f".{path.name}.verdict")):
             files.remove_any(path.with_name(name))
-    files.rename(path, aside)
 
 
 def _link(path: Path, data: bytes, durable: bool) -> bool:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' cluster, wh
 
 from coordinator.directory.layout import parse_part_name
 from coordinator.directory.published import names
-from coordinator.protocol.snapshot import Board, parse
+from coordinator.protocol.snapshot import Board, whole_board
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.client import UNIX
 from tests.cluster import faults as evidence
@@ -181,7 +181,7 @@ class Injector:
         return f"iteration {max(flags).iteration} after row {max(flags).phase}" if flags else "at the start"
 
     def _board(self) -> Board:
-        return parse(names(self.cluster.run_dir.protocol))
+        return whole_board(self.cluster.run_dir, names)
 
     def _until(self, ready: Callable[[], Any], what: str) -> Any:
         def ready_and_alive() -> Any:
@@ -271,7 +271,7 @@ def soak(cluster: Cluster, minutes: float) -> None:
         ended = {rank: node.poll() for rank, node in cluster.nodes.items() if node.poll() is not None}
         cluster.kill(0, signal.SIGINT)
         cluster.wait()
-    board = parse(names(cluster.run_dir.protocol))
+    board = whole_board(cluster.run_dir, names)
     epochs = max(0, board.newest_epoch() - 2)  # a lobby and a full one are how every run begins
     alarms = re.findall(r"is lost|silent for|failed in|no answer from", cluster.everything_said())
     show(

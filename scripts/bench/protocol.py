@@ -36,6 +36,7 @@ class EmptyRows:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.rank = node.rank
 
     def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None) -> None:
         """Run the row without its action; its flags, its waits and its payloads are real."""
@@ -43,7 +44,7 @@ class EmptyRows:
 
     @staticmethod
     def _nothing(_node: Node, _iteration: Iteration) -> Payload:
-        return {"resume_at": int(Phase.TRAIN_PLAN)}
+        return {"resume_at": int(Phase.TRAIN_PLAN), "verifier": None}
 
     @staticmethod
     def _conclude(_node: Node, _iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
@@ -106,7 +107,7 @@ def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dic
     rows = iterations * len(Phase)
     per_row = [{name: count / rows for name, count in node["operations"].items()} for node in said]
     totals = [sum(node.values()) for node in per_row]
-    left = [path for path in run_dir.protocol.iterdir() if path.is_file()]
+    left = [path for directory in run_dir.protocol for path in directory.iterdir() if path.is_file()]
     return {
         "nodes": len(said),
         "iterations": iterations,

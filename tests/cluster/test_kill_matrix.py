@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from coordinator.directory.layout import MASTER
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.records import MASTER
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests
 from tests.cluster.small_run import ITERATIONS, arguments, results

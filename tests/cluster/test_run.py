@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coordinator.directory.layout import Record
 from coordinator.protocol.records import EpochRecord
 from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.netns import Hosts, unavailable
@@ -66,7 +67,7 @@ def test_nodes_may_differ_in_processes(cluster: Cluster) -> None:
     cluster.start(1, "trainer.processes_per_node=2")
     assert cluster.wait() == [0, 0], cluster.everything_said()
     (log,) = cluster.run_dir.logs(0).glob("trainer.*.log")
-    record = EpochRecord.model_validate_json((cluster.run_dir.protocol / "e0002.epoch.json").read_bytes())
+    record = EpochRecord.model_validate_json(cluster.run_dir.entry(Record(2)).read_bytes())
     assert [member.processes for member in record.members.values()] == [1, 2]
     assert "step 1/" in log.read_text()
 
@@ -145,6 +146,6 @@ def test_nodes_in_network_namespaces_find_each_other(cluster: Cluster) -> None:
         for rank in (1, 2):
             cluster.start(rank, prefix=hosts[rank].argv([]))
         assert cluster.wait() == [0, 0, 0], cluster.everything_said()
-        record = EpochRecord.model_validate_json((cluster.run_dir.protocol / "e0002.epoch.json").read_bytes())
+        record = EpochRecord.model_validate_json(cluster.run_dir.entry(Record(2)).read_bytes())
         assert [member.address for member in record.members.values()] == [host.address for host in hosts]
     assert cluster.metrics()[0]["loss"] is not None

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import Record, RunDir
 from coordinator.protocol.phases import Phase
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests
@@ -65,7 +65,7 @@ def test_replaced_node_that_wakes_exits_4_and_changes_nothing(
     # Another machine, as far as the lock goes that keeps one process of a rank on each.
     elsewhere = ["env", f"TMPDIR={tmp_path}"]
     cluster.start(victim, *arguments(victim, engine_urls), prefix=elsewhere)
-    taken_over = cluster.run_dir.protocol / "e0003.epoch.json"
+    taken_over = cluster.run_dir.entry(Record(3))
     cluster.until(taken_over.exists, "another epoch", 120)  # the line of the iteration may be the old one's
     cluster.until(lambda: len(cluster.metrics()) >= 1, "the first iteration without it", 120)
     assert old.poll() is None

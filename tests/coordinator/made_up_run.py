@@ -302,7 +302,7 @@ def _write(run: MadeUpRun, iterations: int, state: State, with_events: bool) -> 
             "waiting_for": [],
             "row_s": 12.0 + node.rank,
         }
-        write_json(run_dir.protocol / Beat(run.epoch, node.rank, node.incarnation, 5).name, content)
+        write_json(run_dir.entry(Beat(run.epoch, node.rank, node.incarnation, 5)), content)
         if with_events:
             lines = "".join(json.dumps(line) + "\n" for line in node.lines)
             run_dir.events(node.rank).write_text("\n" + lines)

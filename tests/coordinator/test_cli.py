@@ -367,10 +367,10 @@ def master(place: Path) -> Iterator[RunDir]:
         counter = 0
         while not over.wait(0.05):
             counter += 1
-            path = run_dir.protocol / Beat(1, 0, 1, counter).name
+            path = run_dir.entry(Beat(1, 0, 1, counter))
             files.publish(path, b"{}", durable=False)
             if counter > 1:
-                files.remove(run_dir.protocol / Beat(1, 0, 1, counter - 1).name)
+                files.remove(run_dir.entry(Beat(1, 0, 1, counter - 1)))
 
     beating = threading.Thread(target=beat)
     beating.start()

@@ -47,9 +47,9 @@ def make_run(root: Path, finished: int) -> RunDir:
             "total": 2,
         }
         said |= {"address": f"10.0.0.{rank}", "processes": 1, "waiting_for": [], **where}
-        write_json(run_dir.protocol / Beat(2, rank, 1, 5).name, said)
+        write_json(run_dir.entry(Beat(2, rank, 1, 5)), said)
         say(run_dir, rank)
-    write_json(run_dir.protocol / Flag(2, finished + 1, 1, 0, "ok").name, {})
+    write_json(run_dir.entry(Flag(2, finished + 1, 1, 0, "ok")), {})
     lines = [metrics_line(iteration) for iteration in range(1, finished + 1)]
     run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     policy = POLICY

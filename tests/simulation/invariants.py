@@ -23,6 +23,7 @@ import pytest
 
 from coordinator.directory import published
 from coordinator.directory.layout import (
+    MASTER,
     REMOVED,
     Flag,
     Kind,
@@ -34,7 +35,7 @@ from coordinator.directory.layout import (
 )
 from coordinator.node.flags import Flags
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.records import MASTER, EpochRecord
+from coordinator.protocol.records import EpochRecord
 from coordinator.rows import resume
 from rollout.quota import Quota
 from rollout.trajectory import decode_part
@@ -56,6 +57,8 @@ class Invariants:
         self._run_dir = world.run_dir
         self._published: dict[Path, str] = {}
         """sha256 of every output that must not change."""
+        self._records: dict[int, EpochRecord] = {}
+        """Also those that have been removed."""
         self._metrics = b""
         self._raised: dict[Flag, tuple[Process, int]] = {}
         """Who raised each flag, as which incarnation."""
@@ -79,12 +82,16 @@ class Invariants:
             self._violate(process, f"sets {path} aside, which nothing has damaged")
         if operation == "rename" and made.name.startswith(REMOVED):
             self._forget(process, path)
+        if operation == "unlink" and isinstance(record := _entry(made), Record):
+            self._forget_record(process, made, record)
         if made.name == "iteration.unused":
             self._forget_opening(process, path)
         if operation in CHANGES:
             for output in [output for output in self._published if {path, made} & {output, *output.parents}]:
                 if not self._is_unchanged(output):
                     self._violate(process, f"{operation} {path} -> {target} changes the output {output}")
+        if operation in {"link", "replace"} and isinstance(record := _entry(made), Record):
+            self._record(record.epoch)
         if operation == "link" and (made.name in ONCE or isinstance(_entry(made), Record)):
             self._publish(made)
             if made.name == "manifest.json":
@@ -113,6 +120,14 @@ class Invariants:
             self._violate(process, f"removes {checkpoint}, and none of {newer} was read back")
         for path in [path for path in self._published if checkpoint in path.parents]:
             del self._published[path]
+
+    def _forget_record(self, process: Process, path: Path, record: Record) -> None:
+        """A record is removed because newer ones are there."""
+        entries = map(_entry, path.parent.iterdir())
+        newer = [entry for entry in entries if isinstance(entry, Record) and entry.epoch > record.epoch]
+        if len(newer) < 3:
+            self._violate(process, f"removes {path.name}, of which there are only {len(newer)} newer ones")
+        self._published.pop(path, None)
 
     def _forget_opening(self, process: Process, opening: Path) -> None:
         """An iteration is opened anew because nothing was made with it."""
@@ -171,7 +186,7 @@ class Invariants:
                 if self._late_rows[flag.epoch] > 1:
                     self._violate(process, f"epoch {flag.epoch} passes another row of all nodes: {flag.name}")
         if phase in {Phase.TRAIN_PLAN, Phase.EVAL_DECISION}:
-            plan = json.loads((self._run_dir.protocol / flag.name).read_bytes())
+            plan = json.loads((self._run_dir.entry(flag)).read_bytes())
             kind: Kind = "train" if phase is Phase.TRAIN_PLAN else "eval"
             again = self._durable(kind, flag) & {slot for share in plan["shares"].values() for slot in share}
             if again:
@@ -269,15 +284,17 @@ class Invariants:
         return published.policy_of(run_dir, last).digest
 
     def _record(self, epoch: int) -> EpochRecord | None:
-        path = self._run_dir.protocol / Record(epoch).name
-        return EpochRecord.model_validate_json(path.read_bytes()) if path.exists() else None
+        path = self._run_dir.entry(Record(epoch))
+        if epoch not in self._records and path.exists():
+            self._records[epoch] = EpochRecord.model_validate_json(path.read_bytes())
+        return self._records.get(epoch)
 
     def _violate(self, process: Process, text: str) -> None:
         self._world.scheduler.violate(f"{process.name} {text}")
 
 
 def _entry(path: Path) -> Any:
-    return parse_protocol_name(path.name) if path.parent.name == "protocol" else None
+    return parse_protocol_name(path.name) if path.parent.name in {"master", "workers"} else None
 
 
 def _quota(manifest_path: Path, manifest: dict[str, Any]) -> Quota:

@@ -81,6 +81,7 @@ class Scheduler:
 
     def __init__(self, seed: int) -> None:
         self.now_s = 1000.0
+        self.stuck_s = STUCK_S
         self.random = random.Random(seed)
         self.current: Task | None = None
         self.violation: str | None = None
@@ -114,8 +115,8 @@ class Scheduler:
         """Let everything happen, until `end` is called or nothing is left to do."""
         self._is_over = False
         self.give_way(None)
-        if not self._controller.acquire(timeout=STUCK_S):
-            raise Stuck(f"no end after {STUCK_S} s; threads:\n{_stacks()}")
+        if not self._controller.acquire(timeout=self.stuck_s):
+            raise Stuck(f"no end after {self.stuck_s} s; threads:\n{_stacks()}")
 
     def end(self) -> None:
         """Come to the end of `run` at the next wait."""

@@ -26,9 +26,9 @@ from typing import Any
 
 from coordinator.commands.doctor.probe import versions
 from coordinator.directory import published
+from coordinator.directory.layout import MASTER
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
-from coordinator.protocol.records import MASTER
 from coordinator.settings import ClusterSettings
 from rollout.storage import files
 

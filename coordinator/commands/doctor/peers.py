@@ -19,9 +19,9 @@ from coordinator.commands.doctor.checks import Check, Latency, Mount, judge_crea
 from coordinator.commands.doctor.meeting import Answer, DoctorError, Guest, Host
 from coordinator.commands.doctor.node_checks import RoundTrip
 from coordinator.commands.doctor.probe import has_hard_links
+from coordinator.directory.layout import MASTER
 from coordinator.machine import network
 from coordinator.machine.network import Peer
-from coordinator.protocol.records import MASTER
 from rollout.storage import once
 
 PINGS, PINGS_S = 20, 5.0

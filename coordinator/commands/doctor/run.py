@@ -18,11 +18,11 @@ from coordinator.commands.doctor.checks import Check, Mount, failed, judge_mount
 from coordinator.commands.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
 from coordinator.commands.doctor.peers import attend, checks_between
 from coordinator.commands.doctor.report import Checks, Report
+from coordinator.directory.layout import MASTER
 from coordinator.node.rank import RANK_VARIABLES, resolve_rank
 from coordinator.node.start import check_log_path
 from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Exit
-from coordinator.protocol.records import MASTER
 from coordinator.settings import SettingsError
 from rollout.storage import files
 from rollout.storage.retry import retry

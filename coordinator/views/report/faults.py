@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coordinator.directory.layout import MASTER
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.records import MASTER
 from coordinator.protocol.snapshot import ranks_text
 from coordinator.views.report.values import seconds_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.records import EpochRecord, Records
-from coordinator.protocol.snapshot import parse
+from coordinator.protocol.snapshot import whole_board
 from coordinator.views.report.values import is_number
 from rollout.storage.retry import retry
 
@@ -117,4 +117,4 @@ def is_event(line: Any) -> bool:
 
 def newest_record(run_dir: RunDir) -> EpochRecord | None:
     """Return the current epoch's record, with settings and members."""
-    return Records(run_dir).newest(parse(published.names(run_dir.protocol)).records)
+    return Records(run_dir).newest(whole_board(run_dir, published.names).records)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from coordinator.directory.layout import MASTER
 from coordinator.protocol.phases import Category, Phase
-from coordinator.protocol.records import MASTER
 from coordinator.views.report.values import seconds_of
 
 CATEGORIES: dict[str, Category] = {phase.label: phase.category for phase in Phase}

@@ -40,7 +40,7 @@ def interrupted_run(root: Path) -> RunDir:
     for rank in (0, 1):
         beat(made, rank)
     for flag in (Flag(2, 0, 0, 1, "enter"), Flag(2, 1, 4, 0, "ok"), Flag(3, 2, 4, 0, "ok")):
-        write_json(made.protocol / flag.name, {})
+        write_json(made.entry(flag), {})
     iteration_of(made, 1, POLICY)
     iteration_of(made, N, write_checkpoint(made.checkpoint(1)).policy)
     made.latest.write_text("iteration_000001\n")
@@ -55,7 +55,7 @@ def interrupted_run(root: Path) -> RunDir:
 
 def beat(run_dir: RunDir, rank: int, incarnation: int = 1, counter: int = 5, epoch: int = 3) -> None:
     content = {"host": f"node-{rank}", "pid": 4711 + rank, "peer": {"identity": "elsewhere"}}
-    write_json(run_dir.protocol / Beat(epoch, rank, incarnation, counter).name, content)
+    write_json(run_dir.entry(Beat(epoch, rank, incarnation, counter)), content)
 
 
 def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:

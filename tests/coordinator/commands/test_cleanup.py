@@ -73,8 +73,8 @@ def test_removal_takes_what_the_dry_run_names_and_nothing_else(
     gone = {path for path in before if any(path == name or path.startswith(f"{name}/") for name in paths)}
     assert before.keys() - after.keys() == gone
     assert after.keys() - before.keys() == {
-        "protocol/e0004.epoch.json",
-        "protocol/e0004.i000000.p00.r0000.stopped",
+        "protocol/main/master/e0004.epoch.json",
+        "protocol/main/master/e0004.i000000.p00.r0000.stopped",
     }
     assert all(after[path] == content for path, content in before.items() if path not in gone)
     total = sum(len(before[path]) for path in gone)

@@ -58,7 +58,7 @@ def test_iteration_that_a_node_finishes_as_its_last_deed_is_refused(
     )
     with pytest.raises(SettingsError, match="iteration 2 is finished"):
         cleanup(run_dir.root, N)
-    assert run_dir.manifest("train", N).exists() and not (run_dir.protocol / Record(4).name).exists()
+    assert run_dir.manifest("train", N).exists() and not (run_dir.entry(Record(4))).exists()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_node_that_beats_is_refused_by_name(
     assert refused(run_dir) == (
         "rank 1 (node-1) still beats: stop the run first: kill -INT 4712 on node-1, or Ctrl+C there"
     )
-    assert run_dir.manifest("train", N).exists() and not (run_dir.protocol / Record(4).name).exists()
+    assert run_dir.manifest("train", N).exists() and not (run_dir.entry(Record(4))).exists()
 
 
 def test_where_the_master_beats_it_is_the_one_to_stop(

@@ -117,4 +117,7 @@ def test_every_path_of_a_run_lies_below_its_directory() -> None:
     assert run_dir.iteration_json(5) == Path("/run/train_trajectories/iteration_000005/iteration.json")
     assert run_dir.staging(5, 2) == Path("/run/checkpoints/.iteration_000005.e0002")
     assert run_dir.logs(1) == Path("/run/logs/rank_0001")
-    assert run_dir.protocol in run_dir.fixed_directories
+    assert run_dir.entry(Record(2)) == Path("/run/protocol/main/master/e0002.epoch.json")
+    assert run_dir.entry(Beat(2, 0, 1, 5)).parent == run_dir.master
+    assert run_dir.entry(Flag(2, 5, 7, 1, "ok")).parent == run_dir.workers
+    assert set(run_dir.protocol) < set(run_dir.fixed_directories)

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 
 from coordinator.config import build
-from coordinator.directory.layout import Flag, RunDir, parse_protocol_name
+from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
 from coordinator.node import flags as flags_module
 from coordinator.node.flags import Flags, read_call, read_flag
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.watch import Watch
+from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at
 
 SETTINGS = build({"cluster.num_nodes": 3, "cluster.poll_max_s": 0.01})
@@ -29,14 +30,19 @@ class Interrupted(Exception):
 class World:
     """A node's flags, and all that they need."""
 
-    def __init__(self, run_dir: RunDir, rank: int) -> None:
+    def __init__(self, run_dir: RunDir, rank: int, left_behind: Collection[Path] = ()) -> None:
         self.run_dir = run_dir
         self.position = Position()
         self.watch = Watch(run_dir, rank, SETTINGS, lambda: {"host": "here"}, end_training=lambda: None)
         self.interrupts = False
         identity = SimpleNamespace(run_dir=run_dir, rank=rank, is_master=rank == 0, host="node-a")
         self.flags = Flags(
-            cast(Identity, identity), self.position, self.watch, self.check, lambda: "those that are missing"
+            cast(Identity, identity),
+            self.position,
+            self.watch,
+            self.check,
+            lambda: "those that are missing",
+            left_behind,
         )
 
     def check(self) -> None:
@@ -44,7 +50,9 @@ class World:
             raise Interrupted
 
     def listed(self) -> set[Flag]:
-        names = map(parse_protocol_name, (path.name for path in self.run_dir.protocol.iterdir()))
+        names = (
+            parse_protocol_name(path.name) for place in self.run_dir.protocol for path in place.iterdir()
+        )
         return {entry for entry in names if isinstance(entry, Flag)}
 
 
@@ -76,7 +84,7 @@ def ok(rank: int, iteration: int = 1, phase: int = Phase.TRAIN_ROLLOUT, epoch: i
 
 
 def show(run_dir: RunDir, flag: Flag, payload: dict[str, Any]) -> None:
-    (run_dir.protocol / flag.name).write_text(json.dumps(payload))
+    (run_dir.entry(flag)).write_text(json.dumps(payload))
 
 
 def test_master_waits_for_the_flags_of_all_members_and_reads_them(master: World) -> None:
@@ -109,14 +117,14 @@ def test_flag_that_is_lost_while_its_node_waits_is_raised_again(
 ) -> None:
     monkeypatch.setattr(flags_module, "RAISE_AGAIN_S", 0.02)
     worker.flags.raise_flag(ok(1), {"short": 0})
-    (worker.run_dir.protocol / ok(1).name).unlink()
+    (worker.run_dir.entry(ok(1))).unlink()
 
     def is_back(_board: object) -> bool | None:
         return ok(1) in worker.listed() or None
 
     assert worker.flags.wait_until(is_back)
     worker.flags.forget()
-    (worker.run_dir.protocol / ok(1).name).unlink()
+    (worker.run_dir.entry(ok(1))).unlink()
     show(worker.run_dir, ok(0), {})
     worker.flags.wait_master(1, Phase.TRAIN_ROLLOUT)
     assert ok(1) not in worker.listed(), "a new epoch raises no flag of the one before"
@@ -129,10 +137,50 @@ def test_iteration_is_the_next_one_that_the_master_has_opened_in_this_epoch(work
 
 
 def test_flags_of_the_iteration_before_stay_for_a_slow_reader(master: World) -> None:
-    for iteration in (0, 1, 2, 3):
+    for iteration in (1, 2, 3):
         master.flags.raise_flag(ok(0, iteration), {})
-    master.flags.remove_before(3)
-    assert master.listed() == {ok(0, 0), ok(0, 2), ok(0, 3)}
+    master.flags.clear(3)
+    assert master.listed() == {ok(0, 2), ok(0, 3)}
+
+
+def test_flag_of_a_worker_goes_once_the_master_has_counted_it(worker: World) -> None:
+    worker.flags.raise_flag(ok(1), {"short": 0})
+    show(worker.run_dir, ok(0), {})
+    worker.flags.wait_master(1, Phase.TRAIN_ROLLOUT)
+    assert worker.listed() == {ok(0)}
+
+
+def test_what_ended_epochs_and_earlier_processes_have_left_goes_once_an_iteration_is_open(
+    run_dir: RunDir,
+) -> None:
+    left = [run_dir.entry(Beat(1, 1, 1, 9)), run_dir.entry(ok(1, epoch=1))]
+    left.append(files.temporary_name(left[1]))
+    for path in left:
+        path.write_text("{}")
+    worker = World(run_dir, 1, left)
+    worker.watch.begin(1, 2)
+    worker.watch.admit(record(2), SETTINGS)
+    worker.flags.raise_flag(enter := Flag(2, 0, 0, 1, "enter"), {})
+    worker.flags.tell("trainer_failed", "no memory")
+    worker.watch.admit(record(3), SETTINGS)
+    worker.flags.forget()
+    worker.flags.raise_flag(enter._replace(epoch=3), {})
+    worker.flags.clear(1)
+    worker.watch.close()
+    assert not worker.listed() and not any(path.exists() for path in left)
+
+
+def test_master_removes_old_records_and_the_flags_of_nodes_that_have_gone(master: World) -> None:
+    run_dir = master.run_dir
+    for epoch in (1, 2, 3, 4, 5):
+        run_dir.entry(Record(epoch)).write_text(record(epoch).model_dump_json())
+    show(run_dir, ok(7, epoch=4), {})
+    show(run_dir, ok(1, epoch=5), {})
+    master.watch.admit(record(5), SETTINGS)
+    master.watch.look(whole=True)
+    master.flags.clear(1)
+    assert master.watch.look(whole=True).records == (5, 4, 3)
+    assert master.listed() == {ok(1, epoch=5)}
 
 
 def test_call_is_raised_where_the_node_is(worker: World) -> None:
@@ -153,5 +201,5 @@ def test_worker_outside_of_an_epoch_calls_nobody(worker: World) -> None:
 def test_call_that_cannot_be_read_is_still_known(worker: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags_module, "PATIENCE_S", 0.0)
     flag = Flag(2, 1, 1, 2, "failed")
-    (worker.run_dir.protocol / flag.name).write_text("{")
+    (worker.run_dir.entry(flag)).write_text("{")
     assert read_call(worker.run_dir, flag) == "rank 2 said failed"

@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.directory.layout import Flag
-from coordinator.node.verdicts import ending
+from coordinator.node.verdicts import CODES, ending
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 
@@ -30,11 +30,12 @@ def test_newer_epoch_is_entered(event: Event) -> None:
     ],
 )
 @pytest.mark.parametrize("is_master", [False, True])
-def test_end_of_the_run_is_said_by_the_exit_code_and_told_to_nobody(
+def test_end_of_the_run_is_said_by_the_exit_code_and_the_master_tells_the_workers(
     event: Event, code: Exit, is_master: bool
 ) -> None:
     end = end_of(event, is_master)
-    assert isinstance(end, Ended) and (end.code, end.tell) == (code, None)
+    told = event.name.lower() if is_master and event in CODES else None
+    assert isinstance(end, Ended) and (end.code, end.tell) == (code, told)
     assert end.text == (TEXT if event is not Event.FINISHED else "the run is finished")
 
 

@@ -332,7 +332,7 @@ def test_torn_or_foreign_record_is_climbed_over(tmp_path: Path) -> None:
     assert claim(run_dir, whole)
     for number, content in enumerate([b"", b'{"epoch": 4', b"[]", b'{"epoch": 6}', b"\xff"], start=3):
         assert claim(run_dir, record(number))
-        (run_dir.protocol / Record(number).name).write_bytes(content)
+        (run_dir.entry(Record(number))).write_bytes(content)
     assert Records(run_dir).newest(range(1, 8)) == whole
     assert Records(run_dir).newest([3, 4]) is None
 
@@ -345,7 +345,7 @@ def test_record_that_is_listed_but_gone_is_climbed_over(tmp_path: Path) -> None:
 
 def test_record_is_read_once_when_it_is_whole_and_again_while_it_is_torn(tmp_path: Path) -> None:
     run_dir = run_dir_at(tmp_path)
-    path = run_dir.protocol / Record(3).name
+    path = run_dir.entry(Record(3))
     path.write_bytes(b"{")
     records = Records(run_dir)
     assert records.newest([3]) is None
@@ -358,6 +358,6 @@ def test_record_is_read_once_when_it_is_whole_and_again_while_it_is_torn(tmp_pat
 def test_record_is_plain_json_on_disk(tmp_path: Path) -> None:
     run_dir = run_dir_at(tmp_path)
     claim(run_dir, record(2))
-    document = json.loads((run_dir.protocol / "e0002.epoch.json").read_text())
+    document = json.loads(run_dir.entry(Record(2)).read_text())
     assert document["kind"] == "full" and document["members"]["1"]["incarnation"] == 1
     assert document["settings"]["cluster"]["num_nodes"] == 3

@@ -17,8 +17,8 @@ import pytest
 from watchdog.events import FileMovedEvent
 
 from coordinator.config import build
-from coordinator.directory.layout import Beat, Flag, RunDir, parse_protocol_name
-from coordinator.protocol import watch
+from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
+from coordinator.protocol import heartbeat, watch
 from coordinator.protocol.file_events import Waker
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import Board, parse, ranks_text
@@ -110,7 +110,7 @@ def make(run_dir: RunDir) -> Iterator[Make]:
 
 
 def beats(run_dir: RunDir, rank: int = 1) -> list[Beat]:
-    found = map(parse_protocol_name, files.listing(run_dir.protocol))
+    found = map(parse_protocol_name, files.listing(run_dir.protocol_of(rank)))
     return sorted(entry for entry in found if isinstance(entry, Beat) and entry.rank == rank)
 
 
@@ -122,7 +122,7 @@ def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
 
 
 def raise_flag(run_dir: RunDir, flag: Flag) -> Flag:
-    (run_dir.protocol / flag.name).write_text("{}")
+    (run_dir.entry(flag)).write_text("{}")
     return flag
 
 
@@ -197,7 +197,7 @@ def test_pauses_are_a_twentieth_of_the_time_waited_within_limits(
     waited_s = 0.0
     for pause_s in clock.pauses_s:
         planned_s = min(max(0.05 * waited_s, 0.001), CLUSTER.poll_max_s)
-        assert 0.8 * planned_s <= pause_s <= 1.2 * planned_s
+        assert planned_s <= pause_s <= 1.4 * planned_s
         waited_s += pause_s
     assert max(clock.pauses_s) > 0.4 and len(clock.pauses_s) < 400
 
@@ -261,7 +261,7 @@ def test_file_event_cuts_a_wait_short(make: Make, run_dir: RunDir, monkeypatch: 
 
     def publish_then() -> None:
         assert paused.wait(10.0)
-        files.publish(run_dir.protocol / flag.name, b"{}", durable=False)
+        files.publish(run_dir.entry(flag), b"{}", durable=False)
 
     publisher = threading.Thread(target=publish_then)
     publisher.start()
@@ -272,21 +272,18 @@ def test_file_event_cuts_a_wait_short(make: Make, run_dir: RunDir, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("rank", "name", "wakes"),
+    ("name", "wakes"),
     [
-        (1, Flag(2, 5, 7, 0, "ok").name, True),
-        (1, Flag(2, 5, 7, 2, "ok").name, False),
-        (1, Flag(2, 5, 7, 2, "enter").name, False),
-        (1, Flag(2, 5, 7, 2, "failed").name, True),
-        (1, "e0003.epoch.json", True),
-        (0, Flag(2, 5, 7, 2, "ok").name, True),
-        (0, Beat(2, 1, 1, 5).name, False),
-        (0, ".nfs0001", False),
+        (Flag(2, 5, 7, 0, "ok").name, True),
+        (Flag(2, 5, 7, 2, "failed").name, True),
+        (Record(3).name, True),
+        (Beat(2, 1, 1, 5).name, False),
+        (".nfs0001", False),
     ],
 )
-def test_event_wakes_only_who_can_be_waiting_for_it(rank: int, name: str, wakes: bool) -> None:
+def test_event_wakes_unless_it_is_a_heartbeat(name: str, wakes: bool) -> None:
     wake = threading.Event()
-    Waker(wake, rank).on_any_event(FileMovedEvent("/run/.temporary", f"/run/protocol/{name}"))
+    Waker(wake).on_any_event(FileMovedEvent("/run/.temporary", f"/run/protocol/{name}"))
     assert wake.is_set() is wakes
 
 
@@ -297,7 +294,7 @@ def test_first_beat_takes_the_next_incarnation(make: Make, run_dir: RunDir) -> N
     beating = make()
     beating.begin(incarnation_floor=4, epoch=7)
     assert beating.incarnation == 5
-    assert beats(run_dir)[0][:3] == (7, 1, 5)
+    assert beats(run_dir)[-1][:3] == (7, 1, 5)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +313,7 @@ def test_incarnation_that_another_process_has_taken_is_passed_over(
     make: Make, run_dir: RunDir, other: Beat, incarnation: int
 ) -> None:
     # It may have started a moment ago, in another epoch, and be at its second beat already.
-    (run_dir.protocol / other.name).write_text("{}")
+    (run_dir.entry(other)).write_text("{}")
     beating = make()
     beating.begin(4, 7)
     assert beating.incarnation == incarnation
@@ -358,14 +355,19 @@ def test_two_processes_that_describe_themselves_alike_get_two_incarnations(make:
     assert {first.incarnation, second.incarnation} == {1, 2}
 
 
-def test_beats_grow_and_only_the_newest_stays(make: Make, run_dir: RunDir) -> None:
-    beating = make(phase="train_rollout")
+def test_beat_stays_until_its_successor_has_had_time_to_be_seen(
+    make: Make, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now_s))
+    beating = make(phase="train_rollout", cluster=ClusterSettings(num_nodes=3, beat_s=10.0))
     beating.begin(0, 2)
-    for _ in range(5):
+    for _ in range(8):
+        now_s += 4.0
         beating.beat()
-    (last,) = beats(run_dir)
-    assert last.counter >= 5
-    said = json.loads((run_dir.protocol / last.name).read_text())
+    assert [beat.counter for beat in beats(run_dir)] == [6, 7, 8, 9], "beat 6 was the newest until 8 s ago"
+    last = beats(run_dir)[-1]
+    said = json.loads((run_dir.entry(last)).read_text())
     assert said["host"] == "node" and said["phase"] == "train_rollout"
 
 
@@ -378,8 +380,8 @@ def test_announced_epoch_is_that_of_the_next_beat(make: Make, run_dir: RunDir) -
     beating = make()
     beating.begin(0, 2)
     beating.heart.beat(9)
-    (only,) = beats(run_dir)
-    assert (only.epoch, only.counter) == (9, 2)
+    last = beats(run_dir)[-1]
+    assert (last.epoch, last.counter) == (9, 2)
 
 
 def test_admitted_node_beats_in_its_epoch(make: Make, run_dir: RunDir) -> None:
@@ -396,10 +398,10 @@ def test_last_beat_stays_and_no_other_follows(make: Make, run_dir: RunDir) -> No
     beating.begin(0, 2)
     state["state"] = watch.ENDED
     beating.close()
-    (last,) = beats(run_dir)
-    assert json.loads((run_dir.protocol / last.name).read_text())["state"] == watch.ENDED
+    *_, last = shown = beats(run_dir)
+    assert json.loads((run_dir.entry(last)).read_text())["state"] == watch.ENDED and len(shown) <= 2
     time.sleep(10 * FAST.beat_s)
-    assert beats(run_dir) == [last]
+    assert beats(run_dir) == shown
 
 
 def test_beat_of_the_master_says_how_long_it_has_heard_nothing(make: Make, run_dir: RunDir) -> None:
@@ -408,29 +410,29 @@ def test_beat_of_the_master_says_how_long_it_has_heard_nothing(make: Make, run_d
     master.admit(record(), told(CLUSTER))
     master.silence.silent_s = {1: 1.23, 2: 0.0}
     master.beat()
-    (last,) = beats(run_dir, rank=0)
-    assert json.loads((run_dir.protocol / last.name).read_text())["silent_s"] == {"1": 1.2, "2": 0.0}
+    last = beats(run_dir, rank=0)[-1]
+    assert json.loads((run_dir.entry(last)).read_text())["silent_s"] == {"1": 1.2, "2": 0.0}
 
 
 def test_newest_beat_of_a_peer_is_read(make: Make, run_dir: RunDir) -> None:
-    reader = make()
+    reader = make(rank=0)
     assert reader.said(2) == {}
-    (run_dir.protocol / Beat(2, 2, 1, 8).name).write_text('{"done": 8}')
-    (run_dir.protocol / Beat(2, 2, 1, 9).name).write_text('{"done": 9}')
+    (run_dir.entry(Beat(2, 2, 1, 8))).write_text('{"done": 8}')
+    (run_dir.entry(Beat(2, 2, 1, 9))).write_text('{"done": 9}')
     assert reader.said(2) == {"done": 9}
 
 
 @pytest.mark.parametrize("content", ["", '{"done": '])
 def test_torn_beat_of_a_peer_says_nothing(make: Make, run_dir: RunDir, content: str) -> None:
-    (run_dir.protocol / Beat(2, 2, 1, 8).name).write_text(content)
-    assert make().said(2) == {}
+    (run_dir.entry(Beat(2, 2, 1, 8))).write_text(content)
+    assert make(rank=0).said(2) == {}
 
 
 # ---- verdicts
 
 
 def test_call_sets_the_verdict_and_stops_actions(make: Make, run_dir: RunDir) -> None:
-    watching = make()
+    watching = make(rank=0)
     watching.admit(record(), told(CLUSTER))
     watching.look()
     assert watching.verdict is None and not watching.stop.is_set()
@@ -442,9 +444,9 @@ def test_call_sets_the_verdict_and_stops_actions(make: Make, run_dir: RunDir) ->
 def test_first_verdict_stays_until_the_next_admission(make: Make, run_dir: RunDir) -> None:
     watching = make()
     watching.admit(record(), told(CLUSTER))
-    raise_flag(run_dir, Flag(2, 5, 7, 2, "stopped"))
+    raise_flag(run_dir, Flag(2, 5, 7, 0, "stopped"))
     watching.look()
-    raise_flag(run_dir, Flag(2, 5, 7, 1, "failed"))
+    raise_flag(run_dir, Flag(2, 5, 7, 0, "failed"))
     watching.look()
     assert watching.verdict is not None and watching.verdict.event is Event.STOPPED
     watching.admit(record(3), told(CLUSTER))
@@ -473,7 +475,7 @@ def test_newer_record_is_found_and_judged(make: Make, run_dir: RunDir) -> None:
 def test_torn_record_is_no_news(make: Make, run_dir: RunDir) -> None:
     watching = make()
     watching.admit(record(2), told(CLUSTER))
-    (run_dir.protocol / "e0003.epoch.json").write_text("{")
+    run_dir.entry(Record(3)).write_text("{")
     watching.look()
     assert watching.verdict is None
 
@@ -481,7 +483,7 @@ def test_torn_record_is_no_news(make: Make, run_dir: RunDir) -> None:
 def test_known_failure_of_the_trainer_lets_other_news_through(make: Make, run_dir: RunDir) -> None:
     watching = make()
     watching.admit(record(), told(CLUSTER))
-    raise_flag(run_dir, Flag(2, 5, 10, 2, "trainer_failed"))
+    raise_flag(run_dir, Flag(2, 5, 10, 0, "trainer_failed"))
     watching.look()
     assert watching.verdict is not None and watching.verdict.event is Event.TRAINER_FAILED
     watching.know_trainer_failure()
@@ -521,12 +523,12 @@ def test_signal_stops_actions_for_good(make: Make, afterwards: str) -> None:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Let every publishing fail with an errno, until the monkeypatch is undone."""
+    """Let every heartbeat fail with an errno, until the monkeypatch is undone."""
 
     def broken(path: Path, *_: Any, **__: Any) -> None:
         raise SharedFsError("write", path, OSError(number, os.strerror(number)), 0.0)
 
-    monkeypatch.setattr(files, "publish", broken)
+    monkeypatch.setattr(files, "show", broken)
 
 
 def test_full_disk_ends_the_watch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,8 +597,8 @@ def test_process_that_fails_to_come_back_does_not_beat_as_its_successor(
     monkeypatch.setattr(files, "listing", lambda path: stale.pop() if stale else real(path))
     assert not older.heart.renew()
     older.beat()
-    assert parse(real(run_dir.protocol)).beats[1].incarnation == 2
-    assert parse(real(run_dir.protocol)).beats[1].counter < 5, "the living one's"
+    assert parse(real(run_dir.workers)).beats[1].incarnation == 2
+    assert parse(real(run_dir.workers)).beats[1].counter < 5, "the living one's"
 
 
 def test_rank_that_was_taken_over_meanwhile_does_not_come_back(make: Make, run_dir: RunDir) -> None:
@@ -609,8 +611,8 @@ def test_rank_that_was_taken_over_meanwhile_does_not_come_back(make: Make, run_d
 
 def test_run_directory_that_disappears_is_told_as_such(make: Make, run_dir: RunDir) -> None:
     watching = make()
-    run_dir.protocol.rmdir()
-    with pytest.raises(SharedFsError, match=r"cannot list .*protocol: No such file or directory"):
+    run_dir.master.rmdir()
+    with pytest.raises(SharedFsError, match=r"cannot list .*master: No such file or directory"):
         watching.look()
 
 

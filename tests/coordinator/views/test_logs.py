@@ -98,9 +98,9 @@ def test_what_a_log_says_cannot_move_the_cursor(run_dir: RunDir, capsys: pytest.
 
 def test_newest_process_is_the_one_that_beats(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write(run_dir, 1, "node.55.log", "of the newest process\n", age_s=100)
-    write_json(run_dir.protocol / Beat(2, 1, 7, 3).name, {"pid": 55})
+    write_json(run_dir.entry(Beat(2, 1, 7, 3)), {"pid": 55})
     assert "node.55.log" in shown(run_dir, capsys, rank=1)
-    write_json(run_dir.protocol / Beat(2, 1, 8, 0).name, {"pid": 56})  # it has not logged yet
+    write_json(run_dir.entry(Beat(2, 1, 8, 0)), {"pid": 56})  # it has not logged yet
     assert "node.101.log" in shown(run_dir, capsys, rank=1)
 
 

@@ -161,9 +161,9 @@ def test_status_of_a_long_run_is_quick(run_dir: RunDir) -> None:
     for rank in range(8):
         for iteration in (199, 200):
             for phase in range(14):
-                (run_dir.protocol / Flag(5, iteration, phase, rank, "ok").name).write_text("{}")
+                (run_dir.entry(Flag(5, iteration, phase, rank, "ok"))).write_text("{}")
         said = {"peer": {"identity": "elsewhere"}, "pid": os.getpid(), "host": "a", "phase": "training"}
-        write_json(run_dir.protocol / Beat(5, rank, 1, 9).name, said | {"state": "running", "iteration": 201})
+        write_json(run_dir.entry(Beat(5, rank, 1, 9)), said | {"state": "running", "iteration": 201})
     Run(run_dir.root).status()  # what is imported late
     started_s = time.process_time()
     status = Run(run_dir.root).status()

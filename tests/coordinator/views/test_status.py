@@ -77,7 +77,7 @@ def beat(run_dir: RunDir, rank: int, incarnation: int = 1, counter: int = 5, **s
         "waiting_for": [],
         **said,
     }
-    write_json(run_dir.protocol / Beat(2, rank, incarnation, counter).name, content)
+    write_json(run_dir.entry(Beat(2, rank, incarnation, counter)), content)
 
 
 def running(run_dir: RunDir, newest: EpochRecord | None = None, **master: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def running(run_dir: RunDir, newest: EpochRecord | None = None, **master: Any) -
 
 
 def flag(run_dir: RunDir, rank: int, kind: str, epoch: int = 2) -> None:
-    (run_dir.protocol / Flag(epoch, 5, 2, rank, kind).name).write_text('{"text": "said why"}')
+    (run_dir.entry(Flag(epoch, 5, 2, rank, kind))).write_text('{"text": "said why"}')
 
 
 def states(status: dict[str, Any]) -> list[str]:
@@ -231,8 +231,8 @@ def test_node_states_are_those_that_the_master_last_observed(run_dir: RunDir) ->
 
 def test_torn_documents_are_read_as_absent(run_dir: RunDir) -> None:
     running(run_dir)
-    (run_dir.protocol / "e0003.epoch.json").write_text("{")
-    (run_dir.protocol / Beat(2, 0, 1, 6).name).write_text('{"host"')
+    run_dir.entry(Record(3)).write_text("{")
+    (run_dir.entry(Beat(2, 0, 1, 6))).write_text('{"host"')
     run_dir.metrics.write_text('{"iteration": 4, "kind": "both", "reward": 0.5}\n{"iteration": 5, "rew')
     status = Run(run_dir.root).status()
     assert (status["epoch"], status["last_metrics"]["iteration"]) == (2, 4)
@@ -412,9 +412,9 @@ def test_process_of_another_container_on_this_machine_is_not_called_gone(run_dir
 
 def test_pipe_in_the_place_of_a_file_is_not_opened(run_dir: RunDir) -> None:
     before = running(run_dir)
-    os.mkfifo(run_dir.protocol / Beat(2, 0, 1, 6).name)
-    os.mkfifo(run_dir.protocol / Record(3).name)
-    (run_dir.protocol / Beat(2, 1, 1, 6).name).mkdir()
+    os.mkfifo(run_dir.entry(Beat(2, 0, 1, 6)))
+    os.mkfifo(run_dir.entry(Record(3)))
+    (run_dir.entry(Beat(2, 1, 1, 6))).mkdir()
     os.mkfifo(run_dir.metrics)
     assert Run(run_dir.root).status() == before
     run_dir.run_json.unlink()
@@ -430,7 +430,7 @@ ODD = [None, [], [1], 7, "x", "", {}, {"a": 1}, -1, 10**30, 1e308, float("nan"),
 def test_heartbeat_that_is_no_object_says_nothing(run_dir: RunDir, content: str) -> None:
     running(run_dir)
     for rank in (0, 1):
-        (run_dir.protocol / Beat(2, rank, 1, 6).name).write_text(content, encoding="latin-1")
+        (run_dir.entry(Beat(2, rank, 1, 6))).write_text(content, encoding="latin-1")
     status = Run(run_dir.root).status()
     assert status["state"] == "running" and states(status) == ["alive"] * 3
     assert render(status, run_dir.root)

@@ -30,6 +30,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "no hard links": {"no_links": "EPERM"},
     "renames that copy": {"halves_s": 0.05},
     "latency": {"latency_s": 0.002},
+    "late publication": {"publishes_s": 2.0},
     "together": TOGETHER,
 }
 SLOW = (

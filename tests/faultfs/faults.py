@@ -40,6 +40,8 @@ class Faults:
     """A rename copies: for so long only the first half is at the target, and the source is still there."""
     no_links: str = ""
     """The errno (as EPERM) with which hard links are refused; empty: they work."""
+    publishes_s: float = 0.0
+    """A new file of another client is not there until it is so old, as with a write-back cache."""
     clock_offset_s: float = 0.0
     """Added to all times that a stat shows."""
 

@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+import posixpath
 import random
 import stat
 import time
@@ -53,6 +54,8 @@ class FaultyFilesystem(Operations):
         self._backing = str(backing.absolute())
         self._control = control
         self._cache = ClientCache()
+        self._shown_s: dict[str, float] = {}
+        """From when on each file is there, by the clock of the machine."""
 
     def admit(self, name: str, path: str) -> Faults:
         """Wait and fail as the faults say; those that hold for this operation."""
@@ -73,13 +76,38 @@ class FaultyFilesystem(Operations):
     def _at(self, path: str) -> str:
         return self._backing + path
 
+    def _is_late(self, path: str) -> bool:
+        """Whether another client's file is not published yet."""
+        late_s = self._control.faults().publishes_s
+        if not late_s:
+            return False
+        if path not in self._shown_s:
+            found = os.lstat(self._at(path))
+            self._shown_s[path] = 0.0 if stat.S_ISDIR(found.st_mode) else found.st_ctime + late_s
+        return time.time() < self._shown_s[path]
+
+    def _is_gone_or_late(self, path: str) -> bool:
+        try:
+            return self._is_late(path)
+        except FileNotFoundError:
+            return True
+
+    def _changed(self, path: str) -> None:
+        self._shown_s[path] = 0.0
+        self._cache.changed(path)
+
+    def _find(self, path: str) -> os.stat_result:
+        if self._is_late(path):
+            raise failure(errno.ENOENT)
+        return os.lstat(self._at(path))
+
     # ---- looking
 
     @faulty
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         faults = self._control.faults()
         if fh is None:
-            found = self._cache.attributes(path, faults, lambda: os.lstat(self._at(path)))
+            found = self._cache.attributes(path, faults, lambda: self._find(path))
         else:
             found = os.fstat(fh)
         offset_ns = int(faults.clock_offset_s * 1e9)
@@ -90,7 +118,8 @@ class FaultyFilesystem(Operations):
     def readdir(self, path: str, fh: int) -> Iterable[tuple[str, dict[str, int], int]]:
         def ask() -> Listing:
             with os.scandir(self._at(path)) as entries:
-                return [(entry.name, kind_of(entry)) for entry in entries]
+                found = [(entry.name, kind_of(entry)) for entry in entries]
+            return [entry for entry in found if not self._is_gone_or_late(posixpath.join(path, entry[0]))]
 
         names = self._cache.listing(path, self._control.faults(), ask)
         return [(name, {"st_mode": mode}, 0) for name, mode in names]
@@ -106,19 +135,19 @@ class FaultyFilesystem(Operations):
     @faulty
     def mkdir(self, path: str, mode: int) -> int:
         os.mkdir(self._at(path), mode)
-        self._cache.changed(path)
+        self._changed(path)
         return 0
 
     @faulty
     def unlink(self, path: str) -> int:
         os.unlink(self._at(path))
-        self._cache.changed(path)
+        self._changed(path)
         return 0
 
     @faulty
     def rmdir(self, path: str) -> int:
         os.rmdir(self._at(path))
-        self._cache.changed(path)
+        self._changed(path)
         return 0
 
     @faulty
@@ -130,8 +159,8 @@ class FaultyFilesystem(Operations):
             copy_in_halves(self._at(path), self._at(new), halves_s)
         else:
             os.rename(self._at(path), self._at(new))
-        self._cache.changed(path)
-        self._cache.changed(new)
+        self._changed(path)
+        self._changed(new)
         return 0
 
     @faulty
@@ -139,7 +168,7 @@ class FaultyFilesystem(Operations):
         if refused := self._control.faults().no_links:
             raise failure(getattr(errno, refused))
         os.link(self._at(source), self._at(path))
-        self._cache.changed(path)
+        self._changed(path)
         return 0
 
     @faulty
@@ -159,7 +188,7 @@ class FaultyFilesystem(Operations):
     @faulty
     def create(self, path: str, mode: int, flags: int) -> int:
         descriptor = os.open(self._at(path), flags | os.O_CREAT, mode)
-        self._cache.changed(path)
+        self._changed(path)
         return descriptor
 
     @faulty
@@ -167,6 +196,7 @@ class FaultyFilesystem(Operations):
         if self._control.faults().read_only and flags & (os.O_WRONLY | os.O_RDWR):
             raise failure(errno.EROFS)
         self._cache.opened(path)
+        self._find(path)
         return os.open(self._at(path), flags)
 
     @faulty

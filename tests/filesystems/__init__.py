@@ -1,0 +1,114 @@
+"""Real shared filesystems for tests: a server, and as many clients' mounts of it as a run has nodes.
+
+    with Mounts("sshfs", tmp_path / "fs", 3) as shared:
+        subprocess.run([*shared.inside, "ls", str(shared.path(0))])     # a process that sees the mounts
+        os.listdir(shared.seen(1))                                      # what it sees, for everybody else
+
+The server and its clients run in a mount, a network and a pid namespace of their own (`python -m
+tests.filesystems`). So several of these may exist side by side, and nothing outside is reached or changed.
+The kernel ends them all with the first process there, which ends when its standard input does: with the
+`with` block, or with the process that has entered it, however that ends. What is started with `inside` is only
+in the first of these namespaces, so nodes meet each other as ever.
+"""
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from tests.filesystems.servers import FILESYSTEMS
+
+REPOSITORY = Path(__file__).parents[2]
+START_S = 90.0
+"""How long a server and its clients may take to come up."""
+ALONE = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child")
+
+
+class Mounts:
+    """`clients` mounts of a filesystem; a context manager. `folder` is on a local disk and not yet there."""
+
+    version: str
+    """What the filesystem's program says of itself."""
+    inside: tuple[str, ...]
+    """What stands before a command that is to see the mounts; its pid will be the command's."""
+
+    def __init__(self, kind: str, folder: Path, clients: int) -> None:
+        self._kind = kind
+        self._folder = folder
+        self._paths = [folder / f"client{number}" for number in range(clients)]
+
+    def path(self, client: int) -> Path:
+        """Return where a process that is started with `inside` sees the filesystem as this client."""
+        return self._paths[client]
+
+    def seen(self, client: int) -> Path:
+        """Return where all other processes see that."""
+        return Path(f"/proc/{self._first}/root{self._paths[client]}")
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True)
+        words = [
+            sys.executable,
+            "-m",
+            "tests.filesystems",
+            self._kind,
+            str(self._folder),
+            *map(str, self._paths),
+        ]
+        with open(self._folder / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                [*ALONE, *words],
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        try:
+            self.version = self._heard()
+            (first,) = psutil.Process(self._process.pid).children()
+        except BaseException:
+            self._end()
+            raise
+        self._first = first.pid
+        self.inside = ("nsenter", f"--mount=/proc/{self._first}/ns/mnt", f"--wdns={REPOSITORY}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _heard(self) -> str:
+        """Return the line that the first process prints when all is mounted."""
+        out = self._process.stdout
+        assert out is not None
+        said = out.readline() if select.select([out], [], [], START_S)[0] else ""
+        if not said:
+            raise RuntimeError(f"no {self._kind}: {(self._folder / 'log').read_text().strip()}")
+        return said.strip()
+
+    def _end(self) -> None:
+        self._process.communicate()
+
+
+def unavailable(kind: str) -> str | None:
+    """Why a filesystem cannot be mounted here, for pytest.skip; None if it can."""
+    if not sys.platform.startswith("linux"):
+        return "needs FUSE and namespaces as Linux has them"
+    if os.geteuid() != 0:
+        return "needs root, for namespaces and mounts"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "needs /dev/fuse, readable and writable"
+    for program in ("unshare", "nsenter", "ip", *FILESYSTEMS[kind].programs):
+        if shutil.which(program) is None:
+            return f"needs {program} (Debian: {FILESYSTEMS[kind].packages})"
+    if subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
+        return "needs namespaces (unshare), which this machine does not allow"
+    return None

@@ -1,0 +1,26 @@
+"""Serve and mount a filesystem in this process's namespaces, and hold it until standard input ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.filesystems.servers import ADDRESS, FILESYSTEMS, run
+
+
+def main() -> None:
+    kind, folder, *clients = sys.argv[1:]
+    run("ip", "link", "set", "lo", "up")
+    run("ip", "address", "add", f"{ADDRESS}/24", "dev", "lo")
+    for path in clients:
+        Path(path).mkdir()
+    filesystem = FILESYSTEMS[kind]
+    filesystem.mount(Path(folder), [Path(path) for path in clients])
+    print(
+        subprocess.check_output(filesystem.version, text=True, stderr=subprocess.STDOUT).splitlines()[0],
+        flush=True,
+    )
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,8 +7,8 @@
 The server and its clients run in a mount, a network and a pid namespace of their own (`python -m
 tests.filesystems`). So several of these may exist side by side, and nothing outside is reached or changed.
 The kernel ends them all with the first process there, which ends when its standard input does: with the
-`with` block, or with the process that has entered it, however that ends. What is started with `inside` is only
-in the first of these namespaces, so nodes meet each other as ever.
+`with` block, or with the process that has entered it, however that ends. What is started with `inside` is in
+the first of these namespaces only, so nodes meet each other as ever.
 """
 
 import os
@@ -27,14 +27,13 @@ from tests.filesystems.servers import FILESYSTEMS
 REPOSITORY = Path(__file__).parents[2]
 START_S = 90.0
 """How long a server and its clients may take to come up."""
+END_S = 10.0
 ALONE = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child")
 
 
 class Mounts:
     """`clients` mounts of a filesystem; a context manager. `folder` is on a local disk and not yet there."""
 
-    version: str
-    """What the filesystem's program says of itself."""
     inside: tuple[str, ...]
     """What stands before a command that is to see the mounts; its pid will be the command's."""
 
@@ -53,17 +52,10 @@ class Mounts:
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True)
-        words = [
-            sys.executable,
-            "-m",
-            "tests.filesystems",
-            self._kind,
-            str(self._folder),
-            *map(str, self._paths),
-        ]
+        words = ["-m", "tests.filesystems", self._kind, *map(str, [self._folder, *self._paths])]
         with open(self._folder / "log", "wb") as log:
             self._process = subprocess.Popen(
-                [*ALONE, *words],
+                [*ALONE, sys.executable, *words],
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -71,7 +63,7 @@ class Mounts:
                 text=True,
             )
         try:
-            self.version = self._heard()
+            self._wait_mounted()
             (first,) = psutil.Process(self._process.pid).children()
         except BaseException:
             self._end()
@@ -85,17 +77,19 @@ class Mounts:
     ) -> None:
         self._end()
 
-    def _heard(self) -> str:
-        """Return the line that the first process prints when all is mounted."""
+    def _wait_mounted(self) -> None:
+        """Wait for the line that the first process prints when all is mounted."""
         out = self._process.stdout
         assert out is not None
-        said = out.readline() if select.select([out], [], [], START_S)[0] else ""
-        if not said:
+        if not select.select([out], [], [], START_S)[0] or not out.readline():
             raise RuntimeError(f"no {self._kind}: {(self._folder / 'log').read_text().strip()}")
-        return said.strip()
 
     def _end(self) -> None:
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:  # it does not read its input: a mount or a server hangs
+            self._process.kill()  # and so, by --kill-child, the first process
+            self._process.communicate()
 
 
 def unavailable(kind: str) -> str | None:
@@ -106,9 +100,10 @@ def unavailable(kind: str) -> str | None:
         return "needs root, for namespaces and mounts"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "needs /dev/fuse, readable and writable"
-    for program in ("unshare", "nsenter", "ip", *FILESYSTEMS[kind].programs):
+    needs = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", **FILESYSTEMS[kind].needs}
+    for program, package in needs.items():
         if shutil.which(program) is None:
-            return f"needs {program} (Debian: {FILESYSTEMS[kind].packages})"
+            return f"needs {program} (Debian: {package})"
     if subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
         return "needs namespaces (unshare), which this machine does not allow"
     return None

@@ -14,11 +14,11 @@ SETTINGS = tuple(each for each in FAST if not each.startswith("cluster."))
 
 
 def carry(
-    shared: Mounts, cache: Path, logs: Path, killed: Sequence[int], iterations: int, nodes: int = 3
+    shared: Mounts, cache: Path, logs: Path, killed: Sequence[int | None], iterations: int, nodes: int = 3
 ) -> Cluster:
     """Train for `iterations` iterations, and return the cluster, of which no process is left.
 
-    `killed[k]` is the rank that is killed in the rollout of iteration k + 2, and started again at once.
+    `killed[k]` is the rank that is killed in the rollout of iteration k + 2, or None; it is started again.
     `shared` has one client more than there are nodes, to look at the run. Raises AssertionError if a node
     ends with anything but 0, if a finished group was lost or generated again, or if a manifest does not name
     each group once.
@@ -44,6 +44,8 @@ def carry(
         for rank in range(nodes):
             start(rank)
         for iteration, rank in enumerate(killed, 2):
+            if rank is None:
+                continue
             parts = cluster.run_dir.trajectories("train", iteration)
             cluster.until(lambda: list(parts.glob("*.safetensors")), f"a part of iteration {iteration}", 400)  # noqa: B023
             cluster.kill(rank)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +25,14 @@ class Filesystem:
     """A kind of filesystem: how to serve and mount it, and what that needs."""
 
     mount: Callable[[Path, Sequence[Path]], None]
-    programs: tuple[str, ...]
-    packages: str
-    """Debian's names."""
-    version: tuple[str, ...]
-    """A command; the first line that it prints."""
+    needs: Mapping[str, str]
+    """Programs, each with Debian's package of it; the first tells the version."""
+
+
+def local_disk(folder: Path, clients: Sequence[Path]) -> None:
+    """One directory of this machine, for comparison."""
+    for path in clients:
+        run("mount", "--bind", str(made(folder / "data")), str(path))
 
 
 def sshfs(folder: Path, clients: Sequence[Path], *options: str) -> None:
@@ -95,6 +98,28 @@ def moosefs(folder: Path, clients: Sequence[Path]) -> None:
         run("mfsmount", "-H", ADDRESS, "-o", "mfsnice=0", str(path))
 
 
+def nfs(folder: Path, clients: Sequence[Path]) -> None:
+    """nfs-ganesha with NFS 3, and clients in user space that remember nothing."""
+    for place in ("/run", "/var/lib/nfs", "/var/log/ganesha"):
+        hide(place)
+    made(Path("/run/ganesha"))
+    (folder / "ganesha.conf").write_text(
+        "NFS_CORE_PARAM { Protocols = 3; Enable_NLM = false; Enable_RQUOTA = false; }\n"
+        f'EXPORT {{ Export_Id = 1; Path = "{made(folder / "data")}"; Pseudo = "/shared"; Access_Type = RW;\n'
+        "  Squash = No_Root_Squash; SecType = sys; FSAL { Name = VFS; } }\n"
+    )
+    start("rpcbind", "-f")
+    until(Path("/run/rpcbind.sock").exists, "rpcbind listens")
+    start("ganesha.nfsd", "-F", "-L", "/dev/stderr", "-f", str(folder / "ganesha.conf"))
+    until_answers(2049)
+    for path in clients:
+        start(
+            sys.executable, "-m", "tests.filesystems.nfs_client", f"nfs://{ADDRESS}{folder}/data", str(path)
+        )
+    for path in clients:
+        until(lambda: os.path.ismount(path), f"{path} is mounted")  # noqa: B023
+
+
 def run(*command: str) -> None:
     """Run a command to its end; RuntimeError with what it said if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -110,14 +135,20 @@ def start(*command: str) -> None:
 def until_answers(port: int) -> None:
     """Wait for a server."""
 
+    def answers() -> bool:
+        with socket.socket() as door:
+            return door.connect_ex((ADDRESS, port)) == 0
+
+    until(answers, f"something listens on port {port}")
+
+
+def until(ready: Callable[[], bool], what: str) -> None:
+    """Poll until `ready()`."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        try:
-            socket.create_connection((ADDRESS, port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise RuntimeError(f"nothing listens on port {port} after {PATIENCE_S:.0f} s")
+    while not ready():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"not within {PATIENCE_S:.0f} s: {what}")
+        time.sleep(0.05)
 
 
 def hide(place: str) -> None:
@@ -132,18 +163,21 @@ def made(folder: Path) -> Path:
     return folder
 
 
+SSHFS = {"sshfs": "sshfs", "sshd": "openssh-server"}
 FILESYSTEMS = {
-    "sshfs": Filesystem(sshfs, ("sshfs", "sshd"), "sshfs openssh-server", ("sshfs", "--version")),
-    "sshfs, caches off": Filesystem(
-        sshfs_uncached, ("sshfs", "sshd"), "sshfs openssh-server", ("sshfs", "--version")
-    ),
-    "glusterfs": Filesystem(
-        glusterfs, ("glusterd", "gluster", "glusterfs"), "glusterfs-server", ("glusterfs", "--version")
-    ),
+    "local disk": Filesystem(local_disk, {"mount": "mount"}),
+    "sshfs": Filesystem(sshfs, SSHFS),
+    "sshfs, caches off": Filesystem(sshfs_uncached, SSHFS),
+    "glusterfs": Filesystem(glusterfs, {"glusterd": "glusterfs-server", "glusterfs": "glusterfs-client"}),
     "moosefs": Filesystem(
         moosefs,
-        ("mfsmaster", "mfschunkserver", "mfsmount"),
-        "moosefs-master moosefs-chunkserver moosefs-client",
-        ("mfsmaster", "-v"),
+        {
+            "mfsmaster": "moosefs-master",
+            "mfschunkserver": "moosefs-chunkserver",
+            "mfsmount": "moosefs-client",
+        },
+    ),
+    "nfs": Filesystem(
+        nfs, {"ganesha.nfsd": "nfs-ganesha-vfs", "rpcbind": "rpcbind", "nfs-ls": "libnfs-utils"}
     ),
 }

@@ -1,7 +1,6 @@
 """A run on real shared filesystems, each node with a client of its own: those that start within seconds."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,24 +26,28 @@ def test_nothing_is_left_of_a_filesystem_whose_user_is_killed(tmp_path: Path) ->
     kind = "sshfs, caches off"
     if reason := unavailable(kind):
         pytest.skip(reason)
-    script = (
-        "import pathlib, sys, time; from tests.filesystems import Mounts\n"
-        f"with Mounts({kind!r}, pathlib.Path(sys.argv[1]), 2) as shared:\n"
-        "    print(shared.seen(0), flush=True); time.sleep(600)"
-    )
-    user = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "fs")],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert user.stdout is not None
-    seen = Path(user.stdout.readline().strip())
-    assert os.path.ismount(seen)
-    started = psutil.Process(user.pid).children(recursive=True)
-    assert any("sshfs" in process.name() for process in started)
-    user.send_signal(signal.SIGKILL)
-    user.communicate(timeout=10)
+    script = """
+import pathlib, subprocess, sys, time
+from tests.filesystems import Mounts
+with Mounts(sys.argv[1], pathlib.Path(sys.argv[2]), 2) as shared:
+    node = [*shared.inside, sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    with subprocess.Popen(node, start_new_session=True, stdout=subprocess.PIPE) as started:
+        started.stdout.readline()
+        print(shared.seen(0), flush=True)
+        time.sleep(600)
+"""
+    command = [sys.executable, "-c", script, kind, str(tmp_path / "fs")]
+    user = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        assert user.stdout is not None
+        seen = Path(user.stdout.readline().strip())
+        assert os.path.ismount(seen)
+        started = psutil.Process(user.pid).children(recursive=True)
+        said = [" ".join(process.cmdline()) for process in started]
+        assert any("sshfs" in words for words in said) and any("time.sleep" in words for words in said)
+    finally:
+        user.kill()
+        user.communicate()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert alive == []
     assert not seen.exists()

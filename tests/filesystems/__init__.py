@@ -35,7 +35,8 @@ class Mounts:
     """`clients` mounts of a filesystem; a context manager. `folder` is on a local disk and not yet there."""
 
     inside: tuple[str, ...]
-    """What stands before a command that is to see the mounts; its pid will be the command's."""
+    """What stands before a command that is to see the mounts; its pid will be the command's. The command ends
+    with the thread that starts it."""
 
     def __init__(self, kind: str, folder: Path, clients: int) -> None:
         self._kind = kind
@@ -69,7 +70,9 @@ class Mounts:
             self._end()
             raise
         self._first = first.pid
-        self.inside = ("nsenter", f"--mount=/proc/{self._first}/ns/mnt", f"--wdns={REPOSITORY}")
+        ends_with_us = ["setpriv", "--pdeathsig", "KILL"]  # a node would wait for its mount to come back
+        sees_mounts = ["nsenter", f"--mount=/proc/{self._first}/ns/mnt", f"--wdns={REPOSITORY}"]
+        self.inside = (*ends_with_us, *sees_mounts)
         return self
 
     def __exit__(
@@ -100,8 +103,8 @@ def unavailable(kind: str) -> str | None:
         return "needs root, for namespaces and mounts"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "needs /dev/fuse, readable and writable"
-    needs = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", **FILESYSTEMS[kind].needs}
-    for program, package in needs.items():
+    needs = {name: "util-linux" for name in ("unshare", "nsenter", "setpriv")} | {"ip": "iproute2"}
+    for program, package in {**needs, **FILESYSTEMS[kind].needs}.items():
         if shutil.which(program) is None:
             return f"needs {program} (Debian: {package})"
     if subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:

@@ -67,7 +67,7 @@ def carry(
 
 def examine(shared: Mounts, nodes: int = 3) -> Mapping[str, Mapping[str, Any]]:
     """Return what `run doctor --peers` reports, by check."""
-    doctors = Doctors(nodes)
+    doctors = Doctors(nodes, patience_s=900)  # it is slow where caches are
     try:
         for rank in range(nodes):
             doctors.start(rank, shared.path(rank) / "run", prefix=shared.inside)

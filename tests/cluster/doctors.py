@@ -17,8 +17,9 @@ PATIENCE_S = 200.0
 class Doctors:
     """The doctors of several nodes, started one by one."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, patience_s: float = PATIENCE_S) -> None:
         self.nodes = nodes
+        self._patience_s = patience_s
         self.started: dict[int, subprocess.Popen[str]] = {}
 
     def start(
@@ -60,7 +61,7 @@ class Doctors:
 
     def end(self, rank: int) -> tuple[str, str]:
         """Wait for a doctor: its stdout and stderr."""
-        return self.started[rank].communicate(timeout=PATIENCE_S)
+        return self.started[rank].communicate(timeout=self._patience_s)
 
     def close(self) -> None:
         """Kill those that are left."""

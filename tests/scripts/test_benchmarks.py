@@ -54,6 +54,12 @@ def test_collector_and_bare_client_generate_the_same_samples(monkeypatch: pytest
     assert 0 < low <= row["collector_of_bare"]["median"] <= high
 
 
+def test_filesystem_that_is_not_known_is_named_with_those_that_are() -> None:
+    ended = run("filesystems.py", "lustre")
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert "no such filesystem: lustre; there are: local disk, sshfs, " in ended.stderr
+
+
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 @pytest.mark.parametrize("name", ["collector.py", "reload.py"])
 def test_benchmark_that_needs_vllm_says_so(name: str) -> None:

@@ -100,6 +100,8 @@ class Mount:
         blob = "--disable-kernel-cache --attr-cache-timeout=0 --file-cache-timeout=0"
         if self.kind.startswith("nfs"):
             return f"mount it with {nfs}"
+        if self.kind == "fuse.sshfs":
+            return "mount it with -o dir_cache=no,entry_timeout=0,attr_timeout=0"
         if "blobfuse" in f"{self.kind} {self.source}".lower():
             return f"mount it with {blob}"
         return f"turn the mount's caches off (NFS: {nfs}; BlobFuse2: {blob})"

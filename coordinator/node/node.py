@@ -205,6 +205,7 @@ class Node:
     def close(self) -> None:
         """End the children, then stop beating, with a last beat that says so."""
         self.children.close()
+        self.policies.close()
         self.sinks.close()
         self.remover.close()
         self.position.end(ENDED)

@@ -73,11 +73,6 @@ def test_gpus_are_what_the_driver_lists(tmp_path: Path, monkeypatch: pytest.Monk
     assert probe.check_gpus().figure == "nvidia-smi: the driver is not loaded"
 
 
-def test_mount_is_the_innermost_one() -> None:
-    assert probe.find_mount(Path("/proc/self")).point == "/proc"
-    assert probe.find_mount(Path("/")).point == "/"
-
-
 def test_partner_fails_in_words_and_goes_on(tmp_path: Path) -> None:
     with Partner() as partner:
         with pytest.raises(PartnerError, match="absent"):

@@ -146,7 +146,7 @@ def _is_here(source: Path, files: Mapping[str, FileFacts]) -> bool:
 
 
 def _key(files: Mapping[str, FileFacts]) -> str:
-    return hashlib.sha256(json.dumps([boot(), sorted(files.items())]).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([boot(), files], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _make_room(folder: Path, size: int) -> int:

@@ -9,11 +9,11 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from coordinator.directory.published import Incomplete
-from coordinator.machine.filesystems import find_mount
+from coordinator.machine.filesystems import LOCAL, find_mount
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.network import boot
 from rollout.storage.files import FileFacts, Moved, SharedFsError
@@ -63,6 +63,7 @@ class Store:
         if _is_here(source, files):
             return source
         folder, key = own_folder("store", self._below), _key(files)
+        _warn_if_shared(folder)
         if (descriptor := self._held.pop(key, None)) is None:
             descriptor = _acquire(folder / key, partial(_fill, folder / key, source, files, moved), moved)
         self._held[key] = descriptor
@@ -77,6 +78,14 @@ class Store:
             for key in list(self._held):
                 os.close(self._held.pop(key))
             _make_room(own_folder("store", self._below), 0)
+
+
+@cache
+def _warn_if_shared(folder: Path) -> None:
+    kind = find_mount(folder.resolve()).kind
+    if kind not in LOCAL:
+        log.warning("%s, for copies of models, is on %s; give this node cluster.local_dir=DIR, "
+                    "a directory on its own disk", folder, kind)  # fmt: skip
 
 
 def _acquire(entry: Path, fill: Callable[[], None], moved: Moved) -> int:
@@ -140,9 +149,11 @@ def _copy(source: Path, target: Path, moved: Moved, name: str) -> FileFacts:
 
 def _is_here(source: Path, files: Mapping[str, FileFacts]) -> bool:
     """Return whether all files are on a local filesystem: a model may be a folder of links."""
-    if not find_mount(source.resolve()).is_local:
+    real = source.resolve()
+    if not find_mount(real).is_local:
         return False
-    return all(find_mount(folder).is_local for folder in {(source / name).resolve().parent for name in files})
+    elsewhere = {(real / name).resolve().parent for name in files} - {real}
+    return all(find_mount(folder).is_local for folder in elsewhere)
 
 
 def _key(files: Mapping[str, FileFacts]) -> str:

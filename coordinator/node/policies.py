@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 class Policies:
     """Finds policies by the iteration that trained them, and knows which are verified."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, store: Store) -> None:
         self._identity = identity
+        self._store = store
         self._base_files = identity.inputs.model_files
-        self._store = Store(identity.settings.cluster.local_dir)
         self._usable: set[int] = set()
         self._verified: set[int] = set()
 
@@ -43,10 +43,6 @@ class Policies:
             written = published.read_result(policy.directory).files
             wanted = {name: facts for name, facts in written.items() if "/" not in name}
         return replace(policy, directory=self._store.hold(policy.directory.absolute(), wanted, moved))
-
-    def close(self) -> None:
-        """Let go of the copies on this machine."""
-        self._store.close()
 
     def verify(self, iteration: int, moved: Moved = unheard) -> None:
         """Make sure that a checkpoint may be used; Incomplete says what is damaged.

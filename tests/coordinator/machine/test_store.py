@@ -111,7 +111,7 @@ def line(other: subprocess.Popen[str], word: str) -> list[str]:
 # ---- a copy
 
 
-def test_copy_has_the_files_that_are_wanted_and_is_made_once(model: Callable[[str], Path], local: Path) -> None:
+def test_copy_has_the_wanted_files_and_is_made_once(model: Callable[[str], Path], local: Path) -> None:
     source, moved = model("a"), list[int]()
     store = Store(str(local))
     copy = hold(store, source, moved.append)
@@ -168,7 +168,7 @@ def test_file_with_another_checksum_is_refused_by_name_and_nothing_of_it_stays(
     wanted = files_of(source)
     (source / "model.safetensors").write_bytes(damage)
     store = Store(str(local))
-    with pytest.raises(Incomplete, match=rf"a/model\.safetensors was read as {len(damage)} bytes.* 990 bytes"):
+    with pytest.raises(Incomplete, match=rf"a/model.safetensors was read as {len(damage)} bytes.* 990 bytes"):
         store.hold(source, wanted, unheard)
     assert copies(local) == 0
     (source / "model.safetensors").write_bytes(b"a" * 990)
@@ -233,7 +233,7 @@ def test_what_was_copied_before_the_machine_was_started_is_not_believed(
 # ---- several processes of one machine
 
 
-def test_processes_that_want_one_model_at_once_copy_it_once(model: Callable[[str], Path], local: Path) -> None:
+def test_processes_that_want_a_model_at_once_copy_it_once(model: Callable[[str], Path], local: Path) -> None:
     source = model("a")
     with contextlib.ExitStack() as stack:
         others = [stack.enter_context(process(source, local, pause_s=0.2)) for _ in range(3)]
@@ -333,4 +333,4 @@ def test_store_holds_the_last_copies_and_leaves_few_behind(model: Callable[[str]
     assert [path.is_dir() for path in held[-module.HELD :]] == [True] * module.HELD
     assert copies(local) <= module.HELD + module.UNUSED + 1
     store.close()
-    assert copies(local) == module.UNUSED and held[-1].is_dir(), "the next start of the run needs the last one"
+    assert copies(local) == module.UNUSED and held[-1].is_dir(), "the next start needs the last one"

@@ -16,6 +16,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
 from coordinator.machine.children import ChildError
 from coordinator.machine.network import NetworkError
+from coordinator.machine.store import StoreError
 from coordinator.node.flags import read_call
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
@@ -44,8 +45,8 @@ LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNOR
 """How a trainer's error reads when another rank has caused it."""
 
 EXPECTED = (
-    AllGivenUp, RewardError, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, Incomplete,
-    SettingsError,
+    AllGivenUp, RewardError, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, StoreError,
+    Incomplete, SettingsError,
 )  # fmt: skip
 """Errors whose text says all there is to know; any other error is logged with its traceback."""
 

@@ -78,6 +78,8 @@ class ClusterSettings(Settings):
     """How long nodes wait for the others to come, or to come back."""
     poll_max_s: Annotated[float, Field(gt=0)] = 0.5
     """Longest pause between two listings while a node waits; with hundreds of nodes it is longer."""
+    local_dir: str | None = None
+    """A directory on the node's own disk, for copies of models that are on a shared one; default: $TMPDIR."""
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
     """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
 

@@ -72,6 +72,8 @@ class TrainRequest(_Document):
     model_dir: str
     """Hugging Face directory of the model that the run started from. Adapters belong to it, and `settings.kl`
     holds the policy close to it."""
+    model_name: str
+    """Where all nodes find that model, for those who load the adapters later: `model_dir` may be a copy."""
     resume: Resume = Resume()
     """Used by a job that has to load the base."""
     staging_dir: str

@@ -22,15 +22,15 @@ HOLDER_PATIENCE_S = 10.0
 """How long an older process may take to end."""
 
 
-def own_folder(name: str) -> Path:
-    """Return this user's folder of that name in the machine's directory for temporary files; make it if it is
-    not there.
+def own_folder(name: str, below: str | None = None) -> Path:
+    """Return this user's folder of that name in the directory `below`, by default the machine's directory for
+    temporary files; make it if it is not there.
 
     Every user may write there, so somebody else may have made it before. Raises Ended unless it is a
     directory, belongs to this user, and is closed to all others. `$XDG_RUNTIME_DIR` would be closed too, but
     it is removed when the user logs out, also under a run that goes on in tmux.
     """
-    folder = Path(tempfile.gettempdir()) / f"flagpost-{name}-{os.getuid()}"
+    folder = Path(below or tempfile.gettempdir()) / f"flagpost-{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     about = folder.lstat()
@@ -42,7 +42,8 @@ def own_folder(name: str) -> Path:
         fault = f"is open to other users (mode {mode | 0o700:o})"
     else:
         return folder
-    text = f"{folder} {fault}: remove it, or set TMPDIR to a directory that is yours alone"
+    other = "give another cluster.local_dir" if below else "set TMPDIR to a directory that is yours alone"
+    text = f"{folder} {fault}: remove it, or {other}"
     raise Ended(Exit.FAILED, text)
 
 

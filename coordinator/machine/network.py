@@ -67,19 +67,28 @@ class Peer:
         return ", ".join(map(str, self.addresses)) or "no address"
 
 
+def boot() -> str:
+    """Return the same string to two processes if and only if they run on one machine, between two starts
+    of it.
+    """
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    return _BOOT_ID.read_text().strip()
+
+
 def host_identity() -> str:
     """Return the same string to two processes if and only if they share machine and network namespace."""
     if sys.platform == "darwin":  # it has no network namespaces
-        command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-    return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
+        return boot()
+    return f"{boot()}/{_NETWORK_NAMESPACE.stat().st_ino}"
 
 
 def pid_space() -> str:
     """Return the same string to two processes if and only if one pid means one process to both of them."""
     if sys.platform == "darwin":  # it has no namespaces
         return host_identity()
-    return f"{_BOOT_ID.read_text().strip()}/{_PID_NAMESPACE.stat().st_ino}"
+    return f"{boot()}/{_PID_NAMESPACE.stat().st_ino}"
 
 
 def local_addresses() -> list[Address]:

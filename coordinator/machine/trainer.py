@@ -37,6 +37,8 @@ class TrainerHost:
         self._meeting: dict[str, Any] = {}
         self._launches = 0
         self._number = 0
+        self._trained = 0
+        """The iteration that the job has trained last."""
 
     def meeting(self, job: str, address: str) -> dict[str, Any]:
         """Return where the job meets (for the master): where it runs already, else `job` at a free port."""
@@ -47,6 +49,10 @@ class TrainerHost:
     def is_alive(self) -> bool:
         """Return whether this node has a job, as far as it has noticed."""
         return self._child is not None and self._child.poll() is None
+
+    def holds(self, job: str, iteration: int) -> bool:
+        """Return whether this node takes part in `job` already, which has made the policy of `iteration`."""
+        return self.is_alive() and self._meeting["job"] == job and self._trained == iteration
 
     def ensure(
         self, config: Mapping[str, Any], processes: int, threads: int, settings: TrainerSettings
@@ -73,7 +79,7 @@ class TrainerHost:
         )
         self._bell = Doorbell(spool / launch.NODE_BELL)
         self._launches += 1
-        self._number = 0
+        self._number = self._trained = 0
         path = self._run_dir.logs(self._rank) / f"trainer.{config['job']}.{self._launches}.log"
         self._child = self._children.start(
             "trainer", launch.argv(job), env=launch.environment(job), log=path, echo=_echo_steps, spool=spool
@@ -101,6 +107,7 @@ class TrainerHost:
         while True:
             done, failure = self._outcome(processes)
             if done:
+                self._trained = request.iteration
                 return
             if (parts := launch.progress(self._child.spool, self._number)) != reached:
                 reached = parts

@@ -12,18 +12,32 @@ from coordinator import config
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
 from coordinator.settings import TINY, RunSettings, SettingsError
-from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest, tensor_names
+from rollout.engines.model_dir import (
+    WeightsError,
+    check_model_dir,
+    is_adapter,
+    is_model_file,
+    policy_digest,
+    tensor_names,
+)
 from rollout.engines.servers import ServerSettingError, check_server
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.origin import Code
 from rollout.plugins import code_of
 from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward
-from rollout.storage.known_files import checksums
+from rollout.storage import known_files
+from rollout.storage.files import FileFacts, exists, is_directory
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks
 
-NODE_LOCAL = {"data_path", "engine.url", "trainer.processes_per_node", "trainer.threads_per_process"}
+NODE_LOCAL = {
+    "data_path",
+    "cluster.local_dir",
+    "engine.url",
+    "trainer.processes_per_node",
+    "trainer.threads_per_process",
+}
 """Settings about one machine: a worker's own values hold for it, and contradict nothing."""
 STATE_BYTES = 12
 """Of each trained parameter: its weight in float32, and two moments."""
@@ -64,6 +78,8 @@ class Inputs:
     functions: Functions
     model_digest: str
     """The digest of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
+    model_files: Mapping[str, FileFacts]
+    """The files of that model; none for builtin:tiny."""
     loaded_for: RunSettings
     state_bytes: int = 0
     """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
@@ -107,9 +123,11 @@ def difference(mine: Mapping[str, Code], theirs: Mapping[str, Code], where: str)
 
 def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
     """Tasks, reward, environment; SettingsError says what is wrong with which."""
+    local_dir = settings.cluster.local_dir
+    for option, path in (("--data-path ", settings.data_path), ("cluster.local_dir=", local_dir)):
+        if path is not None and not is_directory(Path(path)):
+            raise SettingsError(f"{option}{path}: no such directory")
     if settings.data_path is not None:
-        if not Path(settings.data_path).is_dir():
-            raise SettingsError(f"--data-path {settings.data_path}: no such directory")
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
     if settings.engine.url is None and settings.rl_phase != "update":
         try:
@@ -131,6 +149,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         eval_tasks = _load_eval_tasks(settings)
         if settings.rollout_split == "eval-only" and eval_tasks is None:
             raise SettingsError("--rollout-split eval-only needs --eval-tasks FILE")
+        model_files: dict[str, FileFacts] = {}
         model_digest, size = "", 0
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
@@ -140,7 +159,8 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
                     f"--model {settings.model}: is an adapter; merge it into its base model first "
                     "(peft's merge_and_unload), or give the base model"
                 )
-            model_digest = policy_digest(checksums(model))
+            model_files = known_files.checksums(model, is_model_file)
+            model_digest = policy_digest(model_files)
             if not settings.trainer.lora.rank:
                 size = STATE_BYTES * sum(math.prod(shape) for _, shape in tensor_names(model).values())
         return Inputs(
@@ -149,6 +169,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
             eval_tasks=eval_tasks,
             functions=load_functions(settings.rollout.reward, settings.rollout.environment),
             model_digest=model_digest,
+            model_files=model_files,
             loaded_for=settings,
             state_bytes=size,
         )
@@ -171,8 +192,8 @@ def _load_eval_tasks(settings: RunSettings) -> TaskSet | None:
 def find_data(source: str, settings: RunSettings) -> str:
     """Return a task file's path: as given, else below --data-path."""
     below = Path(settings.data_path or "") / source
-    is_elsewhere = settings.data_path and is_file(source) and not Path(source).exists()
-    return str(below) if is_elsewhere and below.exists() else source
+    is_elsewhere = settings.data_path and is_file(source) and not exists(Path(source))
+    return str(below) if is_elsewhere and exists(below) else source
 
 
 def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
@@ -180,7 +201,7 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
     if settings.model == TINY:
         return run_dir.base_model
     for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
-        if candidate.is_dir():
+        if is_directory(candidate):
             return candidate
     if settings.model.startswith((".", "/", "~")) or settings.model.count("/") > 1:
         raise SettingsError(f"--model {settings.model}: no such directory")

@@ -16,6 +16,7 @@ from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
 from coordinator.machine.host_lock import hold_for_process
 from coordinator.machine.signals import Signals
+from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
@@ -55,6 +56,7 @@ class Node:
         self.events = Events()
         self.engine = EngineHost(self.children, run_dir, rank, self.events.add)
         self.trainer = TrainerHost(self.children, run_dir, rank, self.events.add)
+        self.store = Store(settings.cluster.local_dir)
         self.gpus = GpuSampler(settings.cluster.beat_interval_s)
         self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
         self.remover = Remover()
@@ -71,7 +73,7 @@ class Node:
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
-        self.policies = Policies(self.identity)
+        self.policies = Policies(self.identity, self.store)
         self._lock: BaseFileLock | None = None
 
     @property
@@ -207,6 +209,7 @@ class Node:
     def close(self) -> None:
         """End the children, then stop beating, with a last beat that says so."""
         self.children.close()
+        self.store.close()
         self.sinks.close()
         self.remover.close()
         self.position.end(ENDED)

@@ -1,15 +1,16 @@
 """The policies of a run as this node finds them: checkpoints, and the model that the run started from."""
 
 import logging
+from dataclasses import replace
 
 from coordinator.directory import published
 from coordinator.directory.published import Incomplete, Policy
-from coordinator.machine.weights import Adapters
+from coordinator.machine.store import Store
 from coordinator.node.identity import Identity
 from coordinator.node.inputs import base_model_dir
-from rollout.engines.model_dir import policy_digest
+from rollout.engines.model_dir import is_model_file, policy_digest
+from rollout.storage import known_files
 from rollout.storage.files import Moved, unheard
-from rollout.storage.known_files import checksums
 
 log = logging.getLogger(__name__)
 
@@ -17,9 +18,10 @@ log = logging.getLogger(__name__)
 class Policies:
     """Finds policies by the iteration that trained them, and knows which are verified."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, store: Store) -> None:
         self._identity = identity
-        self._base_digest = identity.inputs.model_digest
+        self._store = store
+        self._base_files = identity.inputs.model_files
         self._usable: set[int] = set()
         self._verified: set[int] = set()
 
@@ -28,14 +30,19 @@ class Policies:
         if iteration > 0:
             return published.policy_of(self._identity.run_dir, iteration)
         directory = base_model_dir(self._identity.settings, self._identity.run_dir)
-        self._base_digest = self._base_digest or policy_digest(checksums(directory))
-        return Policy(0, directory, self._base_digest)
+        self._base_files = self._base_files or known_files.checksums(directory, is_model_file)
+        return Policy(0, directory, policy_digest(self._base_files))
 
-    @property
-    def adapters(self) -> Adapters | None:
-        """The model that checkpoints are adapters of, in a run that trains adapters."""
-        rank = self._identity.settings.trainer.lora.rank
-        return Adapters(self.of(0), rank) if rank else None
+    def hold(self, policy: Policy, moved: Moved) -> Policy:
+        """Return the policy from a directory of this machine, for engines and trainers; see Store.hold.
+
+        Of a checkpoint it is the model, without the trainer's state and what describes the training.
+        """
+        wanted = self._base_files
+        if policy.iteration > 0:
+            written = published.read_result(policy.directory).files
+            wanted = {name: facts for name, facts in written.items() if "/" not in name}
+        return replace(policy, directory=self._store.hold(policy.directory.absolute(), wanted, moved))
 
     def verify(self, iteration: int, moved: Moved = unheard) -> None:
         """Make sure that a checkpoint may be used; Incomplete says what is damaged.

@@ -20,7 +20,6 @@ from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse, whole_board
 from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
 from rollout.storage import files, once
-from rollout.storage.retry import retry
 from trainer.settings import LoraSettings
 
 log = logging.getLogger(__name__)
@@ -28,6 +27,8 @@ log = logging.getLogger(__name__)
 LARGE_STATE_BYTES = 20 * 10**9
 """An optimizer's state above this is saved only RARELY, unless the user says how often."""
 RARELY = 10
+ASKED = 5
+"""How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = 
             "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p
         )
     fixed = _fixed(settings, inputs)
-    if retry("look at", root, root.is_dir) and run_dir.run_json.name in files.listing(root):
+    if files.is_directory(root) and run_dir.run_json.name in files.listing(root):
         run = read_run_json(run_dir)
         _refuse_changes(run, fixed)
     else:
@@ -107,8 +108,8 @@ def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return paths as every node finds them, whatever directory it was started in."""
 
     def resolved(key: str, value: Any) -> Any:
-        is_path = key in {"model", "tasks", "eval_tasks", "data_path"} and Path(str(value)).exists()
-        return str(Path(value).absolute()) if is_path else value
+        is_path = key in {"model", "tasks", "eval_tasks", "data_path", "cluster.local_dir"}
+        return str(Path(value).absolute()) if is_path and files.exists(Path(str(value))) else value
 
     return {key: resolved(key, value) for key, value in given.items()}
 
@@ -123,10 +124,10 @@ def _refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
 
 def check_log_path(root: Path) -> None:
     """SettingsError unless `root` is, or can become, a directory that we may write."""
-    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
-    if not retry("look at", existing, existing.is_dir):
+    existing = next(path for path in (root, *root.parents) if files.exists(path))
+    if not files.is_directory(existing):
         raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
         raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
 
 
@@ -271,12 +272,12 @@ def _protocol(run_dir: RunDir) -> Board:
 
     Each level is looked up only once its parent lists it: a client may cache "no such file" for a minute.
     """
-    shown = next(path for path in run_dir.root.parents if os.path.isdir(path))
+    shown = next(path for path in run_dir.root.parents if files.is_directory(path))
     for part in run_dir.root.relative_to(shown).parts:
         if part not in files.listing(shown):
             return parse([])
         shown = shown / part
-        if retry("look at", shown, shown.is_file):
+        if not files.is_directory(shown):
             raise SettingsError(f"--log-path {run_dir.root}: {shown} is a file; give a directory")
     crew = run_dir.master.parent
     if {run_dir.run_json.name, crew.parent.name} - set(files.listing(shown)):

@@ -21,7 +21,7 @@ def share_with_group(root: Path) -> None:
     Such a directory was made for a group. A umask that keeps the group from reading (077) stays as it is, and
     one that lets the group write (002, 007) needs no such directory.
     """
-    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
+    existing = next(path for path in (root, *root.parents) if files.exists(path))
     umask = os.umask(OTHERS)
     if _look(existing).st_mode & stat.S_ISGID and not umask & stat.S_IRGRP:
         umask &= ~stat.S_IWGRP
@@ -35,7 +35,7 @@ def refuse_strangers(root: Path, allowed: bool) -> None:
     A mount may show owners and modes that are not so (an export that maps root to nobody, a volume of a
     container). It shows them for a new file too, and then it is only a warning.
     """
-    if allowed or not os.path.isdir(root):
+    if allowed or not files.is_directory(root):
         return
     about, me = _look(root), os.geteuid()
     if about.st_uid not in (0, me):

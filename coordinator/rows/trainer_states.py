@@ -87,9 +87,12 @@ def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
     return batch if batch.batch_sha256 == about["sha256"] else None
 
 
-def located(run_dir: RunDir, resume: Resume) -> Resume:
-    """Return the same with the paths of this node."""
-    state_dir = str((run_dir.root / resume.state_dir).absolute()) if resume.state_dir else None
+def located(run_dir: RunDir, base: Policy, resume: Resume) -> Resume:
+    """Return the same with the paths of this node, also of a state inside of `base`."""
+    directory = run_dir.root / resume.state_dir if resume.state_dir else None
+    if resume == Resume() and base.iteration > 0 and INSIDE in published.names(base.directory):
+        directory = base.directory / INSIDE
+    state_dir = str(directory.absolute()) if directory else None
     repeat = [
         batch.model_copy(update={"batch_file": str((run_dir.root / batch.batch_file).absolute())})
         for batch in resume.repeat

@@ -11,6 +11,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import batch, trainer_states
+from coordinator.rows.serving import serve
 from coordinator.settings import RunSettings
 from rollout.storage import files
 from rollout.tasks.task_set import group_seed
@@ -66,7 +67,13 @@ def train(node: Node, iteration: Iteration) -> None:
     config = iteration.documents[Phase.TRAIN_CONFIG]
     settings, number, run_dir = node.settings, iteration.number, node.run_dir
     published_settings = RunSettings.published(node.record.settings)  # the same on every node
-    base = node.policies.of(iteration.header["policy_iteration"])
+    start, base = node.policies.of(0), node.policies.of(iteration.header["policy_iteration"])
+    model_name, resume = str(start.directory.absolute()), Resume()
+    if not node.trainer.holds(config["job"], base.iteration):
+        resume = trainer_states.located(run_dir, base, Resume.model_validate(config["resume"]))
+        if resume.from_start or settings.trainer.lora.rank or settings.trainer.kl != "off":
+            start = node.policies.hold(start, node.reading())
+        base = node.policies.hold(base, node.reading())
     processes = config["processes"][str(node.rank)]
     threads = settings.trainer.threads_per_process or _threads(processes)
     request = TrainRequest(
@@ -76,8 +83,9 @@ def train(node: Node, iteration: Iteration) -> None:
         batch_sha256=config["batch_sha256"],
         base_dir=str(base.directory.absolute()),
         base_policy=base.digest,
-        model_dir=str(node.policies.of(0).directory.absolute()),
-        resume=trainer_states.located(run_dir, Resume.model_validate(config["resume"])),
+        model_dir=str(start.directory.absolute()),
+        model_name=model_name,
+        resume=resume,
         staging_dir=str((run_dir.checkpoints / config["staging"]).absolute()),
         state_dir=str((run_dir.trainer_states / config["state"]).absolute()) if config["state"] else None,
         offload=settings.rl_phase == "both",
@@ -133,9 +141,7 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
 def restart_engine(node: Node, iteration: Iteration) -> None:
     """Load the new weights, and check that the engine answers with them."""
     if node.engine.is_there():
-        node.engine.ensure(
-            node.policies.of(iteration.number), node.settings.engine, node.check, node.policies.adapters
-        )
+        serve(node, node.policies.of(iteration.number))
 
 
 def _threads(processes: int) -> int:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from coordinator.directory import parts, published
@@ -15,6 +16,7 @@ from coordinator.node.inputs import Functions
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.shares import split_slots
+from coordinator.rows.serving import serve
 from rollout.collect import Slot, Stopped, collect
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
@@ -85,7 +87,7 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
             "master; give all nodes the same model"
         )
     if _generates(node, share):
-        node.engine.ensure(policy, node.settings.engine, node.check, node.policies.adapters)
+        serve(node, policy)
     code = {"reward": share.functions.reward.code, "environment": share.functions.environment_code}
     place = (share.kind, iteration.number, node.rank, node.record.epoch, replace(share.origin, **code))
     verify = node.engine.check_serves
@@ -162,7 +164,7 @@ def _generates(node: Node, share: Share) -> bool:
 def _client(node: Node, share: Share) -> EngineClient:
     """Return what the share's environment asks: the engine, or a tokenizer where nothing is generated."""
     if not _generates(node, share):
-        return LocalTokenizer(node.policies.of(0).directory)
+        return LocalTokenizer(_start_model(node))
     engine = node.settings.engine
     return EngineClient(
         node.engine.url,
@@ -184,7 +186,12 @@ def _environment(node: Node, share: Share) -> Environment:
         return single_turn
     if environment is not demonstration:
         return environment
-    return partial(demonstration, end_ids=end_of_sequence(node.policies.of(0).directory))
+    return partial(demonstration, end_ids=end_of_sequence(_start_model(node)))
+
+
+def _start_model(node: Node) -> Path:
+    """Return a directory of this machine with the model that the run started from."""
+    return node.policies.hold(node.policies.of(0), node.reading()).directory
 
 
 def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:

@@ -30,6 +30,8 @@ _ITEM_BITS = {
 _HEADER_LIMIT_BYTES = 100_000_000  # the limit of the safetensors library
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+"""Weights in other formats, which nothing here loads."""
 
 
 class WeightsError(ValueError):
@@ -40,6 +42,13 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
     """Return whether the directory holds an adapter, not a whole model."""
     names = _names(Path(path)) or []
     return ADAPTER_CONFIG in names and "config.json" not in names
+
+
+def is_model_file(name: str) -> bool:
+    """Return whether a file of this name in a model's directory is loaded: its weights and what goes with
+    them.
+    """
+    return not name.startswith(".") and not name.endswith(_OTHER_WEIGHTS)
 
 
 def check_model_dir(path: str | os.PathLike[str]) -> None:

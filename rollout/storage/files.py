@@ -18,7 +18,7 @@ import os
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,7 @@ def remove_any(path: Path) -> None:
 
 def make_directory(path: Path) -> None:
     """Make `path` and its parents; two clients making one directory at once is fine."""
-    if retry("look for", path, path.is_dir):
+    if is_directory(path):
         return
     if path.parent != path:
         make_directory(path.parent)
@@ -177,19 +177,49 @@ def facts_of(data: bytes) -> FileFacts:
     return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
+def pieces(path: Path, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """Yield the content of a file from byte `begin` up to `end`, in pieces of at most CHUNK_BYTES.
+
+    Each read is repeated from where it failed, so that a large file gets through where one call in thirty
+    fails; nothing of it is mapped, so that an error is an exception and no signal. Raises as `read`.
+    """
+    operations["open"] += 1
+    descriptor: int | None = None
+
+    def more() -> bytes:
+        nonlocal descriptor
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDONLY)
+        try:
+            left = CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - begin)
+            return os.pread(descriptor, left, begin)
+        except OSError:
+            close()  # a stale handle stays stale
+            raise
+
+    def close() -> None:
+        nonlocal descriptor
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+            descriptor = None
+
+    try:
+        while piece := retry("read", path, more, path):
+            begin += len(piece)
+            yield piece
+    finally:
+        close()
+
+
 def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
     """Return the size and the sha256 of a file; `moved` gets the size of each piece that was read."""
-
-    def facts() -> FileFacts:
-        digest, size, room = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
-        with open(path, "rb") as file:
-            while count := file.readinto(room):
-                digest.update(room[:count])
-                size += count
-                moved(count)
-        return {"sha256": digest.hexdigest(), "bytes": size}
-
-    return retry("read", path, facts, path)
+    digest, size = hashlib.sha256(), 0
+    for piece in pieces(path):
+        digest.update(piece)
+        size += len(piece)
+        moved(len(piece))
+    return {"sha256": digest.hexdigest(), "bytes": size}
 
 
 def size_and_mtime(path: Path) -> tuple[int, int]:
@@ -213,16 +243,45 @@ def side_by_side(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return list(pool.map(call, items))
 
 
+def exists(path: Path) -> bool:
+    """Return whether `path` is there. Unlike os.path.exists it takes no passing error for a no."""
+    return _mode(path) != 0
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether `path` is a directory, or a link to one; as `exists`."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """Return the st_mode of what `path` leads to; 0 if it leads to nothing."""
+
+    def look() -> int:
+        try:
+            return os.stat(path).st_mode
+        except NotADirectoryError:
+            return 0
+
+    try:
+        return retry("look at", path, look)
+    except FileNotFoundError:
+        return 0
+
+
 def file_names(directory: Path) -> list[str]:
     """Return the sorted names of the regular files directly in the directory, and of links to such."""
     return sorted(name for name, is_file in _scan(directory, lambda entry: entry.is_file()) if is_file)
 
 
-def checksums(directory: Path, facts: Callable[[Path], FileFacts] = file_facts) -> dict[str, FileFacts]:
-    """Return name -> size and sha256 of every regular file directly in the directory, by `facts`
-    in threads.
+def checksums(
+    directory: Path,
+    facts: Callable[[Path], FileFacts] = file_facts,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, FileFacts]:
+    """Return name -> size and sha256 of every regular file directly in the directory whose name is wanted, by
+    `facts` in threads.
     """
-    paths = [directory / name for name in file_names(directory)]
+    paths = [directory / name for name in file_names(directory) if wanted(name)]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return {path.name: found for path, found in zip(paths, pool.map(facts, paths), strict=True)}
 

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
     return facts
 
 
-def checksums(directory: Path, moved: Moved = unheard) -> dict[str, FileFacts]:
+def checksums(directory: Path, wanted: Callable[[str], bool]) -> dict[str, FileFacts]:
     """As files.checksums, of which only unknown files are read."""
-    return files.checksums(directory, partial(file_facts, moved=moved))
+    return files.checksums(directory, file_facts, wanted)
 
 
 def _mark(path: Path) -> list[Any]:

@@ -122,8 +122,7 @@ def copy_of(path: Path) -> Produce:
     """Return what writes a copy of the file `path`."""
 
     def produce(sink: Sink) -> None:
-        with open(path, "rb") as file:
-            while data := file.read(CHUNK_BYTES):
-                sink.write(data)
+        for piece in files.pieces(path):
+            sink.write(piece)
 
     return produce

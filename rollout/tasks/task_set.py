@@ -11,6 +11,7 @@ import numpy as np
 
 from rollout.counter_rng import random_bits
 from rollout.settings import GENERATED
+from rollout.storage import files
 from rollout.tasks import reasoning_gym
 
 Task = dict[str, Any]
@@ -110,11 +111,11 @@ def _arithmetic(seed: int, split: Split) -> list[Task]:
 
 def _read_file(path: str) -> list[Task]:
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = files.read(Path(path)).split(b"\n")
     except FileNotFoundError:
         raise TaskError(f"{path}: no such file; give a JSON-lines file or builtin:arithmetic") from None
     except OSError as error:
-        raise TaskError(f"{path}: cannot be read: {error.strerror}") from error
+        raise TaskError(f"{path}: {error}") from error
     tasks: list[Task] = []
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

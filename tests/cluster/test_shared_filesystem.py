@@ -1,8 +1,11 @@
 """Runs of two nodes, each with a mount of its own, over a filesystem that misbehaves."""
 
+import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,16 +47,16 @@ SLOW = (
 
 @dataclass
 class Nodes:
-    """Two nodes, and what lies below them."""
+    """The nodes of a run, and what lies below them."""
 
     shared: FaultFs
     cluster: Cluster
 
-    def start(self, *arguments: str, ranks: tuple[int, ...] = (0, 1)) -> None:
-        """Start both, each on its own mount; the master with `arguments`."""
-        for rank in ranks:
-            given = () if rank else ("--num-nodes", "2", *arguments)
-            self.cluster.start(rank, *given, root=self.shared[rank].path / "run")
+    def start(self, *arguments: str) -> None:
+        """Start all, each on its own mount; the master with `arguments`."""
+        for rank, mount in enumerate(self.shared.mounts):
+            given = () if rank else ("--num-nodes", f"{len(self.shared.mounts)}", *arguments)
+            self.cluster.start(rank, *given, root=mount.path / "run")
 
     def parts(self, rank: int) -> list[Path]:
         """The parts that `rank` has published in iteration 1."""
@@ -65,9 +68,16 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, cache: Path) -> Iterator[Nodes]:
+    with mounted(tmp_path, cache, 2) as nodes:
+        yield nodes
+
+
+@contextmanager
+def mounted(tmp_path: Path, cache: Path, number: int) -> Iterator[Nodes]:
+    """A cluster of `number` nodes with a mount each; its processes are ended, and its mounts removed."""
     if reason := unavailable():
         pytest.skip(reason)
-    with FaultFs(tmp_path / "fs", 2) as shared:
+    with FaultFs(tmp_path / "fs", number) as shared:
         cluster = Cluster(shared.backing / "run", cache, tmp_path)
         try:
             yield Nodes(shared, cluster)
@@ -115,6 +125,25 @@ def test_training_goes_through_on_a_filesystem_with_all_of_it(nodes: Nodes) -> N
     nodes.start(*FAST, "--iterations", "3", "--eval-interval", "2")
     assert nodes.cluster.wait() == [0, 0], nodes.said()
     assert [line["iteration"] for line in nodes.cluster.metrics()] == [1, 2, 3]
+
+
+def test_three_nodes_train_from_files_on_a_filesystem_where_every_call_may_fail(
+    tmp_path: Path, cache: Path, random_model: Path
+) -> None:
+    with mounted(tmp_path, cache, 3) as nodes:
+        shutil.copytree(random_model, nodes.shared.backing / "model")
+        task = {"prompt": "12+34=", "answer": "64"}
+        (nodes.shared.backing / "tasks.jsonl").write_text(f"{json.dumps(task)}\n")
+        local = tmp_path / "local"
+        local.mkdir()
+        model, tasks = (nodes.shared[0].path / name for name in ("model", "tasks.jsonl"))
+        nodes.shared.set(error_rate=0.03, errors=("EIO", "ESTALE"))
+        inputs = ("--model", f"{model}", "--tasks", f"{tasks}", "--iterations", "2", "trainer.kl=k3")
+        nodes.start(*FAST, *inputs, f"cluster.local_dir={local}")
+        assert nodes.cluster.wait() == [0, 0, 0], nodes.said()
+        nodes.shared.set(error_rate=0.0)
+        assert [line["iteration"] for line in nodes.cluster.metrics()] == [1, 2]
+        assert json.loads(nodes.cluster.run_dir.run_json.read_text())["fixed"]["model"]["name"] == f"{model}"
 
 
 def test_full_disk_ends_the_run_and_the_same_command_resumes_it(nodes: Nodes, engine_url: str) -> None:

@@ -106,10 +106,8 @@ class FaultyFilesystem(Operations):
     @faulty
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         faults = self._control.faults()
-        if fh is None:
-            found = self._cache.attributes(path, faults, lambda: self._find(path))
-        else:
-            found = os.fstat(fh)
+        ask = functools.partial(self._find, path)
+        found = self._cache.attributes(path, faults, ask) if fh is None else os.fstat(fh)
         offset_ns = int(faults.clock_offset_s * 1e9)
         times = {name: getattr(found, f"{name}_ns") + offset_ns for name in TIMES}
         return {name: getattr(found, name) for name in SHOWN} | times

@@ -102,6 +102,7 @@ def make_request(tmp_path: Path, base_dir: Path, settings: TrainerSettings) -> C
             batch_sha256=hashlib.sha256(data).hexdigest(),
             base_dir=str(base),
             model_dir=str(base_dir),
+            model_name=str(base_dir),
             base_policy=policy_digest(checksums(base)),
             staging_dir=str(staging_dir),
             rank_weights=tuple(rank_weights),

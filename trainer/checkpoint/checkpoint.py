@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from rollout.engines.admin import CONTENT, PROBE
-from rollout.engines.model_dir import ADAPTER_CONFIG, check_model_dir, policy_digest
+from rollout.engines.model_dir import ADAPTER_CONFIG, check_model_dir, is_model_file, policy_digest
 from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts
 from rollout.storage.writer import Writer, copy_of
@@ -38,7 +38,6 @@ STATE_DIR = "trainer_state"
 AT_HAND = Resume()
 """The trainer state is the base's own, if it has one."""
 
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
 _COPIED_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 logger = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ def _write_model(learner: Learner, writer: Writer, request: TrainRequest, dtype:
     """Write the weights as `dtype`; everything else that serves the model is copied. Collective."""
     adapters = hasattr(learner.model, "peft_config")
     if adapters:
-        hub_weights.write_adapter(learner, writer, request.model_dir, dtype)
+        hub_weights.write_adapter(learner, writer, request.model_name, dtype)
     else:
         hub_weights.write_weights(learner, writer, dtype)
     if rank_and_world()[0] != 0:
@@ -259,8 +258,5 @@ def _companions(base_dir: Path) -> list[str]:
     return [
         name
         for name in files.file_names(base_dir)
-        if Path(name).suffix not in _WEIGHT_SUFFIXES
-        and not name.endswith(".index.json")
-        and not name.startswith(".")
-        and name != RESULT
+        if is_model_file(name) and not name.endswith((".safetensors", ".index.json")) and name != RESULT
     ]

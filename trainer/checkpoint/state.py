@@ -5,13 +5,15 @@ state-00001-of-00003.safetensors    one file for each rank that had something to
 
 The tensors are AdamW's moments `exp_avg.<parameter>` and `exp_avg_sq.<parameter>`, once a step was taken, and
 the weights in float32, `master.<parameter>`. The files have the format of torch.distributed.checkpoint's
-HuggingFaceStorageWriter: a file holds pieces of tensors with their offsets, and the library's reader puts
-together what a rank needs. The library's writer is not used: it plans in collectives that send pickles and
-must not run beside the collectives of training.
+HuggingFaceStorageWriter: a file holds pieces of tensors with their offsets. The library's writer is not used:
+it plans in collectives that send pickles and must not run beside the collectives of training. Nor is its
+reader: it maps the files, and a process dies when its filesystem fails to read a mapped one. A restart reads
+them in place, on the shared filesystem, each rank the parts that it needs.
 """
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,15 +24,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DTYPE_MAP, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 
 from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts
-from rollout.storage.retry import retry, retry_library
+from rollout.storage.retry import retry
 from rollout.storage.writer import Writer
 from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
 from trainer.documents import SavedState
@@ -224,7 +223,7 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
             for kind in moments.get(parameter, ())
         },
     }
-    retry_library("read", directory, lambda: _read(wanted, directory))
+    _read(wanted, directory, document)
     progress.moved(sum(local_part(tensor).nbytes for tensor in wanted.values()))
     learner.optimizer.state.clear()
     for group in learner.optimizer.param_groups:
@@ -255,21 +254,83 @@ def _verify(directory: Path, document: SavedState, progress: Progress) -> None:
             )
 
 
-def _read(wanted: dict[str, Tensor], directory: Path) -> None:
-    """Fill `wanted` in place, as torch.distributed.checkpoint.load does, but without its collectives."""
-    reader = HuggingFaceStorageReader(str(directory))
-    metadata = reader.read_metadata()
-    saved = {
-        name: tuple(about.size)
-        for name, about in metadata.state_dict_metadata.items()
-        if isinstance(about, TensorStorageMetadata)
+class Saved(NamedTuple):
+    """A part of a tensor in a file."""
+
+    path: Path
+    begin: int
+    """The byte of the file at which it begins."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where it begins in the whole tensor."""
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Where it ends there."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.shape, strict=True))
+
+
+def _saved(directory: Path, document: SavedState) -> dict[str, list[Saved]]:
+    """Return the parts of each tensor, from the headers of all files."""
+    found: dict[str, list[Saved]] = {}
+    for path in (directory / name for name in document.files):
+        begin = 8 + int.from_bytes(_bytes(path, 0, 8), "little")
+        header = json.loads(_bytes(path, 8, begin))
+        offsets = json.loads(header.pop("__metadata__")[CUSTOM_METADATA_KEY])
+        for name, about in header.items():
+            at, place = tuple(offsets[name][SAVED_OFFSETS_KEY]), begin + about["data_offsets"][0]
+            part = Saved(path, place, DTYPE_MAP[about["dtype"]], tuple(about["shape"]), at)
+            found.setdefault(name, []).append(part)
+    return found
+
+
+def _bytes(path: Path, begin: int, end: int) -> bytearray:
+    data = bytearray()
+    for piece in files.pieces(path, begin, end):
+        data += piece
+    return data
+
+
+def _read(wanted: dict[str, Tensor], directory: Path, document: SavedState) -> None:
+    """Fill `wanted` in place: of each tensor the part that this rank holds."""
+    saved = _saved(directory, document)
+    sizes = {
+        name: tuple(map(max, zip(*(part.end for part in parts), strict=True)))
+        for name, parts in saved.items()
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    if saved != shapes:
-        odd = sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name))
+    if sizes != shapes:
+        odd = sorted(name for name in sizes.keys() | shapes.keys() if sizes.get(name) != shapes.get(name))
         raise CheckpointError(f"{directory} is not the trainer state of this model, e.g. {odd[:3]}")
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(dict(wanted), metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+    for name, tensor in wanted.items():
+        offsets = (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            [chunk] = tensor.__create_chunk_list__()
+            offsets = tuple(chunk.offsets)
+        target = local_part(tensor)
+        if sum(_fill(target, offsets, part) for part in saved[name]) != target.numel():
+            raise CheckpointError(
+                f"{directory} lacks parts of {name}; remove it to start with a fresh optimizer"
+            )
+
+
+def _fill(target: Tensor, offsets: tuple[int, ...], part: Saved) -> int:
+    """Read the rows of `part` that overlap `target`, and put the overlap into it; returns its size.
+
+    `offsets`: where `target` begins in the whole tensor.
+    """
+    ends = [offset + size for offset, size in zip(offsets, target.shape, strict=True)]
+    low = [max(pair) for pair in zip(offsets, part.offsets, strict=True)]
+    high = [min(pair) for pair in zip(ends, part.end, strict=True)]
+    if any(begin >= end for begin, end in zip(low, high, strict=True)):
+        return 0
+    row = math.prod(part.shape[1:]) * part.dtype.itemsize
+    first, count = (low[0] - part.offsets[0], high[0] - low[0]) if low else (0, 1)
+    data = _bytes(part.path, part.begin + first * row, part.begin + (first + count) * row)
+    rows = torch.frombuffer(data, dtype=part.dtype).view(count, *part.shape[1:])
+    there = [slice(begin - at, end - at) for begin, end, at in zip(low, high, part.offsets, strict=True)]
+    here = [slice(begin - at, end - at) for begin, end, at in zip(low, high, offsets, strict=True)]
+    overlap = target[tuple(here)]
+    overlap.copy_(rows[(slice(None), *there[1:])].reshape(overlap.shape))
+    return overlap.numel()

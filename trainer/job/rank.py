@@ -27,7 +27,7 @@ from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.update.step import StepStats, summary, train
 
-OF_A_NODE = {"batch_file", "base_dir", "model_dir", "staging_dir", "state_dir", "resume"}
+OF_A_NODE = {"batch_file", "base_dir", "model_dir", "model_name", "staging_dir", "state_dir", "resume"}
 """Fields of a request that may differ between nodes, because they are paths."""
 
 SAID_BYTES = 10**9

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout.engines.model_dir import ADAPTER_WEIGHTS, tensor_names
-from rollout.storage.retry import retry_library
 from trainer.settings import LoraSettings
 
 ALL_LINEAR = "all-linear"
@@ -99,8 +98,7 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
                 f"{directory}: tensor {name!r} has shape {found.get(name)}, in the model it has "
                 f"{wanted.get(name)}"
             )
-    path = directory / ADAPTER_WEIGHTS
-    set_peft_model_state_dict(wrapped, retry_library("read", path, lambda: load_file(path)))
+    set_peft_model_state_dict(wrapped, load_file(directory / ADAPTER_WEIGHTS))
 
 
 def saved_adapter(wrapped: Any, tensors: Mapping[str, Tensor], base: str) -> tuple[dict[str, Tensor], Any]:

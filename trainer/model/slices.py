@@ -22,7 +22,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.auto.auto_factory import _get_model_class
 
 from rollout.engines.model_dir import WeightsError, tensor_names
-from rollout.storage.retry import retry_library
 from trainer.model.parallel import local_part
 
 Read = Callable[[str], Any]
@@ -127,14 +126,10 @@ def _files(model_dir: Path) -> Iterator[Read]:
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
         for path in sorted(model_dir.glob("*.safetensors")):
-            file = retry_library("open", path, lambda path=path: stack.enter_context(safe_open(path, "pt")))
-            slices |= {key: (path, file) for key in file.keys()}  # noqa: SIM118, it is no mapping
+            file = stack.enter_context(safe_open(path, "pt"))
+            slices |= dict.fromkeys(file.keys(), file)
 
-        def read(key: str) -> Any:
-            path, file = slices[key]
-            return retry_library("read", path, lambda: file.get_slice(key))
-
-        yield read
+        yield lambda key: slices[key].get_slice(key)
 
 
 def _whole(source: Source, name: str, model: Any, read: Read) -> Tensor:

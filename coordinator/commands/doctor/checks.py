@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from coordinator.machine.filesystems import Mount
 from coordinator.settings import CheckpointSettings, ClusterSettings
 
 Verdict = Literal["ok", "slow", "warn", "fail"]
@@ -85,26 +86,17 @@ class Latency:
         return {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
 
 
-@dataclass(frozen=True)
-class Mount:
-    """The filesystem of a directory."""
-
-    kind: str
-    """The kernel's name, e.g. nfs4, fuse.glusterfs, ext4."""
-    source: str
-    point: str
-
-    def cache_advice(self) -> str:
-        """Say how to turn off the caches that delay what other nodes write."""
-        nfs = "lookupcache=none (or positive) and actimeo=1"
-        blob = "--disable-kernel-cache --attr-cache-timeout=0 --file-cache-timeout=0"
-        if self.kind.startswith("nfs"):
-            return f"mount it with {nfs}"
-        if self.kind == "fuse.sshfs":
-            return "mount it with -o dir_cache=no,entry_timeout=0,attr_timeout=0"
-        if "blobfuse" in f"{self.kind} {self.source}".lower():
-            return f"mount it with {blob}"
-        return f"turn the mount's caches off (NFS: {nfs}; BlobFuse2: {blob})"
+def cache_advice(mount: Mount) -> str:
+    """Say how to turn off the caches that delay what other nodes write."""
+    nfs = "lookupcache=none (or positive) and actimeo=1"
+    blob = "--disable-kernel-cache --attr-cache-timeout=0 --file-cache-timeout=0"
+    if mount.kind.startswith("nfs"):
+        return f"mount it with {nfs}"
+    if mount.kind == "fuse.sshfs":
+        return "mount it with -o dir_cache=no,entry_timeout=0,attr_timeout=0"
+    if "blobfuse" in f"{mount.kind} {mount.source}".lower():
+        return f"mount it with {blob}"
+    return f"turn the mount's caches off (NFS: {nfs}; BlobFuse2: {blob})"
 
 
 def duration(seconds: float) -> str:
@@ -227,9 +219,9 @@ def judge_visible(name: str, delays: Latency, mount: Mount, what: str) -> Check:
     figure = f"{what}: median {duration(delays.p50)}, longest {duration(delays.worst)}"
     values = delays.values()
     if delays.worst > VISIBLE_S:
-        return Check(name, figure, "fail", f"a run allows {VISIBLE_S:.0f} s; {mount.cache_advice()}", values)
+        return Check(name, figure, "fail", f"a run allows {VISIBLE_S:.0f} s; {cache_advice(mount)}", values)
     if delays.worst > PROMPT_S:
-        advice = f"each of the 14 rows waits that long; {mount.cache_advice()}"
+        advice = f"each of the 14 rows waits that long; {cache_advice(mount)}"
         return Check(name, figure, "slow", advice, values)
     return Check(name, figure, values=values)
 
@@ -238,7 +230,7 @@ def judge_stale(name: str, delays: Latency, limit_s: float, mount: Mount, what: 
     """Judge how long outdated state is seen that no run relies on; `inf` for longer than `limit_s`."""
     worst = duration(delays.worst) if math.isfinite(delays.worst) else f"more than {duration(limit_s)}"
     verdict: Verdict = "slow" if delays.worst > PROMPT_S else "ok"
-    advice = f"a run does not rely on it, but it shows a cache; {mount.cache_advice()}"
+    advice = f"a run does not rely on it, but it shows a cache; {cache_advice(mount)}"
     return Check(name, f"{what} {worst}", verdict, advice if verdict == "slow" else "", delays.values())
 
 
@@ -271,10 +263,10 @@ def judge_listing(names: int, listing: Latency, own_s: float, mount: Mount) -> C
     figure = f"{names} names in {duration(listing.p50)}, its own after {duration(own_s)}"
     values = {**listing.values(), "names": names, "own_s": own_s if math.isfinite(own_s) else None}
     if own_s > _CLUSTER.node_timeout_s:
-        advice = f"a node that does not see its own heartbeat stops training; {mount.cache_advice()}"
+        advice = f"a node that does not see its own heartbeat stops training; {cache_advice(mount)}"
         return Check("listing", figure, "fail", advice, values)
     if listing.p50 > LIST_S or own_s > PROMPT_S:
-        return Check("listing", figure, "slow", mount.cache_advice(), values)
+        return Check("listing", figure, "slow", cache_advice(mount), values)
     return Check("listing", figure, values=values)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.commands.doctor.checks import CLOCK_S, Check, Latency, Mount, duration, judge_visible, size
+from coordinator.commands.doctor.checks import CLOCK_S, Check, Latency, duration, judge_visible, size
+from coordinator.machine.filesystems import Mount
 
 
 @dataclass(frozen=True)

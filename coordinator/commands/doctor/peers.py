@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.commands.doctor import node_checks as judge
-from coordinator.commands.doctor.checks import Check, Latency, Mount, judge_create
+from coordinator.commands.doctor.checks import Check, Latency, judge_create
 from coordinator.commands.doctor.meeting import Answer, DoctorError, Guest, Host
 from coordinator.commands.doctor.node_checks import RoundTrip
 from coordinator.commands.doctor.probe import has_hard_links
 from coordinator.directory.layout import MASTER
 from coordinator.machine import network
+from coordinator.machine.filesystems import Mount
 from coordinator.machine.network import Peer
 from rollout.storage import once
 

@@ -21,9 +21,10 @@ import psutil
 
 from coordinator.commands.doctor import checks as judge
 from coordinator.commands.doctor import node_checks as judge_node
-from coordinator.commands.doctor.checks import Check, Latency, Mount
+from coordinator.commands.doctor.checks import Check, Latency
 from coordinator.commands.doctor.partner import Partner, versioned
 from coordinator.machine import network
+from coordinator.machine.filesystems import Mount
 from coordinator.machine.gpus import count_gpus
 from rollout.storage import files, once
 from rollout.storage.retry import SharedFsError, retry
@@ -61,17 +62,6 @@ def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[
     yield "address", lambda: [judge_node.judge_addresses([str(a) for a in network.local_addresses()])]
     yield "GPUs", lambda: [check_gpus()]
     yield "versions", lambda: [judge_node.judge_versions(versions(), NEEDED)]
-
-
-def find_mount(path: Path) -> Mount:
-    """Find the filesystem of `path` in the kernel's table, without a call on the mount itself."""
-    found = Mount("unknown", "?", "/")
-    for part in psutil.disk_partitions(all=True):  # of mounts on one point, the last covers the others
-        # The C library decodes what Linux writes in octal, but not this sign.
-        source, point = (text.replace("\\043", "#") for text in (part.device, part.mountpoint))
-        if path.is_relative_to(point) and len(point) >= len(found.point):
-            found = Mount(part.fstype, source, point)
-    return found
 
 
 # ---- the directory

@@ -14,11 +14,12 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from coordinator.commands.doctor import probe
-from coordinator.commands.doctor.checks import Check, Mount, failed, judge_mount
+from coordinator.commands.doctor.checks import Check, failed, judge_mount
 from coordinator.commands.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
 from coordinator.commands.doctor.peers import attend, checks_between
 from coordinator.commands.doctor.report import Checks, Report
 from coordinator.directory.layout import MASTER
+from coordinator.machine.filesystems import Mount, find_mount
 from coordinator.node.rank import RANK_VARIABLES, resolve_rank
 from coordinator.node.start import check_log_path
 from coordinator.node.strangers import share_with_group
@@ -74,7 +75,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
     """As rank 0, do the own checks, then those with the other nodes."""
-    mount = probe.find_mount(root.resolve())
+    mount = find_mount(root.resolve())
     site = doctor_directory(root)
     with _site(root) as made, contextlib.ExitStack() as stack:
         report.take(_leftovers(site))
@@ -99,7 +100,7 @@ def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report
         guest.join(limit_s, command(root, nodes, MASTER))
 
         def own_checks() -> list[Check]:
-            mount = probe.find_mount(root.resolve())
+            mount = find_mount(root.resolve())
             with _work_in(guest.work_directory()) as work:
                 report.take(_own_checks(root, False, work, mount))
             return report.checks

@@ -7,14 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from coordinator.commands.doctor import probe as probe
-from coordinator.commands.doctor.checks import Mount
 from coordinator.commands.doctor.partner import Partner, PartnerError
 from coordinator.node.rank import RANK_VARIABLES
 from tests.coordinator.made_up import run_dir_at, tree, write_json
@@ -73,19 +71,6 @@ def test_gpus_are_what_the_driver_lists(tmp_path: Path, monkeypatch: pytest.Monk
     assert check.figure == "1 x NVIDIA H200, 140.4 GiB; 1 x NVIDIA GB10, shared memory"
     tool.write_text("#!/bin/sh\necho 'the driver is not loaded'\nexit 9\n")
     assert probe.check_gpus().figure == "nvidia-smi: the driver is not loaded"
-
-
-def test_mount_is_the_innermost_one() -> None:
-    assert probe.find_mount(Path("/proc/self")).point == "/proc"
-    assert probe.find_mount(Path("/")).point == "/"
-
-
-def test_mount_at_a_path_with_any_sign_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc/mounts has `#` as \\043, which the C library leaves so: MooseFS names itself mfs#HOST:PORT."""
-    parts = [("/dev/sda", "/", "ext4"), ("mfs\\043master:9421", "/mnt/a\\043b", "fuse")]
-    listed = [SimpleNamespace(device=device, mountpoint=at, fstype=kind) for device, at, kind in parts]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: listed)
-    assert probe.find_mount(Path("/mnt/a#b/run")) == Mount("fuse", "mfs#master:9421", "/mnt/a#b")
 
 
 def test_partner_fails_in_words_and_goes_on(tmp_path: Path) -> None:

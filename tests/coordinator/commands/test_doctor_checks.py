@@ -8,8 +8,9 @@ import pytest
 
 from coordinator.commands.doctor import checks as judge
 from coordinator.commands.doctor import node_checks as judge_node
-from coordinator.commands.doctor.checks import Check, Latency, Mount
+from coordinator.commands.doctor.checks import Check, Latency
 from coordinator.commands.doctor.run import doctor_rank
+from coordinator.machine.filesystems import Mount
 from coordinator.settings import SettingsError
 
 DISK, NFS = Mount("ext4", "/dev/sda", "/"), Mount("nfs4", "server:/export", "/shared")

@@ -32,7 +32,7 @@ def test_trace_of_a_collective_that_hung_is_kept_in_the_nodes_logs(
     monkeypatch.setattr(launch, "environment", lambda job: {"SPOOL": str(job.spool)})
     request = TrainRequest(
         iteration=7, epoch=2, batch_file="", batch_sha256="", base_dir="", base_policy="", model_dir="",
-        staging_dir="",
+        model_name="",        staging_dir="",
         rank_weights=(1.0,), seed=0, settings=TrainerSettings(), max_tokens=8,
     )  # fmt: skip
     config = {"job": "j", "address": "127.0.0.1", "port": 1, "processes": {"1": 1}, "node_ranks": {"1": 0}}

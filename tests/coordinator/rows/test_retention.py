@@ -11,6 +11,7 @@ import pytest
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
+from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.node.policies import Policies
@@ -62,10 +63,10 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def node_at(run_dir: RunDir) -> Any:
     """A master, as far as retention knows one."""
-    identity: Any = SimpleNamespace(run_dir=run_dir, inputs=SimpleNamespace(model_digest="d"))
+    identity: Any = SimpleNamespace(run_dir=run_dir, inputs=SimpleNamespace(model_files={}))
     settings = SimpleNamespace(checkpoints=CheckpointSettings(keep_last=2))
     record = SimpleNamespace(epoch=2)
-    policies, position = Policies(identity), Position()
+    policies, position = Policies(identity, Store()), Position()
     node: Any = SimpleNamespace(
         run_dir=run_dir, settings=settings, record=record, policies=policies, position=position
     )

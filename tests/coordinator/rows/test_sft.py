@@ -62,7 +62,8 @@ def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
     policies = {0: SimpleNamespace(directory=tmp_path)}
     functions = SimpleNamespace(environment=demonstration)
-    node: Any = SimpleNamespace(policies=SimpleNamespace(of=policies.get))
+    here = SimpleNamespace(of=policies.get, hold=lambda policy, _moved: policy)
+    node: Any = SimpleNamespace(policies=here, reading=lambda: None)
     train, evaluation = (
         trajectories._environment(node, SimpleNamespace(kind=kind, functions=functions))  # pyright: ignore
         for kind in ("train", "eval")

@@ -19,6 +19,7 @@ from rollout.storage import files, once, retry
 from rollout.storage.files import SharedFsError, make_directory, publish, remove_tree
 from rollout.storage.lines import append_line
 from rollout.storage.once import create_once
+from rollout.storage.writer import copy_of, write
 from tests.faultfs import FaultFs, unavailable
 
 LONG_S = 1000.0
@@ -207,6 +208,16 @@ def test_checksums_survive_errors(shared: FaultFs) -> None:
 
 
 # ---- who has created it
+
+
+def test_large_file_is_copied_and_hashed_where_no_attempt_could_read_all_of_it(
+    shared: FaultFs, tmp_path: Path
+) -> None:
+    data = random.randbytes(1 << 25)  # 256 reads of a client at least
+    (shared.backing / "model").write_bytes(data)
+    shared.set(error_rate=0.1, errors=("EIO", "ESTALE"))
+    assert files.file_facts(shared[0].path / "model") == files.facts_of(data)
+    assert write(tmp_path / "copy", copy_of(shared[1].path / "model")) == files.facts_of(data)
 
 
 def race(shared: FaultFs, rounds: int) -> None:

@@ -77,7 +77,7 @@ def test_empty_file_is_an_error(tmp_path: Path, content: str) -> None:
 def test_missing_file_directory_and_unknown_built_in_are_errors(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="no such file"):
         load(tmp_path / "none.jsonl")
-    with pytest.raises(TaskError, match="cannot be read"):
+    with pytest.raises(TaskError, match="cannot read"):
         load(tmp_path)
     with pytest.raises(TaskError, match="builtin:arithmetic"):
         load_tasks("builtin:algebra", seed=0, split="train")

@@ -18,12 +18,13 @@ from rollout.engines.model_dir import WeightsError, check_model_dir, policy_dige
 from rollout.storage import files, retry, writer
 from rollout.storage.files import checksums
 from rollout.storage.writer import Writer
+from tests.faultfs import FaultFs, unavailable
 from trainer import progress
 from trainer.batch.batch import Batch, build_batch
 from trainer.checkpoint import checkpoint, hub_weights
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver
-from trainer.documents import SavedState, TrainRequest, TrainResult
+from trainer.documents import Resume, SavedState, TrainRequest, TrainResult
 from trainer.model.model import Learner, build_learner
 from trainer.progress import NOT_SAVED
 from trainer.settings import LoraSettings, TrainerSettings
@@ -194,6 +195,24 @@ def test_empty_batch_leaves_the_weights_byte_for_byte_and_the_digest(
 def test_weights_with_another_digest_are_refused(base_dir: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds policy \w+, the request wants 0123"):
         checkpoint.load(base_dir, "0123", CPU, TrainerSettings())
+
+
+def test_trainer_state_is_read_where_one_call_in_five_fails(
+    trained: tuple[Learner, TrainRequest, TrainResult], tmp_path: Path
+) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    learner, request, result = trained
+    with FaultFs(tmp_path / "fs", 1) as shared:
+        state = shutil.copytree(Path(request.staging_dir) / "trainer_state", shared.backing / "state")
+        shared.set(error_rate=0.2, errors=("EIO", "ESTALE"))
+        resume = Resume(state_dir=str(shared[0].path / state.name))
+        after = checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings, resume)
+    assert after.optimizer_step == learner.optimizer_step > 0
+    moments = [
+        [each.optimizer.state[p]["exp_avg"] for p in each.parameters.values()] for each in (learner, after)
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*moments, strict=True))
 
 
 def test_trainer_state_of_other_weights_is_refused(

@@ -1,0 +1,226 @@
+"""Copies of models on this machine, for engines and trainers: what loads a model does not retry a call."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+
+from coordinator.directory.published import Incomplete
+from coordinator.machine.filesystems import LOCAL, find_mount
+from coordinator.machine.host_lock import own_folder
+from coordinator.machine.network import boot
+from rollout.storage.files import FileFacts, Moved, SharedFsError
+from rollout.storage.writer import THREADS, Sink, copy_of
+
+log = logging.getLogger(__name__)
+
+HELD = 2
+"""Copies that a node holds: what its engine serves, and the model that this is an adapter of."""
+UNUSED = 2
+"""Copies that stay although no process uses them: the next start of a run needs them."""
+LOOK_S = 0.1
+"""How often a node looks whether another one has finished a copy."""
+COPY, PART = "copy", "part"
+
+
+class StoreError(RuntimeError):
+    """A model does not fit on this machine. The message names the folder and the setting."""
+
+
+class Store:
+    """The models that the processes of this user use on this machine, in one folder for all of them:
+
+    <folder>/<key>/         one copy. A process that makes or removes it has an exclusive lock on this
+                            directory, one that uses it a shared lock: the kernel ends both with the process
+    <folder>/<key>/part/    the files while they are being copied; nobody believes them
+    <folder>/<key>/copy/    the files, once all are there and have the checksums that were asked for
+
+    The key is a digest of the names and checksums, and of the machine's start: nothing is synced, so what is
+    left from before a crash of the machine may have holes.
+    """
+
+    def __init__(self, below: str | None = None) -> None:
+        """`below`: the directory for the folder; default: the machine's directory for temporary files."""
+        self._below = below
+        self._held: dict[str, int] = {}
+        """Key -> descriptor that has the lock; the one that was asked for last comes last."""
+
+    def hold(self, source: Path, files: Mapping[str, FileFacts], moved: Moved) -> Path:
+        """Return a directory of this machine that has these files of `source`, and keep it there.
+
+        It is `source` itself where that is on a local filesystem. Otherwise it stays until HELD others were
+        asked for. `moved` gets the size of each piece that is copied, 0 now and then while another process
+        copies, and may raise. Raises Incomplete if a file of `source` is not as `files` says, StoreError if
+        there is no room, SharedFsError.
+        """
+        if _is_here(source, files):
+            return source
+        folder, key = own_folder("store", self._below), _key(files)
+        _warn_if_shared(folder)
+        if (descriptor := self._held.pop(key, None)) is None:
+            descriptor = _acquire(folder / key, partial(_fill, folder / key, source, files, moved), moved)
+        self._held[key] = descriptor
+        while len(self._held) > HELD:
+            os.close(self._held.pop(next(iter(self._held))))
+        os.utime(folder / key)  # the least recently used go first
+        return folder / key / COPY
+
+    def close(self) -> None:
+        """Let go of what is held, and leave no more than the next start needs."""
+        if self._held:
+            for key in list(self._held):
+                os.close(self._held.pop(key))
+            _make_room(own_folder("store", self._below), 0)
+
+
+@cache
+def _warn_if_shared(folder: Path) -> None:
+    kind = find_mount(folder.resolve()).kind
+    if kind not in LOCAL:
+        log.warning("%s, for copies of models, is on %s; give this node cluster.local_dir=DIR, "
+                    "a directory on its own disk", folder, kind)  # fmt: skip
+
+
+def _acquire(entry: Path, fill: Callable[[], None], moved: Moved) -> int:
+    """Return a descriptor of `entry` with a shared lock, once its copy is there; `fill` makes it."""
+
+    def is_copied() -> bool:
+        return (entry / COPY).is_dir()
+
+    while True:
+        descriptor = _open(entry)
+        try:
+            if _lock(descriptor, fcntl.LOCK_EX) and _is_same(descriptor, entry) and not is_copied():
+                fill()
+            # To take one lock for the other lets go of it in between.
+            if _lock(descriptor, fcntl.LOCK_SH) and _is_same(descriptor, entry) and is_copied():
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        moved(0)
+        time.sleep(LOOK_S)
+
+
+def _fill(entry: Path, source: Path, files: Mapping[str, FileFacts], moved: Moved) -> None:
+    """Copy the files, in threads; `entry` goes if that fails. Raises as Store.hold."""
+    began_s, size = time.monotonic(), sum(facts["bytes"] for facts in files.values())
+    part = entry / PART
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    try:
+        if (free := _make_room(entry.parent, size)) < size:
+            raise StoreError(_no_room(source, entry.parent, size, free))
+        part.mkdir()
+        with ThreadPoolExecutor(THREADS, "store") as pool:
+            copied = pool.map(partial(_copy, source, part, moved), files)
+            for (name, wanted), found in zip(files.items(), copied, strict=True):
+                if found != wanted:
+                    raise Incomplete(
+                        f"{source / name} was read as {found['bytes']} bytes with sha256 {found['sha256']}, "
+                        f"but it should have {wanted['bytes']} bytes with sha256 {wanted['sha256']}"
+                    )
+        part.rename(entry / COPY)
+    except BaseException as error:
+        shutil.rmtree(entry, ignore_errors=True)
+        if isinstance(error, FileNotFoundError):
+            raise Incomplete(f"{error.filename} is gone, and was to be copied to this machine") from None
+        if isinstance(error, OSError) and not isinstance(error, SharedFsError):
+            free = shutil.disk_usage(entry.parent).free
+            raise StoreError(f"{error.strerror}: {_no_room(source, entry.parent, size, free)}") from error
+        raise
+    seconds = time.monotonic() - began_s
+    log.info("%s was copied to this machine: %.2f GB in %.1f s", source, size / 1e9, seconds)
+
+
+def _copy(source: Path, target: Path, moved: Moved, name: str) -> FileFacts:
+    with open(target / name, "wb") as file:
+        sink = Sink(file, moved)
+        copy_of(source / name)(sink)
+    return sink.facts
+
+
+def _is_here(source: Path, files: Mapping[str, FileFacts]) -> bool:
+    """Return whether all files are on a local filesystem: a model may be a folder of links."""
+    real = source.resolve()
+    if not find_mount(real).is_local:
+        return False
+    elsewhere = {(real / name).resolve().parent for name in files} - {real}
+    return all(find_mount(folder).is_local for folder in elsewhere)
+
+
+def _key(files: Mapping[str, FileFacts]) -> str:
+    return hashlib.sha256(json.dumps([boot(), files], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _make_room(folder: Path, size: int) -> int:
+    """Remove copies that no process uses, the least recently used first, until at most UNUSED are left and
+    `size` bytes are free, or none is left. Returns how many bytes are free.
+    """
+    unused = [entry for entry in sorted(folder.iterdir(), key=_used_ns) if _if_unused(entry, lambda: None)]
+    while unused and (len(unused) > UNUSED or shutil.disk_usage(folder).free < size):
+        entry = unused.pop(0)
+        _if_unused(entry, lambda entry=entry: shutil.rmtree(entry, ignore_errors=True))
+    return shutil.disk_usage(folder).free
+
+
+def _used_ns(entry: Path) -> int:
+    try:
+        return entry.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _if_unused(entry: Path, act: Callable[[], None]) -> bool:
+    """Call `act` while no process uses `entry` or begins to; return whether it was called."""
+    try:
+        descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # another process has removed it
+        return False
+    try:
+        if free := _lock(descriptor, fcntl.LOCK_EX):
+            act()
+        return free
+    finally:
+        os.close(descriptor)
+
+
+def _open(entry: Path) -> int:
+    while True:
+        entry.mkdir(exist_ok=True)
+        try:
+            return os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process has just removed it
+            continue
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Take a lock without waiting for it; return whether it could be had."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same(descriptor: int, entry: Path) -> bool:
+    """Return whether `entry` is still the directory that was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), entry.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _no_room(source: Path, folder: Path, size: int, free: int) -> str:
+    return (
+        f"{source} cannot be copied to this machine: it has {size / 1e9:.2f} GB, and {folder} has room for "
+        f"{free / 1e9:.2f} GB; free some space there, or give this node another directory for copies: "
+        "cluster.local_dir=DIR"
+    )

@@ -1,0 +1,20 @@
+"""What makes a policy answer: of this node's engine, or of the server that the user runs."""
+
+from coordinator.directory.published import Policy
+from coordinator.machine.weights import Adapters
+from coordinator.node.node import Node
+
+
+def serve(node: Node, policy: Policy) -> None:
+    """Have the engine answer with `policy`; EngineError if that cannot be had.
+
+    The node's own engine loads a copy on this machine. A server that the user runs may be unable to read it,
+    and loads from the shared directory.
+    """
+    settings, moved = node.settings, node.reading()
+    base = node.policies.of(0) if settings.trainer.lora.rank else None
+    if settings.engine.url is None:
+        base = base and node.policies.hold(base, moved)
+        policy = node.policies.hold(policy, moved)
+    adapters = base and Adapters(base, settings.trainer.lora.rank)
+    node.engine.ensure(policy, settings.engine, node.check, adapters)

@@ -1,0 +1,336 @@
+"""Copies of models on a machine: made once, believed only when whole, removed only when nobody uses them."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.directory.published import Incomplete
+from coordinator.machine import store as module
+from coordinator.machine.filesystems import Mount
+from coordinator.machine.store import Store, StoreError
+from rollout.storage import retry
+from rollout.storage.files import FileFacts, SharedFsError, checksums, unheard
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from coordinator.machine import store
+from coordinator.machine.filesystems import Mount
+from rollout.storage.files import checksums
+store.find_mount = lambda path: Mount("nfs4", "", "/")
+source, below, pause_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+copied = 0
+def moved(size):
+    global copied
+    copied += size
+    if size:
+        os.write(1, b"copying\\n")  # at once, from several threads
+        time.sleep(pause_s)
+files = checksums(source, wanted=lambda name: not name.startswith("."))
+holder = store.Store(below)
+path = holder.hold(source, files, moved)
+print("held", copied, path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path counts as shared."""
+    monkeypatch.setattr(module, "find_mount", lambda _path: Mount("nfs4", "server:/export", "/"))
+    monkeypatch.setattr(retry, "RETRY_S", 0.2)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """The directory for copies."""
+    path = tmp_path / "local"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[[str], Path]:
+    """Make a model's directory of 1,000 bytes and something that nobody needs."""
+
+    def make(name: str) -> Path:
+        path = tmp_path / "shared" / name
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(name.encode() * (990 // len(name)))
+        (path / "config.json").write_bytes(b"{}".ljust(1000 - 990 // len(name) * len(name)))
+        (path / ".verified.json").write_text("{}")
+        return path
+
+    return make
+
+
+def files_of(source: Path) -> dict[str, FileFacts]:
+    return checksums(source, wanted=lambda name: not name.startswith("."))
+
+
+def hold(store: Store, source: Path, moved: Callable[[int], object] = unheard) -> Path:
+    return store.hold(source, files_of(source), moved)
+
+
+def folder(local: Path) -> Path:
+    return local / f"flagpost-store-{os.getuid()}"
+
+
+def copies(local: Path) -> int:
+    return len(list(folder(local).iterdir()))
+
+
+@contextlib.contextmanager
+def process(source: Path, local: Path, pause_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the copy of `source`, and sleeps after each piece that it copies."""
+    argv = [sys.executable, "-c", HOLDS, str(source), str(local), str(pause_s)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, cwd=Path(__file__).parents[3], **pipes) as other:
+        try:
+            yield other
+        finally:
+            other.kill()
+
+
+def line(other: subprocess.Popen[str], word: str) -> list[str]:
+    """Wait for the line of a process that begins with `word`."""
+    assert other.stdout is not None
+    return next(words for text in other.stdout if (words := text.split())[0] == word)
+
+
+# ---- a copy
+
+
+def test_copy_has_the_wanted_files_and_is_made_once(model: Callable[[str], Path], local: Path) -> None:
+    source, moved = model("a"), list[int]()
+    store = Store(str(local))
+    copy = hold(store, source, moved.append)
+    assert sorted(os.listdir(copy)) == ["config.json", "model.safetensors"] and sum(moved) == 1000
+    assert files_of(copy) == files_of(source)
+    assert folder(local) in copy.parents and folder(local).stat().st_mode & 0o777 == 0o700
+    assert hold(store, source, moved.append) == hold(Store(str(local)), source, moved.append) == copy
+    assert sum(moved) == 1000
+
+
+def test_equal_files_of_two_directories_are_one_copy(model: Callable[[str], Path], local: Path) -> None:
+    source = model("a")
+    other = source.with_name("b")
+    shutil.copytree(source, other)
+    store = Store(str(local))
+    assert hold(store, source) == hold(store, other)
+    (other / "config.json").write_text('{"vocab_size": 7}')
+    assert hold(store, source) != hold(store, other), "the same weights, but another configuration"
+
+
+def test_model_on_a_local_filesystem_is_read_in_place_unless_its_files_are_links_to_a_shared_one(
+    model: Callable[[str], Path], local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mount(path: Path) -> Mount:
+        return Mount("nfs4" if path.is_relative_to(tmp_path / "shared") else "ext4", "", "/")
+
+    monkeypatch.setattr(module, "find_mount", mount)
+    source, here, links = model("a"), tmp_path / "here", tmp_path / "links"
+    shutil.copytree(source, here)
+    links.mkdir()
+    for name in os.listdir(source):
+        (links / name).symlink_to(source / name)
+    store = Store(str(local))
+    assert hold(store, here) == here and not folder(local).exists()
+    copy = hold(store, links)
+    assert folder(local) in copy.parents and not (copy / "model.safetensors").is_symlink()
+
+
+def test_store_is_in_the_directory_for_temporary_files_unless_told_otherwise(
+    model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert tmp_path / f"flagpost-store-{os.getuid()}" in hold(Store(), model("a")).parents
+
+
+# ---- what is not believed
+
+
+@pytest.mark.parametrize("damage", [b"x", b"", b"b" * 990], ids=["short", "empty", "other bytes"])
+def test_file_with_another_checksum_is_refused_by_name_and_nothing_of_it_stays(
+    model: Callable[[str], Path], local: Path, damage: bytes
+) -> None:
+    source = model("a")
+    wanted = files_of(source)
+    (source / "model.safetensors").write_bytes(damage)
+    store = Store(str(local))
+    with pytest.raises(Incomplete, match=rf"a/model.safetensors was read as {len(damage)} bytes.* 990 bytes"):
+        store.hold(source, wanted, unheard)
+    assert copies(local) == 0
+    (source / "model.safetensors").write_bytes(b"a" * 990)
+    assert checksums(store.hold(source, wanted, unheard)) == wanted
+
+
+def test_file_that_is_gone_is_named(model: Callable[[str], Path], local: Path) -> None:
+    source = model("a")
+    wanted = files_of(source)
+    (source / "config.json").unlink()
+    with pytest.raises(Incomplete, match=r"a/config\.json is gone"):
+        Store(str(local)).hold(source, wanted, unheard)
+
+
+def test_copy_that_is_given_up_leaves_nothing(model: Callable[[str], Path], local: Path) -> None:
+    class RowEnded(Exception):
+        pass
+
+    def moved(_size: int) -> None:
+        raise RowEnded
+
+    with pytest.raises(RowEnded):
+        hold(Store(str(local)), model("a"), moved)
+    assert copies(local) == 0
+
+
+def test_error_of_the_shared_filesystem_is_no_want_of_room(
+    model: Callable[[str], Path], local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model("a")
+    wanted = files_of(source)
+
+    def fails(*_arguments: Any) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(SharedFsError, match=r"cannot read .*shared/a/"):
+        Store(str(local)).hold(source, wanted, unheard)
+
+
+def test_killed_copier_leaves_nothing_that_is_believed(model: Callable[[str], Path], local: Path) -> None:
+    source = model("a")
+    with process(source, local, pause_s=1000) as other:
+        line(other, "copying")
+        other.kill()
+        other.wait()
+    [entry] = folder(local).iterdir()
+    assert os.listdir(entry) == ["part"] and os.listdir(entry / "part")
+    assert files_of(hold(Store(str(local)), source)) == files_of(source)
+    assert os.listdir(entry) == ["copy"]
+
+
+def test_what_was_copied_before_the_machine_was_started_is_not_believed(
+    model: Callable[[str], Path], local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model("a")
+    before = hold(Store(str(local)), source)
+    monkeypatch.setattr(module, "boot", lambda: "another")
+    assert hold(Store(str(local)), source) != before
+
+
+# ---- several processes of one machine
+
+
+def test_processes_that_want_a_model_at_once_copy_it_once(model: Callable[[str], Path], local: Path) -> None:
+    source = model("a")
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(process(source, local, pause_s=0.2)) for _ in range(3)]
+        said = [line(other, "held") for other in others]
+    assert sorted(int(copied) for _, copied, _ in said) == [0, 0, 1000]
+    assert len({path for _, _, path in said}) == 1
+
+
+def test_one_that_waits_for_anothers_copy_is_ended_by_its_check(
+    model: Callable[[str], Path], local: Path
+) -> None:
+    class RowEnded(Exception):
+        pass
+
+    def moved(size: int) -> None:
+        assert size == 0
+        raise RowEnded
+
+    source = model("a")
+    with process(source, local, pause_s=1000) as other:
+        line(other, "copying")
+        with pytest.raises(RowEnded):
+            hold(Store(str(local)), source, moved)
+        assert other.poll() is None
+
+
+# ---- room
+
+
+@pytest.fixture
+def disk(local: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk of `size` bytes for the directory for copies."""
+    found = SimpleNamespace(size=1 << 40)
+
+    def usage(path: Path) -> SimpleNamespace:
+        assert path == folder(local)
+        used = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
+        return SimpleNamespace(free=found.size - used)
+
+    monkeypatch.setattr(module.shutil, "disk_usage", usage)
+    return found
+
+
+def test_copies_that_no_process_uses_go_the_least_recently_used_first(
+    model: Callable[[str], Path], local: Path, disk: SimpleNamespace
+) -> None:
+    disk.size = 3999
+    sources, copied = [model(name) for name in "abcd"], list[Path]()
+    for source in sources[:3]:
+        store = Store(str(local))
+        copied.append(hold(store, source))
+        if source == sources[1]:
+            hold(store, sources[0])  # used again: now b is the oldest
+        for descriptor in store._held.values():  # as the end of a process does
+            os.close(descriptor)
+        time.sleep(0.01)  # a coarse clock of the filesystem
+    copied.append(hold(Store(str(local)), sources[3]))
+    assert [path.is_dir() for path in copied] == [True, False, True, True]
+
+
+def test_full_disk_takes_what_nobody_uses_and_never_what_a_living_process_uses(
+    model: Callable[[str], Path], local: Path, disk: SimpleNamespace
+) -> None:
+    disk.size = 2500
+    used, unused, wanted = (model(name) for name in "abc")
+    with process(used, local) as other:
+        held = Path(line(other, "held")[2])
+        gone = Store(str(local))
+        free = hold(gone, unused)
+        gone.close()
+        copy = hold(Store(str(local)), wanted)
+        assert held.is_dir() and copy.is_dir() and not free.exists()
+        with pytest.raises(StoreError) as error:
+            hold(Store(str(local)), model("d"))
+        text = str(error.value)
+        assert "shared/d cannot be copied" in text and str(folder(local)) in text
+        assert "cluster.local_dir=DIR" in text and "\n" not in text
+    assert held.is_dir(), "its process has ended, but there was no need of room"
+    assert hold(Store(str(local)), model("e")).is_dir() and not held.exists()
+
+
+def test_disk_that_fills_meanwhile_is_named(
+    model: Callable[[str], Path], local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.Sink, "write", write)
+    with pytest.raises(StoreError, match=r"No space left on device: .*cluster\.local_dir=DIR"):
+        hold(Store(str(local)), model("a"))
+    assert copies(local) == 0
+
+
+def test_store_holds_the_last_copies_and_leaves_few_behind(model: Callable[[str], Path], local: Path) -> None:
+    store = Store(str(local))
+    held = [hold(store, model(name)) for name in "abcdefg"]
+    assert [path.is_dir() for path in held[-module.HELD :]] == [True] * module.HELD
+    assert copies(local) <= module.HELD + module.UNUSED + 1
+    store.close()
+    assert copies(local) == module.UNUSED and held[-1].is_dir(), "the next start needs the last one"

@@ -53,19 +53,17 @@ def content_sum(tensor: Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for chunk in flat.split(_CHUNK.get(flat.device.type, _CHUNK_ON_GPU)):
-        total += _mixed(chunk.float())
-        if chunk.dtype == torch.float64:  # what float32 leaves over; nothing, if it was float32 once
-            rest = chunk - chunk.float().double()
-            total += 3 * _mixed(rest.nan_to_num_(nan=0.0).float())
+        single = chunk.float()
+        total += _mixed(single)
+        if chunk.dtype == torch.float64 and not torch.equal(again := single.double(), chunk):
+            total += 3 * _mixed((chunk - again).nan_to_num_(nan=0.0).float())  # what float32 leaves over
     return int(total) % _MODULUS
 
 
 def _mixed(values: Tensor) -> Tensor:
     z = values.view(torch.int32).to(torch.int64)
-    mixed = z * _A
-    mixed += _B
-    mixed *= z
-    return mixed.sum()
+    once = z.sum()
+    return _A * z.mul_(z).sum() + _B * once
 
 
 def content_document(sums: Mapping[str, int], dtype: torch.dtype) -> bytes:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from rollout.engines.model_dir import WeightsError
 from scripts.tiny_models import NotTiny
 from trainer.model.lora import LoraError
@@ -50,6 +52,9 @@ def outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _report(work: Callable[[], Any], pipe: Connection) -> None:
+    # torch makes its pool of threads anew at its first use after a fork. Two threads that use it first, such
+    # as those that load a model, find none ("Invalid thread pool").
+    torch.set_num_threads(torch.get_num_threads())
     try:
         pipe.send((True, work()))
     except Exception as error:  # whatever a family raises is what its cell says

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import transformers
 
 from scripts.models import columns
 from scripts.models.families import NO
+from scripts.models.forked import outcome
 from scripts.models.page import page
 from scripts.tiny_models import FAMILIES, NotTiny, make_tiny_model, tiny_config
 from tests.paths import REPOSITORY
@@ -85,6 +88,40 @@ def test_script_tries_each_column_in_a_process_of_its_own() -> None:
     assert all(float(number) < columns.CLOSE for number in numbers), cells
     assert lora == "14 modules" and vllm == "not tried"
     assert re.search(r"^- bert: the model sees the tokens ", done.stdout, re.MULTILINE)
+
+
+def compute_in_threads() -> None:
+    """Use torch in four threads at the same moment."""
+    values, errors = torch.ones(300, 300), list[Exception]()
+    begin_s = time.monotonic() + 0.02
+
+    def compute() -> None:
+        while time.monotonic() < begin_s:
+            pass
+        try:
+            values.sum()
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=compute) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_of_a_forked_process_may_use_torch_at_once() -> None:
+    torch.set_num_threads(1)
+    torch.ones(300, 300).sum()  # the pool is there before the fork
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        found = {outcome(compute_in_threads) for _ in range(60)}
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == {(True, None)}
 
 
 def test_each_no_has_its_figure_or_its_reason() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from rollout.engines.short_model import short_model
 from trainer.batch.packing import Microbatch
 from trainer.model import attention, neighbours, parallel
 from trainer.model.attention import Kernel
@@ -151,22 +153,53 @@ class Learner:
     def arrange(self, share_prompts: bool) -> None:
         """Find out how the model's sequences can be laid into rows, and what may compute their attention.
         Collective; see `neighbours`.
+
+        Each rank tries a short model alone, if there is one. Where that tells nothing, or not the same to
+        all ranks, they try the whole model together.
         """
-        scorer, ranks = self.scorer, self.layout.tensor_parallel_size
         fewest, most = self._extremes(neighbours.has_kernels())
-        self.arrangement = neighbours.arrange(
+        kernels = fewest == most > 0
+        found = self._arrange_short(share_prompts, kernels)
+        least, largest = self._extremes(found.number if found else 0)
+        if found is None or least != largest:
+            found = self._try(
+                self.scorer, lambda passes: self._extremes(int(passes))[0] == 1, share_prompts, kernels
+            )
+        self.arrangement = found
+        if self.layout.rank == 0:
+            logger.info("%s", self.arrangement)
+
+    def _arrange_short(self, share_prompts: bool, kernels: bool) -> Arrangement | None:
+        """Return what a short model tells; None if there is no short model, or if it tells nothing."""
+        on_gpu, sharded = self.device.type == "cuda", self.layout.sharded
+        dtype = torch.bfloat16 if on_gpu and sharded else torch.float32  # as build_scorer and shard have it
+        held = sum(parallel.local_part(parameter).nbytes for parameter in self.model.parameters())
+        short = short_model(self.scorer.causal, dtype, self.device, held)
+        if short is None:
+            return None
+        try:
+            scorer = Scorer(short, self.device, autocast=on_gpu and not sharded)
+            found = self._try(scorer, bool, share_prompts, kernels)
+        except Exception as error:  # what the whole model may raise too, and then all ranks raise it
+            logger.debug("the short model cannot be tried: %s", error)
+            return None
+        return found if found.is_told else None
+
+    def _try(
+        self, scorer: Scorer, agree: Callable[[bool], bool], share_prompts: bool, kernels: bool
+    ) -> Arrangement:
+        ranks = self.layout.tensor_parallel_size
+        return neighbours.arrange(
             scorer.config,
             lambda microbatch, apart, kernel: self._run(scorer, microbatch, apart, kernel)[0].float().cpu(),
-            lambda passes: self._extremes(int(passes))[0] == 1,
+            agree,
             share_prompts=share_prompts,
-            kernels=fewest == most > 0,
+            kernels=kernels,
             exact=self.device.type == "cpu",
-            layers=self.model.modules(),
+            layers=scorer.causal.modules(),
             attention=attention.candidates(scorer.causal, self.device),
             failure=lambda kernel: attention.failure(kernel, scorer.config, ranks, self.device),
         )
-        if self.layout.rank == 0:
-            logger.info("%s", self.arrangement)
 
     def _extremes(self, number: int) -> tuple[int, int]:
         """Return the least and the largest of the ranks' numbers."""

@@ -9,6 +9,7 @@ several samples share their prompt, so that it is computed once (the idea is fro
 
 import importlib.util
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,11 +49,19 @@ class Arrangement:
     packing: Packing = field(default_factory=Packing)
     kernels: Mapping[Kernel, str] = field(default_factory=dict)
     """The kernels that were tried beside the model's own, and why one is not used; "" if it is."""
+    is_told: bool = True
+    """Whether trying could tell anything: the sequence before makes a difference if it is seen."""
 
     @property
     def works(self) -> list[Kernel]:
         """The kernels that may be used."""
         return [kernel for kernel, reason in self.kernels.items() if not reason]
+
+    @property
+    def number(self) -> int:
+        """A number above 0, the same for arrangements that are used alike."""
+        used = self.apart.value, self.packing, [kernel.value for kernel in self.works]
+        return 1 + zlib.crc32(repr(used).encode())
 
     def __str__(self) -> str:
         several = f"several sequences, kept apart by {self.apart.value}"
@@ -213,7 +222,8 @@ def arrange(
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
         trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS, own), exact)
         is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
-        ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if agree(is_telling) else []
+        is_told = agree(is_telling)
+        ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if is_told else []
         apart = next((way for way in ways if agree(not trial.mistake(packed, way))), None)
         shared = fill(batch, [[both]])
         shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, Apart.MASKS))
@@ -235,7 +245,7 @@ def arrange(
                 "them; train a causal decoder"
             )
     packing = Packing(several=apart is not None, pairs_per_token=6.0 * config.hidden_size * shares)
-    return Arrangement(apart or Apart.POSITIONS, packing, reasons)
+    return Arrangement(apart or Apart.POSITIONS, packing, reasons, is_told)
 
 
 class _Trial:

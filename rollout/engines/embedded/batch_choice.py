@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from rollout.engines.embedded.batch import Batch, Generation, Row
 from rollout.engines.embedded.cohorts import Cohorts
 from rollout.engines.embedded.padded import PaddedBatch
+from rollout.engines.short_model import short_model
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +40,21 @@ def batch_maker(model: PreTrainedModel) -> BatchMaker:
     for other weights of the model too. Unless it is PaddedBatch, a log line says so.
     """
     with torch.inference_mode():
-        if _pads_well(model):
-            return PaddedBatch
-        if _agrees(model, Cohorts):
-            log.info(
-                "padding would change this model's logits: only rows of equal length are decoded together"
-            )
-            return Cohorts
+        short = short_model(model, model.dtype)
+        maker = (short and _found(short)) or _found(model)
+    if maker is Cohorts:
+        log.info("padding would change this model's logits: only rows of equal length are decoded together")
+    if maker is not None:
+        return maker
     log.warning("this model's cache cannot be used: every token costs a pass over its whole row")
     return partial(Cohorts, cached=False)
+
+
+def _found(model: PreTrainedModel) -> BatchMaker | None:
+    """Return what makes the fastest batch that is right; None if no batch with a cache is."""
+    if _pads_well(model):
+        return PaddedBatch
+    return Cohorts if _agrees(model, Cohorts) else None
 
 
 def _pads_well(model: PreTrainedModel) -> bool:

@@ -67,6 +67,24 @@ def test_parts_of_a_fused_tensor_add_up_whatever_their_order_and_padding(dtype: 
     assert content_sum(padding) == 0 != content_sum(q)
 
 
+def test_sum_is_what_files_of_earlier_versions_hold() -> None:
+    """A server compares sums with those in files, which other versions may have written."""
+
+    def by_definition(values: torch.Tensor) -> int:
+        z = values.float().view(torch.int32).tolist()
+        return sum(k * (-0x61C8864680B583EC * k + 0x2545F4914F6CDD1D) for k in z)
+
+    assert content_sum(torch.tensor([1.0, -0.5])) == 0xC621DCB454800000
+    for values in (Q.flatten(), Q.flatten().bfloat16()):
+        assert content_sum(values) == by_definition(values) % MODULUS
+    exact = torch.randn(50, dtype=torch.float64)
+    rest = exact - exact.float().double()
+    assert content_sum(exact) == (by_definition(exact) + 3 * by_definition(rest)) % MODULUS
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e300, 0.0], dtype=torch.float64)
+    rest = (odd - odd.float().double()).nan_to_num(nan=0.0)
+    assert content_sum(odd) == (by_definition(odd) + 3 * by_definition(rest)) % MODULUS
+
+
 def test_tensor_of_many_chunks_has_the_sum_of_its_parts() -> None:
     long = torch.randn(200_001)
     assert content_sum(long) == total(long[:70_000], long[70_000:])

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,17 @@ from transformers.integrations import hub_kernels
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.import_utils import ENV_VARS_TRUE_VALUES
 
+from rollout.engines.short_model import short_model
 from scripts.tiny_models import WINDOW, make_batch, tiny_config
 from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch
-from trainer.batch.packing import Bundle, Microbatch, fill, plan_step
+from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
 from trainer.job import launch
+from trainer.model import model as model_module
 from trainer.model import neighbours
 from trainer.model.attention import Kernel
 from trainer.model.model import Learner
+from trainer.model.neighbours import Apart, Arrangement
 from trainer.model.token_logprobs import Scorer, UnsupportedModel
 
 CPU = torch.device("cpu")
@@ -210,12 +214,106 @@ def test_model_that_looks_ahead_is_refused() -> None:
 
 def test_way_that_fails_on_one_rank_is_not_taken_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = learner_of("qwen3")
-    # kernels; is telling; positions; masks; shared; split attention on its own, and in the model
-    ranks = iter([(0, 0), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1)])
+    # kernels; no short model; is telling; positions; masks; shared; split attention on its own, in the model
+    ranks = iter([(0, 0), (0, 0), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1)])
     monkeypatch.setattr(Learner, "_extremes", lambda self, number: next(ranks))
     learner.arrange(share_prompts=True)
     assert found(learner) == ("masks", False) and next(ranks, None) is None
     assert learner.arrangement.kernels == {Kernel.SPLIT: "it fails on another rank"}
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 6},
+    "gpt_oss": {"num_hidden_layers": 6},
+    "gemma3_text": {"num_hidden_layers": 14, "sliding_window": 4096},
+    "qwen3_next": {"num_hidden_layers": 10},
+    "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [1, 4]},
+    "opt": {"num_hidden_layers": 6},
+}
+
+
+def of_whole(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> Arrangement:
+    """What trying the whole model tells."""
+    with monkeypatch.context() as patched:
+        patched.setattr(model_module, "short_model", lambda *_: None)
+        learner.arrange(share_prompts=True)
+    return learner.arrangement
+
+
+def deep_learner(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Learner, list[int]]:
+    """A learner that was not arranged yet, and a list that grows whenever its whole model computes."""
+    torch.manual_seed(0)
+    more = {} if family in ("bamba", "opt") else {"layer_types": None}
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **more, **DEEP[family])).float()
+    learner = Learner(Scorer(model, CPU))
+    calls: list[int] = []
+    learner.scorer.register_forward_pre_hook(lambda *_: calls.append(1))
+    return learner, calls
+
+
+@pytest.mark.parametrize("family", DEEP)
+def test_first_layers_of_a_deep_model_tell_the_same_as_all(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, calls = deep_learner(family, monkeypatch)
+    learner.arrange(share_prompts=True)
+    told = learner.arrangement
+    assert not calls and told.is_told
+    whole = of_whole(learner, monkeypatch)
+    assert calls and told == whole and told.number == whole.number
+
+
+def test_first_layers_that_tell_nothing_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, calls = deep_learner("qwen3", monkeypatch)
+
+    def deaf(*given: Any) -> Any:
+        assert given[3] == 4 * sum(parameter.numel() for parameter in learner.parameters.values())
+        short: Any = short_model(*given)
+        for layer in short.model.layers:
+            layer.self_attn.o_proj.weight.data.zero_()
+        return short
+
+    monkeypatch.setattr(model_module, "short_model", deaf)
+    learner.arrange(share_prompts=True)
+    assert calls and found(learner) == ("positions", True)
+
+
+def test_first_layers_that_cannot_be_scored_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, calls = deep_learner("qwen3", monkeypatch)
+
+    def broken(*given: Any) -> Any:
+        short: Any = short_model(*given)
+        short.model.norm = None
+        return short
+
+    monkeypatch.setattr(model_module, "short_model", broken)
+    learner.arrange(share_prompts=True)
+    assert calls and found(learner) == ("positions", True)
+
+
+def test_ranks_whose_first_layers_tell_different_things_try_all_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner, calls = deep_learner("qwen3", monkeypatch)
+    extremes = Learner._extremes
+    monkeypatch.setattr(
+        Learner, "_extremes", lambda self, number: (0, number) if number > 1 else extremes(self, number)
+    )
+    learner.arrange(share_prompts=True)
+    assert calls and found(learner) == ("positions", True)
+
+
+def test_arrangements_have_one_number_where_they_are_used_alike() -> None:
+    plain = Arrangement(kernels={Kernel.SPLIT: ""})
+    others = [
+        Arrangement(),
+        replace(plain, apart=Apart.MASKS),
+        replace(plain, packing=Packing(several=False)),
+        replace(plain, packing=Packing(pairs_per_token=6.0)),
+    ]
+    assert len({one.number for one in [plain, *others]}) == 5 and min(one.number for one in others) > 0
+    words = [replace(plain, kernels={Kernel.SPLIT: reason}) for reason in ("it is wrong by 1", "by 2")]
+    assert words[0].number == words[1].number == Arrangement().number
 
 
 def test_model_that_heeds_no_context_yet_is_not_packed(batch: Batch) -> None:

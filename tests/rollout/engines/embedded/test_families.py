@@ -172,6 +172,28 @@ def test_rows_of_a_hybrid_are_aborted_withdrawn_and_continued_after_new_weights(
     assert tokens_of(engine.submit(generation(5))) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "whole"),
+    [
+        ("gemma3_text", {}, False),
+        ("lfm2", {"layer_types": ["conv", "full_attention"] * 4}, False),
+        ("mamba2", {}, False),
+        ("recurrent_gemma", {}, True),  # nothing is believed that is as slow as this
+    ],
+)
+def test_first_layers_of_a_deep_model_tell_how_all_are_decoded(
+    name: str, more: dict[str, Any], whole: bool
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**COMMON, **FAMILIES[name][0], "num_hidden_layers": 8, **more})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    maker = batch_maker(model)
+    assert bool(calls) == whole
+    assert kind_of(maker(model)) == FAMILIES[name][1]
+
+
 def test_window_longer_than_what_is_tried_counts_too(model_dir: Path, tmp_path: Path) -> None:
     """A model whose padded rows go wrong only beyond its window of 100 tokens."""
     directory = make_family(tmp_path / "model", "gemma3_text", model_dir)

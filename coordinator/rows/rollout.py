@@ -114,7 +114,7 @@ def _policy_before(node: Node, iteration: Iteration) -> Policy:
     run_dir = node.run_dir
     while True:
         number = published.latest_before(run_dir, iteration.number)
-        trained = max(resume.trained_iterations(run_dir, iteration.number), default=0)
+        trained = min(node.finished.last(*resume.TRAINS), iteration.number - 1)
         try:
             node.policies.verify(number, node.reading())
         except Incomplete as error:

@@ -160,7 +160,7 @@ class Watch:
         """List the directory once, and judge it."""
         with self._looking:
             try:
-                self.board = board = parse(files.listing(self.run_dir.protocol))
+                self.board = board = parse(files.listing(self.run_dir.protocol), self.board)
                 if self.heart.is_back(board):
                     self.fence.beat_is_back()
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it

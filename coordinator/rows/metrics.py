@@ -1,4 +1,4 @@
-"""Row 13: the metrics line of an iteration; old checkpoints and states are removed."""
+"""Row 13: the metrics line of an iteration; old checkpoints, states and trajectories are removed."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
+from coordinator.rows.old_iterations import retire_iterations
 from coordinator.rows.retention import retire_checkpoints, verify_last
 from coordinator.rows.trainer_states import retire_states
 from rollout.storage.lines import append_line
@@ -51,7 +52,8 @@ def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]
         before = node.finished.newest  # a master may have died without sending it
         node.sinks.write([line] if before is None else [before, line])
         log.info("%s", summary(line, node.settings.iterations))
-    node.remover.remove([*retire_checkpoints(node, iteration), *retire_states(node.run_dir)], node.check)
+    old = [*retire_checkpoints(node, iteration), *retire_states(node.run_dir)]
+    node.remover.remove([*old, *retire_iterations(node, iteration)], node.check)
 
 
 def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> dict[str, Any]:

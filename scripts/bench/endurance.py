@@ -33,6 +33,8 @@ SETTINGS = {
     "tiny.warmup_steps": 0,
 }
 MARKS = 10
+BEYOND = 10
+"""So many more iterations are run, for the nodes are there to be looked at when the last mark is passed."""
 LOOK_S = 0.2
 
 
@@ -43,7 +45,8 @@ def start(root: Path, rank: int, options: argparse.Namespace, port: int) -> subp
     if rank:
         argv += ["--worker", str(rank)]
     else:
-        argv += ["--master", "--num-nodes", str(options.nodes), "--iterations", str(options.iterations)]
+        last = options.iterations + BEYOND
+        argv += ["--master", "--num-nodes", str(options.nodes), "--iterations", str(last)]
         argv += ["--rl-phase", "rollout", *(f"{name}={value}" for name, value in SETTINGS.items())]
         argv += options.settings
     return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -48,7 +48,8 @@ def replayed(run_dir: RunDir, before: int) -> dict[str, float]:
         rewards = (published.read_manifest(run_dir, "train", iteration) or {})["rewards"]
         for slot, reward in rewards.items():
             task = str(tasks[int(slot)])
-            success[task] = success.get(task, reward) * (1 - LATEST_SHARE) + reward * LATEST_SHARE
+            mean: float = success.get(task, reward)  # pyright: ignore
+            success[task] = mean * (1 - LATEST_SHARE) + reward * LATEST_SHARE
     return success
 
 

@@ -151,6 +151,25 @@ class CheckpointSettings(Settings):
     """Also keep this many with the best evaluation (without evaluations: with the best sampled reward)."""
 
 
+class TrajectorySettings(Settings):
+    """Which trajectories and batches are kept, once they have been trained on."""
+
+    keep_last: Annotated[int, Field(ge=1)] | None = None
+    """Keep those of this many of the newest iterations, and older ones with which a training may have to be
+    repeated after a restart; null: all. What was not trained on yet stays."""
+    keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Also keep those of every n-th iteration; null: none."""
+
+    @model_validator(mode="after")
+    def _every_is_beside_last(self) -> "TrajectorySettings":
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(
+                f"trajectories.keep_every={self.keep_every} says what stays beside the newest, but all stay; "
+                "add trajectories.keep_last, or leave it out"
+            )
+        return self
+
+
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -197,6 +216,7 @@ class RunSettings(Settings):
     engine: EngineSettings = EngineSettings()
     trainer: TrainerSettings = TrainerSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
+    trajectories: TrajectorySettings = TrajectorySettings()
     metrics: MetricsSettings = MetricsSettings()
     tiny: TinySettings = TinySettings()
 
@@ -226,6 +246,16 @@ class RunSettings(Settings):
             raise ValueError(
                 f"trainer.schedule={self.trainer.schedule} ends with the run, but the run has no end: give "
                 "--iterations, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_window_is_kept(self) -> "RunSettings":
+        kept, window = self.trajectories.keep_last, self.trainer.replay_window
+        if kept is not None and kept < window:
+            raise ValueError(
+                f"trajectories.keep_last={kept} is less than trainer.replay_window={window}: a batch needs "
+                f"trajectories of {window} iterations; give at least {window}, or leave it out"
             )
         return self
 

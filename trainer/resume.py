@@ -1,6 +1,7 @@
 """Choose the trainer state that a restart continues, and the training that it repeats. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
 
 from trainer.documents import Resume, SavedState, TrainedBatch
 
@@ -14,35 +15,46 @@ def plan_resume(
     iteration: int,
     policy: str,
     states: Mapping[str, SavedState],
-    batches: Mapping[int, TrainedBatch | None],
+    trained: Collection[int],
+    batch_of: Callable[[int], TrainedBatch | None],
 ) -> Resume:
     """Choose how to go on from the checkpoint of `iteration`, whose weights have the digest `policy`.
 
-    `states`: the complete trainer states, by directory. `batches`: for every iteration that was trained, its
-    batch, or None if the training cannot be repeated. The newest state that leads to `policy` is continued.
-    If no state was due yet, training is repeated from the model that the run started from. Otherwise the
-    result is Resume(): the base's own `trainer_state/`, or a fresh optimizer.
+    `states`: the complete trainer states, by directory. `trained`: every iteration that was trained;
+    `batch_of`: its batch, or None if the training cannot be repeated; only what is needed is asked for.
+    The newest state that leads to `policy` is continued. If no state was due yet, training is repeated from
+    the model that the run started from. Otherwise the result is Resume(): the base's own `trainer_state/`, or
+    a fresh optimizer.
     """
-    known = {k: batch.policy for k, batch in batches.items() if batch is not None} | {iteration: policy}
-    usable = [
-        (state.iteration, directory)
-        for directory, state in states.items()
-        if state.iteration <= iteration and known.get(state.iteration, state.policy) == state.policy
-    ]
-    for begin, directory in sorted(usable, reverse=True):
-        repeat = _since(begin, iteration, batches)
-        if repeat is not None:
-            return Resume(state_dir=directory, state_policy=states[directory].policy, repeat=repeat)
-    repeat = _since(0, iteration, batches)
+    batch_of = cache(batch_of)
+
+    def leads_on(state: SavedState) -> bool:
+        if state.iteration == iteration:
+            return state.policy == policy
+        batch = batch_of(state.iteration) if state.iteration in trained else None
+        return state.iteration < iteration and (batch is None or batch.policy == state.policy)
+
+    by_age = sorted(states, key=lambda directory: (states[directory].iteration, directory), reverse=True)
+    for directory in by_age:
+        state = states[directory]
+        if leads_on(state):
+            repeat = _since(state.iteration, iteration, trained, batch_of)
+            if repeat is not None:
+                return Resume(state_dir=directory, state_policy=state.policy, repeat=repeat)
+    repeat = _since(0, iteration, trained, batch_of)
     if repeat and len(repeat) <= max(batch.settings.state_interval for batch in repeat):
         return Resume(from_start=True, repeat=repeat)
     return Resume()
 
 
 def _since(
-    begin: int, iteration: int, batches: Mapping[int, TrainedBatch | None]
+    begin: int, iteration: int, trained: Collection[int], batch_of: Callable[[int], TrainedBatch | None]
 ) -> tuple[TrainedBatch, ...] | None:
     """Return the batches trained after `begin` up to `iteration`, in order; None if one of them is gone."""
-    needed = [batches[trained] for trained in sorted(batches) if begin < trained <= iteration]
-    there = tuple(batch for batch in needed if batch is not None)
-    return there if len(there) == len(needed) else None
+    found: list[TrainedBatch] = []
+    for number in sorted((number for number in trained if begin < number <= iteration), reverse=True):
+        batch = batch_of(number)
+        if batch is None:
+            return None
+        found.append(batch)
+    return tuple(reversed(found))

@@ -15,6 +15,7 @@ from typing import Any
 from coordinator.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import parts, published
 from coordinator.directory.layout import MASTER, REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
+from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
 from coordinator.journal.plain import one_line
 from coordinator.node.start import read_run_json
@@ -75,7 +76,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
 
 
 def _refuse_finished(run_dir: RunDir, settings: RunSettings, iteration: int) -> None:
-    behind = iteration < resume.next_iteration(run_dir, settings)
+    behind = iteration < resume.next_iteration(Finished(run_dir), settings)
     if behind or iteration in published.checkpoints(run_dir):
         raise SettingsError(f"iteration {iteration} is finished, nothing is removed")
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -71,7 +70,6 @@ _ITERATION = re.compile(rf"iteration_{_6}", re.ASCII)
 _STAGING = re.compile(rf"\.iteration_{_6}\.e{_4}", re.ASCII)
 
 
-@lru_cache(maxsize=65536)
 def parse_protocol_name(name: str) -> Beat | Flag | Record | None:
     """Parse a name in protocol/. None for any other name (`.nfs*`, temporaries)."""
     if match := _FLAG.fullmatch(name):

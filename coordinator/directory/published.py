@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_staging_name
+from coordinator.directory.metrics_file import MetricsFile
 from rollout.storage import files
 from rollout.storage.files import Moved, unheard
 from trainer.documents import DamagedDocument, TrainResult
@@ -58,20 +59,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def metrics_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return the whole lines of metrics.jsonl, by iteration. Of an iteration and kind only the first line is
-    taken: a master that was suspended while it appended a line may append it again.
-    """
-    if run_dir.metrics.name not in names(run_dir.root):
-        return []
-    lines: dict[tuple[int, str], dict[str, Any]] = {}
-    for text in files.read(run_dir.metrics).splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("iteration"), int) and "kind" in line:  # pyright: ignore
-            lines.setdefault((line["iteration"], line["kind"]), line)  # pyright: ignore
-    return sorted(lines.values(), key=lambda line: line["iteration"])
+    """Return the whole lines of metrics.jsonl, by iteration; of an iteration and kind only the first line."""
+    return MetricsFile(run_dir).read()
 
 
 def read_manifest(run_dir: RunDir, kind: Kind, iteration: int) -> dict[str, Any] | None:

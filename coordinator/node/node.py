@@ -7,6 +7,7 @@ from collections.abc import Callable
 from filelock import BaseFileLock
 
 from coordinator.directory.layout import MASTER, Flag, RunDir
+from coordinator.directory.metrics_file import Finished
 from coordinator.directory.remover import Remover
 from coordinator.journal.events import Events, about_this_process
 from coordinator.journal.trackers import About, Sinks
@@ -73,7 +74,9 @@ class Node:
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
+        # ---- what is published
         self.policies = Policies(self.identity, self.store)
+        self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)
         self._lock: BaseFileLock | None = None
 
     @property

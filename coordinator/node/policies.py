@@ -80,5 +80,9 @@ class Policies:
         directory = self._identity.run_dir.checkpoint(iteration)
         log.error("DAMAGED CHECKPOINT: %s; it is set aside as %s.damaged", error, directory)
         published.set_aside(directory, "damaged")
+        self.forget(iteration)
+
+    def forget(self, iteration: int) -> None:
+        """Take in that there is no such checkpoint any more."""
         self._usable.discard(iteration)
         self._verified.discard(iteration)

@@ -19,6 +19,8 @@ class Board:
     flags: frozenset[Flag]
     calls: tuple[Flag, ...]
     """Flags that say something else than `ok` or `enter`, in a fixed order."""
+    entries: dict[str, Beat | Flag | Record]
+    """What was listed, by name; unknown names are left out."""
 
     def flagged(self, epoch: int, iteration: int, phase: int, kind: str = "ok") -> set[int]:
         """Ranks whose flag of this kind is up."""
@@ -39,23 +41,30 @@ class Board:
         return self.beats[rank].incarnation if rank in self.beats else 0
 
 
-def parse(names: Iterable[str]) -> Board:
-    """Return a board from a listing; unknown names are ignored."""
+def parse(names: Iterable[str], before: Board | None = None) -> Board:
+    """Return a board from a listing; unknown names are ignored. Names of the board `before` are not parsed
+    again: most names are in many listings.
+    """
+    known = before.entries if before is not None else {}
+    entries: dict[str, Beat | Flag | Record] = {}
     records: list[int] = []
     beats: dict[int, Beat] = {}
     flags: list[Flag] = []
     for name in names:
-        entry = parse_protocol_name(name)
+        entry = known.get(name) or parse_protocol_name(name)
+        if entry is None:
+            continue
+        entries[name] = entry
         if isinstance(entry, Flag):
             flags.append(entry)
         elif isinstance(entry, Beat):
-            known = beats.get(entry.rank)
-            if known is None or (entry[2:], entry) > (known[2:], known):
+            newest = beats.get(entry.rank)
+            if newest is None or (entry[2:], entry) > (newest[2:], newest):
                 beats[entry.rank] = entry
-        elif isinstance(entry, Record):
+        else:
             records.append(entry.epoch)
     calls = tuple(sorted(flag for flag in flags if flag.kind not in {"ok", "enter"}))
-    return Board(tuple(sorted(records, reverse=True)), beats, frozenset(flags), calls)
+    return Board(tuple(sorted(records, reverse=True)), beats, frozenset(flags), calls, entries)
 
 
 def whole_board(run_dir: RunDir, names: Callable[[Path], Iterable[str]] = files.listing) -> Board:

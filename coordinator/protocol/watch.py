@@ -181,7 +181,7 @@ class Watch:
                     names += self._list_own(whole)
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it
                 raise SharedFsError("list", self._others, error, 0.0) from error
-            self.board = board = parse(names)
+            self.board = board = parse(names, self.board)
             if self.heart.is_back(board):
                 self.fence.beat_is_back()
             ranks = self._judged(self.current) if self.current else board.beats

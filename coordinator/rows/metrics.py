@@ -1,4 +1,4 @@
-"""Row 13: the metrics line of an iteration; old checkpoints and states are removed."""
+"""Row 13: the metrics line of an iteration; old checkpoints, states and trajectories are removed."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
+from coordinator.rows.old_iterations import retire_iterations
 from coordinator.rows.retention import retire_checkpoints, verify_last
 from coordinator.rows.trainer_states import retire_states
 from rollout.storage.lines import append_line
@@ -42,17 +43,17 @@ def report_timings(_node: Node, iteration: Iteration) -> Payload:
 
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
     """Write the metrics line, unless a valid one is there, and remove what is no longer kept."""
-    kind = node.settings.kind
-    written = published.metrics_lines(node.run_dir)
-    if not any(line["iteration"] == iteration.number and line.get("kind") == kind for line in written):
+    if node.finished.look().last(node.settings.kind) < iteration.number:
         verify_last(node, iteration)
         line = _metrics(node, iteration, payloads)
         node.watch.look()
         node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
         append_line(node.run_dir.metrics, json.dumps(line))
-        node.sinks.write([*written[-1:], line])  # the one before: a master may have died without sending it
+        before = node.finished.newest  # a master may have died without sending it
+        node.sinks.write([line] if before is None else [before, line])
         log.info("%s", summary(line, node.settings.iterations))
-    node.remover.remove([*retire_checkpoints(node, iteration), *retire_states(node.run_dir)], node.check)
+    old = [*retire_checkpoints(node, iteration), *retire_states(node.run_dir)]
+    node.remover.remove([*old, *retire_iterations(node, iteration)], node.check)
 
 
 def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> dict[str, Any]:

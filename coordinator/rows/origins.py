@@ -8,6 +8,7 @@ from typing import Any
 from coordinator.config import option_name, show
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_part_name
+from coordinator.directory.metrics_file import Finished
 from coordinator.node.inputs import Functions, Inputs, difference, load_functions
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -120,7 +121,7 @@ def refuse_changed_code(run_dir: RunDir, settings: RunSettings) -> None:
     """Raise SettingsError if an open iteration would get samples by other code than it has already."""
     if Phase.TRAIN_ROLLOUT not in rows_of(settings.kind):
         return
-    first = resume.next_iteration(run_dir, settings)
+    first = resume.next_iteration(Finished(run_dir), settings)
     there = map(parse_iteration_name, published.names(run_dir.trajectories("train", first).parent))
     for number in sorted(number for number in there if number is not None and number >= first):
         opened = published.read_json(run_dir.iteration_json(number))

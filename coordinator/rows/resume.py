@@ -5,29 +5,26 @@ from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
+from coordinator.directory.metrics_file import Finished
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.settings import RunSettings
 from rollout.quota import Quota
+
+TRAINS = ("both", "update")
+"""The kinds of run that train."""
 
 
 def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
     """Return the iterations older than `before` whose metrics say that they were trained."""
     lines = published.metrics_lines(run_dir)
-    return [
-        line["iteration"]
-        for line in lines
-        if line["kind"] in {"both", "update"} and line["iteration"] < before
-    ]
+    return [line["iteration"] for line in lines if line["kind"] in TRAINS and line["iteration"] < before]
 
 
-def next_iteration(run_dir: RunDir, settings: RunSettings) -> int:
+def next_iteration(finished: Finished, settings: RunSettings) -> int:
     """Return 1 + the last iteration that this kind of run has finished."""
-    kind = settings.kind
-    finishing = {"both": {"both", "update"}, "update": {"both", "update"}, "rollout": {"both", "rollout"}}
-    counted = finishing.get(kind, {"both", "rollout", "update", "eval"})
-    lines = published.metrics_lines(run_dir)
-    done = [line["iteration"] for line in lines if line["kind"] in counted]
-    return 1 + max(done, default=0)
+    finishing = {"both": TRAINS, "update": TRAINS, "rollout": ("both", "rollout")}
+    counted = finishing.get(settings.kind, ("both", "rollout", "update", "eval"))
+    return 1 + finished.look().last(*counted)
 
 
 def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: str | None = None) -> Phase:

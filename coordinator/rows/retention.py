@@ -1,9 +1,8 @@
 """Which checkpoints are kept."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import REMOVED, parse_staging_name
@@ -19,19 +18,16 @@ UNVERIFIED = 2
 
 
 def kept(
-    checkpoints: Sequence[int], lines: Sequence[Mapping[str, Any]], settings: CheckpointSettings
+    checkpoints: Sequence[int], score: Callable[[int], float | None], settings: CheckpointSettings
 ) -> set[int]:
-    """Return the iterations of `checkpoints` (in order) that stay; `lines` are those of metrics.jsonl.
-
-    The evaluation of iteration N, or else its samples, measures the policy that N - 1 has trained.
-    """
+    """Return the iterations of `checkpoints` (in order) that stay; `score` says how good a checkpoint is."""
     last = checkpoints[-settings.keep_last :]
     every = [n for n in checkpoints if settings.keep_every and n % settings.keep_every == 0]
-    evaluated = any(line.get("eval_reward") is not None for line in lines)
-    measure = "eval_reward" if evaluated else "reward"
-    score = {line["iteration"] - 1: line[measure] for line in lines if line.get(measure) is not None}
-    best = sorted((n for n in checkpoints if n in score), key=lambda n: (score[n], n))
-    return {*last, *every, *(best[-settings.keep_best :] if settings.keep_best else [])}
+    if not settings.keep_best:
+        return {*last, *every}
+    scores = {n: found for n in checkpoints if (found := score(n)) is not None}
+    best = sorted(scores, key=lambda n: (scores[n], n))
+    return {*last, *every, *best[-settings.keep_best :]}
 
 
 def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
@@ -42,11 +38,12 @@ def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
     """
     run_dir = node.run_dir
     there = _whole(node)
-    stay = kept(there, published.metrics_lines(run_dir), node.settings.checkpoints)
+    stay = kept(there, node.finished.look().score, node.settings.checkpoints)
     verified = _newest_verified(node, there, set(there) - stay)
     for number in sorted(set(there) - stay):
         if number < verified:
             files.rename(run_dir.checkpoint(number), run_dir.removed(number, node.record.epoch))
+            node.policies.forget(number)
     names = published.names(run_dir.checkpoints)
     return [
         run_dir.checkpoints / name

@@ -37,7 +37,8 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
     policy = _policy_before(node, iteration)
     for directory in (run_dir.trajectories("train", number), run_dir.trajectories("eval", number)):
         files.make_directory(directory)
-    files.make_directory(run_dir.batch(number))
+    if Phase.TRAINING in rows_of(node.settings.kind):
+        files.make_directory(run_dir.batch(number))
     opened = _open(node, iteration, policy)
     resume_at = resume.resume_at(run_dir, node.settings, number, policy.digest)
     generates = Phase.TRAIN_ROLLOUT in rows_of(node.settings.kind) and resume_at <= Phase.EVAL_ROLLOUT
@@ -48,7 +49,8 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         "resume_at": int(resume_at),
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
-        "opened": opened,
+        # The average of a curriculum is long, and for the master alone.
+        "opened": {name: value for name, value in opened.items() if name != "success"},
         "verifier": _verifier(node, iteration, policy),
         "code": {key: asdict(code) for key, code in functions_of(opened).codes().items()}
         if generates
@@ -113,7 +115,7 @@ def _policy_before(node: Node, iteration: Iteration) -> Policy:
     run_dir = node.run_dir
     while True:
         number = published.latest_before(run_dir, iteration.number)
-        trained = max(resume.trained_iterations(run_dir, iteration.number), default=0)
+        trained = min(node.finished.last(*resume.TRAINS), iteration.number - 1)
         try:
             node.policies.verify(number, node.reading())
         except Incomplete as error:

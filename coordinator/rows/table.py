@@ -40,6 +40,6 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
 
 def open_next(node: Node) -> int | None:
     """Return the first iteration that is not finished; None when there is none left to do."""
-    number = resume.next_iteration(node.run_dir, node.settings)
+    number = resume.next_iteration(node.finished, node.settings)
     last = node.settings.iterations
     return None if last is not None and number > last else number

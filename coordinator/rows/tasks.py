@@ -1,10 +1,10 @@
 """Which tasks an iteration is made of: a function of what the iterations before have left."""
 
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 from coordinator.directory import published
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import RunDir, parse_iteration_name
 from rollout.settings import RolloutSettings
 from rollout.tasks.sampling import draw
 from rollout.tasks.task_set import TaskSet
@@ -19,21 +19,23 @@ def draw_tasks(
     """Choose the tasks of a new `iteration` from the run directory alone.
 
     Returns `tasks`, one for each slot; `drawn`, how many each stream of tasks has given; `waiting`, tasks
-    that were drawn and for which there is no slot yet.
+    that were drawn and for which there is no slot yet; in a curriculum `success`, the average reward by task.
     """
     before = published.read_json(run_dir.iteration_json(iteration - 1)) or {}
     first = (iteration - 1) * settings.tasks_per_iteration
     deferred = _deferred(run_dir, iteration - 1, before)
+    success = _success(run_dir, iteration) if settings.task_sampling == "curriculum" else None
     drawn = draw(
         tasks,
         settings,
         count,
         state=before.get("drawn", {"": first}),
         deferred=deferred,
-        success=_success(run_dir, iteration) if settings.task_sampling == "curriculum" else {},
+        success=success or {},
         iteration=iteration,
     )
-    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": deferred[count:]}
+    kept = {} if success is None else {"success": {str(task): mean for task, mean in success.items()}}
+    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": deferred[count:], **kept}
 
 
 def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[int]:
@@ -48,18 +50,38 @@ def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[i
     return [task for slot, task in enumerate(opened.get("tasks", [])) if slot not in used] + waiting
 
 
-def _success(run_dir: RunDir, before: int) -> dict[int, float]:
-    """Return, by task, an exponential average of the rewards of iterations older than `before`."""
+def _success(run_dir: RunDir, iteration: int) -> dict[int, float]:
+    """Return, by task, an exponential average of the rewards of iterations older than `iteration`.
+
+    An iteration.json of a curriculum has it, so only the rewards since then are read.
+    """
+    since: list[int] = []
     success: dict[int, float] = {}
-    for iteration in range(1, before):
-        for task, reward in _rewards(run_dir, iteration).items():
+    for older in _older(run_dir, iteration):
+        since.append(older)
+        opened = published.read_json(run_dir.iteration_json(older)) or {}
+        if "success" in opened:
+            success = {int(task): mean for task, mean in opened["success"].items()}
+            break
+    for older in reversed(since):
+        for task, reward in _rewards(run_dir, older).items():
             success[task] = success.get(task, reward) * (1 - LATEST_SHARE) + reward * LATEST_SHARE
     return success
 
 
-@cache
+def _older(run_dir: RunDir, iteration: int) -> Iterator[int]:
+    """Yield the iterations before `iteration`, newest first. The one before is enough where the average is in
+    it; only for older ones is the directory listed.
+    """
+    if iteration == 1:
+        return
+    yield iteration - 1
+    found = map(parse_iteration_name, published.names(run_dir.trajectories("train", 0).parent))
+    yield from sorted((n for n in found if n is not None and n < iteration - 1), reverse=True)
+
+
 def _rewards(run_dir: RunDir, iteration: int) -> dict[int, float]:
-    """Return the mean reward by task of a finished iteration, which does not change any more."""
+    """Return the mean reward by task of a finished iteration."""
     opened = published.read_json(run_dir.iteration_json(iteration))
     manifest = published.read_manifest(run_dir, "train", iteration)
     if opened is None or manifest is None:

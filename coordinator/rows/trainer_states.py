@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from coordinator.directory import published
@@ -43,6 +44,18 @@ def _complete(directories: Iterable[Path]) -> dict[Path, SavedState]:
     return found
 
 
+def newest_state(run_dir: RunDir, iteration: int) -> int:
+    """Return the iteration of the trainer state with which a job gets to the checkpoint of `iteration`; 0: it
+    begins without one.
+    """
+    states = [state.iteration for state in saved_in_background(run_dir).values()]
+    for number in [n for n in reversed(published.checkpoints(run_dir)) if n <= iteration]:
+        if INSIDE in published.names(run_dir.checkpoint(number)):
+            states.append(number)
+            break
+    return max((number for number in states if number <= iteration), default=0)
+
+
 def resume_from(run_dir: RunDir, base: Policy) -> Resume:
     """Return where a job that loads `base` finds its optimizer's state; paths begin in the run directory."""
     if base.iteration == 0 or INSIDE in published.names(base.directory):
@@ -51,7 +64,7 @@ def resume_from(run_dir: RunDir, base: Policy) -> Resume:
     found = {**saved_in_background(run_dir), **_complete(path / INSIDE for path in older)}
     states = {str(directory.relative_to(run_dir.root)): state for directory, state in found.items()}
     trained = {*trained_iterations(run_dir, base.iteration), base.iteration}
-    resume = plan_resume(base.iteration, base.digest, states, {n: _trained(run_dir, n) for n in trained})
+    resume = plan_resume(base.iteration, base.digest, states, trained, partial(_trained, run_dir))
     if resume == Resume():
         log.warning("no trainer state leads to iteration %d: its optimizer starts afresh", base.iteration)
     return resume

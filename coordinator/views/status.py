@@ -9,6 +9,7 @@ import psutil
 
 from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, MASTER, RunDir
+from coordinator.directory.metrics_file import MetricsFile
 from coordinator.machine.network import pid_space
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phases import Phase
@@ -40,6 +41,7 @@ class StatusReader:
         self._records = Records(self.run_dir)
         self._silence: Silence | None = None
         self._place: tuple[Any, ...] | None = None
+        self._metrics = MetricsFile(self.run_dir)
 
     def open(self) -> None:
         """Raise SettingsError if there is no run, or a run of another format."""
@@ -75,7 +77,7 @@ class StatusReader:
         place = tuple(master.get(name) for name in ("pid", "state", "iteration", "phase"))
         if place != self._place or place[-1] in {None, Phase.ITERATION_END.label}:
             is_there = self.run_dir.metrics.name in files.file_names(self.run_dir.root)
-            self.lines = published.metrics_lines(self.run_dir) if is_there else []
+            self.lines = self._metrics.read() if is_there else []
         self._place = place
 
     def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:

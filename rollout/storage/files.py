@@ -57,6 +57,18 @@ def read(path: Path, *, fleeting: bool = False) -> bytes:
     return retry("read", path, path.read_bytes, None if fleeting else path)
 
 
+def read_from(path: Path, start: int) -> bytes:
+    """Return the file from byte `start` to its end; raises FileNotFoundError if it is gone."""
+    operations["open"] += 1
+
+    def read_on() -> bytes:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read()
+
+    return retry("read", path, read_on, path)
+
+
 def content(path: Path) -> bytes | None:
     """Return the whole file; None if it is not there."""
     try:

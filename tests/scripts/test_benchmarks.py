@@ -37,6 +37,17 @@ def test_overhead_of_the_collector_is_one_line_of_json() -> None:
         assert row["samples_per_s"] > 0 and row["server_samples_per_s"] > 0
 
 
+def test_endurance_notes_every_tenth_of_a_real_run() -> None:
+    ended = run("endurance.py", "--iterations", "20", "trajectories.keep_last=5")
+    line = json.loads(ended.stdout)
+    assert line["codes"] == [0, 0], ended.stderr
+    done = [mark["iteration"] for mark in line["marks"]]
+    assert done == sorted(set(done)) and 20 <= done[-1] <= 30
+    for mark in line["marks"]:
+        assert all(len(mark[name]) == 2 for name in ("memory_mb", "descriptors", "cpu_ms"))
+        assert mark["protocol_names"] < 60 and mark["files"] > 4 * mark["iteration"]
+
+
 def test_collector_and_bare_client_generate_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
     collector, overhead = import_module("collector"), import_module("overhead")

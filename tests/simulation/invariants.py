@@ -81,7 +81,8 @@ class Invariants:
         if made.name.endswith(SET_ASIDE):
             self._violate(process, f"sets {path} aside, which nothing has damaged")
         if operation == "rename" and made.name.startswith(REMOVED):
-            self._forget(process, path)
+            is_checkpoint = path.parent == self._run_dir.checkpoints
+            (self._forget if is_checkpoint else self._forget_iteration)(process, path)
         if operation == "unlink" and isinstance(record := _entry(made), Record):
             self._forget_record(process, made, record)
         if made.name == "iteration.unused":
@@ -128,6 +129,16 @@ class Invariants:
         if len(newer) < 3:
             self._violate(process, f"removes {path.name}, of which there are only {len(newer)} newer ones")
         self._published.pop(path, None)
+
+    def _forget_iteration(self, process: Process, directory: Path) -> None:
+        """Trajectories, or a batch, are removed because newer ones are kept, which are trained."""
+        number, checkpoints = parse_iteration_name(directory.name), published.checkpoints(self._run_dir)
+        finished = [line["iteration"] for line in published.metrics_lines(self._run_dir)]
+        kept_from = max(finished, default=0) - self._world.settings["trajectories.keep_last"] + 1
+        if number is None or number >= min(kept_from, 1 + min(checkpoints, default=0)):
+            self._violate(process, f"removes {directory}; finished: {finished}, checkpoints: {checkpoints}")
+        for path in [path for path in self._published if directory in path.parents]:
+            del self._published[path]
 
     def _forget_opening(self, process: Process, opening: Path) -> None:
         """An iteration is opened anew because nothing was made with it."""
@@ -276,6 +287,10 @@ class Invariants:
                 world.scheduler.violate(
                     f"{newest.name}, the newest of its rank, has ended with {newest.code}"
                 )
+        keep_last = world.settings.get("trajectories.keep_last") or last
+        there = sorted(filter(None, map(parse_iteration_name, published.names(run_dir.batch(0).parent))))
+        if there != list(range(last - keep_last + 1, last + 1)):
+            world.scheduler.violate(f"the run has ended with the batches {there}")
         if published.checkpoints(run_dir)[-1:] != [last]:
             world.scheduler.violate(
                 f"the run has ended with the checkpoints {published.checkpoints(run_dir)}"

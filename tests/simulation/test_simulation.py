@@ -7,8 +7,9 @@ A failure prints its faults and seed (for KNOWN below), and the story of the run
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 from coordinator.directory import parts
 from coordinator.directory.layout import RunDir
 from coordinator.node.flags import Flags
+from rollout.storage import files
+from tests.simulation.disk import Disk
 from tests.simulation.faults import ACTIONS, Fault, Injector, faults
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
@@ -27,6 +30,8 @@ NODES = 3
 EXAMPLES = os.environ.get("FLAGPOST_EXAMPLES")
 LINES = 200
 """Of the story, in a failure."""
+LINE = 1000
+"""Bytes of a line of metrics.jsonl here, at least."""
 
 
 def run(
@@ -110,6 +115,45 @@ def test_nodes_that_go_on_without_the_lost_come_through_all_faults(seed: int, ha
 def test_groups_that_are_replaced_come_through_all_faults(seed: int, happens: list[Fault]) -> None:
     spare = {"rollout__dynamic_sampling": True, "rollout__over_sample": 1.5, "rollout__dynamic_limit": 6.0}
     assert run(NODES, seed, happens, **spare), "what it comes to depends on which groups are the first"
+
+
+@pytest.mark.parametrize("row", range(7))
+def test_old_iterations_are_removed_whenever_a_node_is_killed(row: int) -> None:
+    """The master and the worker, each in both of two rows, in iterations whose predecessors are removed."""
+    places = [(0, 3, row), (1, 3, row + 7), (1, 4, row), (0, 4, row + 7)]
+    happens = [Fault("kill", *place, calls=sum(place) % 5, seconds=3.0) for place in places]
+    assert run(2, row, happens, iterations=5, trajectories__keep_last=1) == undisturbed(5)
+
+
+@pytest.mark.parametrize("keep_last", [None, 2])
+def test_no_iteration_lists_or_reads_what_grows_with_their_number(keep_last: int | None) -> None:
+    read_bytes, listed, disks = list[int](), Counter[str](), set[Disk]()
+
+    def watch(patch: pytest.MonkeyPatch) -> None:
+        for name in ("read", "read_from"):
+            patch.setattr(files, name, partial(watched_read, getattr(files, name)))
+        for name in ("listdir", "scandir"):
+            patch.setattr(Disk, name, partialmethod(watched_listing, getattr(Disk, name)))
+
+    def watched_read(real: Callable[..., bytes], path: Path, *more: Any, **options: Any) -> bytes:
+        data = real(path, *more, **options)
+        if path.name == "metrics.jsonl" and not any(disk.is_observing for disk in disks):
+            read_bytes.append(len(data))
+        return data
+
+    def watched_listing(disk: Disk, real: Callable[..., Any], path: Path) -> Any:
+        disks.add(disk)
+        listed[Path(path).name] += not disk.is_observing
+        return real(disk, path)
+
+    assert run(
+        1, 0, (), watch, iterations=12, rollout__task_sampling="curriculum", trajectories__keep_last=keep_last
+    )
+    assert max(read_bytes) < 4 * LINE and sum(read_bytes) > 12 * LINE
+    assert listed["protocol"] > 12 * 14
+    assert listed["train_trajectories"] <= 4, "when the run starts, and nothing is there yet"
+    assert not listed["eval_trajectories"]
+    assert listed["batches"] == (12 if keep_last else 0)
 
 
 KNOWN: dict[str, tuple[int, list[Fault]]] = {

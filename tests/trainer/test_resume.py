@@ -29,7 +29,7 @@ def plan(
     states: dict[str, SavedState], trained: dict[int, TrainedBatch | None]
 ) -> tuple[str | None, str | None, list[int]]:
     """For the checkpoint of iteration 7, policy p7."""
-    resume = plan_resume(7, "p7", states, trained)
+    resume = plan_resume(7, "p7", states, trained, trained.get)
     return resume.state_dir, resume.state_policy, [batch.iteration for batch in resume.repeat]
 
 
@@ -51,8 +51,22 @@ def test_state_of_another_policy_than_the_published_one_is_not_used() -> None:
 
 
 def test_without_every_batch_since_the_optimizer_starts_afresh() -> None:
-    assert plan_resume(7, "p7", {"a": state(5, "p5")}, {6: None, **batches(7)}) == Resume()
-    assert plan_resume(7, "p7", {}, {6: None, **batches(7, save_interval=9)}) == Resume()
+    for save_interval, states in ((2, {"a": state(5, "p5")}), (9, {})):
+        trained = {6: None, **batches(7, save_interval=save_interval)}
+        assert plan_resume(7, "p7", states, trained, trained.get) == Resume()
+
+
+def test_only_batches_since_the_state_are_looked_at() -> None:
+    trained, asked = batches(*range(1, 8)), set[int]()
+
+    def batch_of(iteration: int) -> TrainedBatch | None:
+        asked.add(iteration)
+        return trained[iteration]
+
+    assert (
+        plan_resume(7, "p7", {"a": state(2, "p2"), "b": state(5, "p5")}, trained, batch_of).state_dir == "b"
+    )
+    assert asked == {5, 6, 7}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +81,7 @@ def test_without_every_batch_since_the_optimizer_starts_afresh() -> None:
 def test_before_the_first_state_is_due_training_is_repeated_from_the_start(
     trained: dict[int, TrainedBatch | None], repeated: list[int]
 ) -> None:
-    resume = plan_resume(7, "p7", {}, trained)
+    resume = plan_resume(7, "p7", {}, trained, trained.get)
     assert [batch.iteration for batch in resume.repeat] == repeated
     assert resume.from_start == bool(repeated) and resume.state_dir is None
 

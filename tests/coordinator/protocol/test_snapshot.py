@@ -1,11 +1,14 @@
 """A listing of protocol/ as a board: the newest of everything, whatever else lies there."""
 
 import random
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.directory.layout import Beat, Flag, Record
+from coordinator.directory.layout import Beat, Flag, Record, parse_protocol_name
+from coordinator.protocol import snapshot
 from coordinator.protocol.snapshot import parse
 from tests.coordinator.made_up import board
 
@@ -25,6 +28,26 @@ def test_board_of_an_empty_listing_is_empty() -> None:
 
 def test_foreign_names_are_not_on_the_board() -> None:
     assert parse([".nfs0001", ".e0001.epoch.json.aa.tmp", "e0001.epoch.json~", "notes.txt"]) == parse([])
+
+
+def test_name_is_parsed_in_the_first_listing_alone_and_forgotten_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed: list[str] = []
+
+    def counted(name: str) -> Any:
+        parsed.append(name)
+        return parse_protocol_name(name)
+
+    monkeypatch.setattr(snapshot, "parse_protocol_name", counted)
+    names = [Flag(1, number, 2, 0, "ok").name for number in range(6)]
+    before = parse([])
+    for first in range(4):
+        before = parse(names[first : first + 3], before)
+        assert before == parse(names[first : first + 3])
+        del parsed[-3:]  # of the comparison
+        assert list(before.entries) == names[first : first + 3]
+    assert parsed == names
 
 
 def test_newest_beat_is_that_of_the_highest_incarnation() -> None:

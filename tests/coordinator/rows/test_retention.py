@@ -1,5 +1,6 @@
 """Which checkpoints stay."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
+from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
@@ -25,7 +27,22 @@ from coordinator.settings import CheckpointSettings
 from rollout.storage import files
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
 
-SAMPLED = [{"iteration": n, "reward": reward} for n, reward in enumerate([0.1, 0.5, 0.9, 0.2, 0.3, 0.3], 1)]
+SAMPLED = [
+    {"iteration": n, "kind": "both", "reward": reward}
+    for n, reward in enumerate([0.1, 0.5, 0.9, 0.2, 0.3, 0.3], 1)
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return run_dir_at(tmp_path)
+
+
+def kept_after(run_dir: RunDir, lines: list[dict[str, Any]], **settings: int) -> set[int]:
+    """Which of the checkpoints 1 to 6 stay after these lines of metrics.jsonl."""
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    score = Finished(run_dir, keeps_scores=True).look().score
+    return kept([1, 2, 3, 4, 5, 6], score, CheckpointSettings(**settings))
 
 
 @pytest.mark.parametrize(
@@ -39,26 +56,24 @@ SAMPLED = [{"iteration": n, "reward": reward} for n, reward in enumerate([0.1, 0
         ({"keep_last": 2, "keep_best": 3, "keep_every": 3}, {1, 2, 3, 5, 6}),
     ],
 )
-def test_newest_stay_and_every_nth_and_the_best(settings: dict[str, int], stay: set[int]) -> None:
-    assert kept([1, 2, 3, 4, 5, 6], SAMPLED, CheckpointSettings(**settings)) == stay
+def test_newest_stay_and_every_nth_and_the_best(
+    run_dir: RunDir, settings: dict[str, int], stay: set[int]
+) -> None:
+    assert kept_after(run_dir, SAMPLED, **settings) == stay
 
 
-def test_best_is_the_best_evaluated_where_there_are_evaluations() -> None:
-    lines = [*SAMPLED[:4], {"iteration": 5, "reward": 0.1, "eval_reward": 0.7}, SAMPLED[5]]
-    assert kept([1, 2, 3, 4, 5, 6], lines, CheckpointSettings(keep_last=2, keep_best=1)) == {4, 5, 6}
+def test_best_is_the_best_evaluated_where_there_are_evaluations(run_dir: RunDir) -> None:
+    evaluated = {"iteration": 5, "kind": "both", "reward": 0.1, "eval_reward": 0.7}
+    lines = [*SAMPLED[:4], evaluated, SAMPLED[5]]
+    assert kept_after(run_dir, lines, keep_last=2, keep_best=1) == {4, 5, 6}
 
 
-def test_of_equally_good_ones_the_newer_stays() -> None:
-    lines = [{"iteration": n, "reward": 0.5} for n in (2, 3, 4)]
-    assert kept([1, 2, 3, 4, 5], lines, CheckpointSettings(keep_last=2, keep_best=1)) == {3, 4, 5}
+def test_of_equally_good_ones_the_newer_stays(run_dir: RunDir) -> None:
+    lines = [{"iteration": n, "kind": "both", "reward": 0.5} for n in (2, 3, 4)]
+    assert kept_after(run_dir, lines, keep_last=3, keep_best=1) == {3, 4, 5, 6}
 
 
 # ---- on disk
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return run_dir_at(tmp_path)
 
 
 def node_at(run_dir: RunDir) -> Any:
@@ -68,8 +83,9 @@ def node_at(run_dir: RunDir) -> Any:
     record = SimpleNamespace(epoch=2)
     policies, position = Policies(identity, Store()), Position()
     node: Any = SimpleNamespace(
-        run_dir=run_dir, settings=settings, record=record, policies=policies, position=position
-    )
+        run_dir=run_dir, settings=settings, record=record, policies=policies, position=position,
+        finished=Finished(run_dir),
+    )  # fmt: skip
     node.check = lambda: None
     node.reading = lambda: Node.reading(node)
     return node

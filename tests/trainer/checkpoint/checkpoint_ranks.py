@@ -172,10 +172,10 @@ def repeats_what_has_no_state() -> None:
     saved = SavedState.from_json((directory / "state.json").read_bytes())
     known = {k: batch.model_copy(update={"policy": saved.policy}) for k, batch in batches.items()}
     states = {str(directory): saved}
-    resume = plan_resume(3, asked.base_policy, states, known)
+    resume = plan_resume(3, asked.base_policy, states, known, known.get)
     assert [batch.iteration for batch in resume.repeat] == [3]
     compare(load(asked, resume), 3, "repeated_3")
-    start = plan_resume(3, asked.base_policy, {}, known)
+    start = plan_resume(3, asked.base_policy, {}, known, known.get)
     assert start.from_start and [batch.iteration for batch in start.repeat] == [1, 2, 3]
     compare(load(asked, start), 3, "from_start")
     wrong = resume.model_copy(update={"repeat": (batches[1], batches[1], batches[1])})

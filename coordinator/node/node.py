@@ -15,8 +15,10 @@ from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
 from coordinator.machine.host_lock import hold_for_process
+from coordinator.machine.pulse import SIGNALS, Pulse, Shown
 from coordinator.machine.signals import Signals
 from coordinator.machine.trainer import TrainerHost
+from coordinator.node import unresponsive
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
 from coordinator.node.inputs import difference
@@ -61,6 +63,7 @@ class Node:
         self.verifier = Verifier()
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
+        self.pulse = Pulse(self.children.spool, self._show)
         self.signals = Signals(self.watch.interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
@@ -117,11 +120,12 @@ class Node:
 
     def begin(self) -> None:
         """Take an incarnation and begin to beat; from here on signals end the node in order."""
-        self.signals.begin()
+        self.signals.begin(self.children.spool / SIGNALS)
         files.make_directory(self.run_dir.logs(self.rank))
         if not self.is_master:
             self._find_address()
         self.watch.begin(self.identity.incarnation_floor, self.identity.newest_epoch)
+        self.pulse.begin()
         self.events.open(self.run_dir.events(self.rank), self._place)
         about = {"rank": self.rank, "host": self.identity.host, "pid": os.getpid()}
         self.events.add("process", **about, **about_this_process())
@@ -141,6 +145,19 @@ class Node:
     def _describe(self) -> dict[str, object]:
         """Return what a heartbeat says."""
         return {**self.identity.describe(), "gpus": self.gpus.latest, **self.position.describe()}
+
+    def _show(self) -> Shown:
+        """Return what another process needs to beat in this one's place."""
+        cluster = self.settings.cluster
+        return {
+            "root": str(self.run_dir.root.absolute()),
+            "rank": self.rank,
+            "incarnation": self.watch.incarnation,
+            "beat_s": cluster.beat_s,
+            "patience_s": cluster.node_timeout_s / 3,
+            "react_s": unresponsive.REACT_S,
+            "pid": os.getpid(),
+        }
 
     def _place(self) -> tuple[int, int]:
         current = self.watch.current
@@ -204,6 +221,7 @@ class Node:
 
     def close(self) -> None:
         """End the children, then stop beating, with a last beat that says so."""
+        self.pulse.close()
         self.children.close()
         self.sinks.close()
         self.remover.close()

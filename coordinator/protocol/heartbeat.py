@@ -32,6 +32,25 @@ class Heart:
             incarnation += 1
         self.beat(epoch)
 
+    def go_on(self, last: Beat) -> None:
+        """Beat on in place of the process whose last beat this is."""
+        self.incarnation, self._last, self._seen = last.incarnation, last, last.counter
+
+    def is_overtaken(self, board: Board) -> bool:
+        """Return whether `board` shows a later beat of this rank than this object has published."""
+        newest, last = board.beats.get(self._rank), self._last
+        return newest is not None and last is not None and newest[2:] > last[2:]
+
+    def remove(self) -> None:
+        """Remove the last beat: another process has published a later one."""
+        assert self._last is not None
+        files.drop(self._protocol / self._last.name)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last beat."""
+        return self._last.epoch if self._last is not None else 0
+
     def renew(self) -> bool:
         """Become the next incarnation; False if another process of this rank has come in between."""
         with self._lock:
@@ -70,7 +89,8 @@ class Heart:
             last = self._last
             assert last is not None
             epoch = last.epoch if epoch is None else epoch
-            beat = Beat(epoch, self._rank, self.incarnation, last.counter + 1)
+            counter = max(last.counter, self._seen) + 1  # another process may have beaten in this one's place
+            beat = Beat(epoch, self._rank, self.incarnation, counter)
             files.publish(self._protocol / beat.name, self._data(), durable=False)
             self._last = beat
             files.drop(self._protocol / last.name)

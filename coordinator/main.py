@@ -34,6 +34,7 @@ from rollout.engines.client import EngineError
 from rollout.engines.model_dir import WeightsError
 from rollout.rewards.builtin import RewardError
 from rollout.storage.files import SharedFsError
+from rollout.storage.retry import FULL, waiting_for_space
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         if node.is_master and open_next(node) is None:
             _finish(node)
         else:
-            _run_epochs(node, iterate)
+            with waiting_for_space(node.settings.cluster.rejoin_timeout_s, node.check):
+                _run_epochs(node, iterate)
         node.events.add("exit", code=int(Exit.DONE), text="")
         return Exit.DONE
     except Ended as end:
@@ -108,7 +110,8 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             away = True
         except SharedFsError as error:
             returns[node.position.iteration] += 1
-            if not is_away(error) or returns[node.position.iteration] > MAX_RETURNS:
+            waited_for = error.errno in FULL
+            if waited_for or not is_away(error) or returns[node.position.iteration] > MAX_RETURNS:
                 raise
             log.error("%s", error)
             away = True

@@ -12,6 +12,7 @@ from coordinator.machine.network import free_port, interface_towards
 from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.liveness import Stopwatch
 from rollout.storage import files
+from rollout.storage.retry import WAITING
 from trainer.documents import TrainRequest
 from trainer.job import launch
 from trainer.job.doorbell import Doorbell
@@ -158,7 +159,7 @@ def _echo_steps(line: str) -> None:
     """The step line, for the terminal, and what a person must know; everything is in the log file."""
     if line.startswith(("step ", "no step", "checkpoint: ")):
         log.info("%s", line)
-    elif NOT_SAVED in line:
+    elif NOT_SAVED in line or WAITING in line:
         log.error("%s", line)
 
 

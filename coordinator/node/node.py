@@ -14,7 +14,7 @@ from coordinator.machine import network
 from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
-from coordinator.machine.host_lock import hold_for_process
+from coordinator.machine.host_lock import hold_for_process, name_of_run
 from coordinator.machine.pulse import SIGNALS, Pulse, Shown
 from coordinator.machine.signals import Signals
 from coordinator.machine.trainer import TrainerHost
@@ -39,7 +39,7 @@ from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
 from rollout.storage.files import Moved
-from rollout.storage.retry import CACHED_S
+from rollout.storage.retry import CACHED_S, waiting_for_space
 
 Act = Callable[["Node", Iteration], Payload | None]
 Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
@@ -181,9 +181,8 @@ class Node:
         if self.is_master:
             self.flags.wait_members(0, 0, "enter")
         if self._lock is None:
-            self._lock = hold_for_process(
-                f"{self.identity.run_id}.rank{self.rank}", f"rank {self.rank}", self.check
-            )
+            run = name_of_run(self.run_dir.run_json, self.identity.run_id)
+            self._lock = hold_for_process(f"{run}.rank{self.rank}", f"rank {self.rank}", self.check)
 
     def _take_over_inputs(self, record: EpochRecord) -> None:
         """Load what the record's settings name: the master may have been started again with others."""
@@ -211,7 +210,8 @@ class Node:
         while not fence.wait_until_back(cluster.beat_s / 4):
             self.verdicts.check_self()
             if time.monotonic() > deadline_s:
-                silent = f"{self.run_dir.root} did not answer for {cluster.rejoin_timeout_s:.0f} s"
+                why = f" ({self.watch.away})" if self.watch.away else ""
+                silent = f"{self.run_dir.root} took no heartbeat for {cluster.rejoin_timeout_s:.0f} s{why}"
                 raise Ended(Exit.LOST, f"{silent}. {self.messages.repair()}")
         if not self.is_master:
             self.watch.leave()
@@ -289,10 +289,12 @@ class Node:
 
     def persist(self, write: Callable[[], None]) -> None:
         """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
-        deadline_s = time.monotonic() + self.settings.cluster.rejoin_timeout_s
+        limit_s = self.settings.cluster.rejoin_timeout_s
+        deadline_s = time.monotonic() + limit_s
         while True:
             try:
-                return write()
+                with waiting_for_space(limit_s, self.verdicts.check_self):
+                    return write()
             except files.SharedFsError as error:
                 if not is_away(error) or time.monotonic() > deadline_s:
                     raise

@@ -76,7 +76,8 @@ class Watch:
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
         self._end_training = end_training
-        self._away: str | None = None
+        self.away: str | None = None
+        """What the directory said to the last heartbeat, if it did not take it."""
         self._heard: set[Flag] = set()
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -128,7 +129,7 @@ class Watch:
         self._end_training()
         self.stop.set()
         self._wake.set()
-        away = f" ({self._away})" if self._away else ""  # said last: the output may go to that mount too
+        away = f" ({self.away})" if self.away else ""  # said last: the output may go to that mount too
         log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
 
     def interrupt(self, signal: int) -> None:
@@ -292,11 +293,11 @@ class Watch:
                 try:
                     self.beat()
                     self.look()
-                    self._away = None
+                    self.away = None
                 except SharedFsError as error:
                     if not is_away(error):
                         raise
-                    self._away = str(error)
+                    self.away = str(error)
         except BaseException as error:
             self.error = error
             self.stop.set()

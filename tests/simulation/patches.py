@@ -121,6 +121,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(node, "Pulse", lambda *_: pulse)
     patch.setattr(node, "Unresponsive", lambda *_: SimpleNamespace(guarding=lambda *_: nullcontext()))
     patch.setattr(main, "Node", lambda start: cast(Any, machines.scheduler.process).become(start))
+    patch.setattr(node, "name_of_run", lambda *_: "run")
     patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
     patch.setattr(engine, "host_lock", lambda _name: nullcontext(), raising=False)
 

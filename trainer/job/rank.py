@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.storage import files
+from rollout.storage.retry import waiting_for_space
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.probe import probe_tokens
@@ -66,7 +67,9 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
             number, data = launch.next_request(spool, number, bell.wait)
             say = partial(launch.report_progress, spool, number)
             progress = Progress(say) if local_rank == 0 else Progress()
-            rank.run(TrainRequest.from_json(data), progress)
+            # Half of the time that its peers wait for it: then this rank says what was missing.
+            with waiting_for_space(collective_timeout_s / 2, lambda: None):
+                rank.run(TrainRequest.from_json(data), progress)
             launch.report_done(spool, number, local_rank)
     except Exception:
         launch.report_failure(spool, number, local_rank, traceback.format_exc())

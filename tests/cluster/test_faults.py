@@ -341,6 +341,20 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(cluster: Cluster, engin
     assert base == json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
 
 
+THIRDS = ("trainer.processes_per_node=3", "trainer.tensor_parallel_size=3")
+"""A layout that the built-in model cannot have: it has four heads."""
+
+
+def test_training_that_would_fail_in_the_same_way_is_not_tried_again(
+    cluster: Cluster, engine_url: str
+) -> None:
+    arguments = (*FAST, "--iterations", "1", "--eval-interval", "0", "--engine-url", engine_url)
+    assert cluster.run(1, *arguments, *THIRDS) == [1], cluster.everything_said()
+    assert "trainer.model.parallel.LayoutError: " in cluster.output(0).splitlines()[-1]
+    assert "attempt 2" not in cluster.output(0)
+    assert len(list(cluster.run_dir.logs(0).glob("trainer.*.log"))) == 1
+
+
 def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engine_url: str) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url)
     cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking", prefix=("env", "BLOCKS=1"))

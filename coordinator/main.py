@@ -17,7 +17,7 @@ from coordinator.journal.logs import Prefix
 from coordinator.machine.children import ChildError
 from coordinator.machine.network import NetworkError
 from coordinator.machine.store import StoreError
-from coordinator.node.flags import read_call
+from coordinator.node.flags import call_document
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
 from coordinator.node.strangers import share_with_group
@@ -35,6 +35,7 @@ from rollout.engines.client import EngineError
 from rollout.engines.model_dir import WeightsError
 from rollout.rewards.builtin import RewardError
 from rollout.storage.files import SharedFsError
+from rollout.storage.retry import FULL, waiting_for_space
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         if node.is_master and open_next(node) is None:
             _finish(node)
         else:
-            _run_epochs(node, iterate)
+            with waiting_for_space(node.settings.cluster.rejoin_timeout_s, node.check):
+                _run_epochs(node, iterate)
         node.events.add("exit", code=int(Exit.DONE), text="")
         return Exit.DONE
     except Ended as end:
@@ -109,7 +111,8 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             away = True
         except SharedFsError as error:
             returns[node.position.iteration] += 1
-            if not is_away(error) or returns[node.position.iteration] > MAX_RETURNS:
+            waited_for = error.errno in FULL
+            if waited_for or not is_away(error) or returns[node.position.iteration] > MAX_RETURNS:
                 raise
             log.error("%s", error)
             away = True
@@ -155,7 +158,7 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     """
     node.trainer.leave_epoch()
     node.watch.know_trainer_failure()
-    node.flags.tell("trainer_failed", node.messages.failure(error))
+    node.flags.tell("trainer_failed", node.messages.failure(error), comes_again=error.comes_again)
 
     def all_told(board: Board) -> bool | None:
         told = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
@@ -167,13 +170,15 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
     node.watch.wait(all_told, node.check, lambda: "all nodes to end the training job", patience_s)
     calls = node.watch.look(whole=True).called(node.record.epoch, "trainer_failed")
-    text = first_cause([read_call(node.run_dir, flag) for flag in calls] or [node.messages.failure(error)])
+    said = [call_document(node.run_dir, flag) for flag in calls]
+    final = [document["text"] for document in said if document.get("comes_again")]
+    text = first_cause(final or [document["text"] for document in said] or [node.messages.failure(error)])
     if not node.is_master:
         text = f"{text}; the master did not say how to go on. {node.messages.repair()}"
         raise Ended(Exit.LOST, text, "left")
     attempts[node.position.iteration] += 1
     attempt, most = attempts[node.position.iteration], node.settings.trainer.max_attempts
-    if attempt >= most:
+    if attempt >= most or final:
         raise Ended(Exit.FAILED, f"{text}. {node.messages.repair()}", "failed")
     log.error("%s; attempt %d of %d", text, attempt + 1, most)
     raise EpochChanged

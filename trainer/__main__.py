@@ -1,6 +1,8 @@
 """Run one rank of the training job: `python -m trainer --spool DIR`, as trainer.job.launch starts it."""
 
 import argparse
+import os
+import traceback
 from pathlib import Path
 
 from trainer.job import launch
@@ -16,7 +18,12 @@ def main() -> None:
 
     import logging
 
-    from trainer.job.rank import serve  # imports torch, for seconds
+    try:
+        from trainer.job.rank import serve  # imports torch, for seconds
+    except ImportError:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        launch.report_failure(args.spool, 0, local_rank, traceback.format_exc(), comes_again=True)
+        raise
 
     logging.basicConfig(level=logging.INFO, format="[trainer] %(message)s")
     serve(args.spool, args.collective_timeout_s)

@@ -26,12 +26,11 @@ from coordinator.protocol.records import EpochRecord, Records, claim, new_token
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.rows import resume
 from coordinator.rows.origins import origin_of
-from coordinator.settings import RunSettings, SettingsError
+from coordinator.settings import ClusterSettings, RunSettings, SettingsError
 from rollout.storage import files, once
 from rollout.trajectory import Group
 
-BEATS, LOOK_AT_LEAST_S = 3, 1.0
-"""A node is gone if it does not beat for BEATS intervals and at least LOOK_AT_LEAST_S."""
+BEATS = 3
 LOOK_AGAIN_S = 1.0
 """How often a long removal checks whether a node has come back."""
 
@@ -50,7 +49,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     newest = Records(run_dir).newest(whole_board(run_dir, published.names).records)
     settings = RunSettings.published(newest.settings if newest else {})
     _refuse_finished(run_dir, settings, iteration)
-    board = _wait_for_beats(run_dir, settings.cluster.beat_s)
+    board = _wait_for_beats(run_dir, patience_s(settings.cluster))
     _refuse_finished(run_dir, settings, iteration)  # a node may have finished it just before its end
     number = board.newest_epoch() + 1
     listed, keep = look(run_dir, iteration), _vouched(run_dir, iteration)
@@ -142,9 +141,13 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
 # ---- who is still there
 
 
-def _wait_for_beats(run_dir: RunDir, beat_s: float) -> Board:
-    """Return the board, after a time in which no node has beaten. Ended names the nodes that have."""
-    look_s = max(BEATS * beat_s, LOOK_AT_LEAST_S)
+def patience_s(cluster: ClusterSettings) -> float:
+    """Return how long a node may be silent until it is taken for gone: as in the run itself."""
+    return max(BEATS * cluster.beat_interval_s, cluster.node_timeout_s)
+
+
+def _wait_for_beats(run_dir: RunDir, look_s: float) -> Board:
+    """Return the board, after `look_s` in which no node has beaten. Ended names the nodes that have."""
     print(f"looking for {look_s:g} s whether a node still beats", flush=True)
     before = now = whole_board(run_dir, published.names)
     deadline_s = time.monotonic() + look_s

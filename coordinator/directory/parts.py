@@ -5,7 +5,6 @@ which holds its groups for people.
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class PartWriter:
-    """Writes the finished groups of one share as immutable parts, numbered within an epoch."""
+    """Writes the finished groups of one share as immutable parts, numbered within an epoch.
+
+    Groups may be added while another thread writes.
+    """
 
     def __init__(
         self,
@@ -39,36 +41,35 @@ class PartWriter:
         rank: int,
         epoch: int,
         origin: Origin,
-        interval_s: float,
         verify: Callable[[], None] = lambda: None,
     ) -> None:
         """`verify` raises if the waiting groups may not be made by the policy of `origin`."""
         self.done = 0
+        self.is_writing = False
         self._verify = verify
         self._directory = run_dir.trajectories(kind, iteration)
         self._header = PartHeader(kind, iteration, rank, epoch, 0, **vars(origin))
-        self._interval_s = interval_s
         self._waiting: list[Group] = []
-        self._written_s = time.monotonic()
 
     def add(self, group: Group) -> None:
-        """Take a finished group. When the interval is over, all waiting groups become a part."""
+        """Take a finished group."""
         self._waiting.append(group)
         self.done += 1
-        if time.monotonic() - self._written_s >= self._interval_s:
-            self.flush()
 
     def flush(self) -> None:
         """Write the waiting groups as a part."""
-        self._written_s = time.monotonic()
         if not self._waiting:
             return
-        self._verify()
-        groups = list(self._waiting)
-        header = self._header = replace(self._header, part=self._header.part + 1)
-        name = PartName(header.epoch, header.rank, header.part).name
-        files.publish(self._directory / name, encode_part(groups, header))
-        del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
+        self.is_writing = True
+        try:
+            self._verify()
+            groups = list(self._waiting)
+            header = self._header = replace(self._header, part=self._header.part + 1)
+            name = PartName(header.epoch, header.rank, header.part).name
+            files.publish(self._directory / name, encode_part(groups, header))
+            del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
+        finally:
+            self.is_writing = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from rollout.storage import files
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+WAIT_S = 300.0
+"""How long one removal may hold up the run."""
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -19,15 +22,27 @@ class Remover:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._directories: Sequence[Path] = ()
+        self._deadline_s = 0.0
+        self._is_said = False
 
     def remove(self, directories: Sequence[Path], check: Callable[[], None]) -> None:
         """Wait until the earlier directories are gone, then begin to remove these. So a slow filesystem slows
         the run down, and does not fill up. `check` is called while it waits, and may raise.
+
+        A removal that hangs for WAIT_S is not waited for any more. These directories then stay for a later
+        call, which names them again.
         """
         while not self._is_done(POLL_S):
             check()
+            if time.monotonic() >= self._deadline_s:
+                if not self._is_said:
+                    text = "%s was not removed within %g s: the run goes on, and its disk may fill up"
+                    log.warning(text, ", ".join(map(str, self._directories)), WAIT_S)
+                self._is_said = True
+                return
         if directories:
-            self._directories = directories
+            self._directories, self._is_said = directories, False
+            self._deadline_s = time.monotonic() + WAIT_S
             self._thread = threading.Thread(target=_remove, args=(directories,), name="remover", daemon=True)
             self._thread.start()
 

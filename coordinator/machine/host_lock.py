@@ -15,6 +15,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from coordinator.protocol.exits import Ended, Exit
+from rollout.storage.retry import retry
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,23 @@ def acquire(lock: FileLock, check: Callable[[], None], patience_s: float) -> boo
             continue
         return True
     return False
+
+
+def name_of_run(run_json: Path, run_id: str) -> str:
+    """Return a name for a run in its directory, for locks: a copy of the directory has another one.
+
+    A copy has the run id too, and its nodes must not end those of the original. What tells them apart is the
+    ctime of run.json, which is never written again and which nobody can set: the filesystem takes it when the
+    copy is made. All mounts of one directory show the same, while st_dev belongs to the mount, a FUSE mount
+    may invent st_ino, and the path is what the user has chosen. A change of run.json's mode or links between
+    two starts changes the name: then a stopped process of the rank is only superseded, not ended.
+    """
+
+    def changed_ns() -> int:
+        with open(run_json, "rb") as file:  # a client may remember an old ctime until the file is opened
+            return os.fstat(file.fileno()).st_ctime_ns
+
+    return f"{run_id}.{retry('look at', run_json, changed_ns, run_json):x}"
 
 
 def hold_for_process(name: str, who: str, check: Callable[[], None]) -> FileLock:

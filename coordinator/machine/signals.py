@@ -9,6 +9,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -23,8 +24,12 @@ class Signals:
         self._is_stored = False
         self._numbers: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may interrupt itself
 
-    def begin(self) -> None:
-        """Take over the signals of this process; for its main thread."""
+    def begin(self, record: Path) -> None:
+        """Take over the signals of this process; for its main thread. Each number is appended to the file
+        `record` as a byte, even while no thread of this process runs.
+        """
+        descriptor = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="signals", daemon=True).start()
         for number in NUMBERS:
             signal.signal(number, self._store)

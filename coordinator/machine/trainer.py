@@ -12,6 +12,7 @@ from coordinator.machine.network import free_port, interface_towards
 from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.liveness import Stopwatch
 from rollout.storage import files
+from rollout.storage.retry import WAITING
 from trainer.documents import TrainRequest
 from trainer.job import launch
 from trainer.job.doorbell import Doorbell
@@ -105,7 +106,7 @@ class TrainerHost:
         reached = (0, 0)
         still, limit_s = Stopwatch(1.0), request.settings.stall_timeout_s
         while True:
-            done, failure = self._outcome(processes)
+            done, failure, comes_again = self._outcome(processes)
             if done:
                 self._trained = request.iteration
                 return
@@ -120,20 +121,22 @@ class TrainerHost:
             check()  # first: this node may have ended the job itself
             if failure is not None:
                 self._keep_traces(self._child.spool, request)
-                raise TrainerFailed(failure)
+                raise TrainerFailed(failure, comes_again)
             bell.wait(LOOK_S)
 
-    def _outcome(self, processes: int) -> tuple[bool, str | None]:
-        """Return whether this node's trainers have done what they were asked, and why they never will."""
+    def _outcome(self, processes: int) -> tuple[bool, str | None, bool]:
+        """Return whether this node's trainers have done what they were asked; if they never will, why, and
+        whether others would fail in the same way.
+        """
         assert self._child is not None
         try:
             if launch.outcome(self._child.spool, self._number, processes) == "done":
-                return True, None
+                return True, None, False
         except launch.TrainerFailed as error:
-            return False, _last_line(str(error))
+            return False, _last_line(str(error)), error.comes_again
         if (code := self._child.poll()) is not None:
-            return False, f"torchrun ended with exit status {code}: {self._tail()}"
-        return False, None
+            return False, f"torchrun ended with exit status {code}: {self._tail()}", False
+        return False, None, False
 
     def _keep_traces(self, spool: Path, request: TrainRequest) -> None:
         """Copy what NCCL's flight recorder has left of a collective that hung to this node's logs."""
@@ -165,7 +168,7 @@ def _echo_steps(line: str) -> None:
     """The step line, for the terminal, and what a person must know; everything is in the log file."""
     if line.startswith(("step ", "no step", "checkpoint: ")):
         log.info("%s", line)
-    elif NOT_SAVED in line:
+    elif NOT_SAVED in line or WAITING in line:
         log.error("%s", line)
 
 

@@ -39,12 +39,18 @@ def read_flag(run_dir: RunDir, flag: Flag) -> Payload:
             time.sleep(0.05)
 
 
-def read_call(run_dir: RunDir, flag: Flag) -> str:
-    """Return the text of a call, or that it was raised if nobody can read it."""
+def call_document(run_dir: RunDir, flag: Flag) -> Payload:
+    """Return what a call says; its `text` only says that it was raised if nobody can read it."""
     try:
-        return str(read_flag(run_dir, flag)["text"])
-    except (FileNotFoundError, ValueError, KeyError):
-        return f"rank {flag.rank} said {flag.kind}"
+        document = read_flag(run_dir, flag)
+        return {**document, "text": str(document["text"])}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {"text": f"rank {flag.rank} said {flag.kind}"}
+
+
+def read_call(run_dir: RunDir, flag: Flag) -> str:
+    """Return the text of a call."""
+    return call_document(run_dir, flag)["text"]
 
 
 class Flags:

@@ -15,10 +15,12 @@ from coordinator.machine import network
 from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
-from coordinator.machine.host_lock import hold_for_process
+from coordinator.machine.host_lock import hold_for_process, name_of_run
+from coordinator.machine.pulse import SIGNALS, Pulse, Shown
 from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
+from coordinator.node import unresponsive
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
 from coordinator.node.inputs import difference
@@ -39,7 +41,7 @@ from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
 from rollout.storage.files import Moved
-from rollout.storage.retry import CACHED_S
+from rollout.storage.retry import CACHED_S, waiting_for_space
 
 Act = Callable[["Node", Iteration], Payload | None]
 Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
@@ -64,6 +66,7 @@ class Node:
         self.verifier = Verifier()
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
+        self.pulse = Pulse(self.children.spool, self._show)
         self.signals = Signals(self.watch.interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
@@ -124,11 +127,12 @@ class Node:
 
     def begin(self) -> None:
         """Take an incarnation and begin to beat; from here on signals end the node in order."""
-        self.signals.begin()
+        self.signals.begin(self.children.spool / SIGNALS)
         files.make_directory(self.run_dir.logs(self.rank))
         if not self.is_master:
             self._find_address()
         self.watch.begin(self.identity.incarnation_floor, self.identity.newest_epoch)
+        self.pulse.begin()
         self.events.open(self.run_dir.events(self.rank), self._place)
         about = {"rank": self.rank, "host": self.identity.host, "pid": os.getpid()}
         self.events.add("process", **about, **about_this_process())
@@ -148,6 +152,19 @@ class Node:
     def _describe(self) -> dict[str, object]:
         """Return what a heartbeat says."""
         return {**self.identity.describe(), "gpus": self.gpus.latest, **self.position.describe()}
+
+    def _show(self) -> Shown:
+        """Return what another process needs to beat in this one's place."""
+        cluster = self.settings.cluster
+        return {
+            "root": str(self.run_dir.root.absolute()),
+            "rank": self.rank,
+            "incarnation": self.watch.incarnation,
+            "beat_s": cluster.beat_interval_s,
+            "patience_s": cluster.node_timeout_s / 3,
+            "react_s": unresponsive.REACT_S,
+            "pid": os.getpid(),
+        }
 
     def _place(self) -> tuple[int, int]:
         current = self.watch.current
@@ -171,9 +188,8 @@ class Node:
         if self.is_master:
             self.flags.wait_members(0, 0, "enter")
         if self._lock is None:
-            self._lock = hold_for_process(
-                f"{self.identity.run_id}.rank{self.rank}", f"rank {self.rank}", self.check
-            )
+            run = name_of_run(self.run_dir.run_json, self.identity.run_id)
+            self._lock = hold_for_process(f"{run}.rank{self.rank}", f"rank {self.rank}", self.check)
 
     def _take_over_inputs(self, record: EpochRecord) -> None:
         """Load what the record's settings name: the master may have been started again with others."""
@@ -201,7 +217,8 @@ class Node:
         while not fence.wait_until_back(cluster.beat_s / 4):
             self.verdicts.check_self()
             if time.monotonic() > deadline_s:
-                silent = f"{self.run_dir.root} did not answer for {cluster.rejoin_timeout_s:.0f} s"
+                why = f" ({self.watch.away})" if self.watch.away else ""
+                silent = f"{self.run_dir.root} took no heartbeat for {cluster.rejoin_timeout_s:.0f} s{why}"
                 raise Ended(Exit.LOST, f"{silent}. {self.messages.repair()}")
         if not self.is_master:
             self.watch.leave()
@@ -211,6 +228,7 @@ class Node:
 
     def close(self) -> None:
         """End the children, then stop beating, with a last beat that says so."""
+        self.pulse.close()
         self.children.close()
         self.store.close()
         self.sinks.close()
@@ -279,10 +297,12 @@ class Node:
 
     def persist(self, write: Callable[[], None]) -> None:
         """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
-        deadline_s = time.monotonic() + self.settings.cluster.rejoin_timeout_s
+        limit_s = self.settings.cluster.rejoin_timeout_s
+        deadline_s = time.monotonic() + limit_s
         while True:
             try:
-                return write()
+                with waiting_for_space(limit_s, self.verdicts.check_self):
+                    return write()
             except files.SharedFsError as error:
                 if not is_away(error) or time.monotonic() > deadline_s:
                     raise

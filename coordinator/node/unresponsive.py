@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 from coordinator.machine.children import Children
@@ -40,24 +40,28 @@ class Unresponsive:
         self._flags = flags
 
     @contextlib.contextmanager
-    def guarding(self, children: Children) -> Generator[None]:
+    def guarding(self, children: Children, is_writing: Callable[[], bool]) -> Generator[None]:
         """End this process if the block goes on for REACT_S after its row has ended, `children` first: they
-        hold the accelerator. What waits in a call on the directory is spared: it ends with the call.
+        hold the accelerator. What waits in a call on the directory is spared: it ends with the call. So is a
+        block that waits for a thread of its own while that `is_writing` there.
         """
         over = threading.Event()
-        arguments = (threading.get_ident(), over, children)
+        arguments = (threading.get_ident(), over, children, is_writing)
         threading.Thread(target=self._look, args=arguments, name="unresponsive", daemon=True).start()
         try:
             yield
         finally:
             over.set()
 
-    def _look(self, thread: int, over: threading.Event, children: Children) -> None:
+    def _look(
+        self, thread: int, over: threading.Event, children: Children, is_writing: Callable[[], bool]
+    ) -> None:
         ignored_s = 0.0
         while ignored_s < REACT_S:
             if over.wait(LOOK_S):
                 return
-            ends = self._watch.stop.is_set() and not is_on_directory(frame_of(thread))
+            spared = is_on_directory(frame_of(thread)) or is_writing()
+            ends = self._watch.stop.is_set() and not spared
             ignored_s = ignored_s + LOOK_S if ends else 0.0
         frame = frame_of(thread)
         children.kill_groups()

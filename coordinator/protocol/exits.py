@@ -48,3 +48,8 @@ class EpochChanged(RowEnded):
 
 class TrainerFailed(RowEnded):
     """The training job failed or was ended on this node; the text holds the tail of its log."""
+
+    def __init__(self, text: str, comes_again: bool = False) -> None:
+        super().__init__(text)
+        self.comes_again = comes_again
+        """Whether another attempt would fail in the same way."""

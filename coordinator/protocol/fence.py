@@ -12,17 +12,19 @@ from collections.abc import Callable
 from coordinator.protocol.liveness import Stopwatch
 from rollout.storage.files import SharedFsError
 
-AWAY = {
-    *(errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT),
-    *(errno.ENOENT, errno.ENODEV, errno.ENXIO, errno.EROFS),
-    *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNABORTED),
+LASTING = {
+    *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EXDEV),
+    *(errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EBADF, errno.EMFILE),
+    *(errno.ENOSYS, errno.EOPNOTSUPP),
 }
-"""What a mount says that may be back later. A full disk or a missing right is not among them."""
+"""Errors that stay until somebody changes the run or the mount. What else a filesystem says (its network is
+down, its disk is full) may pass.
+"""
 
 
 def is_away(error: SharedFsError) -> bool:
-    """Return whether the mount is in trouble, rather than this call."""
-    return error.errno in AWAY
+    """Return whether the mount is in trouble that may pass, rather than this call."""
+    return error.errno is not None and error.errno not in LASTING
 
 
 class Fence:

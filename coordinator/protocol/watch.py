@@ -80,11 +80,12 @@ class Watch:
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self._describe = describe
         self._end_training = end_training
-        self._away: str | None = None
+        self.away: str | None = None
+        """What the directory said to the last heartbeat, if it did not take it."""
         self._heard: set[Flag] = set()
         self._own_names: list[str] = []
         """What the master shows itself, when it was last listed."""
-        self._own_s = self._looked_s = float("-inf")
+        self._own_s = self._looked_s = self._beaten_s = float("-inf")
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.RLock()
@@ -141,7 +142,7 @@ class Watch:
         self._end_training()
         self.stop.set()
         self._wake.set()
-        away = f" ({self._away})" if self._away else ""  # said last: the output may go to that mount too
+        away = f" ({self.away})" if self.away else ""  # said last: the output may go to that mount too
         log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
 
     def interrupt(self, signal: int) -> None:
@@ -321,11 +322,11 @@ class Watch:
                     self.beat()
                     if time.monotonic() - self._looked_s > self._beat_interval_s() / 2:
                         self.look()  # else the main thread looks often enough while it waits
-                    self._away = None
+                    self.away = None
                 except SharedFsError as error:
                     if not is_away(error):
                         raise
-                    self._away = str(error)
+                    self.away = str(error)
         except BaseException as error:
             self.error = error
             self.stop.set()
@@ -340,7 +341,10 @@ class Watch:
 
     def beat(self) -> None:
         """Show the next heartbeat."""
-        self.heart.beat(self.current.epoch if self.current else None)
+        now_s = time.monotonic()
+        is_late = now_s - self._beaten_s > 2 * self._beat_interval_s()
+        self._beaten_s = now_s
+        self.heart.beat(self.current.epoch if self.current else None, is_late)
 
     def _beat_content(self) -> dict[str, Any]:
         observed = {rank: round(s, 1) for rank, s in dict(self.silence.silent_s).items()}

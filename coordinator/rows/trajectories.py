@@ -91,9 +91,9 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     code = {"reward": share.functions.reward.code, "environment": share.functions.environment_code}
     place = (share.kind, iteration.number, node.rank, node.record.epoch, replace(share.origin, **code))
     verify = node.engine.check_serves
-    writer = parts.PartWriter(node.run_dir, *place, share.settings.part_interval_s, verify)
+    writer = parts.PartWriter(node.run_dir, *place, verify)
     try:
-        with node.unresponsive.guarding(node.children):
+        with node.unresponsive.guarding(node.children, lambda: writer.is_writing):
             return {"short": asyncio.run(_collect(node, iteration, share, writer))}
     except Stopped:
         node.check()
@@ -120,9 +120,9 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
         node.position.reach(counted, share.needed, tokens)
 
     async def flush_regularly() -> None:
-        while True:  # a long tail must not keep back what is finished
+        while True:  # in a thread: on a slow filesystem an fsync takes seconds, and all requests go on
             await asyncio.sleep(share.settings.part_interval_s)
-            writer.flush()
+            await asyncio.to_thread(writer.flush)
 
     async def collect_all() -> int:
         async with _client(node, share) as client:

@@ -83,7 +83,7 @@ class StatusReader:
     def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:
         """Return for how many seconds each rank's heartbeat has not changed since it was first read here."""
         if self._silence is None:
-            self._silence = Silence(max(settings.cluster.beat_s, 1.0))  # readings are seconds apart
+            self._silence = Silence(max(settings.cluster.beat_interval_s, 1.0))  # readings are seconds apart
         self._silence.observe(board, board.beats, time.monotonic())
         return self._silence.silent_s
 

@@ -4,7 +4,8 @@ Nodes and training ranks write there through `files`, `once`, `writer` and `line
 work the next moment, or report an error although it succeeded; and clients remember for up to a minute what
 is no longer so. Therefore:
 - every call is repeated for `retry.RETRY_S` while its errno is known to pass (ESTALE, EIO, ...), then raises
-  SharedFsError. An error that does not pass (ENOSPC, EACCES, EROFS, ...) is raised at once.
+  SharedFsError. An error that does not pass (EACCES, EROFS, ...) is raised at once; and so is that of a full
+  disk (ENOSPC, EDQUOT), except within `retry.waiting_for_space`.
 - FileNotFoundError means that a listing agrees. While a listing shows the name, the client only remembers
   that it was not there, and is asked again for up to `retry.CACHED_S`. Look up only what was listed.
 - an error may be a lost reply, so the outcome decides: where the file is, or what reading it back says.
@@ -339,7 +340,7 @@ def write_temporary(path: Path, data: bytes, durable: bool = True) -> Path:
 
     try:
         retry("write", path, write, path.parent, PASSING_AFTER_MKDIR)
-    except OSError:
+    except BaseException:
         drop(temp)
         raise
     return temp

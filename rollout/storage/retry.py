@@ -1,4 +1,7 @@
-"""Repeat a call on a shared filesystem while its error is one that passes; then raise SharedFsError."""
+"""Repeat a call on a shared filesystem while its error is one that passes; then raise SharedFsError.
+
+A full disk passes when somebody frees some space. Only where `waiting_for_space` says so is that waited for.
+"""
 
 import errno
 import logging
@@ -8,6 +11,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,11 +27,19 @@ other ranks of a job wait for it meanwhile, for trainer.collective_timeout_s at 
 CACHED_S = 65.0
 """How long a listed name may be denied: clients remember "no such file" for up to 60 s."""
 PASSING = frozenset(
-    {errno.ESTALE, errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ENOTCONN}
+    {errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT}
+    | {errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ESHUTDOWN}
+    | {errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 )
-"""Errors seen on shared filesystems that were gone at the next call."""
+"""Errors of shared filesystems, and of the network below them, that may be gone at the next call."""
 PASSING_AFTER_MKDIR = PASSING | {errno.ENOENT}
 """A client may deny for a moment a directory that another client has just made."""
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that pass when somebody frees some space."""
+FULL_PAUSE_S = 2.0
+WAITING = "waiting for free space"
+"""In the line that says it."""
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|^unable to .*\((\d+)\)$")
 """How Rust writes an error of the operating system, and how torch does when it maps a file."""
@@ -44,12 +57,33 @@ class SharedFsError(OSError):
             errno.EACCES: "; check who may write there",
             errno.EROFS: "; it is mounted read-only",
         }.get(error.errno or 0, "")
-        free = _free_space(path) if error.errno in {errno.ENOSPC, errno.EDQUOT} else ""
+        free = _free_space(path) if error.errno in FULL else ""
         tried = f" (tried for {tried_s:.1f} s)" if tried_s > 0.1 else ""
         super().__init__(error.errno, f"cannot {what} {path}: {error.strerror}{tried}{free}{hint}")
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+
+@dataclass(frozen=True)
+class _Space:
+    limit_s: float
+    check: Callable[[], None]
+
+
+_SPACE: ContextVar[_Space | None] = ContextVar("space", default=None)
+
+
+@contextmanager
+def waiting_for_space(limit_s: float, check: Callable[[], None]) -> Iterator[None]:
+    """Where the disk is full, let each call of this context wait up to `limit_s` until there is some space;
+    `check` is called meanwhile, and may raise.
+    """
+    token = _SPACE.set(_Space(limit_s, check))
+    try:
+        yield
+    finally:
+        _SPACE.reset(token)
 
 
 def retry(
@@ -67,7 +101,7 @@ def retry(
     """
     failed_s: float | None = None
     last: OSError | None = None
-    pause_s = 0.001
+    pause_s, is_said = 0.001, False
     while True:
         attempts -= 1
         try:
@@ -79,6 +113,16 @@ def retry(
             last = error
             failed_s = time.monotonic() if failed_s is None else failed_s
             tried_s = time.monotonic() - failed_s
+            space = _SPACE.get()
+            if space is not None and error.errno in FULL and tried_s < space.limit_s:
+                if not is_said:
+                    free = _free_space(path)
+                    log.error("cannot %s %s: %s%s; %s", what, path, error.strerror, free, WAITING)
+                    is_said = True
+                space.check()
+                time.sleep(min(pause_s, FULL_PAUSE_S))
+                pause_s *= 2
+                continue
             denied = isinstance(error, FileNotFoundError) and needs is not None and is_listed(needs)
             limit_s = CACHED_S if denied or isinstance(error, FileExistsError) else RETRY_S
             over = tried_s > limit_s and attempts <= 0

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -77,7 +78,9 @@ class Writer:
 
     def add(self, name: str, content: bytes | Produce) -> None:
         """Begin to write a file. What `content` reads must stay as it is until `finish` has returned."""
-        self._written[name] = self._pool.submit(write, self._root / name, content, self._moved)
+        context = copy_context()  # which may say that a full disk is waited for
+        path = self._root / name
+        self._written[name] = self._pool.submit(context.run, write, path, content, self._moved)
 
     def finish(self) -> dict[str, FileFacts]:
         """Wait until every file is written; their size and sha256 by name. Raises what `write` raises."""

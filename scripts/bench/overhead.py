@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,19 @@ async def collect_all(
         )
 
 
+async def flushing(writer: PartWriter, collecting: Coroutine[Any, Any, None]) -> None:
+    """Write parts meanwhile, as a node does."""
+
+    async def flush() -> None:
+        while True:
+            await asyncio.sleep(RolloutSettings().part_interval_s)
+            await asyncio.to_thread(writer.flush)
+
+    task = asyncio.create_task(flush())
+    await collecting
+    task.cancel()
+
+
 def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
     """Measure one row in this process."""
     cores = _tie_to_one_core()
@@ -133,7 +146,7 @@ def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
         ceiling_s = asyncio.run(drain(port, max(requests // 10, connections), connections))
         run_dir, memory_mb = RunDir(Path(directory)), dict[int, float]()
         run_dir.trajectories("train", 1).mkdir(parents=True)
-        writer = PartWriter(run_dir, "train", 1, 0, 1, ORIGIN, RolloutSettings().part_interval_s)
+        writer = PartWriter(run_dir, "train", 1, 0, 1, ORIGIN)
         done, look_at = 0, {round(part * requests) for part in MEMORY_AT}
 
         def on_group(group: Group) -> None:
@@ -145,7 +158,7 @@ def measure(samples: int, n: int, tokens: int, parts: bool) -> dict[str, Any]:
                 memory_mb[done * n] = round(psutil.Process().memory_info().rss / 1e6, 1)
 
         watch, started_s, started_cpu_s = Elsewhere(), time.perf_counter(), time.process_time()
-        asyncio.run(collect_all(port, samples, n, tokens, on_group))
+        asyncio.run(flushing(writer, collect_all(port, samples, n, tokens, on_group)))
         writer.flush()
         seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
         elsewhere = watch.cores()

@@ -19,9 +19,13 @@ def broken(_task: dict[str, Any], _completion: str) -> float:
 
 
 async def blocking(_task: dict[str, Any], completion: str) -> float:
-    """A reward that holds the event loop, on a node that is started with BLOCKS=1."""
-    if os.environ.get("BLOCKS"):
+    """A reward that holds the event loop on a node that is started with BLOCKS=1, and with BLOCKS=all the
+    interpreter.
+    """
+    if blocks := os.environ.get("BLOCKS"):
         print("blocking now", flush=True)
+        if blocks == "all":
+            sum(range(10**14))
         time.sleep(120)
     return digits(_task, completion)
 

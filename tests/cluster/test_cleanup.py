@@ -19,6 +19,7 @@ SLOW = (
     "rollout.environment=tests.cluster.plugins:slow",
     "rollout.concurrency=4",
     "rollout.tasks_per_iteration=24",
+    "cluster.node_timeout_s=4",
     "--iterations",
     "1",
 )
@@ -100,7 +101,7 @@ def test_killed_iteration_is_cleaned_and_a_start_makes_the_same_trajectories_ane
     before = content(cluster.run_dir.trajectories("train", 1))
     refusal = clean(cluster)
     assert refusal.returncode == 1
-    assert "looking for 1 s whether a node still beats" in refusal.stdout
+    assert "looking for 4 s whether a node still beats" in refusal.stdout
     master = cluster.nodes[0].pid
     assert len(refusal.stderr.splitlines()) == 1 and "rank 0 (" in refusal.stderr
     assert f"kill -INT {master} on " in refusal.stderr

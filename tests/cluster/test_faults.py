@@ -340,6 +340,20 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(cluster: Cluster, engin
     assert base == json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
 
 
+THIRDS = ("trainer.processes_per_node=3", "trainer.tensor_parallel_size=3")
+"""A layout that the built-in model cannot have: it has four heads."""
+
+
+def test_training_that_would_fail_in_the_same_way_is_not_tried_again(
+    cluster: Cluster, engine_url: str
+) -> None:
+    arguments = (*FAST, "--iterations", "1", "--eval-interval", "0", "--engine-url", engine_url)
+    assert cluster.run(1, *arguments, *THIRDS) == [1], cluster.everything_said()
+    assert "trainer.model.parallel.LayoutError: " in cluster.output(0).splitlines()[-1]
+    assert "attempt 2" not in cluster.output(0)
+    assert len(list(cluster.run_dir.logs(0).glob("trainer.*.log"))) == 1
+
+
 def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engine_url: str) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url)
     cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking", prefix=("env", "BLOCKS=1"))
@@ -366,6 +380,26 @@ def test_interrupt_of_the_master_ends_all_although_user_code_holds_a_node(
     said = cluster.output(blocked)
     assert f"rank {blocked} (" in said and "tests/cluster/plugins.py:" in said and ", blocking)" in said
     assert "run --" in said.splitlines()[-1] or "run the same commands again" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_interrupt_of_the_master_ends_all_although_user_code_holds_an_interpreter(
+    cluster: Cluster, engine_url: str, held: int
+) -> None:
+    arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--num-nodes", "2")
+    arguments += ("rollout.reward=tests.cluster.plugins:blocking", "cluster.node_timeout_s=4")
+    for rank in (0, 1):
+        prefix = ("env", "BLOCKS=all") if rank == held else ()
+        program = ("tests.cluster.impatient_node",)
+        cluster.start(rank, *arguments if rank == 0 else (), prefix=prefix, program=program)
+    cluster.until(lambda: "blocking now" in cluster.output(held), "the reward is called")
+    time.sleep(6.0)
+    assert "is lost" not in cluster.output(1 - held), "it beats"
+    cluster.kill(0, signal.SIGINT)
+    codes = [130, 130]
+    codes[held] = -signal.SIGKILL
+    assert cluster.wait(60) == codes, cluster.everything_said()
+    assert "user code has held its interpreter for" in cluster.output(held)
 
 
 def test_worker_that_beats_but_makes_no_progress_is_lost_and_replaced(

@@ -1,12 +1,14 @@
 """Runs of two nodes, each with a mount of its own, over a filesystem that misbehaves."""
 
 import json
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,19 +148,21 @@ def test_three_nodes_train_from_files_on_a_filesystem_where_every_call_may_fail(
         assert json.loads(nodes.cluster.run_dir.run_json.read_text())["fixed"]["model"]["name"] == f"{model}"
 
 
-def test_full_disk_ends_the_run_and_the_same_command_resumes_it(nodes: Nodes, engine_url: str) -> None:
+def test_disk_that_stays_full_ends_the_run_and_the_same_command_resumes_it(
+    nodes: Nodes, engine_url: str
+) -> None:
     arguments = rollout(engine_url, *SLOW, iterations=1)
-    nodes.start(*arguments)
+    nodes.start(*arguments, "cluster.rejoin_timeout_s=6")
     nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
     nodes.shared.set(full=True)
-    assert nodes.cluster.wait(60) == [1, 1], nodes.said()
+    assert nodes.cluster.wait(60) == [3, 3], nodes.said()
     for rank in (0, 1):
         last = nodes.cluster.output(rank).splitlines()[-1]
         path = re.escape(str(nodes.shared[rank].path / "run"))
-        assert re.search(
-            rf"cannot write {path}/\S+: No space left on device \(0\.0 of [\d.]+ GB free\); free some space",
-            last,
-        ), last
+        full = (
+            rf"cannot write {path}/\S+: No space left on device \(0\.0 of [\d.]+ GB free\); free some space"
+        )
+        assert re.search(rf"took no heartbeat for 6 s \({full}", last), last
     kept = {path: path.read_bytes() for rank in (0, 1) for path in nodes.parts(rank)}
 
     nodes.shared.set(full=False)
@@ -167,6 +171,33 @@ def test_full_disk_ends_the_run_and_the_same_command_resumes_it(nodes: Nodes, en
     assert sorted(nodes.cluster.groups(1)) == list(range(24))
     assert {path.name for path in kept} <= {entry["file"] for entry in nodes.cluster.manifest(1)["parts"]}
     assert all(path.read_bytes() == data for path, data in kept.items())
+
+
+def test_run_goes_on_when_a_full_disk_has_space_again(nodes: Nodes, engine_url: str) -> None:
+    nodes.start(*rollout(engine_url, *SLOW, iterations=1))
+    nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
+    kept = {path: path.read_bytes() for rank in (0, 1) for path in nodes.parts(rank)}
+    nodes.shared.set(full=True)
+    said = [partial(nodes.cluster.output, rank) for rank in (0, 1)]
+    nodes.cluster.until(lambda: all("it leaves the epoch, its engine" in say() for say in said), "the fences")
+    assert all("No space left on device (0.0 of" in say() for say in said)
+    nodes.shared.set(full=False)
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert sorted(nodes.cluster.groups(1)) == list(range(24))
+    assert all(path.read_bytes() == data for path, data in kept.items())
+
+
+@pytest.mark.parametrize("below", ["train_trajectories", "batches", "checkpoints"])
+def test_what_is_over_its_quota_is_waited_for(nodes: Nodes, below: str) -> None:
+    nodes.shared.set(full=True, full_below=f"/run/{below}/")
+    nodes.start(*FAST, "--iterations", "1", "--eval-interval", "0", "cluster.node_timeout_s=8")
+    nodes.cluster.until(lambda: "waiting for free space" in nodes.said(), "it is said", 120)
+    time.sleep(10)  # longer than node_timeout
+    nodes.shared.set(full=False)
+    assert nodes.cluster.wait() == [0, 0], nodes.said()
+    assert "is lost" not in nodes.said() and "attempt 2" not in nodes.said()
+    epochs = [name for name in os.listdir(nodes.cluster.run_dir.master) if name.endswith(".epoch.json")]
+    assert sorted(epochs) == ["e0001.epoch.json", "e0002.epoch.json", "e0003.epoch.json"], nodes.said()
 
 
 def test_nobody_is_lost_when_the_filesystem_stalls_for_all(nodes: Nodes, engine_url: str) -> None:

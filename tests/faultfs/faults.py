@@ -32,6 +32,8 @@ class Faults:
     """Every operation takes so much longer."""
     full: bool = False
     """ENOSPC for what needs space; statfs says that none is free."""
+    full_below: str = "/"
+    """Only paths that begin so are on the full disk, as with a quota."""
     read_only: bool = False
     """EROFS for what changes something."""
     frozen: bool = False

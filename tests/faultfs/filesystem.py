@@ -65,7 +65,7 @@ class FaultyFilesystem(Operations):
             time.sleep(faults.latency_s)
         if faults.read_only and name in CHANGES:
             raise failure(errno.EROFS)
-        if faults.full and name in NEEDS_SPACE - {"rename"}:
+        if faults.full and name in NEEDS_SPACE - {"rename"} and path.startswith(faults.full_below):
             raise failure(errno.ENOSPC)
         if random.random() < faults.error_rate and path.startswith(faults.errors_below):
             possible = [each for each in faults.errors if each != "ENOENT" or name in LOOKS_UP]

@@ -77,7 +77,7 @@ def metrics_line(iteration: int) -> dict[str, object]:
 def roll_out(run_dir: RunDir, iteration: int, policy: str, finished: int) -> None:
     """Parts with the first `finished` groups of an iteration; its manifest if these are all."""
     write_json(run_dir.iteration_json(iteration), opened(iteration, origin(policy), SLOTS))
-    writer = PartWriter(run_dir, "train", iteration, 0, 2, origin(policy), 60.0)
+    writer = PartWriter(run_dir, "train", iteration, 0, 2, origin(policy))
     for slot in range(finished):
         writer.add(group(slot))
     writer.flush()

@@ -166,7 +166,7 @@ def test_command_about_a_run_works_on_one(
     follows = {"--watch", "-f", "--follow"} & {*words}
     if follows:
         monkeypatch.setattr("time.sleep", interrupt)
-    monkeypatch.setattr("coordinator.commands.cleanup.LOOK_AT_LEAST_S", 0.02)
+    monkeypatch.setattr("coordinator.commands.cleanup.patience_s", lambda _cluster: 0.06)
     assert run(words, monkeypatch) == (130 if follows else 0), capsys.readouterr().err
     assert capsys.readouterr().out.strip()
 

@@ -36,7 +36,8 @@ from tests.simulation.scheduler import Event, RLock, Thread
 from trainer.job import launch
 
 REAL = {"coordinator.cli", "coordinator.commands.local", "coordinator.directory.line_writer"} | {
-    f"coordinator.machine.{name}" for name in ("children", "child_output", "keeper", "network", "signals")
+    f"coordinator.machine.{name}"
+    for name in ("children", "child_output", "keeper", "network", "pulse", "signals", "stand_in")
 }
 """Modules that no simulated node runs."""
 ON_DISK = {
@@ -115,9 +116,12 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(trainer, "Doorbell", lambda _path: bell)
     patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
     patch.setattr(identity, "socket", host)
-    patch.setattr(node, "Signals", lambda _act: SimpleNamespace(begin=lambda: None))
-    patch.setattr(node, "Unresponsive", lambda *_: SimpleNamespace(guarding=lambda _children: nullcontext()))
+    patch.setattr(node, "Signals", lambda _act: SimpleNamespace(begin=lambda _record: None))
+    pulse = SimpleNamespace(begin=lambda: None, close=lambda: None)
+    patch.setattr(node, "Pulse", lambda *_: pulse)
+    patch.setattr(node, "Unresponsive", lambda *_: SimpleNamespace(guarding=lambda *_: nullcontext()))
     patch.setattr(main, "Node", lambda start: cast(Any, machines.scheduler.process).become(start))
+    patch.setattr(node, "name_of_run", lambda *_: "run")
     patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
     patch.setattr(engine, "host_lock", lambda _name: nullcontext(), raising=False)
 

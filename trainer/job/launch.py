@@ -9,6 +9,7 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
     progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
     done_000007.<local rank>    this rank has done it
     failed_000007.<local rank>  this rank has failed and exited; the content is the traceback
+    final_000007.<local rank>   the same, and it would fail again in the same way
     bell.<local rank>, bell.node    FIFOs, rung when there is a request, or when a rank has done it or failed
 
 Every file appears whole (temporary name, rename). A trainer exits when the spool vanishes or torchrun dies.
@@ -38,8 +39,16 @@ POLL_S = 0.25
 WATCH_INTERVAL_S = 0.5
 
 
+FAILED, FINAL = "failed_", "final_"
+
+
 class TrainerFailed(RuntimeError):
     """A rank of the training job failed; the message holds its traceback."""
+
+    def __init__(self, text: str, comes_again: bool = False) -> None:
+        super().__init__(text)
+        self.comes_again = comes_again
+        """Whether another attempt would fail in the same way."""
 
 
 class Request(Protocol):
@@ -136,12 +145,15 @@ def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
     Raises TrainerFailed as soon as a rank has failed at any request. Its text ends with the first failure.
     """
     names = os.listdir(spool)
-    failed = [spool / name for name in names if name.startswith("failed_") and not name.endswith(".tmp")]
+    failed = [
+        spool / name for name in names if name.startswith((FAILED, FINAL)) and not name.endswith(".tmp")
+    ]
     if failed:
         # One host's disk and clock, so the times compare. The first failure is the cause of the others.
         failed.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
         texts = [f"local rank {path.name.rpartition('.')[2]}: {path.read_text()}" for path in failed]
-        raise TrainerFailed("\n".join(texts).rstrip())
+        comes_again = any(path.name.startswith(FINAL) for path in failed)
+        raise TrainerFailed("\n".join(texts).rstrip(), comes_again)
     done = {f"done_{number:06d}.{local_rank}" for local_rank in range(processes)}
     return "done" if done <= set(names) else None
 
@@ -210,9 +222,9 @@ def report_done(spool: Path, number: int, local_rank: int) -> None:
     ring(spool / NODE_BELL)
 
 
-def report_failure(spool: Path, number: int, local_rank: int, text: str) -> None:
+def report_failure(spool: Path, number: int, local_rank: int, text: str, comes_again: bool = False) -> None:
     """Write that this rank failed at request `number` (0: before the first one)."""
-    _publish(spool / f"failed_{number:06d}.{local_rank}", text.encode())
+    _publish(spool / f"{FINAL if comes_again else FAILED}{number:06d}.{local_rank}", text.encode())
     ring(spool / NODE_BELL)
 
 

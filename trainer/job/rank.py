@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.storage import files
+from rollout.storage.retry import waiting_for_space
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.probe import probe_tokens
@@ -22,7 +23,9 @@ from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainedBatch, TrainRequest
 from trainer.job import launch
 from trainer.job.doorbell import Doorbell
+from trainer.model.lora import LoraError
 from trainer.model.model import Learner, learning_rate
+from trainer.model.parallel import LayoutError
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.update.step import StepStats, summary, train
@@ -32,6 +35,9 @@ OF_A_NODE = {"batch_file", "base_dir", "model_dir", "model_name", "staging_dir",
 
 SAID_BYTES = 10**9
 """What it took to write a checkpoint above this is printed."""
+
+COME_AGAIN = (LayoutError, LoraError, ImportError)
+"""Errors of settings that do not fit the model, and of an installation: they come again."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +72,13 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
             number, data = launch.next_request(spool, number, bell.wait)
             say = partial(launch.report_progress, spool, number)
             progress = Progress(say) if local_rank == 0 else Progress()
-            rank.run(TrainRequest.from_json(data), progress)
+            # Half of the time that its peers wait for it: then this rank says what was missing.
+            with waiting_for_space(collective_timeout_s / 2, lambda: None):
+                rank.run(TrainRequest.from_json(data), progress)
             launch.report_done(spool, number, local_rank)
-    except Exception:
-        launch.report_failure(spool, number, local_rank, traceback.format_exc())
+    except Exception as error:
+        comes_again = isinstance(error, COME_AGAIN)
+        launch.report_failure(spool, number, local_rank, traceback.format_exc(), comes_again)
         logger.exception("request %d failed", number)
         # An ordinary exit would run destructors, which may wait for peers that hang in a collective.
         os._exit(1)

@@ -14,8 +14,10 @@ Verdict = Literal["ok", "slow", "warn", "fail"]
 _CLUSTER = ClusterSettings()
 PROMPT_S = _CLUSTER.poll_max_s
 """A waiting node sleeps up to this long between two listings; a shorter delay costs a run nothing."""
-VISIBLE_S = 60.0
-"""A run tolerates listings that are outdated by this much, the most that NFS clients cache."""
+VISIBLE_S = _CLUSTER.node_timeout_s - 2 * _CLUSTER.beat_s
+"""Where listings are outdated by more than this, a heartbeat may come too late, and nodes that live are taken
+for lost.
+"""
 FLAG_S = 0.05
 """An iteration raises 28 flags in sequence (14 rows, one of a worker, one of the master): 1.4 s."""
 LIST_S = 0.05
@@ -219,7 +221,9 @@ def judge_visible(name: str, delays: Latency, mount: Mount, what: str) -> Check:
     figure = f"{what}: median {duration(delays.p50)}, longest {duration(delays.worst)}"
     values = delays.values()
     if delays.worst > VISIBLE_S:
-        return Check(name, figure, "fail", f"a run allows {VISIBLE_S:.0f} s; {cache_advice(mount)}", values)
+        allowed = f"a run allows {VISIBLE_S:.0f} s with cluster.node_timeout_s={_CLUSTER.node_timeout_s:g}"
+        advice = f"{allowed}; {cache_advice(mount)}"
+        return Check(name, figure, "fail", advice, values)
     if delays.worst > PROMPT_S:
         advice = f"each of the 14 rows waits that long; {cache_advice(mount)}"
         return Check(name, figure, "slow", advice, values)

@@ -73,7 +73,7 @@ def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:
 
 def write_parts(run_dir: RunDir, iteration: int, rank: int, epoch: int, groups: list[Group]) -> None:
     policy = json.loads(run_dir.iteration_json(iteration).read_text())["policy"]
-    writer = PartWriter(run_dir, "train", iteration, rank, epoch, origin(policy), 1e9)
+    writer = PartWriter(run_dir, "train", iteration, rank, epoch, origin(policy))
     for each in groups:
         writer.add(each)
     writer.flush()

@@ -38,7 +38,7 @@ from tests.paths import REPOSITORY
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(module, "LOOK_AT_LEAST_S", 0.02)
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
     return interrupted_run(tmp_path / "run")
 
 

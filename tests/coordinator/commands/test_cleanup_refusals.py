@@ -12,7 +12,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import parse
 from coordinator.rows import resume
-from coordinator.settings import SettingsError
+from coordinator.settings import ClusterSettings, SettingsError
 from rollout.storage import files
 from tests.coordinator.commands.interrupted_run import (
     SETTINGS,
@@ -30,7 +30,7 @@ from tests.coordinator.made_up import (
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(module, "LOOK_AT_LEAST_S", 0.02)
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
     return interrupted_run(tmp_path / "run")
 
 
@@ -161,3 +161,8 @@ def test_iteration_that_was_never_opened_is_nothing_to_do(
     cleanup(run_dir.root, 3, keep_partial=True)
     assert "iteration 3 has left nothing" in capsys.readouterr().out
     assert everything(run_dir.root) == before
+
+
+def test_node_is_gone_after_the_time_after_which_the_others_take_it_for_lost() -> None:
+    assert module.patience_s(ClusterSettings()) == 30.0
+    assert module.patience_s(ClusterSettings(beat_s=20.0, node_timeout_s=50.0)) == 60.0

@@ -77,9 +77,9 @@ def test_figure_has_a_verdict_and_what_to_do(check: Check, verdict: str, words: 
     [
         ((0.001, 0.4), DISK, "ok", ""),
         ((0.001, 0.6), NFS, "slow", "mount it with lookupcache=none (or positive) and actimeo=1"),
-        ((0.001, 59.0), BLOB, "slow", "--attr-cache-timeout=0"),
+        ((0.001, 25.0), BLOB, "slow", "--attr-cache-timeout=0"),
         ((0.001, 10.6), SSHFS, "slow", "mount it with -o dir_cache=no,entry_timeout=0,attr_timeout=0"),
-        ((0.001, 61.0), NFS, "fail", "a run allows 60 s"),
+        ((0.001, 27.0), NFS, "fail", "a run allows 26 s with cluster.node_timeout_s=30"),
         ((0.001, math.inf), DISK, "fail", "turn the mount's caches off"),
     ],
 )

@@ -1,7 +1,6 @@
 """Part files: what is written is read, and nothing but a whole part of the policy."""
 
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from coordinator.directory.published import Incomplete
 from rollout.origin import Code, Origin
 from rollout.quota import Quota
 from rollout.trajectory import PartHeader, encode_part
-from tests.coordinator.directory.written_parts import slots_of, write, writer
+from tests.coordinator.directory.written_parts import write, writer
 from tests.coordinator.made_up import ORIGIN, POLICY, group, origin, run_dir_at, tombstone, tree
 
 
@@ -38,21 +37,6 @@ def test_groups_are_written_when_the_writer_is_flushed(directory: Path) -> None:
     made.flush()
     made.flush()
     assert tree(directory) == {"r0000.e0002.part0001.safetensors"}
-
-
-def test_groups_are_written_as_they_come_once_the_interval_is_over(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    made = writer(directory, interval_s=2.0)
-    for slot, now_s in enumerate([100.5, 101.9, 102.0, 102.5, 104.5]):
-        clock[0] = now_s
-        made.add(group(slot))
-    assert slots_of(manifest(directory, 3, Quota(5, 5), ORIGIN)[0]) == {
-        "r0000.e0002.part0001.safetensors": [0, 1, 2],
-        "r0000.e0002.part0002.safetensors": [3, 4],
-    }
 
 
 # ---- reading

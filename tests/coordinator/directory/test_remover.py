@@ -1,6 +1,7 @@
 """What has lost its name is removed while the run goes on."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +88,26 @@ def test_end_of_the_node_does_not_wait_for_ever(
         remover.close()
     assert (tmp_path / "a").exists()
     assert f"{tmp_path / 'a'} was not removed within 0.1 s" in caplog.text
+
+
+def test_removal_that_hangs_does_not_hold_up_the_run_for_ever(
+    tmp_path: Path,
+    remover: Remover,
+    answers: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(remover_module, "WAIT_S", 0.3)
+    one, two = directories(tmp_path, "a", "b")
+    remover.remove([one], never)
+    for _iteration in range(2):
+        remover.remove([one, two], lambda: None)
+    assert two.exists()
+    assert caplog.text.count(f"{one} was not removed within 0.3 s: the run goes on") == 1
+    answers.set()
+    until = time.monotonic() + 20
+    while one.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    remover.remove([two], lambda: None)
+    remover.close()
+    assert not list(tmp_path.iterdir())

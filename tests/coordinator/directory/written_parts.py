@@ -10,10 +10,8 @@ from rollout.trajectory import Group
 from tests.coordinator.made_up import ORIGIN
 
 
-def writer(
-    directory: Path, rank: int = 0, epoch: int = 2, origin: Origin = ORIGIN, interval_s: float = 1e9
-) -> PartWriter:
-    return PartWriter(RunDir(directory.parents[1]), "train", 3, rank, epoch, origin, interval_s)
+def writer(directory: Path, rank: int = 0, epoch: int = 2, origin: Origin = ORIGIN) -> PartWriter:
+    return PartWriter(RunDir(directory.parents[1]), "train", 3, rank, epoch, origin)
 
 
 def write(directory: Path, *groups: Group, rank: int = 0, epoch: int = 2, origin: Origin = ORIGIN) -> None:

@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from coordinator.machine import host_lock as module
-from coordinator.machine.host_lock import hold_for_process, host_lock, own_folder
+from coordinator.machine.host_lock import hold_for_process, host_lock, name_of_run, own_folder
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.rows import base_model
+from rollout.storage import once
+from tests.faultfs import FaultFs, unavailable
 
 HOLDER = """
 import sys, time
@@ -152,3 +154,25 @@ def test_holder_that_cannot_be_read_is_told(content: str, caplog: pytest.LogCapt
         Path(lock.lock_file).with_suffix(".pid").write_text(content)
         with pytest.raises(Ended, match="its pid is in"):
             hold_for_process("rank", "rank 0", lambda: None)
+
+
+def test_copy_of_a_run_has_locks_of_its_own(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    once.create_once(run / "run.json", b'{"run_id": "abc"}')
+    name = name_of_run(run / "run.json", "abc")
+    subprocess.run(["cp", "-a", run, tmp_path / "copy"], check=True)
+    assert name_of_run(tmp_path / "copy" / "run.json", "abc") != name
+    run.rename(tmp_path / "moved")
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    assert name_of_run(tmp_path / "link" / "run.json", "abc") == name
+
+
+def test_two_mounts_of_one_run_have_the_same_locks(tmp_path: Path) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with FaultFs(tmp_path / "fs", 2) as shared:
+        once.create_once(shared[0].path / "run.json", b'{"run_id": "abc"}')
+        names = {name_of_run(shared[mount].path / "run.json", "abc") for mount in (0, 1, 0)}
+        names.add(name_of_run(shared.backing / "run.json", "abc"))
+    assert len(names) == 1

@@ -531,15 +531,21 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(files, "show", broken)
 
 
-def test_full_disk_ends_the_watch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.ENAMETOOLONG])
+def test_error_that_cannot_pass_ends_the_watch(
+    make: Make, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     watching = make(cluster=FAST)
     watching.begin(0, 2)
-    failing(monkeypatch, errno.ENOSPC)
+    failing(monkeypatch, number)
     until(watching.stop.is_set)
     assert isinstance(watching.error, SharedFsError)
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.ENOTCONN])
+AWAY = ("EROFS", "EIO", "ENOTCONN", "ENOSPC", "EDQUOT", "ECONNRESET", "ENETUNREACH", "EREMOTEIO", "EPROTO")
+
+
+@pytest.mark.parametrize("number", [getattr(errno, name) for name in AWAY], ids=AWAY)
 def test_node_without_its_own_beat_ends_training_and_comes_back_as_another_incarnation(
     make: Make, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -36,7 +36,7 @@ def publish(run_dir: RunDir, iteration: int, groups: Sequence[Group] = (), **sam
     directory.mkdir()
     run_dir.batch(iteration).mkdir()
     made_with = origin(f"{POLICY}{iteration}", iteration - 1, **sampling)
-    writer = parts.PartWriter(run_dir, "train", iteration, 0, 1, made_with, interval_s=100.0)
+    writer = parts.PartWriter(run_dir, "train", iteration, 0, 1, made_with)
     groups = groups or [group(slot, mark=10 * iteration) for slot in range(SLOTS)]
     for each in groups:
         writer.add(each)

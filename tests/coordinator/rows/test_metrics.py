@@ -58,7 +58,7 @@ def sampled(tmp_path: Path, groups: list[Group], tasks: list[dict[str, Any]]) ->
     for kind in ("train", "eval"):
         directory = run_dir.trajectories(kind, 1)  # pyright: ignore
         directory.mkdir()
-        writer = parts.PartWriter(run_dir, kind, 1, 0, 1, ORIGIN, interval_s=100.0)  # pyright: ignore
+        writer = parts.PartWriter(run_dir, kind, 1, 0, 1, ORIGIN)  # pyright: ignore
         for each in groups:
             writer.add(each)
         writer.flush()

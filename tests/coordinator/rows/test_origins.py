@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def finish(run_dir: RunDir, kind: Any, origin: Origin, *groups: Group, epoch: int = 2) -> None:
-    writer = PartWriter(run_dir, kind, 1, 0, epoch, origin, 1e9)
+    writer = PartWriter(run_dir, kind, 1, 0, epoch, origin)
     for each in groups:
         writer.add(each)
     writer.flush()

@@ -1,18 +1,25 @@
 """Who generates what: shares and spare slots by weight, and how much of them is needed."""
 
+import asyncio
+import contextlib
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.node.iteration import Iteration
+from coordinator.node.position import Position
 from coordinator.protocol.phases import Phase
 from coordinator.rows import trajectories
 from rollout.quota import Quota
+from rollout.settings import RolloutSettings
 from rollout.storage import files
+from rollout.tasks.task_set import TaskSet
 from rollout.trajectory import Group
 from tests.coordinator.made_up import ORIGIN, POLICY, group, tombstone
 
@@ -34,7 +41,7 @@ def iteration() -> Iteration:
 
 
 def finish(node: Any, *groups: Group) -> None:
-    writer = PartWriter(node.run_dir, "train", 1, 0, 2, ORIGIN, 1e9)
+    writer = PartWriter(node.run_dir, "train", 1, 0, 2, ORIGIN)
     for each in groups:
         writer.add(each)
     writer.flush()
@@ -76,3 +83,38 @@ def test_nothing_is_planned_once_enough_is_finished(node: Any, iteration: Iterat
     finish(node, *(group(slot) for slot in range(4)))
     plan = trajectories.plan(node, iteration, "train", Quota(4, 8), ORIGIN)
     assert plan["shares"] == {"0": [], "1": [], "2": []} and not any(plan["needed"].values())
+
+
+def test_requests_go_on_while_a_part_is_written(
+    node: Any, iteration: Iteration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+
+    class SlowFilesystem:
+        def add(self, _group: Group) -> None:
+            """Takes it."""
+
+        def flush(self) -> None:
+            time.sleep(0.5)
+            written.set()
+
+    async def requests(*_: Any, on_group: Any, **__: Any) -> int:
+        on_group(group(0))
+        steps = 0
+        while not written.is_set():
+            await asyncio.sleep(0.01)
+            steps += 1
+        return steps
+
+    monkeypatch.setattr(trajectories, "collect", requests)
+    monkeypatch.setattr(trajectories, "_client", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(trajectories, "_generates", lambda *_: False)
+    monkeypatch.setattr(trajectories, "_environment", lambda *_: None)
+    node.position, node.watch = Position(), SimpleNamespace(stop=None)
+    share = SimpleNamespace(
+        settings=RolloutSettings(part_interval_s=0.01), tasks=TaskSet((), "none"), slots=[], order=[],
+        needed=1, quota=Quota(1, 1), functions=SimpleNamespace(reward=None), origin=ORIGIN, kind="train",
+    )  # fmt: skip
+    writer: Any = SlowFilesystem()
+    steps = asyncio.run(trajectories._collect(node, iteration, cast(Any, share), writer))
+    assert steps > 10

@@ -30,14 +30,16 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def collect(run_dir: RunDir, iteration: int, slots: int = 3) -> None:
     """Trajectories of an iteration, in a part a group, and one that came too late to count."""
-    writer = PartWriter(run_dir, "train", iteration, 1, 2, ORIGIN, interval_s=0.0)
+    writer = PartWriter(run_dir, "train", iteration, 1, 2, ORIGIN)
     run_dir.trajectories("train", iteration).mkdir()
     for slot in reversed(range(slots)):
         writer.add(group(slot))
+        writer.flush()
     directory = run_dir.trajectories("train", iteration)
     document, _ = manifest(directory, iteration, Quota(slots, slots), ORIGIN)
     write_json(run_dir.manifest("train", iteration), document)
     writer.add(group(0, rewards=(9.0,)))
+    writer.flush()
 
 
 def write_metrics(run_dir: RunDir, *lines: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ from rollout.storage.files import make_directory, publish
 from rollout.storage.lines import append_line
 from rollout.storage.once import create_once
 from rollout.storage.retry import PASSING, SharedFsError
-from rollout.storage.writer import write
+from rollout.storage.writer import Writer, write
 from tests.coordinator.made_up import tree
 
 READER = """
@@ -477,3 +477,60 @@ def test_only_what_can_be_read_is_hashed(tmp_path: Path) -> None:
     (model / "below").symlink_to(tmp_path)
     os.mkfifo(model / "pipe")
     assert files.checksums(model) == {"linked": files.facts_of(b"weights")}
+
+
+def full_for(monkeypatch: pytest.MonkeyPatch, calls: int) -> list[int]:
+    """Report a full disk at the first `calls` fsyncs; the list counts them."""
+    count, fsync = [0], os.fsync
+
+    def call(descriptor: int) -> None:
+        count[0] += 1
+        if count[0] <= calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", call)
+    return count
+
+
+def write_in_threads(path: Path) -> None:
+    with Writer(path.parent) as writer:
+        writer.add(path.name, b"{}")
+        writer.finish()
+
+
+@pytest.mark.parametrize(
+    "put", [lambda path: publish(path, b"{}"), write_in_threads], ids=["publish", "Writer"]
+)
+def test_full_disk_is_waited_for_where_it_is_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    put: Callable[[Path], None],
+) -> None:
+    path = tmp_path / "document"
+    full_for(monkeypatch, 6)
+    with pytest.raises(SharedFsError):
+        put(path)
+    assert tree(tmp_path) == set()
+    with retry.waiting_for_space(60.0, lambda: None):
+        put(path)
+    assert tree(tmp_path) == {"document"}
+    said = [line for line in caplog.messages if "No space left on device" in line]
+    assert len(said) == 1 and said[0].endswith("waiting for free space") and "GB free" in said[0]
+
+
+def test_wait_for_space_ends_with_its_limit_and_with_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = full_for(monkeypatch, 10**9)
+    with retry.waiting_for_space(0.1, lambda: None), pytest.raises(SharedFsError, match="tried for 0"):
+        publish(tmp_path / "document", b"{}")
+    assert count[0] > 2
+
+    def check() -> None:
+        raise LookupError("the row is over")
+
+    with retry.waiting_for_space(60.0, check), pytest.raises(LookupError, match="the row is over"):
+        publish(tmp_path / "document", b"{}")
+    assert tree(tmp_path) == set()

@@ -280,8 +280,13 @@ def test_outcome_waits_for_every_rank_and_reports_any_failure(spool: Path) -> No
     assert launch.outcome(spool, 1, 2) == "done"
     assert launch.outcome(spool, 2, 2) is None
     launch.report_failure(spool, 2, 1, "Traceback: no memory")
-    with pytest.raises(launch.TrainerFailed, match="local rank 1: Traceback: no memory"):
+    with pytest.raises(launch.TrainerFailed, match="local rank 1: Traceback: no memory") as failed:
         launch.outcome(spool, 2, 2)
+    assert not failed.value.comes_again
+    launch.report_failure(spool, 2, 0, "Traceback: no such layout", comes_again=True)
+    with pytest.raises(launch.TrainerFailed, match="local rank 0: Traceback: no such layout") as failed:
+        launch.outcome(spool, 2, 2)
+    assert failed.value.comes_again
 
 
 def test_requests_are_served_in_order_and_once(spool: Path, make_request: MakeRequest, batch: Batch) -> None:

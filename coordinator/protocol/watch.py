@@ -112,6 +112,7 @@ class Watch:
     def begin(self, incarnation_floor: int, epoch: int) -> None:
         """Take the next free incarnation, beat, and watch."""
         self.heart.begin(incarnation_floor, epoch)
+        self._beaten_s = time.monotonic()
         self._observer = file_events.follow(self._others, self._wake)
         self.fence.begin()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)

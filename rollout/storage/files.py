@@ -267,12 +267,12 @@ def is_directory(path: Path) -> bool:
 
 
 def _mode(path: Path) -> int:
-    """Return the st_mode of what `path` leads to; 0 if it leads to nothing."""
+    """Return the st_mode of what `path` leads to; 0 if it leads to nothing that this user may find."""
 
     def look() -> int:
         try:
             return os.stat(path).st_mode
-        except NotADirectoryError:
+        except (NotADirectoryError, PermissionError):
             return 0
 
     try:

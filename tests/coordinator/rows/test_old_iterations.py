@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.config import build
 from coordinator.directory import published
-from coordinator.directory.layout import RunDir, parse_iteration_name
+from coordinator.directory.layout import FORMAT, RunDir, parse_iteration_name
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
 from coordinator.node.policies import Policies
@@ -173,7 +173,7 @@ def test_trajectories_that_were_moved_to_an_archive_stay_there(run_dir: RunDir, 
 
 def test_readers_say_what_is_there_when_trajectories_are_gone(run_dir: RunDir) -> None:
     trained(run_dir, *range(1, 6))
-    write_json(run_dir.run_json, {"run_id": "r", "format": 3, "fixed": {}})
+    write_json(run_dir.run_json, {"run_id": "r", "format": FORMAT, "fixed": {}})
     lines = [{"iteration": number, "kind": "both", "reward": 0.5} for number in range(1, 6)]
     run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert left(run_dir, 5, **LAST_2) == [4, 5]

@@ -11,6 +11,7 @@ from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.node.verdicts import CODES, Verdicts
+from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beats
 from coordinator.protocol.records import EpochRecord, Member, claim, new_token
@@ -47,6 +48,7 @@ class Joining:
         self._describe = describe
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
+        self._back_off = BackOff()
         self._known: dict[int, tuple[int, dict[str, Any]]] = {}
         """What a process of each rank has said of its node, with its incarnation."""
 
@@ -64,6 +66,7 @@ class Joining:
         """
         lobby = self._watch.leave()
         self._position.move("gathering")
+        self._count_losses(lobby)
         if lobby is None:
             lobby = self.claim_next("lobby")
             self._watch.heart.beat(lobby.epoch)
@@ -73,6 +76,21 @@ class Joining:
         if not claim(self._identity.run_dir, record):
             raise self._verdicts.superseded()
         return record
+
+    def _count_losses(self, left: EpochRecord | None) -> None:
+        """Keep out for a while who is lost again and again, where the others go on without it."""
+        cluster, board = self._cluster, self._watch.board
+        for rank, member in left.members.items() if left and cluster.on_node_failure == "shrink" else ():
+            if rank in self.lost or (rank and board.highest_incarnation(rank) > member.incarnation):
+                most_s = cluster.rejoin_timeout_s / 4
+                pause_s = self._back_off.lose(rank, time.monotonic(), cluster.node_timeout_s, most_s)
+                if pause_s > 0:
+                    times = f"{self._back_off.losses(rank)} times before it finished an iteration"
+                    log.warning("rank %d was lost %s: it is let in again after %.0f s", rank, times, pause_s)
+
+    def settle(self) -> None:
+        """Take in that the members of this epoch have finished an iteration."""
+        self._back_off.settle(self._watch.record.members)
 
     def claim_next(self, kind: Literal["lobby", "finished"]) -> EpochRecord:
         """Claim the first free number above all that the directory shows: the newest master wins."""
@@ -102,7 +120,9 @@ class Joining:
         """
         board, record = self._watch.look(), self._watch.record
         absent = set(range(self._cluster.num_nodes)) - set(record.members)
-        return any(rank in board.beats and board.beats[rank].epoch >= record.epoch for rank in absent)
+        now_s = time.monotonic()
+        here = [rank for rank in absent if rank in board.beats and not self._back_off.is_out(rank, now_s)]
+        return any(board.beats[rank].epoch >= record.epoch for rank in here)
 
     def _new_record(
         self, number: int, kind: Literal["lobby", "full", "finished"], members: dict[int, Member]
@@ -160,6 +180,8 @@ class Joining:
             beat = board.beats.get(rank)
             silent_s = self._watch.silence.silent_s.get(rank, 0.0)
             if beat is None or silent_s >= self._cluster.node_timeout_s:
+                return False
+            if self._back_off.is_out(rank, time.monotonic()):
                 return False
             return beat.epoch >= since and beat[2:] > self.lost.get(rank, (0, -1))
 

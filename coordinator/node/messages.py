@@ -29,6 +29,10 @@ class Messages:
         """Return what a person types to start a worker."""
         return f"run --worker {rank} --log-path {shlex.quote(str(self._identity.root))}"
 
+    def doctor_command(self) -> str:
+        """Return what a person types to try the shared directory."""
+        return f"run doctor --log-path {shlex.quote(str(self._identity.root))}"
+
     def failure(self, error: BaseException) -> str:
         """Return one line: rank, host, phase, iteration, and the error."""
         me = self._identity

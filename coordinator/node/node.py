@@ -214,8 +214,12 @@ class Node:
         self.trainer.leave_epoch()
         self.position.move("fenced")
         deadline_s = time.monotonic() + cluster.rejoin_timeout_s
-        while not fence.wait_until_back(cluster.beat_s / 4):
+        while not fence.wait_until_back(cluster.beat_interval_s / 4):
             self.verdicts.check_self()
+            if self.is_master and not self.watch.heart.was_seen and self.watch.away is None:
+                unseen = f"{self.run_dir.root} takes this node's heartbeats, but has shown none of them"
+                text = f"{unseen} for {fence.limit_s:.0f} s, so no node could see another"
+                raise Ended(Exit.FAILED, f"{text}; on this machine: {self.messages.doctor_command()}")
             if time.monotonic() > deadline_s:
                 why = f" ({self.watch.away})" if self.watch.away else ""
                 silent = f"{self.run_dir.root} took no heartbeat for {cluster.rejoin_timeout_s:.0f} s{why}"
@@ -247,6 +251,8 @@ class Node:
         The master decides by `open_next`; a worker waits for what it opens.
         """
         if self.is_master:
+            if last:
+                self.joining.settle()
             if self.joining.returned():
                 raise EpochChanged
             number = open_next(self)

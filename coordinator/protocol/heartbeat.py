@@ -57,6 +57,11 @@ class Heart:
             files.drop(self._run_dir.entry(beat))
 
     @property
+    def was_seen(self) -> bool:
+        """Whether a listing has ever shown a beat of this incarnation."""
+        return self._seen >= 0
+
+    @property
     def epoch(self) -> int:
         """The epoch of the last beat."""
         return self._last.epoch if self._last is not None else 0

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.directory.layout import Kind, RunDir
+from coordinator.directory.layout import Beat, Kind, RunDir, parse_protocol_name
+from coordinator.protocol.exits import Exit
 from rollout.trajectory import Group, decode_part
 from tests.simulation.faults import Fault, Injector
 from tests.simulation.invariants import Invariants
-from tests.simulation.world import World
+from tests.simulation.scheduler import Process
+from tests.simulation.world import NodeProcess, World
 from trainer.batch.batch import Batch
 
 OTHER_REWARD = "tests.simulation.engines:other_reward"
@@ -153,3 +155,39 @@ def test_iteration_of_which_nothing_is_finished_is_opened_anew(tmp_path: Path) -
 def test_nothing_is_said_when_nothing_has_changed(tmp_path: Path) -> None:
     world = run(tmp_path, {})
     assert not said(world, "as it was begun") and not said(world, "opened anew")
+
+
+def test_rank_that_fails_again_and_again_is_let_in_ever_more_rarely(tmp_path: Path) -> None:
+    world = World(tmp_path, 2, 0, {"iterations": 20, "cluster.on_node_failure": "shrink"})
+
+    def fail(process: Process) -> None:
+        if isinstance(process, NodeProcess) and process.rank == 1 and process.place >= (1, 2):
+            world.kill(process)
+
+    world.disk.on_call = fail
+    world.run(lambda: True)
+    assert world.scheduler.violation is None
+    epochs = max(int(path.name[1:5]) for path in world.run_dir.master.glob("*.epoch.json"))
+    failures = sum(process.killed for process in world.processes)
+    assert 3 <= failures <= 8 and epochs <= 2 * failures + 4, (failures, epochs)
+    assert any("before it finished an iteration" in line for line in world.said)
+
+
+def test_master_whose_mount_shows_none_of_its_heartbeats_ends_and_says_so(tmp_path: Path) -> None:
+    world = World(tmp_path, 2, 0, {})
+    world.allowed = {Exit.FAILED}
+    real = world.disk.listdir
+
+    def without_beats(path: Any) -> list[str]:
+        return [name for name in real(path) if not isinstance(parse_protocol_name(name), Beat)]
+
+    def over() -> bool:
+        if any(process.rank == 0 and process.code is not None for process in world.processes):
+            world.scheduler.end()
+        return False
+
+    world.patches.append(lambda patch: patch.setattr(world.disk, "listdir", without_beats))
+    world.run(over)
+    assert world.scheduler.violation is None
+    (text,) = [line for line in world.said if "has shown none of them" in line]
+    assert f"run doctor --log-path {world.run_dir.root}" in text

@@ -154,7 +154,7 @@ def _wait_for_beats(run_dir: RunDir, look_s: float) -> Board:
     while (left_s := deadline_s - time.monotonic()) > 0:
         time.sleep(min(LOOK_AGAIN_S, left_s))
         now = whole_board(run_dir, published.names)
-    _refuse_beats(run_dir, moved(before, now))
+        _refuse_beats(run_dir, moved(before, now))
     return now
 
 

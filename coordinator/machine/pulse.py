@@ -35,11 +35,15 @@ class Pulse:
     def __init__(self, spool: Path, show: Callable[[], Shown]) -> None:
         self._path = spool / keeper.PULSE
         self._show = show
+        self._shown = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
     def begin(self) -> None:
-        """Begin, once the node beats."""
+        """Begin, once the node beats. The first pulse is there at once: the interpreter may be held any time
+        from here on.
+        """
+        self._beat()
         self._thread.start()
 
     def close(self) -> None:
@@ -50,12 +54,15 @@ class Pulse:
         self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        shown, temporary = "", self._path.with_suffix(".new")
         while not self._closed.wait(keeper.PULSE_S):
-            with contextlib.suppress(OSError):  # the keeper removes the spool at the end
-                if (text := json.dumps(self._show())) == shown:
-                    os.utime(self._path)  # this works on a full disk too
-                    continue
-                temporary.write_text(text)
-                os.replace(temporary, self._path)
-                shown = text
+            self._beat()
+
+    def _beat(self) -> None:
+        temporary = self._path.with_suffix(".new")
+        with contextlib.suppress(OSError):  # the keeper removes the spool at the end
+            if (text := json.dumps(self._show())) == self._shown:
+                os.utime(self._path)  # this works on a full disk too
+                return
+            temporary.write_text(text)
+            os.replace(temporary, self._path)
+            self._shown = text

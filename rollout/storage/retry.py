@@ -41,7 +41,7 @@ FULL_PAUSE_S = 2.0
 WAITING = "waiting for free space"
 """In the line that says it."""
 
-_OS_ERROR = re.compile(r"\(os error (\d+)\)|^unable to .*\((\d+)\)$")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)|^(?:unable to|Error closing file) .*\((\d+)\)$")
 """How Rust writes an error of the operating system, and how torch does when it maps a file."""
 
 

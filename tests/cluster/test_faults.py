@@ -387,13 +387,13 @@ def test_interrupt_of_the_master_ends_all_although_user_code_holds_an_interprete
     cluster: Cluster, engine_url: str, held: int
 ) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--num-nodes", "2")
-    arguments += ("rollout.reward=tests.cluster.plugins:blocking", "cluster.node_timeout_s=4")
+    arguments += ("rollout.reward=tests.cluster.plugins:blocking", "cluster.node_timeout_s=12")
     for rank in (0, 1):
         prefix = ("env", "BLOCKS=all") if rank == held else ()
         program = ("tests.cluster.impatient_node",)
         cluster.start(rank, *arguments if rank == 0 else (), prefix=prefix, program=program)
     cluster.until(lambda: "blocking now" in cluster.output(held), "the reward is called")
-    time.sleep(6.0)
+    time.sleep(14.0)
     assert "is lost" not in cluster.output(1 - held), "it beats"
     cluster.kill(0, signal.SIGINT)
     codes = [130, 130]

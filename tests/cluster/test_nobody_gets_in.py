@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.directory.layout import parse_protocol_name
+from coordinator.directory.layout import RunDir, parse_protocol_name
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.intruder import NOBODY, gets_in, offered_by, spools
 from tests.netns import Host, Hosts, unavailable
@@ -102,7 +102,7 @@ def check_modes(root: Path) -> int:
 
 def is_known(path: Path, root: Path) -> bool:
     """Whether a file is one of those that the tree of docs/protocol.md names."""
-    if path.parent == root / "protocol":
+    if path.parent in RunDir(root).protocol:
         return parse_protocol_name(path.name) is not None
     if path.name == "LATEST":
         return True

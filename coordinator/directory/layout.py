@@ -164,11 +164,11 @@ class RunDir:
         return self.workers, self.master
 
     def protocol_of(self, rank: int) -> Path:
-        """The directory in which a rank writes its heartbeats and flags."""
+        """Return the directory in which a rank writes its heartbeats and flags."""
         return self.master if rank == MASTER else self.workers
 
     def entry(self, entry: Beat | Flag | Record) -> Path:
-        """The file that an entry of protocol/ names."""
+        """Return the file that an entry of protocol/ names."""
         rank = MASTER if isinstance(entry, Record) else entry.rank
         return self.protocol_of(rank) / entry.name
 

@@ -49,9 +49,14 @@ class Place(NamedTuple):
     slot: int
 
 
-def durable_parts(run_dir: RunDir) -> dict[Path, bytes]:
-    """Every part that lies in the run directory now, with its content."""
-    return {path: path.read_bytes() for _, _, directory in _iterations(run_dir) for path in _parts(directory)}
+def durable_parts(run_dir: RunDir, since: int = 0) -> dict[Path, bytes]:
+    """Every part of iteration `since` and later ones that lies in the run directory, with its content."""
+    return {
+        path: path.read_bytes()
+        for _, iteration, directory in _iterations(run_dir)
+        if iteration >= since
+        for path in _parts(directory)
+    }
 
 
 def lost_groups(run_dir: RunDir, kept: dict[Path, bytes]) -> list[Place]:

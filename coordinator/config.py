@@ -151,6 +151,7 @@ OPTIONS = {
     "cluster.num_nodes": "--num-nodes",
     "cluster.rank_weights": "--rank-weights",
     "cluster.expect_gpus": "--expect-gpus",
+    "cluster.max_async_level": "--max-async-level",
     "cluster.on_node_failure": "--on-node-failure",
     "cluster.node_timeout_s": "--node-timeout",
     "cluster.rejoin_timeout_s": "--rejoin-timeout",

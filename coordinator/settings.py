@@ -80,6 +80,9 @@ class ClusterSettings(Settings):
     """Longest pause between two listings while a node waits; with hundreds of nodes it is longer."""
     local_dir: str | None = None
     """A directory on the node's own disk, for copies of models that are on a shared one; default: $TMPDIR."""
+    max_async_level: Annotated[int, Field(ge=0)] = 0
+    """Iteration i is sampled by exactly the policy of iteration max(0, i - 1 - max_async_level); 0: always by
+    the newest."""
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
     """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
 
@@ -256,6 +259,16 @@ class RunSettings(Settings):
             raise ValueError(
                 f"trajectories.keep_last={kept} is less than trainer.replay_window={window}: a batch needs "
                 f"trajectories of {window} iterations; give at least {window}, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _older_samples_are_corrected(self) -> "RunSettings":
+        level, trainer = self.cluster.max_async_level, self.trainer
+        if level and trainer.engine_correction == "off" and trainer.clip != "likelihood":
+            raise ValueError(
+                f"--max-async-level {level} trains on samples of older policies, for which trainer."
+                "engine_correction=off does not correct; use truncated or masked, or leave one of them out"
             )
         return self
 

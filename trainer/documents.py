@@ -131,5 +131,5 @@ class TrainResult(_Document):
     iterations: int | None = None
     """How the policy was trained, as the request asked."""
     metrics: dict[str, float]
-    """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, age, tokens, sequences,
-    tokens_per_s, seconds."""
+    """loss, grad_norm, lr, kl_engine, kl_reference, entropy, clip_fraction, effective_samples, age, age_max,
+    tokens, sequences, tokens_per_s, seconds."""

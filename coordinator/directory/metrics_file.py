@@ -58,6 +58,12 @@ def _parsed(text: bytes) -> Line | None:
     return found if isinstance(found.get("iteration"), int) and isinstance(found.get("kind"), str) else None
 
 
+def _measured(line: Line) -> int:
+    """Return the iteration whose training made the policy that a line measures."""
+    number = line.get("policy_iteration")
+    return number if isinstance(number, int) else line["iteration"] - 1
+
+
 class MetricsFile:
     """All lines of metrics.jsonl, for what shows them."""
 
@@ -115,7 +121,7 @@ class Finished:
             self.newest = line
         for name in MEASURES if self._keeps_scores else ():
             if line.get(name) is not None:
-                self._scores[name][iteration - 1] = line[name]
+                self._scores[name][_measured(line)] = line[name]
 
     def last(self, *kinds: str) -> int:
         """Return the last iteration that a run of one of these kinds had finished at the last look; 0 for
@@ -124,8 +130,8 @@ class Finished:
         return max((self._last.get(kind, 0) for kind in kinds), default=0)
 
     def score(self, checkpoint: int) -> float | None:
-        """Return how good the policy of a checkpoint is. The iteration after it has measured that: by its
-        evaluation, or, in a run without evaluations, by the reward of its samples. None: nothing has yet.
+        """Return how good the policy of a checkpoint is. An iteration that it sampled has measured that: by
+        its evaluation, or, in a run without evaluations, by the reward of its samples. None: nothing has yet.
         """
         by_evaluation, by_samples = (self._scores[name] for name in MEASURES)
         return (by_evaluation or by_samples).get(checkpoint)

@@ -257,6 +257,8 @@ class Node:
             if self.joining.returned():
                 raise EpochChanged
             number = open_next(self)
+            if number is not None and number <= last:  # its flags of this epoch are up already
+                raise EpochChanged
         else:
             self.position.move("running", last, Phase.ITERATION_START.label, [MASTER])
             number = self.flags.wait_opened(last)

@@ -28,7 +28,9 @@ TRAINED = (
     "clip_fraction",
     "correction_fraction",
     "mismatch_max",
+    "effective_samples",
     "age",
+    "age_max",
     "packed",
     "padding",
 )
@@ -70,6 +72,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
     return {
         "iteration": number,
         "kind": node.settings.kind,
+        "policy_iteration": (train or evaluation).get("origin", {}).get("policy_iteration"),
         "reward": train.get("reward"),
         "eval_reward": evaluation.get("reward"),
         "eval_pass_at": evaluation.get("pass_at"),

@@ -18,10 +18,15 @@ UNVERIFIED = 2
 
 
 def kept(
-    checkpoints: Sequence[int], score: Callable[[int], float | None], settings: CheckpointSettings
+    checkpoints: Sequence[int],
+    score: Callable[[int], float | None],
+    settings: CheckpointSettings,
+    at_least: int = 1,
 ) -> set[int]:
-    """Return the iterations of `checkpoints` (in order) that stay; `score` says how good a checkpoint is."""
-    last = checkpoints[-settings.keep_last :]
+    """Return the iterations of `checkpoints` (in order) that stay: `at_least` the newest ones, and what the
+    settings keep. `score` says how good a checkpoint is.
+    """
+    last = checkpoints[-max(settings.keep_last, at_least) :]
     every = [n for n in checkpoints if settings.keep_every and n % settings.keep_every == 0]
     if not settings.keep_best:
         return {*last, *every}
@@ -38,7 +43,8 @@ def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
     """
     run_dir = node.run_dir
     there = _whole(node)
-    stay = kept(there, node.finished.look().score, node.settings.checkpoints)
+    sampling = node.settings.cluster.max_async_level + 1  # the next iterations are sampled by these
+    stay = kept(there, node.finished.look().score, node.settings.checkpoints, sampling)
     verified = _newest_verified(node, there, set(there) - stay)
     for number in sorted(set(there) - stay):
         if number < verified:

@@ -17,7 +17,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows import resume, trajectories
+from coordinator.rows import lineage, resume, trajectories
 from coordinator.rows.origins import agreed_functions, changes, chosen, functions_of, is_begun, origin_of
 from coordinator.rows.tasks import draw_tasks
 from coordinator.rows.trajectories import Share
@@ -34,12 +34,14 @@ log = logging.getLogger(__name__)
 def open_iteration(node: Node, iteration: Iteration) -> Payload:
     """Open the iteration: fix what it is made of and with, once, and say which of its rows are left."""
     run_dir, number = node.run_dir, iteration.number
-    policy = _policy_before(node, iteration)
+    if number <= node.finished.last(*resume.TRAINS):
+        log.warning("iteration %d is trained again: there is no whole checkpoint of it", number)
+    base = lineage.base_of(node, iteration)
     for directory in (run_dir.trajectories("train", number), run_dir.trajectories("eval", number)):
         files.make_directory(directory)
     if Phase.TRAINING in rows_of(node.settings.kind):
         files.make_directory(run_dir.batch(number))
-    opened = _open(node, iteration, policy)
+    opened, policy = _open(node, iteration, base)
     resume_at = resume.resume_at(run_dir, node.settings, number, policy.digest)
     generates = Phase.TRAIN_ROLLOUT in rows_of(node.settings.kind) and resume_at <= Phase.EVAL_ROLLOUT
     if resume_at > Phase.TRAIN_PLAN:  # an earlier master may have ended before it wrote these
@@ -49,17 +51,21 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         "resume_at": int(resume_at),
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
+        "base": base.digest,
+        "base_iteration": base.iteration,
         # The average of a curriculum is long, and for the master alone.
         "opened": {name: value for name, value in opened.items() if name != "success"},
-        "verifier": _verifier(node, iteration, policy),
+        "verifier": _verifier(node, iteration, base),
         "code": {key: asdict(code) for key, code in functions_of(opened).codes().items()}
         if generates
         else {},
     }
 
 
-def _open(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
-    """Return the iteration.json; it is made once, but made anew while nothing has been made with it."""
+def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any], Policy]:
+    """Return the iteration.json and the policy that samples the iteration. The file is made once, but made
+    anew while nothing has been made with it.
+    """
     run_dir, number = node.run_dir, iteration.number
     path = run_dir.iteration_json(number)
     opened = published.read_json(path)
@@ -67,9 +73,11 @@ def _open(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
         if opened is None:
             text = f"iteration {number} has no trajectories to train on; make them with --rl-phase rollout"
             raise Ended(Exit.FAILED, text, "failed")
-        return opened
+        return opened, base
+    begun = opened is not None and is_begun(run_dir, number)
+    policy = lineage.sampler_of(node, iteration, base, opened if begun else None)
     if opened is not None and (changed := changes(opened, _chosen(node))):
-        if is_begun(run_dir, number):
+        if begun:
             log.warning("iteration %d is finished as it was begun: %s; the changes hold from the next one",
                         number, ", ".join(changed))  # fmt: skip
         else:
@@ -83,51 +91,35 @@ def _open(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
     opened = published.read_json(path)
     if opened is None:
         raise Incomplete(f"{path} is missing or damaged")
-    return opened
+    return opened, policy
 
 
 def _chosen(node: Node) -> dict[str, Any]:
     """Return what the settings say that an iteration is made with, and of."""
     quota = Quota.of(node.settings.rollout)
     needed = {"groups": quota.needed, "replace_flat": quota.replace_flat}
-    return {**chosen(node.settings, node.identity.inputs), **needed}
+    return {
+        **chosen(node.settings, node.identity.inputs),
+        **needed,
+        "max_async_level": node.settings.cluster.max_async_level,
+    }
 
 
-def _verifier(node: Node, iteration: Iteration, policy: Policy) -> int | None:
-    """Return the rank that reads the iteration's policy back meanwhile; None: nobody has to.
+def _verifier(node: Node, iteration: Iteration, base: Policy) -> int | None:
+    """Return the rank that reads the newest policy back meanwhile; None: nobody has to.
 
     The workers take turns: one that is slow, or has failed, is not asked again at once.
     """
-    if policy.iteration == 0 or node.policies.is_verified(policy.iteration):
+    if base.iteration == 0 or node.policies.is_verified(base.iteration):
         return None
     workers = sorted(set(node.record.members) - {MASTER})
     return workers[iteration.number % len(workers)] if workers else MASTER
 
 
 def begin_to_verify(node: Node, iteration: Iteration) -> None:
-    """Read the iteration's policy back in the background, if the master has asked this node to."""
+    """Read the newest policy back in the background, if the master has asked this node to."""
     if iteration.header["verifier"] == node.rank:
-        node.verifier.begin(node.run_dir.checkpoint(iteration.header["policy_iteration"]))
-
-
-def _policy_before(node: Node, iteration: Iteration) -> Policy:
-    """Return the newest policy older than this iteration, verified once; a damaged one is set aside."""
-    run_dir = node.run_dir
-    while True:
-        number = published.latest_before(run_dir, iteration.number)
-        trained = min(node.finished.last(*resume.TRAINS), iteration.number - 1)
-        try:
-            node.policies.verify(number, node.reading())
-        except Incomplete as error:
-            node.policies.set_aside(number, error)
-            continue
-        if number < trained and node.settings.rl_phase != "rollout":
-            log.error(
-                "the checkpoint of iteration %d is gone: going on from the one of iteration %d",
-                trained,
-                number,
-            )
-        return node.policies.of(number)
+        node.verifier.begin(node.run_dir.checkpoint(iteration.header["base_iteration"]))
 
 
 def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:

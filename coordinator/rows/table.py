@@ -5,7 +5,7 @@ from functools import partial
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import metrics, resume, rollout, training
+from coordinator.rows import lineage, metrics, resume, rollout, training
 
 
 def run_iterations(node: Node) -> None:
@@ -40,6 +40,7 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
 
 def open_next(node: Node) -> int | None:
     """Return the first iteration that is not finished; None when there is none left to do."""
-    number = resume.next_iteration(node.finished, node.settings)
     last = node.settings.iterations
-    return None if last is not None and number > last else number
+    if last is not None and resume.next_iteration(node.finished, node.settings) > last:
+        return None
+    return lineage.next_to_run(node)

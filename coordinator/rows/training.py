@@ -10,7 +10,7 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import batch, trainer_states
+from coordinator.rows import batch, lineage, trainer_states
 from coordinator.rows.serving import serve
 from coordinator.settings import RunSettings
 from rollout.storage import files
@@ -26,13 +26,13 @@ def stop_engine(node: Node, _iteration: Iteration) -> None:
 
 def write_batch(node: Node, iteration: Iteration) -> None:
     """Compute advantages and write the batch, unless one that verifies is there."""
-    batch.ensure_batch(node.run_dir, iteration.number, node.settings, base_policy=iteration.header["policy"])
+    batch.ensure_batch(node.run_dir, iteration.number, node.settings)
 
 
 def configure_training(node: Node, iteration: Iteration) -> Payload:
     """Say where the training job meets, who takes part, and what it reads and writes."""
     record, number = node.record, iteration.number
-    node.policies.verify(iteration.header["policy_iteration"])  # it may have been read back meanwhile
+    node.policies.verify(iteration.header["base_iteration"])  # it may have been read back meanwhile
     staging = node.run_dir.staging(number, record.epoch)
     files.make_directory(staging)
     members = sorted(record.members.items())
@@ -46,7 +46,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
         files.make_directory(state)
     resume = Resume()
     if not node.trainer.is_alive():  # else the job has the policy at hand
-        base = node.policies.of(iteration.header["policy_iteration"])
+        base = node.policies.of(iteration.header["base_iteration"])
         resume = trainer_states.resume_from(node.run_dir, base)
     weights = [member.weight / member.processes for _, member in members for _ in range(member.processes)]
     return {
@@ -67,7 +67,7 @@ def train(node: Node, iteration: Iteration) -> None:
     config = iteration.documents[Phase.TRAIN_CONFIG]
     settings, number, run_dir = node.settings, iteration.number, node.run_dir
     published_settings = RunSettings.published(node.record.settings)  # the same on every node
-    start, base = node.policies.of(0), node.policies.of(iteration.header["policy_iteration"])
+    start, base = node.policies.of(0), node.policies.of(iteration.header["base_iteration"])
     model_name, resume = str(start.directory.absolute()), Resume()
     if not node.trainer.holds(config["job"], base.iteration):
         resume = trainer_states.located(run_dir, base, Resume.model_validate(config["resume"]))
@@ -128,7 +128,7 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
         published.set_aside(staging, "damaged")
         raise
     about = published.read_json(run_dir.batch(number) / "batch.json") or {}
-    wanted = (iteration.header["policy"], about.get("sha256"))
+    wanted = (iteration.header["base"], about.get("sha256"))
     if (result.base_policy, result.batch_sha256) != wanted:
         published.set_aside(staging, "foreign")
         raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
@@ -139,9 +139,9 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
 
 
 def restart_engine(node: Node, iteration: Iteration) -> None:
-    """Load the new weights, and check that the engine answers with them."""
+    """Load the weights that sample the next iteration, and check that the engine answers with them."""
     if node.engine.is_there():
-        serve(node, node.policies.of(iteration.number))
+        serve(node, lineage.served_next(node, iteration))
 
 
 def _threads(processes: int) -> int:

@@ -327,17 +327,20 @@ def test_damaged_part_is_made_again_even_under_a_manifest(cluster: Cluster, engi
     assert token_ids(cluster.groups(1)) == whole
 
 
-def test_damaged_checkpoint_falls_back_to_the_one_before(cluster: Cluster, engine_url: str) -> None:
+def test_iteration_whose_checkpoint_is_damaged_is_trained_again(cluster: Cluster, engine_url: str) -> None:
     arguments = (*FAST, "--eval-interval", "0", "--engine-url", engine_url)
     assert cluster.run(1, *arguments, "--iterations", "2") == [0]
+    before = json.loads((cluster.run_dir.checkpoint(2) / "result.json").read_text())["policy"]
     weights = cluster.run_dir.checkpoint(2) / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-5] ^= 1
     weights.write_bytes(data)
     assert cluster.run(1, *arguments, "--iterations", "3") == [0], cluster.everything_said()
     assert "DAMAGED CHECKPOINT" in cluster.output(0)
+    assert "iteration 2 is trained again" in cluster.output(0)
     base = json.loads((cluster.run_dir.checkpoint(3) / "result.json").read_text())["base_policy"]
-    assert base == json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
+    assert base == before, "no update was left out"
+    assert [line["iteration"] for line in cluster.metrics()] == [1, 2, 3]
 
 
 THIRDS = ("trainer.processes_per_node=3", "trainer.tensor_parallel_size=3")

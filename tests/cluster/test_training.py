@@ -113,6 +113,27 @@ def test_sharded_model_is_trained_to_the_same_weights_as_a_replicated_one(
     assert farthest(last, cluster.run_dir.base_model) > 1e-3, "and they have come far"
 
 
+def test_samples_are_of_the_policy_of_so_many_iterations_before(cluster: Cluster, engine_url: str) -> None:
+    """Beyond that, training goes on as ever; a restart in the middle takes the same policies."""
+    options = (*FAST, "--eval-interval", "1", "--engine-url", engine_url, "--max-async-level", "1")
+    options += ("trainer.warmup_steps=0", "trainer.learning_rate=0.01", "checkpoints.keep_last=4")
+    cluster.start(0, *options, "--iterations", "4")
+    cluster.until(lambda: len(cluster.metrics()) >= 2, "iteration 2", 120)
+    cluster.kill(0)
+    cluster.nodes[0].wait()
+    assert cluster.run(1, *options, "--iterations", "4") == [0], cluster.output(0)
+
+    lines = cluster.metrics()
+    assert [line["policy_iteration"] for line in lines] == [0, 0, 1, 2]
+    assert [line["age"] for line in lines] == [line["age_max"] for line in lines] == [0, 1, 1, 1]
+    assert lines[0]["effective_samples"] > 0.999 > max(line["effective_samples"] for line in lines[1:])
+    made = {number: result(cluster, number) for number in (1, 2, 3, 4)}
+    for iteration in (3, 4):
+        policies = {cluster.manifest(iteration, kind)["policy"] for kind in ("train", "eval")}
+        assert policies == {made[iteration - 2]["policy"]}
+        assert made[iteration]["base_policy"] == made[iteration - 1]["policy"]
+
+
 def test_adapters_are_served_resumed_sharded_and_exported(cluster: Cluster, tmp_path: Path) -> None:
     adapters = (*FAST, SLOW, "--eval-interval", "0", "trainer.warmup_steps=0", "trainer.learning_rate=0.01")
     rank = "trainer.lora.rank=4"

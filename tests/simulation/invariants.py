@@ -8,6 +8,7 @@
 - A manifest has as many groups as are needed, each in exactly one entry (all slots, where none is spare);
   groups that were durable when the nodes entered an epoch are in no share of its plan, and in the manifest,
   unless an earlier part has their slots or they are spare.
+- Iteration i is sampled by the policy of iteration max(0, i - 1 - K), and trained from that of i - 1.
 - metrics.jsonl has every iteration once, in order; checkpoints follow from the trajectories as they do in a
   run that nobody disturbs.
 """
@@ -60,6 +61,9 @@ class Invariants:
         self._records: dict[int, EpochRecord] = {}
         """Also those that have been removed."""
         self._metrics = b""
+        self._level = world.settings.get("cluster.max_async_level", 0)
+        self._policies: dict[int, str] = {}
+        """The digest that each iteration's training has made."""
         self._raised: dict[Flag, tuple[Process, int]] = {}
         """Who raised each flag, as which incarnation."""
         self._entered_s: dict[int, float] = {}
@@ -105,6 +109,8 @@ class Invariants:
             for file in sorted(made.rglob("*")):
                 if file.is_file():
                     self._publish(file)
+            if made.parent == self._run_dir.checkpoints:
+                self._check_checkpoint(process, made)
         elif operation == "appended":
             self._check_metrics(process)
 
@@ -115,7 +121,7 @@ class Invariants:
         """A checkpoint is removed because newer ones are kept."""
         kept = {path.parent for path in self._published if path.parent.parent == self._run_dir.checkpoints}
         newer = [path for path in kept if path.name > checkpoint.name]
-        if len(newer) < self._world.settings["checkpoints.keep_last"]:
+        if len(newer) < max(self._world.settings["checkpoints.keep_last"], self._level + 1):
             self._violate(process, f"removes {checkpoint}, of which there are only {len(newer)} newer ones")
         if not any((path / published.VERIFIED).is_file() for path in newer):
             self._violate(process, f"removes {checkpoint}, and none of {newer} was read back")
@@ -155,6 +161,19 @@ class Invariants:
         slots = {group.slot for group in groups}
         self._parts[str(path.parent), name] = (self._world.scheduler.now_s, header.policy, slots)
         self._publish(path)
+
+    def _check_checkpoint(self, process: Process, path: Path) -> None:
+        result, number = published.read_result(path), parse_iteration_name(path.name)
+        assert number is not None
+        self._policies[number] = result.policy
+        if number > 1 and result.base_policy != self._policies[number - 1]:
+            self._violate(process, f"{path} was trained from {result.base_policy}: {self._policies}")
+
+    def _check_sampler(self, process: Process, path: Path, manifest: dict[str, Any]) -> None:
+        number = max(0, manifest["iteration"] - 1 - self._level)
+        said = manifest["origin"]["policy_iteration"]
+        if said != number or (number and manifest["policy"] != self._policies[number]):
+            self._violate(process, f"{path} is of policy {said}, {manifest['policy']}: {self._policies}")
 
     def _check_metrics(self, process: Process) -> None:
         now = self._run_dir.metrics.read_bytes()
@@ -252,6 +271,7 @@ class Invariants:
                 self._violate(process, f"{path} has another checksum for {file}")
             if not set(entry["slots"]) <= self._parts[str(path.parent), name][2]:
                 self._violate(process, f"{path} takes slots from {file} that are not in it")
+        self._check_sampler(process, path, manifest)
         assert isinstance(process, NodeProcess) and process.node is not None
         entered_s = self._entered_s[process.node.record.epoch]
         for (where, name), (published_s, policy, slots) in self._parts.items():

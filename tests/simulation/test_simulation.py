@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from coordinator.directory import parts
 from coordinator.directory.layout import RunDir
 from coordinator.node.flags import Flags
+from coordinator.rows import lineage, retention
 from rollout.storage import files
 from tests.simulation.disk import Disk
 from tests.simulation.faults import ACTIONS, Fault, Injector, faults
@@ -61,9 +62,9 @@ def run(
 
 
 @cache
-def undisturbed(iterations: int = 2) -> str:
+def undisturbed(iterations: int = 2, level: int = 0) -> str:
     """The policy that a run of one node comes to if nothing happens."""
-    return run(1, 0, (), iterations=iterations)
+    return run(1, 0, (), iterations=iterations, cluster__max_async_level=level)
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
@@ -107,6 +108,16 @@ def test_nodes_that_hold_come_through_all_faults(seed: int, happens: list[Fault]
 @given(seed=st.integers(0, 1000), happens=sequences)
 def test_nodes_that_go_on_without_the_lost_come_through_all_faults(seed: int, happens: list[Fault]) -> None:
     assert run(NODES, seed, happens, cluster__on_node_failure="shrink") == undisturbed()
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=sequences, level=st.sampled_from([1, 3]))
+def test_samples_of_older_policies_come_through_all_faults(
+    seed: int, happens: list[Fault], level: int
+) -> None:
+    policy = run(NODES, seed, happens, iterations=5, cluster__max_async_level=level)
+    assert policy == undisturbed(5, level) != undisturbed(5)
 
 
 @pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
@@ -231,6 +242,19 @@ def staging_has_no_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunDir, "staging", lambda run_dir, iteration, _epoch: real(run_dir, iteration, 1))
 
 
+def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lineage, "sampler_of", lambda _node, _iteration, base, _opened: base)
+
+
+def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
+    real = retention.kept
+
+    def kept(there: Sequence[int], score: Any, settings: Any, at_least: int) -> set[int]:
+        return real(there, score, settings, at_least - 1)
+
+    patch.setattr(retention, "kept", kept)
+
+
 BROKEN: dict[Callable[[pytest.MonkeyPatch], None], list[Fault]] = {
     everything_is_unfinished: [Fault("kill", 1, 1, 3, 5, 3.0)],
     groups_count_twice: [Fault("replace", 0, 1, 2, 7, 4.0)],
@@ -246,3 +270,9 @@ def test_a_broken_rule_is_found(broken: Callable[[pytest.MonkeyPatch], None]) ->
     with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
         for seed in range(SEEDS):
             run(NODES, seed, BROKEN[broken], broken)
+
+
+@pytest.mark.parametrize("broken", [the_newest_policy_samples, a_checkpoint_too_many_goes])
+def test_a_broken_rule_of_asynchrony_is_found(broken: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
+        run(1, 0, (), broken, iterations=6, cluster__max_async_level=3)

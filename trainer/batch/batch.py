@@ -131,10 +131,15 @@ class Batch:
         bounds[1, of] = trained - self.offsets[of]
         return bounds
 
-    def age(self) -> float:
-        """Mean of `ages` over the trained tokens; 0 if there are none."""
-        trained = np.add.reduceat(self.loss_mask, self.offsets[:-1], dtype=np.int64) if len(self) else [0]
-        return float(np.average(self.ages, weights=trained)) if np.any(trained) else 0.0
+    def age(self) -> dict[str, float]:
+        """Return mean (`age`) and largest (`age_max`) of `ages` over the trained tokens, 0 without any."""
+        if not self.loss_mask.any():
+            return {"age": 0.0, "age_max": 0.0}
+        trained = np.add.reduceat(self.loss_mask, self.offsets[:-1], dtype=np.int64)
+        return {
+            "age": float(np.average(self.ages, weights=trained)),
+            "age_max": float(self.ages[trained > 0].max()),
+        }
 
     def encode(self) -> bytes:
         """One safetensors file. Equal batches have equal bytes."""
@@ -237,7 +242,11 @@ def build_batch(
     logprobs (demonstrations) are to be trained by another loss than their likelihood.
     """
     sources = [*older, Older(groups, temperature, max_tokens, age)]
-    window = [lessons(source.groups, settings, source.max_tokens) for source in sources]
+    limit = settings.max_off_policy_steps
+    window = [
+        lessons(source.groups, settings, source.max_tokens) if limit is None or source.age <= limit else []
+        for source in sources
+    ]
     if older:
         window = draw(window, len(window[-1]), settings.replay_power, seed)
     drawn = [

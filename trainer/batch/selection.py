@@ -25,6 +25,7 @@ SHAPING = (
     "overlong",
     "overlong_buffer",
     "reward_threshold",
+    "max_off_policy_steps",
     "replay_window",
     "replay_power",
 )

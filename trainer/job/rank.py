@@ -113,7 +113,7 @@ class TrainerRank:
         torch.manual_seed(request.seed)
         stats = self._train(learner, batch, request, progress)
         lr = learning_rate(learner.optimizer_step, settings, request.span()[0])
-        metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | {"age": batch.age()}
+        metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | batch.age()
         metrics["packed"] = float(learner.arrangement.packing.several)
         written_s = time.perf_counter()
         result = checkpoint.write(

@@ -71,6 +71,8 @@ def policy_loss(
             stats[2] = _k3(logprobs - reference_logprobs)
         is_corrected = settings.engine_correction != "off"
         stats.append((weight != (torch.exp(log_mismatch) if is_corrected else 1)).to(terms.dtype))
+        uncut = torch.exp(log_mismatch.clamp(max=_STATISTIC_MAX))
+        stats += [uncut, uncut.square()]
         return loss, torch.stack([stat.sum() for stat in stats]) / totals.tokens
 
 

@@ -18,7 +18,7 @@ from trainer.model.model import Learner
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
-from trainer.statistics import STATS
+from trainer.statistics import STATS, WEIGHTS
 from trainer.update.kl_reward import with_kl_in_reward
 from trainer.update.loss import Totals, kl_estimate, policy_loss
 
@@ -37,6 +37,8 @@ class StepStats:
     kl_reference: float
     entropy: float
     correction_fraction: float
+    weight: float
+    weight_squared: float
     mismatch_max: float
     """Largest |log pi_old - log mu_engine| of a token."""
     grad_norm: float
@@ -250,6 +252,10 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
     """Return a phase's metrics: means weighted by trained tokens, except `grad_norm`, a plain mean over the
     steps, and `mismatch_max`, the largest.
 
+    `effective_samples`: (mean w)^2 / mean w^2 over the tokens, w = pi_old / mu, the effective sample size
+    (Kong 1992) as a fraction; 1 if the engine sampled with the policy itself. It is left out where no step
+    was taken.
+
     `lr` stands in where no step was taken; `seconds` is the whole phase.
     """
     trained = sum(step.trained_tokens for step in stats)
@@ -258,13 +264,15 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
     def mean(name: str) -> float:
         return sum(getattr(step, name) * step.trained_tokens for step in stats) / max(1, trained)
 
+    squared = mean("weight_squared")
     return {
         "loss": mean("loss"),
         "grad_norm": sum(step.grad_norm for step in stats) / max(1, len(stats)),
         "mismatch_max": max((step.mismatch_max for step in stats), default=0.0),
         "lr": stats[-1].lr if stats else lr,
         "entropy": mean("entropy"),
-        **{name: mean(name) for name in STATS},
+        **{name: mean(name) for name in STATS if name not in WEIGHTS},
+        **({"effective_samples": mean("weight") ** 2 / squared} if squared else {}),
         "padding": mean("padding"),
         "tokens": float(tokens),
         "sequences": float(sequences),

@@ -69,7 +69,7 @@ def ask_to_train(node: Any, resume: Resume | None = None) -> TrainRequest:
         "state": None, "rank_weights": [1.0], "resume": (resume or Resume()).model_dump(),
     }  # fmt: skip
     iteration = Iteration(2)
-    iteration.documents |= {Phase.ITERATION_START: {"policy_iteration": 1}, Phase.TRAIN_CONFIG: config}
+    iteration.documents |= {Phase.ITERATION_START: {"base_iteration": 1}, Phase.TRAIN_CONFIG: config}
     training.train(node, iteration)
     [request] = node.asked
     return request

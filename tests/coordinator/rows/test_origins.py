@@ -137,16 +137,17 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
     assert then["eval_sampling"] == {
         "n": 5, "max_tokens": 12, "temperature": 0.25, "top_p": 1.0, "stop": stop,
     }  # fmt: skip
-    number = {"groups": 4, "replace_flat": False}
+    number = {"groups": 4, "replace_flat": False, "max_async_level": 0}
     before = json.loads(json.dumps({**then, **number}))
     assert changes(before, {**then, **number}) == []
     other = build({**given, "rollout.stop": [], "eval.temperature": 0.0, "rollout.reward": "numeric"})
-    now = {**chosen(other, load_inputs(other, {})), **number, "groups": 5}
+    now = {**chosen(other, load_inputs(other, {})), **number, "groups": 5, "max_async_level": 2}
     assert changes(before, now) == [
         r'rollout.stop=["\n", "###"] (now [])',
         "eval.temperature=0.25 (now 0)",
         "--reward=exact (now numeric)",
         "rollout.tasks_per_iteration=4 (now 5)",
+        "--max-async-level=0 (now 2)",
     ]
 
 
@@ -173,13 +174,15 @@ def master_of(run_dir: RunDir, replaced: bool = False) -> Any:
 
 
 def test_iteration_of_which_nothing_is_finished_is_opened_anew(run_dir: RunDir) -> None:
-    made = rollout._open(master_of(run_dir), Iteration(1), Policy(0, run_dir.base_model, POLICY))
+    base = Policy(0, run_dir.base_model, POLICY)
+    made, policy = rollout._open(master_of(run_dir), Iteration(1), base)
+    assert policy == base
     assert made["sampling"]["max_tokens"] == 3
     assert json.loads(run_dir.iteration_json(1).read_bytes()) == made
     finish(run_dir, "train", ORIGIN, group(0))
     node = master_of(run_dir)
     node.settings = build({"rollout.max_tokens": 5})
-    assert rollout._open(node, Iteration(1), Policy(0, run_dir.base_model, POLICY)) == made
+    assert rollout._open(node, Iteration(1), base) == (made, base)
 
 
 def test_master_that_was_replaced_opens_nothing_anew(run_dir: RunDir) -> None:

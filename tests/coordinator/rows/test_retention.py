@@ -21,9 +21,9 @@ from coordinator.node.position import Position
 from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
-from coordinator.rows import metrics, retention, rollout
+from coordinator.rows import lineage, metrics, retention, rollout
 from coordinator.rows.retention import kept, old_copies, retire_checkpoints
-from coordinator.settings import CheckpointSettings
+from coordinator.settings import CheckpointSettings, ClusterSettings
 from rollout.storage import files
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
 
@@ -79,7 +79,7 @@ def test_of_equally_good_ones_the_newer_stays(run_dir: RunDir) -> None:
 def node_at(run_dir: RunDir) -> Any:
     """A master, as far as retention knows one."""
     identity: Any = SimpleNamespace(run_dir=run_dir, inputs=SimpleNamespace(model_files={}))
-    settings = SimpleNamespace(checkpoints=CheckpointSettings(keep_last=2))
+    settings = SimpleNamespace(checkpoints=CheckpointSettings(keep_last=2), cluster=ClusterSettings())
     record = SimpleNamespace(epoch=2)
     policies, position = Policies(identity, Store()), Position()
     node: Any = SimpleNamespace(
@@ -188,7 +188,7 @@ def test_signal_ends_a_node_in_the_middle_of_a_checkpoint(run_dir: RunDir, numbe
         if number == 1:
             retention.verify_last(node, Iteration(1))
         else:
-            rollout._policy_before(node, Iteration(2))
+            lineage.base_of(node, Iteration(2))
     assert published.names(run_dir.checkpoint(1)) and not node.policies.is_verified(1)
 
 
@@ -278,7 +278,7 @@ def test_workers_take_turns_to_read_back_what_nobody_has_verified(
     policy = published.policy_of(run_dir, 1)
     assert [rollout._verifier(node, Iteration(number), policy) for number in (1, 2, 3)] == ranks
     node.rank, node.verifier = ranks[1], Verifier()
-    two = Iteration(2, documents={Phase.ITERATION_START: {"verifier": ranks[1], "policy_iteration": 1}})
+    two = Iteration(2, documents={Phase.ITERATION_START: {"verifier": ranks[1], "base_iteration": 1}})
     rollout.begin_to_verify(node, two)
     thread = node.verifier._thread
     assert thread is not None

@@ -370,10 +370,10 @@ def test_penalty_for_length_knows_how_long_a_replayed_completion_could_be(
     assert len(batch) == 2 and sorted(batch.advantages.tolist()) == [-0.5, 0.5]
 
 
-def test_mean_age_is_over_the_trained_tokens(group: Callable[..., Group]) -> None:
+def test_age_is_over_the_trained_tokens(group: Callable[..., Group]) -> None:
     made = of_length(group(0, [1.0, 0.0], np.random.default_rng(0)), 3, 9)
     batch = build_batch([made], age=4, **ABOUT)
-    assert batch.age() == 4.0
+    assert batch.age() == {"age": 4.0, "age_max": 4.0}
     ages = np.where(batch.lengths() == 12, 2, 0).astype(np.int32)  # that of the nine tokens
-    assert replace(batch, ages=ages).age() == pytest.approx(2 * 9 / 12)
-    assert build_batch([], **ABOUT).age() == 0.0
+    assert replace(batch, ages=ages).age() == pytest.approx({"age": 2 * 9 / 12, "age_max": 2.0})
+    assert build_batch([], **ABOUT).age() == {"age": 0.0, "age_max": 0.0}

@@ -174,7 +174,15 @@ def test_likelihood_is_the_negative_log_likelihood_however_far_the_policy_has_mo
     loss, slopes, stats = compute(settings, advantages=[1.0] * 6, engine=[math.nan] * 6)
     assert loss == pytest.approx(-sum(NEW) / 10)
     assert slopes == pytest.approx([-1 / 10] * 6)
-    assert stats == dict.fromkeys(STATS, 0.0)
+    assert stats == pytest.approx(dict.fromkeys(STATS, 0.0) | {"weight": 0.6, "weight_squared": 0.6})
+
+
+def test_weights_say_how_many_samples_of_the_policy_the_tokens_are_worth() -> None:
+    weights = [2.0, 0.5, 1.0, 1.0, 3.0, 0.1]
+    engine = [old - math.log(weight) for old, weight in zip(OLD, weights, strict=True)]
+    stats = compute(TrainerSettings(engine_correction_cap=1.5), engine=engine)[2]
+    assert stats["weight"] == pytest.approx(sum(weights) / 10)
+    assert stats["weight_squared"] == pytest.approx(sum(weight**2 for weight in weights) / 10)
 
 
 def test_token_that_no_engine_has_sampled_is_not_corrected() -> None:

@@ -291,6 +291,17 @@ def test_settings_may_change_between_phases(
     assert {group["betas"] for group in learner.optimizer.param_groups} == {(0.8, 0.9)}
 
 
+def test_samples_of_another_policy_are_worth_fewer_of_its_own(
+    learner: Learner, batch: Batch, settings: TrainerSettings
+) -> None:
+    steps = run(learner, batch, settings)
+    own = summary(steps[:1], len(batch), 0.0, 1.0)["effective_samples"]
+    noise = np.random.default_rng(0).normal(0.0, 1.0, len(batch.logprobs)).astype(np.float32)
+    other = replace(batch, logprobs=batch.logprobs + noise * batch.loss_mask)
+    far = summary(run(learner, other, settings)[:1], len(batch), 0.0, 1.0)["effective_samples"]
+    assert 0.0 < far < 0.7 * own <= 0.7
+
+
 def test_largest_mismatch_with_the_engine_is_that_of_one_token(
     learner: Learner, batch: Batch, settings: TrainerSettings
 ) -> None:

@@ -2,6 +2,8 @@
 
 import signal
 
+import hypothesis
+
 
 def pytest_configure() -> None:
     """A shell that runs the tests in the background has SIGINT ignored, and children would inherit that:
@@ -9,3 +11,6 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # No test times its examples: on a busy machine one takes longer than hypothesis allows.
+    hypothesis.settings.register_profile("flagpost", deadline=None)
+    hypothesis.settings.load_profile("flagpost")

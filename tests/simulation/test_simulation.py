@@ -88,7 +88,6 @@ def test_the_same_seed_and_faults_make_the_same_run() -> None:
 searching = settings(
     max_examples=int(EXAMPLES or 25),
     derandomize=EXAMPLES is None,
-    deadline=None,
     database=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

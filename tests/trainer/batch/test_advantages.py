@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.batch.advantages import group_advantages, whiten
@@ -45,7 +45,6 @@ def test_reward_that_is_not_a_number_is_refused_with_the_values(kind: str) -> No
         group_advantages([1.0, float("nan")], kind)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=16), st.sampled_from(KINDS[:-1]))
 def test_advantages_sum_to_zero_and_rank_as_the_rewards(rewards: list[int], kind: str) -> None:
     advantages = group_advantages(rewards, kind)

@@ -27,11 +27,9 @@ from trainer.model.model import Learner, build_learner
 from trainer.settings import TrainerSettings
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
-relaxed = settings(deadline=None)  # the machine may be busy
 WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 
 
-@relaxed
 @given(st.integers(0, 5000), st.integers(1, 600))
 def test_steps_cover_the_batch_and_are_of_equal_size(sequences: int, global_batch_size: int) -> None:
     steps = split_steps(sequences, global_batch_size)
@@ -41,7 +39,6 @@ def test_steps_cover_the_batch_and_are_of_equal_size(sequences: int, global_batc
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
-@relaxed
 @given(LENGTHS, WEIGHTS)
 def test_every_sequence_goes_to_exactly_one_rank_and_tokens_follow_weights(
     lengths: list[int], weights: list[float]
@@ -55,7 +52,6 @@ def test_every_sequence_goes_to_exactly_one_rank_and_tokens_follow_weights(
         assert tokens <= fair + others * max(lengths, default=0) + 1e-6
 
 
-@relaxed
 @given(LENGTHS, st.integers(16, 512))
 def test_every_sequence_lies_in_exactly_one_row_and_no_microbatch_is_too_large(
     lengths: list[int], max_tokens: int
@@ -68,7 +64,6 @@ def test_every_sequence_lies_in_exactly_one_row_and_no_microbatch_is_too_large(
         assert len(rows) * width <= max_tokens or (len(rows) == 1 and len(rows[0]) == 1)
 
 
-@relaxed
 @given(LENGTHS, st.integers(16, 512))
 def test_row_of_one_sequence_is_padded_no_more_than_its_microbatch_is_wide(
     lengths: list[int], max_tokens: int
@@ -95,7 +90,7 @@ def alone(batch: Batch, *sequences: int) -> list[Bundle]:
     return [Bundle([k], int(batch.input_tokens[k])) for k in sequences]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     WEIGHTS,
     st.integers(16, 200),
@@ -209,7 +204,6 @@ def shared(batch: Batch, sequences: list[int]) -> Bundle:
     return Bundle(sequences, tokens, prompt)
 
 
-@relaxed
 @given(st.floats(0, 5000), st.integers(1, 300))
 def test_every_sequence_is_in_one_bundle_of_its_own_prompt(
     batch: Batch, pairs_per_token: float, max_tokens: int

@@ -23,12 +23,14 @@ from coordinator.node.start import Start, start_master, start_worker
 from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
+from coordinator.protocol.phases import Phase, rows_of
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
+from coordinator.rows.crews import open_next
 from coordinator.rows.origins import refuse_changed_code
-from coordinator.rows.table import open_next, run_iterations
+from coordinator.rows.table import run_iterations
 from coordinator.rows.trainer_states import wait_for_newest
-from coordinator.settings import SettingsError
+from coordinator.settings import Crew, SettingsError
 from coordinator.views.terminal import live_view
 from rollout.collect import AllGivenUp
 from rollout.engines.client import EngineError
@@ -137,7 +139,8 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     log.info("epoch %d: %d nodes", record.epoch, len(record.members))
     iterate(node)
     if node.is_master:
-        wait_for_newest(node)
+        if Phase.TRAINING in rows_of(node.settings.kind):
+            wait_for_newest(node)
         _finish(node)
 
 
@@ -224,6 +227,7 @@ def run_node(
     prefix: Prefix,
     accept_code_change: bool = False,
     allow_shared_dir: bool = False,
+    crew: Crew = "main",
 ) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
@@ -234,9 +238,9 @@ def run_node(
     try:
         share_with_group(root)
         if rank == MASTER:
-            start = start_master(root, given, allow_shared_dir)
+            start = start_master(root, given, allow_shared_dir, crew)
         else:
-            start = start_worker(root, rank, given, allow_shared_dir)
+            start = start_worker(root, rank, given, allow_shared_dir, crew)
         if rank == MASTER and not accept_code_change:
             refuse_changed_code(start.run_dir, start.settings)
     except Ended as end:

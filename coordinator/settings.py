@@ -10,6 +10,9 @@ from trainer.settings import TrainerSettings
 
 TINY = "builtin:tiny"
 
+Crew = Literal["main", "rollout", "train"]
+"""The nodes that go through rows together: through all 14, or those that generate, and those that train."""
+
 RunKind = Literal["both", "rollout", "update", "eval"]
 """What a run does in each iteration; a metrics line says it too."""
 
@@ -213,6 +216,8 @@ class RunSettings(Settings):
     """Do only this part of the rollout; default: both."""
     iterations: Annotated[int, Field(ge=1)] | None = None
     """Stop after this iteration; default: go on until stopped."""
+    crew: Crew = "main"
+    """What these nodes do in a run that generates and trains at the same time; flagpost sets it."""
     cluster: ClusterSettings = ClusterSettings()
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
@@ -333,6 +338,11 @@ class RunSettings(Settings):
                 f"the run's settings were published by another version of flagpost ({where}: "
                 f"{error.errors()[0]['msg']}); use the same version on all nodes"
             ) from None
+
+    def of_crew(self, crew: Crew) -> "RunSettings":
+        """Return the settings of the nodes that do one half of this run's iterations."""
+        half = {"main": self.rl_phase, "rollout": "rollout", "train": "update"}[crew]
+        return self.model_copy(update={"crew": crew, "rl_phase": half})
 
     @property
     def kind(self) -> RunKind:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from coordinator.settings import Crew
+
 FORMAT = 4
 """Version of this layout. A directory of another version is refused."""
 
-CREW = "main"
-"""The nodes that go through the 14 rows together. A run has one crew."""
 MASTER = 0
 """The master's rank."""
 
@@ -123,7 +123,7 @@ class RunDir:
 
     <log-path>/
       run.json                    run id, format version, what may not change; made once
-      protocol/main/              small immutable files, by who writes them:
+      protocol/main/              small immutable files, by who writes them (with two crews: rollout/, train/):
         master/                     all that a worker lists while it waits, however many workers there are
           e0002.epoch.json            epoch record: kind, master, settings, members
           e0002.r0000.n3.b000123      heartbeat 123 of incarnation 3 of the master
@@ -145,6 +145,7 @@ class RunDir:
     """
 
     root: Path
+    crew: Crew = "main"
 
     @property
     def run_json(self) -> Path:
@@ -152,11 +153,11 @@ class RunDir:
 
     @property
     def master(self) -> Path:
-        return self.root / "protocol" / CREW / "master"
+        return self.root / "protocol" / self.crew / "master"
 
     @property
     def workers(self) -> Path:
-        return self.root / "protocol" / CREW / "workers"
+        return self.root / "protocol" / self.crew / "workers"
 
     @property
     def protocol(self) -> tuple[Path, Path]:
@@ -223,10 +224,13 @@ class RunDir:
         return self.checkpoints / f"{REMOVED}iteration_{iteration:06d}.e{epoch:04d}"
 
     def logs(self, rank: int) -> Path:
-        return self.root / "logs" / f"rank_{rank:04d}"
+        return self.root / "logs" / self._node(rank)
 
     def events(self, rank: int) -> Path:
-        return self.root / "events" / f"rank_{rank:04d}.jsonl"
+        return self.root / "events" / f"{self._node(rank)}.jsonl"
+
+    def _node(self, rank: int) -> str:
+        return f"rank_{rank:04d}" if self.crew == "main" else f"{self.crew}_{rank:04d}"
 
     @property
     def fixed_directories(self) -> tuple[Path, ...]:

@@ -190,7 +190,8 @@ class Node:
             self.flags.wait_members(0, 0, "enter")
         if self._lock is None:
             run = name_of_run(self.run_dir.run_json, self.identity.run_id)
-            self._lock = hold_for_process(f"{run}.rank{self.rank}", f"rank {self.rank}", self.check)
+            crew = "" if self.settings.crew == "main" else f".{self.settings.crew}"
+            self._lock = hold_for_process(f"{run}{crew}.rank{self.rank}", f"rank {self.rank}", self.check)
 
     def _take_over_inputs(self, record: EpochRecord) -> None:
         """Load what the record's settings name: the master may have been started again with others."""

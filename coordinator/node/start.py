@@ -18,7 +18,7 @@ from coordinator.node.strangers import refuse_strangers
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse, whole_board
-from coordinator.settings import TINY, ClusterSettings, RunSettings, SettingsError
+from coordinator.settings import TINY, ClusterSettings, Crew, RunSettings, SettingsError
 from rollout.storage import files, once
 from trainer.settings import LoraSettings
 
@@ -47,11 +47,13 @@ class Start:
     """Heartbeats and flags of earlier processes of this rank."""
 
 
-def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False) -> Start:
+def start_master(
+    root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False, crew: Crew = "main"
+) -> Start:
     """Check everything, then make the directory and run.json. SettingsError: nothing was written."""
     given = _absolute(given)
-    settings = config.build(given)
-    run_dir = RunDir(root)
+    settings = config.build(given).of_crew(crew)
+    run_dir = RunDir(root, crew)
     check_log_path(root)
     refuse_strangers(root, allow_shared_dir)
     inputs = load_inputs(settings, given)
@@ -75,9 +77,11 @@ def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = 
     return _begin(MASTER, run_dir, run["run_id"], settings, inputs)
 
 
-def start_worker(root: Path, rank: int, given: Mapping[str, Any], allow_shared_dir: bool = False) -> Start:
+def start_worker(
+    root: Path, rank: int, given: Mapping[str, Any], allow_shared_dir: bool = False, crew: Crew = "main"
+) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them."""
-    run_dir = RunDir(root)
+    run_dir = RunDir(root, crew)
     given = _absolute(given)
     mine = config.check_each(given)
     _refuse_rank(rank, mine.get("cluster.num_nodes", rank + 1), "")

@@ -14,6 +14,7 @@ from coordinator.directory import published
 from coordinator.machine.host_lock import own_folder
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.snapshot import Board
 from coordinator.settings import TINY
 from rollout.storage import files
 
@@ -26,6 +27,13 @@ def prepare_base_model(node: Node) -> None:
     """Make base_model/ in the run directory, if the run starts from the built-in model."""
     target = node.run_dir.base_model
     if node.settings.model != TINY or target.name in published.names(node.run_dir.root):
+        return
+    if node.settings.crew == "train":  # the other crew makes it; this one needs it later
+
+        def is_there(_board: Board) -> bool | None:
+            return target.name in published.names(node.run_dir.root) or None
+
+        node.watch.wait(is_there, node.check, lambda: "the rollout crew to make the built-in model")
         return
     made = _from_cache(node)
     staging = target.with_name(f".{target.name}.n{node.watch.incarnation}")

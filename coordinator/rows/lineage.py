@@ -14,16 +14,21 @@ from coordinator.directory.published import Incomplete, Policy
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.rows import resume
+from coordinator.settings import RunSettings
 
 log = logging.getLogger(__name__)
 
 
-def next_to_run(node: Node) -> int:
-    """Return the first iteration that is not finished, or an older one whose checkpoint is gone.
+def sampled_by(number: int, settings: RunSettings) -> int:
+    """Return the iteration whose policy samples iteration `number`."""
+    return max(0, number - 1 - settings.cluster.max_async_level)
+
+
+def next_to_run(node: Node, number: int) -> int:
+    """Return iteration `number`, the first that is not finished, or an older one whose checkpoint is gone.
 
     That one is trained again if its manifest is there, so that the run leaves out no update.
     """
-    number = resume.next_iteration(node.finished, node.settings)
     if node.settings.kind in resume.TRAINS:
         gone = published.latest_before(node.run_dir, number) + 1
         if gone < number and published.read_manifest(node.run_dir, "train", gone) is not None:
@@ -34,15 +39,19 @@ def next_to_run(node: Node) -> int:
 def base_of(node: Node, iteration: Iteration) -> Policy:
     """Return the newest policy older than this iteration, verified once; a damaged one is set aside.
 
-    Raises Incomplete if the iteration that made it can be trained again.
+    Raises Incomplete if the iteration that made it can be trained again. A crew that only generates waits for
+    exactly the policy that samples the iteration.
     """
+    is_exact = node.settings.crew == "rollout"
     while True:
         number = published.latest_before(node.run_dir, iteration.number)
+        if is_exact:
+            number = sampled_by(iteration.number, node.settings)
         try:
             node.policies.verify(number, node.reading())
         except Incomplete as error:
             node.policies.set_aside(number, error)
-            if next_to_run(node) < iteration.number:
+            if is_exact or next_to_run(node, iteration.number) < iteration.number:
                 raise
             continue
         trained = min(node.finished.last(*resume.TRAINS), iteration.number - 1)
@@ -64,7 +73,7 @@ def sampler_of(node: Node, iteration: Iteration, base: Policy, opened: Mapping[s
     """
     wanted = base.iteration
     if node.settings.kind == "both":
-        wanted = max(0, iteration.number - 1 - node.settings.cluster.max_async_level)
+        wanted = sampled_by(iteration.number, node.settings)
     if opened is not None:
         wanted = min(opened["policy_iteration"], base.iteration)
     while True:
@@ -99,6 +108,6 @@ def nearest(wanted: int, checkpoints: Sequence[int]) -> int:
 
 def served_next(node: Node, iteration: Iteration) -> Policy:
     """Return the policy that samples the iteration after this one, which has just been trained."""
-    wanted = max(0, iteration.number - node.settings.cluster.max_async_level)
+    wanted = sampled_by(iteration.number + 1, node.settings)
     there = published.checkpoints(node.run_dir)
     return node.policies.of(nearest(wanted, there))

@@ -45,9 +45,12 @@ def report_timings(_node: Node, iteration: Iteration) -> Payload:
 
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
     """Write the metrics line, unless a valid one is there, and remove what is no longer kept."""
-    if node.finished.look().last(node.settings.kind) < iteration.number:
+    if node.settings.crew == "rollout":
+        return  # the crew that trains writes the line
+    kind = "both" if node.settings.crew == "train" else node.settings.kind
+    if node.finished.look().last(kind) < iteration.number:
         verify_last(node, iteration)
-        line = _metrics(node, iteration, payloads)
+        line = {**_metrics(node, iteration, payloads), "kind": kind}
         node.watch.look()
         node.check()  # an append is fenced by no name: let nobody get here who was replaced meanwhile
         append_line(node.run_dir.metrics, json.dumps(line))

@@ -5,13 +5,13 @@ from functools import partial
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import lineage, metrics, resume, rollout, training
+from coordinator.rows import crews, metrics, rollout, training
 
 
 def run_iterations(node: Node) -> None:
     """Run iteration after iteration, until the master says that the run is finished."""
     last = 0
-    while (iteration := node.next_iteration(last, open_next)) is not None:
+    while (iteration := node.next_iteration(last, crews.open_when_ready)) is not None:
         run_iteration(node, iteration)
         last = iteration.number
 
@@ -36,11 +36,3 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
     step(Phase.ENGINE_RESTARTED,  training.restart_engine)
     step(Phase.ITERATION_END,     metrics.report_timings,      then=metrics.end_iteration)
     # fmt: on
-
-
-def open_next(node: Node) -> int | None:
-    """Return the first iteration that is not finished; None when there is none left to do."""
-    last = node.settings.iterations
-    if last is not None and resume.next_iteration(node.finished, node.settings) > last:
-        return None
-    return lineage.next_to_run(node)

@@ -58,7 +58,7 @@ class Injector:
         if not self._left or not isinstance(process, NodeProcess):
             return
         fault = self._left[0]
-        if process.rank != fault.rank or process.place < (fault.iteration, fault.row):
+        if process.machine != fault.rank or process.place < (fault.iteration, fault.row):
             return
         self._calls += 1
         if self._calls > fault.calls:

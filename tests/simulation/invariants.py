@@ -30,6 +30,7 @@ from coordinator.directory.layout import (
     Kind,
     PartName,
     Record,
+    RunDir,
     parse_iteration_name,
     parse_part_name,
     parse_protocol_name,
@@ -38,6 +39,7 @@ from coordinator.node.flags import Flags
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.rows import resume
+from coordinator.settings import Crew
 from rollout.quota import Quota
 from rollout.trajectory import decode_part
 from tests.simulation.scheduler import Process
@@ -58,17 +60,17 @@ class Invariants:
         self._run_dir = world.run_dir
         self._published: dict[Path, str] = {}
         """sha256 of every output that must not change."""
-        self._records: dict[int, EpochRecord] = {}
+        self._records: dict[tuple[Crew, int], EpochRecord] = {}
         """Also those that have been removed."""
         self._metrics = b""
         self._level = world.settings.get("cluster.max_async_level", 0)
         self._policies: dict[int, str] = {}
         """The digest that each iteration's training has made."""
-        self._raised: dict[Flag, tuple[Process, int]] = {}
+        self._raised: dict[tuple[Crew, Flag], tuple[Process, int]] = {}
         """Who raised each flag, as which incarnation."""
-        self._entered_s: dict[int, float] = {}
+        self._entered_s: dict[tuple[Crew, int], float] = {}
         """When the last member of an epoch raised `enter`."""
-        self._late_rows: Counter[int] = Counter()
+        self._late_rows: Counter[tuple[Crew, int]] = Counter()
         self._parts: dict[tuple[str, PartName], tuple[float, str, set[int]]] = {}
         """(directory, name) of each part: when it was published, its policy, its slots."""
         self._disk.after = self._after
@@ -96,13 +98,13 @@ class Invariants:
                 if not self._is_unchanged(output):
                     self._violate(process, f"{operation} {path} -> {target} changes the output {output}")
         if operation in {"link", "replace"} and isinstance(record := _entry(made), Record):
-            self._record(record.epoch)
+            self._record(_crew(made), record.epoch)
         if operation == "link" and (made.name in ONCE or isinstance(_entry(made), Record)):
             self._publish(made)
             if made.name == "manifest.json":
                 self._check_manifest(process, made)
         elif operation == "replace" and isinstance(flag := _entry(made), Flag):
-            self._check_flag(process, flag)
+            self._check_flag(process, _crew(made), flag)
         elif operation == "replace" and (name := parse_part_name(made.name)):
             self._take_part(made, name)
         elif operation == "rename" and parse_iteration_name(made.name):
@@ -186,49 +188,54 @@ class Invariants:
 
     # ---- flags
 
-    def _check_flag(self, process: Process, flag: Flag) -> None:
-        record = self._record(flag.epoch)
+    def _check_flag(self, process: Process, crew: Crew, flag: Flag) -> None:
+        record = self._record(crew, flag.epoch)
         member = record.members.get(flag.rank) if record else None
         incarnation = process.incarnation if isinstance(process, NodeProcess) else 0
         is_lobbys = record is not None and record.kind == "lobby" and flag.rank == MASTER
         listed = record.master_incarnation if record and is_lobbys else member.incarnation if member else 0
-        if incarnation != listed or self._raised.setdefault(flag, (process, incarnation))[0] is not process:
+        raised = self._raised.setdefault((crew, flag), (process, incarnation))
+        if incarnation != listed or raised[0] is not process:
             self._violate(process, f"raises {flag.name}, which incarnation {listed} has to")
         if record is None:
             return
-        if flag.kind == "enter" and all(flag._replace(rank=rank) in self._raised for rank in record.members):
-            self._entered_s.setdefault(flag.epoch, self._world.scheduler.now_s)
+        if flag.kind == "enter" and not self._absent(crew, flag, record):
+            self._entered_s.setdefault((crew, flag.epoch), self._world.scheduler.now_s)
         if flag.kind == "ok" and flag.rank == MASTER:
-            self._check_row(process, flag, record)
+            self._check_row(process, crew, flag, record)
 
-    def _check_row(self, process: Process, flag: Flag, record: EpochRecord) -> None:
+    def _absent(self, crew: Crew, flag: Flag, record: EpochRecord) -> list[int]:
+        """The members of an epoch that have not raised this flag."""
+        return [rank for rank in record.members if (crew, flag._replace(rank=rank)) not in self._raised]
+
+    def _check_row(self, process: Process, crew: Crew, flag: Flag, record: EpochRecord) -> None:
         """The master says that a row is over."""
-        phase = Phase(flag.phase)
-        if flag.epoch not in self._entered_s:
+        phase, epoch = Phase(flag.phase), (crew, flag.epoch)
+        if epoch not in self._entered_s:
             self._violate(process, f"passes {flag.name} before all have entered")
             return
         if phase in ROWS_OF_ALL:
-            absent = [rank for rank in record.members if flag._replace(rank=rank) not in self._raised]
-            if absent:
+            if absent := self._absent(crew, flag, record):
                 self._violate(process, f"passes {flag.name} without {absent}")
-            if max(self._entered_s, default=0) > flag.epoch:
-                self._late_rows[flag.epoch] += 1
-                if self._late_rows[flag.epoch] > 1:
+            if max((number for of, number in self._entered_s if of == crew), default=0) > flag.epoch:
+                self._late_rows[epoch] += 1
+                if self._late_rows[epoch] > 1:
                     self._violate(process, f"epoch {flag.epoch} passes another row of all nodes: {flag.name}")
         if phase in {Phase.TRAIN_PLAN, Phase.EVAL_DECISION}:
-            plan = json.loads((self._run_dir.entry(flag)).read_bytes())
+            plan = json.loads((RunDir(self._run_dir.root, crew).entry(flag)).read_bytes())
             kind: Kind = "train" if phase is Phase.TRAIN_PLAN else "eval"
-            again = self._durable(kind, flag) & {slot for share in plan["shares"].values() for slot in share}
+            durable = self._durable(kind, flag.iteration, self._entered_s[epoch])
+            again = durable & {slot for share in plan["shares"].values() for slot in share}
             if again:
                 self._violate(process, f"{flag.name} has slots {sorted(again)} generated again")
 
-    def _durable(self, kind: Kind, flag: Flag) -> set[int]:
-        """The slots that were finished when the nodes entered the flag's epoch."""
-        directory = str(self._run_dir.trajectories(kind, flag.iteration))
+    def _durable(self, kind: Kind, iteration: int, entered_s: float) -> set[int]:
+        """The slots that were finished when the nodes entered an epoch."""
+        directory = str(self._run_dir.trajectories(kind, iteration))
         return {
             slot
             for (where, _), (published_s, _policy, slots) in self._parts.items()
-            if where == directory and published_s < self._entered_s[flag.epoch]
+            if where == directory and published_s < entered_s
             for slot in slots
         }
 
@@ -237,11 +244,11 @@ class Invariants:
             result = real(flags, iteration, phase, *kind)
             process = self._world.scheduler.process
             assert isinstance(process, NodeProcess) and process.node is not None
-            record = process.node.record
+            record, crew = process.node.record, process.node.run_dir.crew
             awaited = [MASTER] if process.rank != MASTER else [rank for rank in record.members if rank]
             for rank in awaited:
                 flag = Flag(record.epoch, iteration, int(phase), rank, kind[0] if kind else "ok")
-                by, incarnation = self._raised.get(flag, (None, 0))
+                by, incarnation = self._raised.get((crew, flag), (None, 0))
                 if by is None or record.members[rank].incarnation != incarnation:
                     self._violate(process, f"goes on at {flag.name}, raised by {by and by.name}")
             return result
@@ -273,7 +280,7 @@ class Invariants:
                 self._violate(process, f"{path} takes slots from {file} that are not in it")
         self._check_sampler(process, path, manifest)
         assert isinstance(process, NodeProcess) and process.node is not None
-        entered_s = self._entered_s[process.node.record.epoch]
+        entered_s = self._entered_s[process.node.run_dir.crew, process.node.record.epoch]
         for (where, name), (published_s, policy, slots) in self._parts.items():
             if where == str(path.parent) and published_s < entered_s and policy == manifest["policy"]:
                 late = [slot for slot in slots if self._comes_later(taken.get(slot), name, quota)]
@@ -301,8 +308,8 @@ class Invariants:
         lines = [line["iteration"] for line in published.metrics_lines(run_dir)]
         if lines != list(range(1, last + 1)):
             world.scheduler.violate(f"the run has ended with the iterations {lines}")
-        for rank in range(world.nodes):
-            newest = max((p for p in world.processes if p.rank == rank), key=lambda p: p.incarnation)
+        for machine in range(world.nodes):
+            newest = max((p for p in world.processes if p.machine == machine), key=lambda p: p.incarnation)
             if newest.code != 0 and not newest.killed:
                 world.scheduler.violate(
                     f"{newest.name}, the newest of its rank, has ended with {newest.code}"
@@ -318,14 +325,19 @@ class Invariants:
             return ""
         return published.policy_of(run_dir, last).digest
 
-    def _record(self, epoch: int) -> EpochRecord | None:
-        path = self._run_dir.entry(Record(epoch))
-        if epoch not in self._records and path.exists():
-            self._records[epoch] = EpochRecord.model_validate_json(path.read_bytes())
-        return self._records.get(epoch)
+    def _record(self, crew: Crew, epoch: int) -> EpochRecord | None:
+        path = RunDir(self._run_dir.root, crew).entry(Record(epoch))
+        if (crew, epoch) not in self._records and path.exists():
+            self._records[crew, epoch] = EpochRecord.model_validate_json(path.read_bytes())
+        return self._records.get((crew, epoch))
 
     def _violate(self, process: Process, text: str) -> None:
         self._world.scheduler.violate(f"{process.name} {text}")
+
+
+def _crew(path: Path) -> Any:
+    """The crew whose entry of protocol/ a path is."""
+    return path.parent.parent.name
 
 
 def _entry(path: Path) -> Any:

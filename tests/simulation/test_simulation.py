@@ -41,13 +41,15 @@ def run(
     happens: Sequence[Fault],
     patch: Callable[..., None] | None = None,
     has_links: bool = True,
+    trainers: int = 0,
     **options: Any,
 ) -> str:
     """A run to its end; the policy that it came to. AssertionError if anything was not as it must be."""
     memory = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="flagpost-", dir=memory if memory.is_dir() else None))
     try:
-        world = World(root, nodes, seed, {key.replace("__", "."): value for key, value in options.items()})
+        settings = {key.replace("__", "."): value for key, value in options.items()}
+        world = World(root, nodes, seed, settings, trainers)
         world.disk.has_links = has_links
         invariants = Invariants(world)
         world.patches += [patch] if patch else []

@@ -19,6 +19,7 @@ from coordinator.node.node import Node
 from coordinator.node.start import Start
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.phases import Phase
+from coordinator.settings import Crew
 from tests.simulation import patches
 from tests.simulation.children import Machines
 from tests.simulation.disk import Disk
@@ -50,6 +51,9 @@ class NodeProcess(Process):
     """A process of `run`."""
 
     rank: int = 0
+    """In its crew."""
+    machine: int = 0
+    """Of all machines of the run."""
     node: Node | None = None
     """Once START is over."""
     code: int | None = None
@@ -83,13 +87,22 @@ class NodeProcess(Process):
 class World:
     """The machines of one run, and everything that has been started on them."""
 
-    def __init__(self, root: Path, nodes: int, seed: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        nodes: int,
+        seed: int,
+        settings: Mapping[str, Any],
+        trainers: int = 0,
+    ) -> None:
+        """`trainers`: how many of the nodes are a crew of their own, which trains."""
         self.scheduler = Scheduler(seed)
         self.nodes = nodes
+        self.generators = nodes - trainers
         self.run_dir = RunDir(root / "run")
         self.disk = Disk(self.scheduler, self.run_dir.root)
         self.machines = Machines(self.scheduler, self.disk, root / "local")
-        self.settings = {**SETTINGS, "cluster.num_nodes": nodes, **settings}
+        self.settings = {**SETTINGS, **settings}
         self.processes: list[NodeProcess] = []
         self.said: list[str] = []
         self.quiet_since_s = self.scheduler.now_s
@@ -106,18 +119,29 @@ class World:
 
     # ---- what happens to nodes
 
-    def start(self, rank: int) -> None:
-        """Start a process of a rank, on a machine of its own."""
+    def crew_of(self, machine: int) -> tuple[Crew, int, int]:
+        """The crew of a machine, its rank there, and how many nodes the crew has."""
+        if self.generators == self.nodes:
+            return "main", machine, self.nodes
+        if machine < self.generators:
+            return "rollout", machine, self.generators
+        return "train", machine - self.generators, self.nodes - self.generators
+
+    def start(self, machine: int) -> None:
+        """Start a process of a machine."""
         number = next(self._numbers)
         offset_s = self.scheduler.random.uniform(0.0, 1e6)
-        process = NodeProcess(f"rank {rank} ({number})", f"host-{rank}-{number}", offset_s, rank=rank)
+        crew, rank, _ = self.crew_of(machine)
+        name = f"{'rank' if crew == 'main' else crew} {rank} ({number})"
+        process = NodeProcess(name, f"host-{machine}-{number}", offset_s, rank=rank, machine=machine)
         self.processes.append(process)
         self.scheduler.spawn(process, partial(self._live, process))
 
     def _live(self, process: NodeProcess) -> None:
-        given = self.settings if process.rank == 0 else {}
+        crew, rank, nodes = self.crew_of(process.machine)
+        given = {**self.settings, "cluster.num_nodes": nodes} if rank == 0 else {}
         prefix: Any = process
-        process.code = main.run_node(self.run_dir.root, process.rank, given, prefix)
+        process.code = main.run_node(self.run_dir.root, rank, given, prefix, crew=crew)
         self.tell(f"{process.name} ends with {process.code}")
         if process.code not in self.allowed:
             self.scheduler.violate(f"{process.name} ended with exit code {process.code}")
@@ -154,27 +178,27 @@ class World:
         """A fault lasts so long from now on."""
         self.quiet_since_s = max(self.quiet_since_s, self.scheduler.now_s + seconds)
 
-    def living(self, rank: int) -> list[NodeProcess]:
-        return [process for process in self.processes if process.rank == rank and process.lives]
+    def living(self, machine: int) -> list[NodeProcess]:
+        return [process for process in self.processes if process.machine == machine and process.lives]
 
-    def newest(self, rank: int) -> NodeProcess | None:
-        """The process of a rank that was started last and still lives."""
-        return max(self.living(rank), key=self.processes.index, default=None)
+    def newest(self, machine: int) -> NodeProcess | None:
+        """The process of a machine that was started last and still lives."""
+        return max(self.living(machine), key=self.processes.index, default=None)
 
-    def has_ended(self, rank: int) -> bool:
-        """Whether the run is over for a rank: nobody has to start it again."""
-        mine = [process for process in self.processes if process.rank == rank]
-        return any(process.code == Exit.DONE for process in mine) and not self.living(rank)
+    def has_ended(self, machine: int) -> bool:
+        """Whether the run is over for a machine: nobody has to start it again."""
+        mine = [process for process in self.processes if process.machine == machine]
+        return any(process.code == Exit.DONE for process in mine) and not self.living(machine)
 
-    def start_twin(self, rank: int) -> None:
-        """Another process of a rank, whether one lives or not, unless the run is over for it."""
-        if not self.has_ended(rank):
-            self.start(rank)
+    def start_twin(self, machine: int) -> None:
+        """Another process of a machine, whether one lives or not, unless the run is over for it."""
+        if not self.has_ended(machine):
+            self.start(machine)
 
-    def start_again(self, rank: int) -> None:
-        """What the operator does for a rank that has no process."""
-        if not self.living(rank) and not self.has_ended(rank):
-            self.start(rank)
+    def start_again(self, machine: int) -> None:
+        """What the operator does for a machine that has no process."""
+        if not self.living(machine) and not self.has_ended(machine):
+            self.start(machine)
 
     # ---- the run
 
@@ -184,19 +208,19 @@ class World:
         def operate() -> None:
             now_s = self.scheduler.now_s
             self.quiet_since_s = now_s if not faults_are_over() else self.quiet_since_s
-            if all(self.has_ended(rank) for rank in range(self.nodes)):
+            if all(self.has_ended(machine) for machine in range(self.nodes)):
                 self.scheduler.end()
                 return
             if now_s > self.quiet_since_s + PATIENCE_S:
                 self.scheduler.violate(f"the run does not end: {self.describe()}")
             if now_s > self.quiet_since_s:
-                for rank in range(self.nodes):
-                    self.start_again(rank)
+                for machine in range(self.nodes):
+                    self.start_again(machine)
             self.scheduler.at(now_s + OPERATOR_S, operate)
 
-        for rank in range(self.nodes):
+        for machine in range(self.nodes):
             delay_s = self.scheduler.random.uniform(0.0, 2.0)
-            self.scheduler.at(self.scheduler.now_s + delay_s, partial(self.start, rank))
+            self.scheduler.at(self.scheduler.now_s + delay_s, partial(self.start, machine))
         self.scheduler.at(self.scheduler.now_s + OPERATOR_S, operate)
         with self._patched():
             try:

@@ -123,7 +123,7 @@ class RunDir:
 
     <log-path>/
       run.json                    run id, format version, what may not change; made once
-      protocol/main/              small immutable files, by who writes them (with two crews: rollout/, train/):
+      protocol/main/              small immutable files, by who writes them (two crews: rollout/, train/):
         master/                     all that a worker lists while it waits, however many workers there are
           e0002.epoch.json            epoch record: kind, master, settings, members
           e0002.r0000.n3.b000123      heartbeat 123 of incarnation 3 of the master

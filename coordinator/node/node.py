@@ -27,6 +27,7 @@ from coordinator.node.inputs import difference
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
+from coordinator.node.other_crew import OtherCrew
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.start import Start
@@ -77,6 +78,7 @@ class Node:
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
+        self.other_crew = None if run_dir.crew == "main" else OtherCrew(run_dir, settings)
         # ---- what is published
         self.policies = Policies(self.identity, self.store)
         self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)

@@ -1,4 +1,4 @@
-"""What couples two crews, one that generates and one that trains: manifests and checkpoints that are published.
+"""What couples a crew that generates and one that trains: manifests and checkpoints that are published.
 
 The rollout crew opens iteration r once the policy that samples it is there, that of max(0, r - 1 - K); the
 train crew opens iteration t once its manifest is there. So at most K + 1 iterations wait to be trained.
@@ -25,12 +25,14 @@ def open_next(node: Node) -> int | None:
 
 def open_when_ready(node: Node) -> int | None:
     """Return the same, once the other crew has published what the iteration needs."""
-    if node.settings.crew == "main":
+    other = node.other_crew
+    if other is None:
         return open_next(node)
     lacking = ""
 
     def ready(_board: Board) -> tuple[int | None] | None:
         nonlocal lacking
+        other.check()
         number = open_next(node)  # again each time: what was there may turn out to be damaged
         lacking = "" if number is None else lacks(node, number)
         return None if lacking else (number,)
@@ -45,8 +47,8 @@ def lacks(node: Node, number: int) -> str:
     if node.settings.crew == "rollout":
         sampler = lineage.sampled_by(number, node.settings)
         is_there = sampler == 0 or sampler in published.checkpoints(node.run_dir)
-        return "" if is_there else f"the train crew to publish the checkpoint of iteration {sampler}"
-    return "" if _is_generated(node, number) else f"the rollout crew to finish iteration {number}"
+        return "" if is_there else f"the checkpoint of iteration {sampler}, by the train crew"
+    return "" if _is_generated(node, number) else f"the groups of iteration {number}, by the rollout crew"
 
 
 def _is_generated(node: Node, number: int) -> bool:

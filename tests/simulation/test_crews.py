@@ -1,18 +1,28 @@
-"""Random faults against two crews, one that generates and one that trains: the outcome is the serial replay's."""
+"""Random faults against a crew that generates and one that trains: they come to what one crew comes to."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.rows import training
 from tests.simulation.faults import ACTIONS, Fault, faults
 from tests.simulation.test_simulation import NODES, run, searching, undisturbed
+from tests.simulation.world import World
 
 ITERATIONS = 4
+IN_CREWS = st.sampled_from([1, 2])
+"""How many of the three nodes train."""
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_two_crews_come_to_what_one_comes_to(level: int) -> None:
-    options = {"iterations": ITERATIONS, "cluster__max_async_level": level}
+    options: dict[str, Any] = {"iterations": ITERATIONS, "cluster__max_async_level": level}
     assert run(NODES, 3, (), trainers=1, **options) == undisturbed(ITERATIONS, level)
 
 
@@ -22,10 +32,59 @@ def test_two_crews_come_to_what_one_comes_to(level: int) -> None:
     seed=st.integers(0, 1000),
     happens=st.lists(faults(NODES, ACTIONS), min_size=1, max_size=5),
     level=st.sampled_from([0, 1, 3]),
-    trainers=st.sampled_from([1, 2]),
+    trainers=IN_CREWS,
 )
 def test_two_crews_come_through_all_faults(
     seed: int, happens: list[Fault], level: int, trainers: int
 ) -> None:
-    options = {"iterations": ITERATIONS, "cluster__max_async_level": level}
+    options: dict[str, Any] = {"iterations": ITERATIONS, "cluster__max_async_level": level}
     assert run(NODES, seed, happens, trainers=trainers, **options) == undisturbed(ITERATIONS, level)
+
+
+@pytest.fixture
+def world() -> Any:
+    root = Path(tempfile.mkdtemp())
+    yield World(root, NODES, 1, {"iterations": ITERATIONS, "cluster.max_async_level": 1}, trainers=1)
+    shutil.rmtree(root)
+
+
+def codes(world: World) -> dict[int, int | None]:
+    """The exit code of the last process of each machine."""
+    return {process.machine: process.code for process in world.processes}
+
+
+def test_crew_that_fails_ends_the_other_with_its_words(world: World) -> None:
+    world.allowed = {Exit.FAILED}
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise Ended(Exit.FAILED, "this cannot be trained", "failed")
+
+    world.patches.append(lambda patch: patch.setattr(training.batch, "ensure_batch", broken))
+    world.run(lambda: _end_when_all_have(world))
+    assert world.scheduler.violation is None, "\n".join(world.said)
+    assert codes(world) == {0: Exit.FAILED, 1: Exit.FAILED, 2: Exit.FAILED}
+    assert any("the train crew has ended: " in line and "cannot be trained" in line for line in world.said)
+
+
+def test_crew_that_is_silent_is_named_and_held_for(world: World) -> None:
+    killed: list[float] = []
+
+    def over() -> bool:
+        trainer = world.newest(2)
+        if not killed and trainer is not None and trainer.place >= (2, 10):
+            world.kill(trainer)
+            killed.append(world.scheduler.now_s)
+        return bool(killed) and world.scheduler.now_s > killed[0] + 120.0
+
+    world.run(over)
+    assert world.scheduler.violation is None, "\n".join(world.said)
+    assert any("holding: the train crew (led by host-2-" in line for line in world.said)
+    assert any("the train crew (led by host-2-" in line and "is back" in line for line in world.said)
+    assert not any("engine" in line and "start" in line for line in world.said[-20:])
+    assert codes(world) == {0: 0, 1: 0, 2: 0}
+
+
+def _end_when_all_have(world: World) -> bool:
+    if all(process.code is not None for process in world.processes) and len(world.processes) == NODES:
+        world.scheduler.end()
+    return False

@@ -91,11 +91,11 @@ def test_damaged_policy_that_samples_is_set_aside_and_the_nearest_taken(run_dir:
 
 def test_iteration_whose_checkpoint_is_damaged_is_run_again(run_dir: RunDir) -> None:
     node = node_at(run_dir)
-    assert lineage.next_to_run(node) == 5
+    assert lineage.next_to_run(node, 5) == 5
     damage(run_dir.checkpoint(4))
     with pytest.raises(Incomplete, match="iteration_000004"):
         lineage.base_of(node, Iteration(5))
-    assert lineage.next_to_run(node) == 4
+    assert lineage.next_to_run(node, 5) == 4
     assert lineage.base_of(node, Iteration(4)).iteration == 3
 
 
@@ -107,4 +107,4 @@ def test_training_goes_on_without_an_iteration_that_cannot_be_trained_again(
     damage(run_dir.checkpoint(4))
     assert lineage.base_of(node, Iteration(5)).iteration == 3
     assert "the checkpoint of iteration 4 is gone: going on from the one of iteration 3" in caplog.text
-    assert lineage.next_to_run(node) == 5
+    assert lineage.next_to_run(node, 5) == 5

@@ -14,6 +14,7 @@ from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.settings import RolloutSettings
+from rollout.tally import Tally
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample, unfit
 
@@ -68,6 +69,7 @@ async def collect(
     on_group: Callable[[Group], None],
     on_end: Callable[[], None] = lambda: None,
     stop: threading.Event,
+    tally: Tally | None = None,
 ) -> int:
     """Make groups of `sampling.n` samples until `needed` of them count (default: one for each slot), or until
     no slot is left. `counts` says whether a group counts. Each group goes to `on_group` when it is finished,
@@ -84,8 +86,11 @@ async def collect(
     `sampling.seed` is not used. Raises EngineError when the engine fails, and Stopped within a second after
     `stop` is set; the rest is cancelled. An error of `on_group` ends the collection too. Raises AllGivenUp if
     there were several groups and all were given up: then no group was handed over.
+
+    `tally` logs why samples and groups are lost; a process that keeps it shows each traceback once.
     """
-    group_maker = _GroupMaker(client, environment, reward, sampling, settings)
+    tally = tally or Tally(log)
+    group_maker = _GroupMaker(client, environment, reward, sampling, settings, tally)
     collection = _Collection(
         slots, len(slots) if needed is None else needed, counts, settings, on_group, on_end
     )
@@ -112,6 +117,7 @@ async def collect(
             task.cancel()
         await asyncio.gather(*workers, return_exceptions=True)  # the first error was raised
         await end(asyncio.all_tasks() - others, "tasks of environments")
+        tally.say_counts()
     return collection.conclude()
 
 
@@ -205,9 +211,7 @@ class _GroupMaker:
     reward: Reward
     sampling: Sampling
     settings: RolloutSettings
-
-    def __post_init__(self) -> None:
-        self._explained: set[type[BaseException]] = set()
+    tally: Tally
 
     async def make(self, slot: Slot) -> Group:
         """Return the slot's group, or its tombstone; EngineError if the engine fails."""
@@ -225,11 +229,13 @@ class _GroupMaker:
         if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
             raise reason from None
         if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
-            self._log("a reward ends the run (rollout.on_reward_error=run)", reason)
+            what = "a reward ends the run (rollout.on_reward_error=run)"
+            self.tally.note("samples", what, reason, reason.__cause__)
             raise reason from None
         if is_late:
             reason = TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
-        self._log(f"slot {slot.number}, task {slot.task['id']!r} is given up", reason)
+        what = f"slot {slot.number}, task {slot.task['id']!r} is given up"
+        self.tally.note("groups", what, reason, None if isinstance(reason, EngineError) else reason)
         return slot.tombstone(f"{type(reason).__name__}: {reason}")
 
     async def _attempt(self, slot: Slot) -> Group | BaseException:
@@ -265,23 +271,11 @@ class _GroupMaker:
                 raise error
             if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
                 raise error
-            self._log(f"slot {slot.number} loses a sample", error)
+            self.tally.note("samples", f"slot {slot.number} loses a sample", error, error.__cause__)
         failed = [str(error) for error in failures]
         whole = [sample for sample in samples if sample.reward is not None]
         given_up = None if whole else f"no sample is left: {failed[0]}"
         return Group(slot.number, slot.task["id"], slot.prompt, whole, given_up, failed)
-
-    def _log(self, what: str, reason: BaseException) -> None:
-        """Log the first error of a type with its traceback, further ones as warnings."""
-        first = type(reason) not in self._explained
-        self._explained.add(type(reason))
-        log.log(
-            logging.ERROR if first else logging.WARNING,
-            "%s: %s",
-            what,
-            reason,
-            exc_info=reason if first else None,
-        )
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -299,5 +299,14 @@ def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
 
 
 def excerpt(data: bytes) -> str:
-    """Return the beginning of an answer, for a message."""
-    return data[:_EXCERPT].decode(errors="replace")
+    """Return the beginning of what an answer says, in one line: the message if it is an error in JSON, as
+    engines send it.
+    """
+    text = data.decode(errors="replace")
+    try:
+        error = from_json(text)
+        error = error.get("error", error)
+        text = str(error.get("message") or error.get("detail") or text)
+    except (ValueError, AttributeError):
+        pass  # it is no JSON, or of another form
+    return " ".join(text[:_EXCERPT].split())

@@ -95,7 +95,7 @@ def test_group_whose_reward_raises_becomes_a_tombstone_and_the_first_traceback_i
     assert set(given_up) == {1, 2}
     assert "reward 'my:judge', task 't1': KeyError: 'answer'" in given_up[1]
     shown = [bool(record.exc_info) for record in caplog.records if "loses a sample" in record.getMessage()]
-    assert shown == [True, *[False] * 7]
+    assert shown == [True], "the other seven are counted"
     assert any(r.levelno == logging.WARNING and "2 of 4 groups" in r.getMessage() for r in caplog.records)
 
 

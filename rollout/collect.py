@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
 from rollout.environments.environment import Environment, demonstrates
-from rollout.environments.policy import Policy
+from rollout.environments.policy import Policy, turns_of
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.settings import RolloutSettings
 from rollout.tally import Tally
 from rollout.tasks.task_set import Task
-from rollout.trajectory import Group, Sample, unfit
+from rollout.trajectory import Group, Sample, Turn, unfit
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,24 @@ class Slot:
 
     @property
     def prompt(self) -> str:
-        """For people."""
-        return self.task["prompt"] if "prompt" in self.task else self.task["messages"][-1]["content"]
+        """For people: the task's prompt, or its messages, with their roles if there are several."""
+        first, *more = self._opening
+        if not more:
+            return first.text
+        return "\n\n".join(f"{turn.role}: {turn.text}" for turn in self._opening)
+
+    @property
+    def _opening(self) -> list[Turn]:
+        return turns_of(self.task["prompt"] if "prompt" in self.task else self.task["messages"])
+
+    def turns_after_prompt(self, sample: Sample, stop: Sequence[str]) -> list[Turn]:
+        """Return what a sample says beyond the prompt; nothing if that is its text alone, which ends before
+        the string of `stop` that ended it.
+        """
+        opening, turns = self._opening, sample.turns
+        turns = turns[len(opening) :] if turns[: len(opening)] == opening else turns
+        texts = [sample.text, *(sample.text + end for end in stop)]
+        return [] if len(turns) == 1 and turns[0].text in texts else turns
 
 
 async def collect(
@@ -259,6 +275,8 @@ class _GroupMaker:
         demonstrated = demonstrates(self.environment)
         faults = [unfit(sample, demonstrated=demonstrated) for sample in made]
         samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
+        for sample in samples:
+            sample.turns = slot.turns_after_prompt(sample, self.sampling.stop)
         unscored = [sample for sample in samples if sample.reward is None]
         scored = await asyncio.gather(
             *(score(self.reward, slot.task, sample, self.settings) for sample in unscored),

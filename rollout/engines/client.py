@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic_core import from_json
 
 from rollout.origin import Sampling
+from rollout.trajectory import Turn
 
 if TYPE_CHECKING:
     import aiohttp
@@ -58,6 +59,10 @@ class Completion:
     logprobs: list[float]
     text: str
     finish_reason: str
+    said: Sequence[Turn] = ()
+    """What was said to the model before it, since the completion before."""
+    stop_string: str = ""
+    """The stop string that ended it: its tokens are there, but `text` ends before it."""
 
 
 class EngineClient:
@@ -280,6 +285,7 @@ def _completion(choice: dict[str, Any]) -> Completion:
         logprobs,
         choice["text"],
         finish_reason(str(choice["finish_reason"])),
+        stop_string=stop if isinstance(stop := choice.get("stop_reason"), str) else "",
     )
 
 

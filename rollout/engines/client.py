@@ -234,7 +234,7 @@ class EngineClient:
             data = await response.read()
         if response.status == 404 and "model" in body:
             raise AdapterMissing(f"POST {url}: 404: {excerpt(data)}")
-        return parse_answer(f"POST {url}", response.status, data)
+        return parse_answer(f"POST {url.removeprefix(self._base_url)}", response.status, data)
 
     def _asked(self, url: str) -> str:
         """Return the URL as aiohttp takes it, which knows the socket from the connector."""

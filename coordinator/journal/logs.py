@@ -11,6 +11,7 @@ from coordinator.journal.plain import plain
 
 CLOSE_S = 2.0
 """How long the end of a node waits for its last lines to be in its log file."""
+OURS = ("coordinator", "rollout", "trainer")
 
 
 class Prefix(logging.Formatter):
@@ -50,6 +51,7 @@ class _File(logging.Handler):
 
     def __init__(self, path: Path, prefix: Prefix) -> None:
         super().__init__(logging.INFO)
+        self.addFilter(is_for_people)
         self._writer = LineWriter(path, warns=False)
         self._prefix = prefix
         self._time = logging.Formatter("%(asctime)s", "%Y-%m-%d %H:%M:%S")
@@ -66,17 +68,26 @@ class _File(logging.Handler):
         super().close()
 
 
+def is_for_people(record: logging.LogRecord) -> bool:
+    """Return whether a line is shown: what this program or the user's code says, and warnings of anybody.
+
+    Libraries, such as the HTTP client of an agent, have a line for each request.
+    """
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(record.pathname).parts)
+    return record.levelno > logging.INFO or not is_installed or record.name.partition(".")[0] in OURS
+
+
 def set_up(rank: int) -> Prefix:
     """Log to stderr, each line with the prefix that is returned."""
     prefix = Prefix(rank)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(prefix)
     handler.setLevel(logging.INFO)
+    handler.addFilter(is_for_people)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     logging.getLogger("rollout.storage.retry").setLevel(logging.DEBUG)  # for the node's events alone
-    for name in ("asyncio", "aiohttp", "filelock", "httpx"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
     logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it complains while it is being stopped
     return prefix

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
+
 from rollout.plugins import PluginError, code_of, load_function
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
@@ -133,7 +135,7 @@ async def score(reward: Reward, task: Task, sample: Sample, settings: RolloutSet
 
 
 def _finite(value: Any, name: str, reward: Reward, task: Task) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not isinstance(value, (numbers.Real, np.bool_)) or not math.isfinite(value):
         raise RewardError(f"{_where(reward, task)}: returned {name} = {value!r}, expected a finite number")
     return float(value)
 

@@ -98,6 +98,21 @@ def test_users_own_metrics_cannot_take_the_place_of_ours(tmp_path: Path) -> None
     assert line["reward_by_source"] is None
 
 
+def test_metric_that_some_samples_lack_is_the_mean_over_the_others_whichever_part_they_are_in(
+    tmp_path: Path,
+) -> None:
+    run_dir = run_dir_at(tmp_path)
+    directory = run_dir.trajectories("train", 1)
+    directory.mkdir()
+    # Rank 1 has died after its first group.
+    for rank, epoch, slot, measured in [(1, 1, 0, {"tries": 1.0}), (0, 2, 1, {"tries": 4.0}), (1, 2, 2, {})]:
+        writer = parts.PartWriter(run_dir, "train", 1, rank, epoch, ORIGIN)
+        writer.add(with_rewards(slot, 1.0, 0.0, **measured))
+        writer.flush()
+    document, _ = parts.manifest(directory, 1, Quota(3, 3), ORIGIN)
+    assert document["metrics"] == {"tries": 2.5}
+
+
 def test_reward_is_told_apart_by_the_source_of_the_tasks(tmp_path: Path) -> None:
     groups = [with_rewards(0, 1.0, 0.0), with_rewards(1, 1.0), with_rewards(2, 0.0)]
     line = sampled(tmp_path, groups, [{"source": "sums"}, {"source": "sums"}, {"source": "riddles"}])

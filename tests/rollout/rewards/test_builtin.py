@@ -18,6 +18,9 @@ import numpy as np
 def half(task, completion): return 0.5
 def one(task, completion): return np.float32(1)
 def parts(task, completion): return {"reward": 1, "digits": len(completion)}
+def flags(task, completion):
+    return {"reward": np.bool_(True), "short": len(completion) < 9, "digit": np.bool_(False)}
+async def flags_of(task, completion): return flags(task, completion)
 async def slow(task, completion):
     await asyncio.sleep(0)
     return 0.25
@@ -124,6 +127,12 @@ def test_function_of_the_user_scores(user_code: str, function: str, expected: fl
 def test_dict_gives_the_reward_and_metrics(user_code: str) -> None:
     sample = scored(f"{user_code}:parts", "abc")
     assert (sample.reward, sample.metrics) == (1.0, {"digits": 3.0})
+
+
+@pytest.mark.parametrize("function", ["flags", "flags_of"])
+def test_yes_and_no_count_as_1_and_0_also_those_of_numpy(user_code: str, function: str) -> None:
+    sample = scored(f"{user_code}:{function}", "abc")
+    assert (sample.reward, sample.metrics) == (1.0, {"short": 1.0, "digit": 0.0})
 
 
 @pytest.mark.parametrize(

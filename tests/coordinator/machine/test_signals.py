@@ -76,34 +76,31 @@ def test_signals_reach_a_node_whose_main_thread_waits_for_a_hung_mount(tmp_path:
     if reason := unavailable():
         pytest.skip(reason)
     numbers, code = CASES[case]
-    pipe = subprocess.PIPE
-    with FaultFs(tmp_path / "fs", 1) as shared:
+    said = tmp_path / "said"
+    with FaultFs(tmp_path / "fs", 1) as shared, open(said, "wb") as out:
         argv = [sys.executable, "-c", HUNG, str(shared[0].path)]
-        node = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
-        assert node.stdin is not None and node.stdout is not None
+        node = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=out, text=True)
         try:
-            pid, record = node.stdout.readline().split()
-            child = int(pid)
+            assert eventually(lambda: said.read_text().endswith("\n"))
+            pid, record = said.read_text().split()
             shared.freeze()
-            node.stdin.write("\n")
-            node.stdin.flush()
+            print(file=node.stdin, flush=True)
             assert eventually(lambda: "request_wait" in Path(f"/proc/{node.pid}/wchan").read_text())
             for number in numbers:
                 os.kill(node.pid, number)
                 time.sleep(1.2)  # the kernel keeps only one that nobody has taken
-            if numbers != [signal.SIGKILL]:
-                assert node.stdout.readline() == f"acted on {int(numbers[0])}\n"
+            assert f"acted on {int(numbers[0])}\n" in said.read_text() or numbers == [signal.SIGKILL]
             if code is None:
-                assert list(Path(record).read_bytes()) == numbers and keeper.is_schedulable(child)
+                assert list(Path(record).read_bytes()) == numbers and keeper.is_schedulable(int(pid))
             else:
-                assert eventually(lambda: not keeper.is_schedulable(child))
+                assert eventually(lambda: not keeper.is_schedulable(int(pid)))
             assert node.poll() is None
             shared.thaw()
             if code is None:
-                assert node.stdout.readline().startswith("answered")
+                assert eventually(lambda: "answered" in said.read_text())
                 print(file=node.stdin, flush=True)
             assert node.wait(10) == (code or 0)
-            assert eventually(lambda: not keeper.is_schedulable(child))
+            assert eventually(lambda: not keeper.is_schedulable(int(pid)))
         finally:
             shared.thaw()
             node.kill()

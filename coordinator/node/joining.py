@@ -12,6 +12,7 @@ from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.node.verdicts import CODES, Verdicts
 from coordinator.protocol.back_off import BackOff
+from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beats
 from coordinator.protocol.records import EpochRecord, Member, claim, new_token
@@ -49,6 +50,7 @@ class Joining:
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
         self._back_off = BackOff()
+        self._complaints = Complaints(identity.run_dir)
         self._known: dict[int, tuple[int, dict[str, Any]]] = {}
         """What a process of each rank has said of its node, with its incarnation."""
 
@@ -189,6 +191,9 @@ class Joining:
         if unsaid := set(absent) - set(self._position.waiting_for):
             log.info("waiting for %s; on that machine: %s", ranks_text(unsaid), self._commands(unsaid))
         self._position.wait_for(absent)
+        for flag in board.called(since, NOT_STARTED):
+            if flag.rank in absent and (text := self._complaints.new(flag)):
+                log.error("%s. Then, on that machine: %s", text, self._messages.worker_command(flag.rank))
         return absent
 
     def _members(self, board: Board, absent: Collection[int]) -> dict[int, Member] | None:

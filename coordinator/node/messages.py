@@ -56,6 +56,14 @@ class Messages:
             "process itself goes as soon as the mount answers"
         )
 
+    def unseen(self, master_host: str, limit_s: float) -> str:
+        """Return what a worker says whose heartbeats do not get to the master."""
+        return (
+            f"the master ({master_host}) has seen no heartbeat of rank {self._identity.rank} "
+            f"({self._identity.host}) for {limit_s:.0f} s, while its own arrive here. Try the directory on "
+            f"both machines: {self.doctor_command()}"
+        )
+
     def missing(self) -> str:
         """Return the ranks that are waited for, as `of_rank`."""
         return "; ".join(self.of_rank(rank) for rank in self._position.waiting_for)

@@ -274,7 +274,8 @@ class Joining:
                 asks_s = waited_s + self._cluster.node_timeout_s
                 if watch.heart.is_replaced():
                     raise self._verdicts.superseded()
-                self._say_if_unseen()
+                if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
+                    self._say_if_unseen()
             if self._cluster.on_node_failure == "shrink":
                 waited_s = min(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
             if waited_s > self._cluster.rejoin_timeout_s:
@@ -291,7 +292,7 @@ class Joining:
         gathers = said.get("state") == GATHERING and said["row_s"] >= limit_s
         is_there = self._watch.silence.silent_s.get(MASTER, 0.0) < limit_s
         silent_s = said.get("silent_s", {}).get(str(self._identity.rank), limit_s)
-        if gathers and is_there and silent_s >= limit_s and not self._is_unseen:
+        if gathers and is_there and silent_s >= limit_s:
             self._is_unseen = True
             log.error("%s", self._messages.unseen(said["host"], limit_s))
 

@@ -1,6 +1,7 @@
 """What a node says to a person: who is waited for, what was lost, and the command that repairs it."""
 
 import shlex
+import signal
 
 from coordinator.directory.layout import MASTER, Flag
 from coordinator.node.flags import read_call
@@ -8,6 +9,7 @@ from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
+from rollout.storage.retry import Call
 
 
 class Messages:
@@ -43,6 +45,23 @@ class Messages:
         me = self._identity
         return (
             f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}. {self.repair()}"
+        )
+
+    def hangs(self, number: int, call: Call) -> str:
+        """Return what keeps this node from ending at a signal, and what becomes of it."""
+        me, name = self._identity, signal.Signals(number).name
+        return (
+            f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}, but the shared "
+            f"directory does not answer: {call.what} {call.path}. Its own engine and trainer are killed; the "
+            "process itself goes as soon as the mount answers"
+        )
+
+    def unseen(self, master_host: str, limit_s: float) -> str:
+        """Return what a worker says whose heartbeats do not get to the master."""
+        return (
+            f"the master ({master_host}) has seen no heartbeat of rank {self._identity.rank} "
+            f"({self._identity.host}) for {limit_s:.0f} s, while its own arrive here. Try the directory on "
+            f"both machines: {self.doctor_command()}"
         )
 
     def missing(self) -> str:

@@ -67,7 +67,7 @@ class Node:
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
         self.pulse = Pulse(self.children.spool, self._show)
-        self.signals = Signals(self.watch.interrupt)
+        self.signals = Signals(self._interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
         self.flags = Flags(
@@ -169,6 +169,11 @@ class Node:
     def _place(self) -> tuple[int, int]:
         current = self.watch.current
         return self.watch.incarnation, current.epoch if current is not None else 0
+
+    def _interrupt(self, number: int) -> None:
+        """End at a signal; called in a thread of its own."""
+        self.watch.interrupt(number)
+        self.unresponsive.begin_to_end(number, self.children)
 
     def enter(self, record: EpochRecord) -> None:
         """Enter an epoch: nothing of the old one runs here any more; the master waits until all say so."""

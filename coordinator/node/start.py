@@ -1,9 +1,13 @@
-"""START: what is checked before a node takes part. Nothing is written for a node that may not."""
+"""START: what is checked before a node takes part. For a node that may not, nothing is written. But a worker
+that has found its master, and lacks what the run needs, says so in protocol/.
+"""
 
+import contextlib
 import json
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +19,7 @@ from coordinator.directory.layout import FORMAT, MASTER, Beat, Flag, RunDir, par
 from coordinator.journal.trackers import check_sinks
 from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
 from coordinator.node.strangers import refuse_strangers
+from coordinator.protocol.complaints import complain
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse, whole_board
@@ -96,11 +101,17 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any], allow_shared_d
         raise SettingsError(f"{differences[0]}; leave it out: a worker takes its settings from the master")
     local = {key: value for key, value in given.items() if key in NODE_LOCAL}
     settings = config.overlay(settings, local)
-    inputs = load_inputs(settings, local)
     run = read_run_json(run_dir)
-    _refuse_changes(run, _fixed(settings, inputs))
-    if text := difference(inputs.codes(), published.inputs, published.master_host):
-        raise SettingsError(text)
+    try:
+        inputs = load_inputs(settings, local)
+        _refuse_changes(run, _fixed(settings, inputs))
+        if text := difference(inputs.codes(), published.inputs, published.master_host):
+            raise SettingsError(text)
+    except Exception as error:  # the master waits for this worker
+        host = socket.gethostname()
+        with contextlib.suppress(OSError):
+            complain(run_dir, published.epoch, rank, host, f"rank {rank} ({host}) could not start: {error}")
+        raise
     return _begin(rank, run_dir, run["run_id"], settings, inputs)
 
 

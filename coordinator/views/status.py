@@ -11,6 +11,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, MASTER, RunDir
 from coordinator.directory.metrics_file import MetricsFile
 from coordinator.machine.network import pid_space
+from coordinator.protocol.complaints import NOT_STARTED, read_complaint
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, Records
@@ -101,6 +102,7 @@ class StatusReader:
         silent_s = _silent_s(said, still_s)
         ranks = range(settings.cluster.num_nodes)
         nodes = [_node(rank, settings, board, record, said, gone, silent_s.get(rank, 0.0)) for rank in ranks]
+        self._add_complaints(nodes, board, record)
         left_s = [node["left_s"] for node in nodes if node["left_s"] is not None and node["phase"] == phase]
         waiting_s = silent_s.get(MASTER, 0.0) if MASTER in gone else master.get("waiting_s", 0.0)
         return {
@@ -117,6 +119,15 @@ class StatusReader:
             "nodes": nodes,
             "last_metrics": self.lines[-1] if self.lines else None,
         }
+
+    def _add_complaints(self, nodes: list[dict[str, Any]], board: Board, record: EpochRecord | None) -> None:
+        """Add to the nodes that do not take part why they do not come, as far as they have said it."""
+        calls = board.called(record.epoch, NOT_STARTED) if record else []
+        for node in nodes:
+            flags = [flag for flag in calls if flag.rank == node["rank"] and node["state"] != "alive"]
+            found = read_complaint(self.run_dir, flags[0]) if flags else None
+            host, node["error"] = found or (node["host"], "")
+            node["host"] = node["host"] or host
 
 
 def _names(directory: Path) -> list[str]:

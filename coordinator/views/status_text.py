@@ -72,7 +72,9 @@ def waiting(status: Status) -> str:
 
 
 def repairs(status: Status, root: Path) -> list[str]:
-    """For each node that the run waits for, give the command that brings it back."""
+    """For each node that the run waits for, say why it did not start, and give the command that brings it
+    back.
+    """
     if status["state"] != "holding":
         return []
     path = shlex.quote(str(root))
@@ -82,6 +84,7 @@ def repairs(status: Status, root: Path) -> list[str]:
         if node["state"] == "alive":
             continue
         role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master ..."
+        lines += [node["error"]] if node.get("error") else []
         place = f"on {node['host']}" if node["host"] else "on its machine"
         lines.append(f"to bring rank {node['rank']} back, {place}: run {role} --log-path {path}")
     return lines

@@ -45,6 +45,7 @@ NODE_KEYS = {
     "tasks_assigned",
     "tasks_done",
     "silent_s",
+    "error",
     "row_s",
     "waiting_s",
     "tokens_per_s",
@@ -125,6 +126,7 @@ def test_running_nodes_are_shown_where_they_are(run_dir: RunDir) -> None:
         "gpu_count": 0,
         "gpus": [],
         "silent_s": 0.4,
+        "error": "",
     }
 
 

@@ -152,17 +152,21 @@ def render(status: Status, root: Path) -> str:
         _column("tokens/s", [tokens(node) for node in nodes], ">"),
         _column("GPUs", [gpus(node) for node in nodes]),
         _column("weight", [f"{node['weight']:g}" for node in nodes], ">"),
-        _column("silent", [f"{node['silent_s']:.1f} s" for node in nodes], ">"),
+        _column("silent", [_silence(node) for node in nodes], ">"),
     ]
     table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
     lines = [
         f"{one_line(str(root))}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
-        place if going else f"it was last in {place}",
+        place if going else f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {place}",
         *repairs(status, root),
         "",
         *table,
     ]
     return "\n".join([*lines, *_after_a_blank(rewards(status["last_metrics"]))])
+
+
+def _silence(node: Node) -> str:
+    return f"{node['silent_s']:.1f} s" if node["state"] in {"alive", "silent"} else ""
 
 
 def _column(title: str, cells: Sequence[str], align: str = "<") -> list[str]:

@@ -184,8 +184,11 @@ def test_run_that_has_ended_waits_for_nobody(run_dir: RunDir) -> None:
 def test_finished_run_shows_no_rows(run_dir: RunDir) -> None:
     running(run_dir, record(3, "finished", settings=SETTINGS), state=ENDED, iteration=8)
     text = render(Run(run_dir.root).status(), run_dir.root)
-    assert "it was last in iteration 8 of 8\n" in text
+    assert "it ended with iteration 8 of 8\n" in text
     assert "train_rollout" not in text and "/64" not in text
+    assert [line.split()[-1] for line in text.splitlines() if " left " in line] == ["1"], (
+        "a weight, no silence"
+    )
 
 
 def up(run_dir: RunDir, rank: int, row: Phase, iteration: int = 5, epoch: int = 2) -> None:

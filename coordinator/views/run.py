@@ -60,7 +60,8 @@ class Run:
         return sorted({line["iteration"] for line in self.metrics()})
 
     def trajectories(self, iteration: int, kind: Kind = "train") -> "Iterator[Group]":
-        """Yield the groups of an iteration's manifest, by slot; every file is first verified against it.
+        """Return an iterator over the groups of an iteration's manifest, by slot. All files are read now, and
+        each is verified against the manifest.
 
         A group has `slot`, `task_id`, `prompt` and `samples`, each with `token_ids`, `logprobs`, `text` and
         `reward`. A group that was given up has no samples and says why in `given_up`. `kind`: "train" or

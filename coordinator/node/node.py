@@ -81,6 +81,8 @@ class Node:
         self.policies = Policies(self.identity, self.store)
         self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)
         self._lock: BaseFileLock | None = None
+        self._begun = (0, 0.0)
+        """The newest iteration, and when this process first began it."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -267,7 +269,11 @@ class Node:
         else:
             self.position.move("running", last, Phase.ITERATION_START.label, [MASTER])
             number = self.flags.wait_opened(last)
-        return None if number is None else Iteration(number)
+        if number is None:
+            return None
+        if number != self._begun[0]:
+            self._begun = (number, time.monotonic())
+        return Iteration(*self._begun)
 
     def step(self, iteration: Iteration, phase: Phase, act: Act, then: Conclude | None = None) -> None:
         """Run one row: act if it is ours, raise our flag, wait for the master's: its document is the result.

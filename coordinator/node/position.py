@@ -31,12 +31,15 @@ class Position:
 
     def __init__(self) -> None:
         self._place = _Place()
+        self._last = 0
+        """The iteration that the node was in last: between two epochs it is in none."""
 
     def move(
         self, state: str, iteration: int = 0, phase: str = "", waiting_for: list[int] | None = None
     ) -> None:
         """Come to another place; progress and waiting begin anew."""
         self._place = _Place(state, iteration, phase, waiting_for or [])
+        self._last = iteration or self._last
 
     def end(self, state: str) -> None:
         """Say that the node has ended where it is."""
@@ -102,13 +105,17 @@ class Position:
         return f" in {place.phase}, iteration {place.iteration}" if place.phase else f" while {place.state}"
 
     def describe(self) -> dict[str, Any]:
-        """Return what a heartbeat says of it, with seconds and tokens per second in place of moments."""
+        """Return what a heartbeat says of it, with seconds and tokens per second in place of moments.
+
+        `monotonic_s`, this moment, is for readers on this machine.
+        """
         now_s, place = time.monotonic(), self._place
         counted_s = place.reached_s - (place.counting_since_s or place.reached_s)
         waits = bool(place.waiting_for)
         return {
+            "monotonic_s": round(now_s, 1),
             "state": place.state,
-            "iteration": place.iteration,
+            "iteration": place.iteration or self._last,
             "phase": place.phase,
             "done": place.done,
             "total": place.total,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),
         "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,
-        "seconds": round(sum(iteration.phase_s.values()), 3),
+        "seconds": round(time.monotonic() - iteration.begun_s, 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in iteration.phase_s.items()},
         "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},
         "busy_fraction": round(sum(busy) / len(busy), 3),

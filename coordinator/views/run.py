@@ -64,7 +64,8 @@ class Run:
         return sorted({line["iteration"] for line in self.metrics()})
 
     def trajectories(self, iteration: int, kind: Kind = "train") -> "Iterator[Group]":
-        """Yield the groups of an iteration's manifest, by slot; every file is first verified against it.
+        """Return an iterator over the groups of an iteration's manifest, by slot. All files are read now, and
+        each is verified against the manifest.
 
         A group has `slot`, `task_id`, `prompt` and `samples` (see rollout.trajectory.Sample), each with
         `token_ids`, `loss_mask`, `logprobs`, `text`, `reward`, `metrics` and `turns`, the conversation after

@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.views import status_text
 from coordinator.views.report.curves import points
 from coordinator.views.report.figures import Balance
-from coordinator.views.report.values import is_number
+from coordinator.views.report.values import is_number, rows_s
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -48,9 +48,7 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
     if seconds:
         each = f"{duration(sorted(seconds)[len(seconds) // 2])} an iteration"
         found.append(Tile("Time", duration(sum(seconds)), each))
-    busy = [
-        (line["busy_fraction"], line["seconds"]) for line in lines if _has(line, "busy_fraction", "seconds")
-    ]
+    busy = [(line["busy_fraction"], rows_s(line)) for line in lines if _has(line, "busy_fraction")]
     if total := sum(spent for _, spent in busy):
         share = sum(fraction * spent for fraction, spent in busy) / total
         found.append(Tile("Nodes busy", f"{100 * share:.0f} %", "of the time; the rest they waited"))

@@ -43,6 +43,14 @@ def test_place_is_said_in_log_lines_and_in_sentences() -> None:
     assert position.phase is Phase.TRAINING
 
 
+def test_node_that_is_between_two_epochs_says_which_iteration_it_was_in() -> None:
+    position = Position()
+    assert position.describe()["iteration"] == 0
+    position.move("running", 7, Phase.TRAINING.label)
+    position.move("gathering")
+    assert (position.iteration, position.describe()["iteration"]) == (0, 7)
+
+
 def test_move_begins_progress_and_waiting_anew() -> None:
     position = Position()
     position.move("running", 1, Phase.TRAIN_ROLLOUT.label)

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
+from coordinator.config import build
 from coordinator.directory.layout import RunDir
+from coordinator.protocol.records import Records, claim
+from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import SettingsError
 from coordinator.views.report import curves, write_report
 from coordinator.views.report.charts import POINTS, chart, nice_ticks, number_text
-from coordinator.views.report.figures import balance
+from coordinator.views.report.figures import balance, waiting
 from coordinator.views.report.samples import chosen_slots, group_text, reading, shortened
-from coordinator.views.report.summary import advice
+from coordinator.views.report.summary import advice, tiles
+from tests.coordinator.made_up import record
 from tests.coordinator.made_up_run import State, make_run
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -113,6 +117,27 @@ def test_report_replaces_no_pipe_device_or_directory_and_writes_what_a_link_lead
     for name in ("new.html", "old.html"):
         write_report(run_dir.root, tmp_path / name)
         assert (tmp_path / name).is_symlink() and (pages / name).read_text().startswith("<!DOCTYPE html>")
+
+
+def test_hosts_of_ranks_that_a_run_no_longer_has_are_named(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", iterations=3, nodes=3)
+    epochs = Records(run_dir).newest(whole_board(run_dir).records)
+    assert epochs is not None
+    fewer = build({"model": "Qwen/Qwen3-4B", "tasks": "sums.jsonl", "cluster.num_nodes": 2})
+    claim(run_dir, record(epochs.epoch + 1, members={0: 1, 1: 1}, settings=fewer))
+    page = page_of(run_dir)
+    assert 'title="rank 2 on node-02"' in page and "<summary>2 nodes" in page
+
+
+def test_interruptions_are_no_work_of_the_nodes() -> None:
+    lines: list[dict[str, Any]] = [
+        {"iteration": n, "seconds": seconds, "phase_seconds": {"training": 10.0}, "busy_fraction": busy}
+        | {"wait_seconds": {"0": 0.0, "1": 4.0}}
+        for n, seconds, busy in ((1, 10.0, 1.0), (2, 1000.0, 0.5))
+    ]
+    status = {"iterations": 2, "num_nodes": 2}
+    assert [tile.value for tile in tiles(status, lines) if tile.label == "Nodes busy"] == ["75 %"]
+    assert [(node.work_s, node.wait_s) for node in waiting({}, lines)] == [(20.0, 0.0), (12.0, 8.0)]
 
 
 def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from coordinator.directory import published
 from coordinator.journal.plain import plain
 from coordinator.machine.children import Child, Children
 from coordinator.node.inputs import load_inputs
+from coordinator.node.refusals import fit_max_tokens
 from coordinator.node.start import check_log_path
 from coordinator.protocol.exits import Exit
 from coordinator.settings import SettingsError
@@ -32,7 +33,7 @@ def run_local(
     """Start all nodes, show them live, print the results; return the first exit code that is not 0."""
     settings = build(given)
     check_log_path(root)
-    load_inputs(settings, given)
+    fit_max_tokens(settings, given, load_inputs(settings, given).context)
     nodes = settings.cluster.num_nodes
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nodes))
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}

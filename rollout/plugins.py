@@ -37,7 +37,7 @@ def load_function(name: str) -> Callable[..., Any]:
     except Exception as error:  # the user's module may raise anything when it is imported
         said = " ".join(str(error).split())
         raise PluginError(
-            f"module {module_name!r} cannot be imported: {type(error).__name__}: {said} (it is looked for in "
+            f"module {module_name!r} cannot be imported: {type(error).__name__}: {said} (looked for in "
             f"{os.getcwd()}, on PYTHONPATH and in what is installed)"
         ) from error
     function = getattr(module, function_name, None)
@@ -56,7 +56,7 @@ def load_function(name: str) -> Callable[..., Any]:
         ) from error
 
 
-def check_call(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
+def check_call(function: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Raise PluginError if `function` certainly cannot be called with positional arguments of these names,
     or yields where it should return. What cannot be known passes.
     """
@@ -66,10 +66,12 @@ def check_call(name: str, function: Callable[..., Any], arguments: Sequence[str]
         return
     try:
         signature.bind(*arguments)
-    except TypeError as error:
-        raise PluginError(f"{name!r} takes {signature}, but gets ({', '.join(arguments)}): {error}") from None
+    except TypeError:
+        raise PluginError(
+            f"it takes {signature}, but is called with ({', '.join(arguments)}); give it these parameters"
+        ) from None
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise PluginError(f"{name!r} yields; it must return its result")
+        raise PluginError("it yields; it must return its result")
 
 
 def may_be_awaited(function: Callable[..., Any]) -> bool:

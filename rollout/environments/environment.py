@@ -65,11 +65,11 @@ def resolve_environment(name: str) -> Environment:
         )
     try:
         function = load_function(name)
-        check_call(name, function, ("task", "policy", "sampling"))
+        check_call(function, ("task", "policy", "sampling"))
     except PluginError as error:
-        raise EnvironmentSettingError(f"environment: {error}") from error
+        raise EnvironmentSettingError(str(error)) from error
     if not may_be_awaited(function):
         raise EnvironmentSettingError(
-            f"environment: {name!r} is not async; write `async def`, and `await` what the policy generates"
+            "it is not async; write `async def`, and `await` what the policy generates"
         )
     return function

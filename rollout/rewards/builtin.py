@@ -102,9 +102,9 @@ def resolve_reward(name: str) -> Reward:
         raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
     try:
         function = load_function(name)
-        check_call(name, function, ("task", "completion"))
+        check_call(function, ("task", "completion"))
     except PluginError as error:
-        raise RewardSettingError(f"reward: {error}") from error
+        raise RewardSettingError(str(error)) from error
     return Reward(name, function if _is_async(function) else SyncReward(name, function))
 
 

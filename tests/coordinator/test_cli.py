@@ -241,8 +241,11 @@ BAD = [
     ("--model ./absent", "--model ./absent: no such directory"),
     ("--data-path absent", "--data-path absent: no such directory"),
     ("--reward best", "--reward best: "),
-    ("--reward users:score", "--reward users:score: reward: 'users:score' takes (completion), but gets"),
-    ("--environment users:play", "'users:play' is not async; write `async def`"),
+    (
+        "--reward users:score",
+        "--reward users:score: it takes (completion), but is called with (task, completion)",
+    ),
+    ("--environment users:play", "--environment users:play: it is not async; write `async def`"),
     ("--tasks no_answer.jsonl", "no_answer.jsonl:3: --reward exact cannot score this task"),
     ("--tasks good.jsonl --eval-interval 2", "--eval-interval 2 needs tasks to evaluate on"),
     ("--tasks chat.jsonl --model small", "chat.jsonl:1: this task has `messages`, but --model"),
@@ -430,6 +433,6 @@ def test_worker_that_cannot_import_the_masters_reward_says_so_before_it_joins(
     ended = run("--worker", "1", "--log-path", "run", "--rejoin-timeout", "30")
     assert ended.returncode == 2, ended.stderr
     said = ended.stderr.splitlines()[-1]
-    assert said.startswith("run: --reward of_the_master:score: reward: module 'of_the_master' cannot be ")
-    assert f"it is looked for in {place}, on PYTHONPATH" in said
+    assert said.startswith("run: --reward of_the_master:score: module 'of_the_master' cannot be ")
+    assert f"looked for in {place}, on PYTHONPATH" in said
     assert "n1.b" not in "".join(tree(master.workers))

@@ -247,11 +247,11 @@ def test_decorated_environment_is_judged_by_what_its_decorator_takes() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("sync", "'users_games:sync' is not async; write `async def`"),
+        ("sync", "it is not async; write `async def`"),
         ("listed", "is not async"),
         ("Sync", "is not async"),
-        ("too_few", r"takes \(task, policy\), but gets \(task, policy, sampling\): too many positional"),
-        ("too_many", "missing a required argument: 'depth'"),
+        ("too_few", r"takes \(task, policy\), but is called with \(task, policy, sampling\)"),
+        ("too_many", r"takes \(task, policy, sampling, depth\), but"),
         ("yields", "yields; it must return"),
         ("Needs", "class 'users_games:Needs' cannot be made without arguments: TypeError: .*'depth'"),
     ],

@@ -70,6 +70,7 @@ def _tasks(settings: RunSettings, inputs: Inputs) -> str:
 def _samples(settings: RunSettings, first: int) -> str:
     rollout, last = settings.rollout, settings.iterations
     end = f"from iteration {first} on" if last is None else f"iterations {first} to {last}"
+    end = f"iteration {first}" if last == first else end
     size = f"{rollout.tasks_per_iteration} x {rollout.samples_per_task} an iteration"
     return f"{size}, up to {rollout.max_tokens} tokens; {end}"
 

@@ -77,6 +77,7 @@ def test_model_directory_says_its_size_and_its_own_context(
             "7588 (builtin:arithmetic); no evaluation",
         ),
         ({"eval.interval": 0}, "tasks", "7588 (builtin:arithmetic); no evaluation"),
+        ({"iterations": 1}, "samples", "128 x 8 an iteration, up to 8 tokens; iteration 1"),
         ({"eval.interval": 1}, "tasks", "7588 (builtin:arithmetic); 512 to evaluate every iteration"),
     ],
 )

@@ -14,9 +14,11 @@ from typing import Any
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
+from coordinator.journal.silence import FIRST_S, broken_silence
 from coordinator.machine.children import ChildError
 from coordinator.machine.network import NetworkError
 from coordinator.machine.store import StoreError
+from coordinator.node.announcement import announcement
 from coordinator.node.flags import call_document
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
@@ -39,6 +41,9 @@ from rollout.storage.retry import FULL, waiting_for_space
 
 log = logging.getLogger(__name__)
 
+WORKERS_FIRST_S = 45.0
+"""After so long without a line a worker says what goes on: its waits say it every 30 s by themselves."""
+
 MAX_RETURNS = 3
 """How often an iteration may go back for something that is missing."""
 
@@ -56,13 +61,16 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     """Run a node to its end; returns the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
     node = Node(start)
-    prefix.follow(node.position.prefix)
+    prefix.follow(node.position.prefix, partial(_doing, node))
     try:
         node.begin()
         prefix.keep(node.run_dir.logs(node.rank), node.events)
-        if node.is_master and open_next(node) is None:
+        first = open_next(node) if node.is_master else None
+        if node.is_master and first is None:
             _finish(node)
         else:
+            for line in announcement(start, first) if first is not None else ():
+                log.info("%s", line)
             with waiting_for_space(node.settings.cluster.rejoin_timeout_s, node.check):
                 _run_epochs(node, iterate)
         node.events.add("exit", code=int(Exit.DONE), text="")
@@ -77,6 +85,10 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     finally:
         node.close()
         prefix.close()
+
+
+def _doing(node: Node) -> tuple[object, str]:
+    return node.position.doing("starting the engine" if node.engine.is_starting else "")
 
 
 def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
@@ -231,19 +243,20 @@ def run_node(
     environment has changed. `allow_shared_dir`: other users may own the run directory, or write in it. In a
     terminal the master shows the run below its log lines.
     """
-    try:
-        share_with_group(root)
-        if rank == MASTER:
-            start = start_master(root, given, allow_shared_dir)
-        else:
-            start = start_worker(root, rank, given, allow_shared_dir)
-        if rank == MASTER and not accept_code_change:
-            refuse_changed_code(start.run_dir, start.settings)
-    except Ended as end:
-        return _say(end)
-    except SettingsError:
-        raise
-    except EXPECTED as error:
-        return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
-    with live_view(root) if rank == MASTER else contextlib.nullcontext():
-        return live(start, prefix)
+    with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if rank else FIRST_S):
+        try:
+            share_with_group(root)
+            if rank == MASTER:
+                start = start_master(root, given, allow_shared_dir)
+            else:
+                start = start_worker(root, rank, given, allow_shared_dir)
+            if rank == MASTER and not accept_code_change:
+                refuse_changed_code(start.run_dir, start.settings)
+        except Ended as end:
+            return _say(end)
+        except SettingsError:
+            raise
+        except EXPECTED as error:
+            return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
+        with live_view(root) if rank == MASTER else contextlib.nullcontext():
+            return live(start, prefix)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coordinator.directory.line_writer import LineWriter
 from coordinator.journal.plain import plain
+from coordinator.journal.silence import Doing
 
 CLOSE_S = 2.0
 """How long the end of a node waits for its last lines to be in its log file."""
@@ -21,12 +22,17 @@ class Prefix(logging.Formatter):
         super().__init__("%(message)s")
         self._rank = rank
         self._where: Callable[[], str] = lambda: ""
+        self._doing: Doing = lambda: ("start", "reading the tasks and the model" if rank == 0 else "starting")
         self._file: _File | None = None
         self._events: logging.Handler | None = None
 
-    def follow(self, where: Callable[[], str]) -> None:
-        """Say where the node is: ` it 7 train_rollout`, or nothing."""
-        self._where = where
+    def follow(self, where: Callable[[], str], doing: Doing) -> None:
+        """Say where the node is (` it 7 train_rollout`, or nothing) and what it does (`broken_silence`)."""
+        self._where, self._doing = where, doing
+
+    def doing(self) -> tuple[object, str]:
+        """Return what goes on in this node."""
+        return self._doing()
 
     def keep(self, directory: Path, events: logging.Handler) -> None:
         """From here on the lines also go to a file in `directory`, and warnings to the node's `events`."""

@@ -6,6 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.protocol.phases import Phase
+from coordinator.protocol.snapshot import ranks_text
+
+STATES = {
+    "starting": "starting",
+    "gathering": "gathering the nodes",
+    "pending": "waiting until the master lets this node in",
+    "fenced": "waiting for the shared directory",
+    "running": "entering the epoch",
+}
+"""What goes on outside of the rows."""
+UNITS = {
+    Phase.TRAIN_ROLLOUT.label: "tasks",
+    Phase.EVAL_ROLLOUT.label: "tasks",
+    Phase.TRAINING.label: "parts",
+}
+"""What the progress of a row is counted in; other rows count megabytes."""
 
 
 @dataclass
@@ -103,6 +119,23 @@ class Position:
         """Return the place in a sentence: ` in training, iteration 7`."""
         place = self._place
         return f" in {place.phase}, iteration {place.iteration}" if place.phase else f" while {place.state}"
+
+    def doing(self, work: str = "") -> tuple[object, str]:
+        """Return what goes on: a value that is equal while it is the same, and a line (`37 of 128 tasks, 40 s
+        so far`). `work`: what the node does now, if that is not what the row is for.
+        """
+        said, waits = self.describe(), self.waiting_for
+        phase, unit = said["phase"], UNITS.get(said["phase"])
+        doing, seconds = work or phase or STATES.get(said["state"], said["state"]), said["row_s"]
+        if phase == Phase.TRAINING.label and not said["total"]:
+            doing = "starting the trainer"
+        if waits:
+            doing, seconds = f"waiting for {ranks_text(waits)}", said["waiting_s"]
+        same = (said["state"], said["iteration"], phase, doing)
+        if unit and not work and not waits and said["done"] < said["total"]:
+            doing = f"{said['done']} of {said['total']} {unit}"
+        left = f", about {said['left_s']:.0f} s left" if unit and not waits and said["left_s"] else ""
+        return same, f"{doing}, {seconds:.0f} s so far{left}"
 
     def describe(self) -> dict[str, Any]:
         """Return what a heartbeat says of it, with seconds and tokens per second in place of moments.

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from coordinator import config
 from coordinator.directory.layout import FORMAT, MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
 from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
+from coordinator.node.refusals import fit_max_tokens
 from coordinator.node.strangers import refuse_strangers
 from coordinator.protocol.complaints import complain
 from coordinator.protocol.exits import Ended, Exit
@@ -60,6 +62,7 @@ def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = 
     check_log_path(root)
     refuse_strangers(root, allow_shared_dir)
     inputs = load_inputs(settings, given)
+    settings = fit_max_tokens(settings, given, inputs.context)
     check_sinks(settings.metrics)
     if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
         samples = settings.eval.samples_per_task
@@ -134,10 +137,20 @@ def _refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
 
 
 def check_log_path(root: Path) -> None:
-    """SettingsError unless `root` is, or can become, a directory that we may write."""
+    """SettingsError unless `root` is, or can become, a directory that we may write.
+
+    Only below the current directory more than the last part of it may be missing (runs/default): elsewhere it
+    is a mount that is not there, or a slip of the pen.
+    """
     existing = next(path for path in (root, *root.parents) if files.exists(path))
     if not files.is_directory(existing):
         raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    here = Path.cwd()
+    if existing not in (root, root.parent) and here not in (existing, *existing.parents):
+        raise SettingsError(
+            f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
+            f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
+        )
     if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
         raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
 
@@ -257,7 +270,11 @@ def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> E
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
         if waited_s == 0.0:
-            log.info("waiting for the master at %s", run_dir.root)
+            parent = run_dir.root.parent
+            absent = (
+                "" if files.is_directory(parent) else f" ({parent} is not there now: is it mounted here?)"
+            )
+            log.info("waiting for the master at %s%s", run_dir.root, absent)
         if waited_s > said_s + 30.0:
             log.info("waiting for the master at %s for %.0f s", run_dir.root, waited_s)
             said_s = waited_s

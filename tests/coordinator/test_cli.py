@@ -21,6 +21,7 @@ from coordinator.protocol.records import claim
 from coordinator.settings import RunSettings
 from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
+from tests.models import write_model
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEDULERS = {*RANK_VARIABLES, NODES_VARIABLE, "MASTER_ADDR", "RUN_LOG_PATH"}
@@ -48,6 +49,12 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": \n')
     (tmp_path / "both.jsonl").write_text('{"prompt": "1", "messages": []}\n')
+    (tmp_path / "no_answer.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n\n{"prompt": "2+2="}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}], "answer": "3"}\n')
+    (tmp_path / "users.py").write_text(
+        "def score(completion): return 1\ndef play(task, policy, sampling): return []\n"
+    )
+    write_model(tmp_path / "small", {"max_position_embeddings": 64}, tokenizer={})
     (tmp_path / "bad.toml").write_text("[trainer\n")
     (tmp_path / "a file").touch()
     (tmp_path / "model").mkdir()
@@ -234,6 +241,18 @@ BAD = [
     ("--model ./absent", "--model ./absent: no such directory"),
     ("--data-path absent", "--data-path absent: no such directory"),
     ("--reward best", "--reward best: "),
+    (
+        "--reward users:score",
+        "--reward users:score: it takes (completion), but is called with (task, completion)",
+    ),
+    ("--environment users:play", "--environment users:play: it is not async; write `async def`"),
+    ("--tasks no_answer.jsonl", "no_answer.jsonl:3: --reward exact cannot score this task"),
+    ("--tasks good.jsonl --eval-interval 2", "--eval-interval 2 needs tasks to evaluate on"),
+    ("--tasks chat.jsonl --model small", "chat.jsonl:1: this task has `messages`, but --model"),
+    ("rollout.max_tokens=2000", "rollout.max_tokens=2000 leaves no room for a prompt"),
+    ("local --model small rollout.max_tokens=64", "rollout.max_tokens=64 leaves no room for a prompt"),
+    ("--engine-url http://127.0.0.1:9", "--engine-url http://127.0.0.1:9: no engine answers there"),
+    ("--log-path /nowhere/run", "--log-path /nowhere/run: there is no directory /nowhere"),
     ("--environment none:at_all", "--environment none:at_all: "),
     ("--engine vllm engine.args.port=8000", "engine.args.port: the server listens on a Unix socket"),
     ("--rl-phase all", "--rl-phase=all: input should be"),
@@ -353,13 +372,18 @@ def test_run_directory_that_every_user_can_write_is_refused_unless_it_is_allowed
 
 
 @pytest.fixture
-def master(place: Path) -> Iterator[RunDir]:
+def reward() -> str:
+    """The reward that the master has published."""
+    return "exact"
+
+
+@pytest.fixture
+def master(place: Path, reward: str) -> Iterator[RunDir]:
     """A run whose master beats, with three nodes of weights 2,1,1."""
     run_dir = run_dir_at(place / "run")
     write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
-    settings = build(
-        {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "cluster.rejoin_timeout_s": 30}
-    )
+    cluster = {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "cluster.rejoin_timeout_s": 30}
+    settings = build({**cluster, "rollout.reward": reward})
     assert claim(run_dir, record(1, "lobby", {}, settings=settings))
     over = threading.Event()
 
@@ -400,3 +424,15 @@ def test_worker_that_contradicts_its_master_is_refused_and_writes_nothing(
     assert ended.returncode == 2, ended.stderr
     assert expected in ended.stderr.splitlines()[-1]
     assert without_beats() == before
+
+
+@pytest.mark.parametrize("reward", ["of_the_master:score"])
+def test_worker_that_cannot_import_the_masters_reward_says_so_before_it_joins(
+    run: Run, place: Path, master: RunDir
+) -> None:
+    ended = run("--worker", "1", "--log-path", "run", "--rejoin-timeout", "30")
+    assert ended.returncode == 2, ended.stderr
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("run: --reward of_the_master:score: module 'of_the_master' cannot be ")
+    assert f"looked for in {place}, on PYTHONPATH" in said
+    assert "n1.b" not in "".join(tree(master.workers))

@@ -70,8 +70,10 @@ class NodeProcess(Process):
         self.node = Node(start)
         return self.node
 
-    def follow(self, where: Callable[[], str]) -> None:
+    def follow(self, where: Callable[[], str], doing: Callable[[], object]) -> None:
         """In place of the prefix of its log lines."""
+
+    doing = None
 
     def keep(self, directory: Path, events: Any) -> None:
         """In place of its log file."""

@@ -16,7 +16,7 @@ from tests.rollout.scripted import ScriptedClient
 
 def test_text_of_a_model_steers_no_terminal() -> None:
     prefix = Prefix(2)
-    prefix.follow(lambda: " it 7 train_rollout")
+    prefix.follow(lambda: " it 7 train_rollout", lambda: ("", ""))
     text = "given up: \x1b]0;title\x07\x1b[2J\x9b31m\r gone\tto\nanother line"
     record = logging.LogRecord("name", logging.WARNING, "file", 1, "%s", (text,), None)
     said = "given up: ^[]0;title^G^[[2J\\x9b31m^M gone\tto\nanother line"

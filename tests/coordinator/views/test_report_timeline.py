@@ -168,6 +168,14 @@ def test_loss_of_a_node_is_told_with_the_time_until_the_run_went_on() -> None:
     assert lost.went_on_s == 30.0 and told_of["ended"].went_on_s is None
 
 
+def test_setting_that_is_not_what_it_was_at_the_last_start_is_told() -> None:
+    master = Teller()
+    master.say(1.0, "changed", text="iterations is 3, at the last start it was 2")
+    (changed,) = all_faults({0: master.lines})
+    assert (changed.what, changed.text) == ("changed", "iterations is 3, at the last start it was 2")
+    assert changed.went_on_s is None
+
+
 def test_warnings_that_differ_in_numbers_are_one_line_and_retries_are_summed() -> None:
     master = Teller()
     for iteration in (1, 2, 3):

@@ -6,7 +6,7 @@ import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from coordinator.protocol.fence import is_away
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.origins import refuse_changed_code
+from coordinator.rows.resume import next_iteration
 from coordinator.rows.table import open_next, run_iterations
 from coordinator.rows.trainer_states import wait_for_newest
 from coordinator.settings import SettingsError
@@ -65,6 +66,8 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     try:
         node.begin()
         prefix.keep(node.run_dir.logs(node.rank), node.events)
+        for change in start.changes:
+            log.info("%s", change, extra={"event": {"what": "changed", **change._asdict()}})
         first = open_next(node) if node.is_master else None
         if node.is_master and first is None:
             _finish(node)
@@ -204,7 +207,7 @@ def first_cause(texts: Sequence[str]) -> str:
 def _finish(node: Node) -> None:
     """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
     node.joining.finish()
-    log.info("the run is finished: %s", node.run_dir.root)
+    log.info("%s", node.messages.finished(next_iteration(node.finished, node.settings) - 1))
 
 
 def _allow_many_files() -> None:
@@ -236,18 +239,20 @@ def run_node(
     prefix: Prefix,
     accept_code_change: bool = False,
     allow_shared_dir: bool = False,
+    reset: Collection[str] = (),
 ) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
     `accept_code_change`: the master may go on with an iteration although the code of its reward or of its
-    environment has changed. `allow_shared_dir`: other users may own the run directory, or write in it. In a
-    terminal the master shows the run below its log lines.
+    environment has changed. `allow_shared_dir`: other users may own the run directory, or write in it.
+    `reset`: settings that the master does not keep from the last start. In a terminal the master shows the
+    run below its log lines.
     """
     with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if rank else FIRST_S):
         try:
             share_with_group(root)
             if rank == MASTER:
-                start = start_master(root, given, allow_shared_dir)
+                start = start_master(root, given, allow_shared_dir, reset)
             else:
                 start = start_worker(root, rank, given, allow_shared_dir)
             if rank == MASTER and not accept_code_change:

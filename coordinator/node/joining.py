@@ -15,7 +15,7 @@ from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beats
-from coordinator.protocol.records import EpochRecord, Member, claim, new_token
+from coordinator.protocol.records import EpochRecord, Given, Member, claim, new_token
 from coordinator.protocol.shares import share_sizes
 from coordinator.protocol.snapshot import Board, ranks_text
 from coordinator.protocol.verdict import Verdict
@@ -141,6 +141,7 @@ class Joining:
             master_incarnation=self._watch.incarnation,
             master_host=me.host,
             settings=me.settings.model_dump(mode="json"),
+            given=Given(host=me.host, settings=dict(me.given)),
             inputs=me.inputs.codes(),
             members=members,
         )

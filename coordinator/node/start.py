@@ -10,15 +10,17 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from coordinator import config
+from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
 from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
+from coordinator.node.kept import Change, changes, with_kept
 from coordinator.node.refusals import fit_max_tokens
 from coordinator.node.strangers import refuse_strangers
 from coordinator.protocol.complaints import complain
@@ -52,15 +54,42 @@ class Start:
     newest_epoch: int
     left_behind: tuple[Path, ...] = ()
     """Heartbeats and flags of earlier processes of this rank."""
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the master: what this start was given, over what the last one was given."""
+    changes: Sequence[Change] = ()
+    """Of the master: settings that are not what they were at the last start."""
 
 
-def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False) -> Start:
-    """Check everything, then make the directory and run.json. SettingsError: nothing was written."""
-    given = _absolute(given)
+def last_start(root: Path) -> EpochRecord | None:
+    """Return the newest record of the run at `root`; None if no master has been in an epoch yet.
+
+    Raises SettingsError for a path that cannot be a run directory, and for a run of another format.
+    """
+    check_log_path(root)
+    run_dir = RunDir(root)
+    if not files.is_directory(root) or run_dir.run_json.name not in files.listing(root):
+        return None
+    read_run_json(run_dir)
+    return Records(run_dir).newest(whole_board(run_dir, published.names).records)
+
+
+def resume_given(root: Path, given: Mapping[str, Any], reset: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings that a start of the master at `root` goes by: `given` over what is kept."""
+    return with_kept(absolute(given), last_start(root), reset)
+
+
+def start_master(
+    root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False, reset: Collection[str] = ()
+) -> Start:
+    """Check everything, then make the directory and run.json. SettingsError: nothing was written.
+
+    What `given` leaves out is as at the last start, but for the settings in `reset`.
+    """
+    last = last_start(root)
+    refuse_strangers(root, allow_shared_dir)
+    given = with_kept(absolute(given), last, reset)
     settings = config.build(given)
     run_dir = RunDir(root)
-    check_log_path(root)
-    refuse_strangers(root, allow_shared_dir)
     inputs = load_inputs(settings, given)
     settings = fit_max_tokens(settings, given, inputs.context)
     check_sinks(settings.metrics)
@@ -80,13 +109,14 @@ def start_master(root: Path, given: Mapping[str, Any], allow_shared_dir: bool = 
     settings = with_save_interval(settings, run, inputs.state_bytes)
     for directory in run_dir.fixed_directories:
         files.make_directory(directory)
-    return _begin(MASTER, run_dir, run["run_id"], settings, inputs)
+    start = _begin(MASTER, run_dir, run["run_id"], settings, inputs)
+    return replace(start, given=given, changes=changes(last, settings))
 
 
 def start_worker(root: Path, rank: int, given: Mapping[str, Any], allow_shared_dir: bool = False) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them."""
     run_dir = RunDir(root)
-    given = _absolute(given)
+    given = absolute(given)
     mine = config.check_each(given)
     _refuse_rank(rank, mine.get("cluster.num_nodes", rank + 1), "")
     defaults = ClusterSettings()
@@ -118,7 +148,7 @@ def start_worker(root: Path, rank: int, given: Mapping[str, Any], allow_shared_d
     return _begin(rank, run_dir, run["run_id"], settings, inputs)
 
 
-def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return paths as every node finds them, whatever directory it was started in."""
 
     def resolved(key: str, value: Any) -> Any:

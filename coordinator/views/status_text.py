@@ -89,7 +89,7 @@ def repairs(status: Status, root: Path) -> list[str]:
     for node in missing:
         if node["state"] == "alive":
             continue
-        role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master ..."
+        role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master"
         lines += [node["error"]] if node.get("error") else []
         place = f"on {node['host']}" if node["host"] else "on its machine"
         lines.append(f"to bring rank {node['rank']} back, {place}: run {role} --log-path {path}")

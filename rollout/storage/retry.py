@@ -53,8 +53,8 @@ class SharedFsError(OSError):
 
     def __init__(self, what: str, path: Path, error: OSError, tried_s: float) -> None:
         hint = {
-            errno.ENOSPC: "; free some space there, then run the same command again",
-            errno.EDQUOT: "; your quota there is used up: free some space, then run the same command again",
+            errno.ENOSPC: "; free some space there",
+            errno.EDQUOT: "; your quota there is used up: free some space",
             errno.EACCES: "; check who may write there",
             errno.EROFS: "; it is mounted read-only",
         }.get(error.errno or 0, "")

@@ -124,7 +124,10 @@ def _read_file(path: str) -> tuple[list[Task], tuple[int, ...]]:
     try:
         lines = files.read(Path(path)).split(b"\n")
     except FileNotFoundError:
-        raise TaskError(f"{path}: no such file; give a JSON-lines file or builtin:arithmetic") from None
+        by_name = "" if Path(path).suffix else " (data sets are not fetched by their name)"
+        raise TaskError(
+            f"{path}: no such file{by_name}; give a JSON-lines file, builtin:arithmetic or reasoning_gym:NAME"
+        ) from None
     except OSError as error:
         raise TaskError(f"{path}: {error}") from error
     tasks: list[Task] = []

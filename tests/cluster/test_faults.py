@@ -386,7 +386,7 @@ def test_interrupt_of_the_master_ends_all_although_user_code_holds_a_node(
     assert cluster.wait(60) == [130, 130], cluster.everything_said()
     said = cluster.output(blocked)
     assert f"rank {blocked} (" in said and "tests/cluster/plugins.py:" in said and ", blocking)" in said
-    assert "run --" in said.splitlines()[-1] or "run the same commands again" in said.splitlines()[-1]
+    assert "run --" in said.splitlines()[-1] or "start the node again" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("held", [0, 1])

@@ -3,6 +3,8 @@
 import ctypes
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +16,11 @@ from typing import Any
 import pytest
 
 from coordinator.commands.options import docstrings
+from coordinator.commands.parse import COMMANDS, LOCAL
 from coordinator.config import OPTIONS, build, flatten
 from coordinator.directory.layout import FORMAT, Beat, RunDir
 from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
-from coordinator.protocol.records import claim
+from coordinator.protocol.records import Given, claim
 from coordinator.settings import RunSettings
 from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
@@ -36,6 +39,9 @@ except SystemExit as end:
     code = end.code
 print("LOADED", code, *(name for name in %r if name in sys.modules))
 """
+
+NO_DETECTION = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
+"""typer then takes the name of the shell from the command line."""
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
@@ -143,6 +149,56 @@ def test_help_of_an_option_is_what_its_setting_says(run: Run) -> None:
         assert docstrings(section)[name] in text, key  # pyright: ignore[reportArgumentType]
 
 
+def test_help_lists_the_commands_a_line_each_within_80_columns(run: Run) -> None:
+    text = run("--help", env={"COLUMNS": "80"}).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    listed = re.findall(r"^  run (\w+) +\w", text[: text.index("Options:")], re.MULTILINE)
+    assert sorted(listed) == sorted([LOCAL, *COMMANDS])
+
+
+@pytest.mark.parametrize("name", ["", LOCAL, *COMMANDS])
+def test_usage_of_a_command_is_its_own(run: Run, name: str) -> None:
+    ended = run(*name.split(), "--help")
+    assert ended.stdout.startswith(f"Usage: run {name}".rstrip() + " [OPTIONS]"), ended.stderr
+
+
+COMPLETED = [
+    ("run ", {LOCAL, *COMMANDS}),
+    ("run sta", {"status"}),
+    ("run status --j", {"--json"}),
+    ("run local --iter", {"--iterations"}),
+    ("run --num-nodes 2 --rank-w", {"--rank-weights"}),
+    ("run --rl-phase ", {"both", "rollout", "update"}),
+    ("run trainer.le", {"trainer.learning_rate="}),
+    ("run local trainer.le", {"trainer.learning_rate="}),
+    ("flagpost sta", {"status"}),
+]
+
+
+@pytest.mark.parametrize(("typed", "expected"), COMPLETED, ids=[typed for typed, _ in COMPLETED])
+def test_tab_completes_commands_options_and_settings_and_loads_nothing_heavy(
+    run: Run, typed: str, expected: set[str]
+) -> None:
+    program, *words = typed.split(" ")
+    asked = {
+        f"_{program.upper()}_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(words)),
+    }
+    called = LOADED.replace("import sys", f"import sys; sys.argv[0] = '/bin/{program}'", 1)
+    ended = run(command=("-c", called % ((*HEAVY, "rich"),)), env=asked)
+    *found, loaded = ended.stdout.splitlines()
+    assert (set(found), loaded) == (expected, "LOADED 0"), ended.stderr
+
+
+def test_completion_is_installed_for_the_name_that_was_typed(run: Run, place: Path) -> None:
+    words = "import sys; from coordinator.cli import main; sys.argv[0] = '/bin/flagpost'; sys.exit(main())"
+    script = run("--show-completion", "bash", command=("-c", words), env={NO_DETECTION: "1"}).stdout
+    assert "_FLAGPOST_COMPLETE=complete_bash" in script and script.rstrip().endswith("flagpost")
+    assert run("--install-completion", "bash", env={NO_DETECTION: "1"}).returncode == 0
+    assert "_RUN_COMPLETE" in (place / "home" / ".bash_completions" / "run.sh").read_text()
+
+
 def test_both_names_of_the_command_are_the_same(run: Run, place: Path) -> None:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"run": "coordinator.cli:main", "flagpost": "coordinator.cli:main"}
@@ -227,8 +283,31 @@ BAD = [
     ("rollout.tasks_per_iter=8", "unknown setting rollout.tasks_per_iter; did you mean"),
     ("trainer.learning_rate=fast", "trainer.learning_rate=fast: input should be a valid number"),
     ("trainer.learning_rate=Infinity", "trainer.learning_rate=inf: input should be a finite number"),
-    ("start", "'start' is neither an option nor key=value"),
-    ("--nodes 3", "No such option: --nodes"),
+    ("stats", "'stats' is neither a command, nor an option, nor KEY=VALUE; did you mean run status?"),
+    ("local stats", "did you mean run status?"),
+    ("help", "did you mean run --help?"),
+    (
+        "--num-nodes 2 status",
+        "'status' is neither a command, nor an option, nor KEY=VALUE; a command comes first",
+    ),
+    ("trainer.lr", "did you mean trainer.learning_rate=VALUE?"),
+    ("iterations", "did you mean --iterations?"),
+    ("xyzzy", "nor KEY=VALUE; e.g. trainer.learning_rate=1e-6"),
+    ("trainer=3", "unknown setting trainer; did you mean a setting in it: trainer.algorithm, "),
+    ("lr=1e-6", "unknown setting lr; did you mean trainer.learning_rate?"),
+    ("--learning-rate 1", "No such option: --learning-rate; did you mean trainer.learning_rate=VALUE?"),
+    ("--batch-size=4", "No such option: --batch-size; did you mean trainer.global_batch_size=VALUE?"),
+    ("--iteration 3", "No such option: --iteration; did you mean --iterations?; see run --help"),
+    ("local --lr 3", "did you mean trainer.learning_rate=VALUE?; see run local --help"),
+    ("rollout.stop=abc", """rollout.stop=abc: give a list, e.g. 'rollout.stop=["abc"]'"""),
+    (
+        "--tasks gsm8k",
+        "gsm8k: no such file (data sets are not fetched by their name); give a JSON-lines file",
+    ),
+    ("--worker 1 --reset-settings", "--reset-settings is for the master; leave it out beside --worker 1"),
+    ("--reset-settings trainr", "unknown setting trainr; did you mean trainer?"),
+    ("--reset-settings lr=3", "unknown setting lr; did you mean trainer.learning_rate?"),
+    ("--nodes 3", "No such option: --nodes; did you mean --num-nodes?"),
     ("--num-nodes", "Option '--num-nodes' requires an argument"),
     ("--tasks absent.jsonl", "absent.jsonl: no such file"),
     ("--tasks broken.jsonl", "broken.jsonl:2: not JSON"),
@@ -262,7 +341,7 @@ BAD = [
     ("--config absent.toml", "--config absent.toml: No such file or directory"),
     ("status --log-path empty", "no run there"),
     ("status --log-path good.jsonl", "no run there"),
-    ("status --jsn", "No such option: --jsn"),
+    ("status --jsn", "No such option: --jsn; did you mean --json?; see run status --help"),
     ("local --master", "run local starts all nodes of this machine"),
     ("local --num-nodes 2 --rank-weights 1", "--rank-weights 1 has 1 weights for --num-nodes 2"),
     ("local --tasks broken.jsonl", "broken.jsonl:2: not JSON"),
@@ -354,6 +433,65 @@ def test_what_may_not_change_between_starts_is_refused(
     write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
     text = refusal(run, place, "--log-path", "run", *arguments.split())
     assert expected in text and text.endswith("to start anew, use another log path")
+
+
+LAST = {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "rollout.max_tokens": 64, "iterations": 5}
+
+
+@pytest.fixture
+def begun(place: Path) -> RunDir:
+    """A run that was started with LAST, and stopped."""
+    run_dir = run_dir_at(place / "run")
+    write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
+    last = record(1, "lobby", {}, settings=build(LAST))
+    given = Given(host=socket.gethostname(), settings=LAST)
+    assert claim(run_dir, last.model_copy(update={"given": given}))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "said"),
+    [
+        ("--master", {}, []),
+        ("local", {}, []),
+        (
+            "--master --num-nodes 2",
+            {"cluster.num_nodes": 2, "cluster.rank_weights": None},
+            [
+                "--num-nodes is 2, at the last start it was 3",
+                "--rank-weights is not set, at the last start it was 2,1,1",
+            ],
+        ),
+        (
+            "local --config given.toml --reset-settings iterations",
+            {"rollout.temperature": 0.5, "iterations": 16},
+            [
+                "--iterations is 16, at the last start it was 5",
+                "rollout.temperature is 0.5, at the last start it was 1",
+            ],
+        ),
+    ],
+)
+def test_dry_run_shows_what_a_start_would_go_by_and_what_it_changes(
+    run: Run, place: Path, begun: RunDir, arguments: str, changed: dict[str, Any], said: list[str]
+) -> None:
+    (place / "given.toml").write_text("[rollout]\ntemperature = 0.5\n")
+    ended = run(*arguments.split(), "--log-path", "run", "--dry-run")
+    assert ended.stderr.splitlines() == said
+    assert json.loads(ended.stdout) == build({**LAST, **changed}).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("words", [["--reset-settings"], ["--reset-settings", "rollout.seed=0"]])
+def test_reset_without_a_name_is_of_all_settings(run: Run, begun: RunDir, words: list[str]) -> None:
+    ended = run("--dry-run", "--log-path", "run", *words)
+    assert json.loads(ended.stdout) == build({}).model_dump(mode="json"), ended.stderr
+    assert "--num-nodes is 1, at the last start it was 3" in ended.stderr.splitlines()
+
+
+def test_start_without_a_role_in_a_run_of_several_nodes_is_refused(
+    run: Run, place: Path, begun: RunDir
+) -> None:
+    assert "this node has no role in a run of 3 nodes" in refusal(run, place, "--log-path", "run")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])

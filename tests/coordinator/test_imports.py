@@ -20,6 +20,7 @@ FLOORS = (
     {"coordinator.journal", "coordinator.protocol"},
     {"coordinator.directory"},
     {"coordinator.config"},
+    {"coordinator.names"},
     {"coordinator.settings"},
     {"trainer.__main__"},
     {"trainer.job"},

@@ -25,8 +25,8 @@ def test_worker_that_the_master_does_not_see_says_so_once(
         def listing(directory: Path) -> list[str]:
             names = real(directory)
             process = world.scheduler.process
-            hides = world.scheduler.now_s < hidden_until_s and isinstance(process, NodeProcess)
-            if not hides or process.rank:
+            assert isinstance(process, NodeProcess)
+            if world.scheduler.now_s >= hidden_until_s or process.rank:
                 return names
             entries = {name: parse_protocol_name(name) for name in names}
             return [name for name, entry in entries.items() if not isinstance(entry, Beat) or not entry.rank]

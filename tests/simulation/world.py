@@ -116,8 +116,12 @@ class World:
         self.processes.append(process)
         self.scheduler.spawn(process, partial(self._live, process))
 
+    def given(self, process: NodeProcess) -> Mapping[str, Any]:
+        """The settings that are typed at the start of a process."""
+        return self.settings if process.rank == 0 else {}
+
     def _live(self, process: NodeProcess) -> None:
-        given = self.settings if process.rank == 0 else {}
+        given = self.given(process)
         prefix: Any = process
         process.code = main.run_node(self.run_dir.root, process.rank, given, prefix)
         self.tell(f"{process.name} ends with {process.code}")

@@ -30,7 +30,7 @@ class Fault:
     rank: int
     host: str
     what: str
-    """lost, error, warning, started again, new epoch, ended."""
+    """lost, error, warning, started again, changed (a setting), new epoch, ended."""
     text: str
     times: int = 1
     until: int = 0
@@ -72,10 +72,10 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
             text = f"epoch {line['e']} begins with {_ranks(line.get('members', []))}"
         elif what == "exit" and line.get("code") not in (0, None):
             said, text = "ended", f"exit code {line['code']}: {text}"
-        elif what in {"lost", "error", "warning"}:
+        elif what in {"lost", "error", "warning", "changed"}:
             said = what
         if said:
-            stopped = said not in {"warning", "new epoch"}
+            stopped = said not in {"warning", "changed", "new epoch"}
             whom = line["rank"] if what == "lost" and isinstance(line.get("rank"), int) else rank
             seconds = went_on[index] if stopped else None
             epoch = entered[index] if said == AGAIN else line["e"]

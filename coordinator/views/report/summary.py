@@ -90,10 +90,8 @@ def advice(
         found += _holding(root, status)
     elif status["state"] == "stopped":
         where = f"iteration {status['iteration']}" if status["iteration"] else "the start"
-        text = (
-            f"It stopped in {where}. The same command again on each node goes on from there. What they said:"
-        )
-        found.append(Advice(text, f"run logs --log-path {path}"))
+        found.append(Advice(f"It stopped in {where}. What the nodes said:", f"run logs --log-path {path}"))
+        found.append(_again(status, path))
     elif status["state"] == "finished" and checkpoint:
         command = f"run export --iteration {checkpoint} --log-path {path} -o DIR"
         found.append(
@@ -119,6 +117,16 @@ def advice(
             )
         )
     return found
+
+
+def _again(status: status_text.Status, path: str) -> Advice:
+    """Return the command that resumes a run; nodes of one host were most likely started by `run local`."""
+    hosts = [node["host"] for node in status["nodes"]]
+    if len(hosts) > 1 and len(set(hosts)) == 1:
+        return Advice("To go on from there; settings stay as they were:", f"run local --log-path {path}")
+    others = ", and run --worker RANK on the machine of each other rank" if len(hosts) > 1 else ""
+    text = f"To go on from there, on the master's machine{others}; settings stay as they were:"
+    return Advice(text, f"run --master --log-path {path}")
 
 
 def _holding(root: Path, status: status_text.Status) -> list[Advice]:

@@ -144,10 +144,14 @@ def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path)
     root = tmp_path / "my run; rm"
     nodes = [{"rank": rank, "state": "lost", "host": f"node-{rank}"} for rank in range(5)]
     status: dict[str, Any] = {"iteration": 2, "nodes": nodes, "waiting_for": [1, 2, 3, 4]}
-    for state, count in (("holding", 4), ("stopped", 1), ("finished", 1)):
+    for state, count in (("holding", 4), ("stopped", 2), ("finished", 1)):
         found = advice(root, status | {"state": state}, [], None, 2)
         assert len(found) == count
         assert all(str(root) in shlex.split(one.command) for one in found)
+    again = advice(root, status | {"state": "stopped"}, [], None, 2)[-1]
+    assert again.command.startswith("run --master --log-path ") and "--worker RANK" in again.text
+    local = status | {"state": "stopped", "nodes": [node | {"host": "a"} for node in nodes]}
+    assert advice(root, local, [], None, 2)[-1].command.startswith("run local --log-path ")
     first, *_, last = advice(root, status | {"state": "holding"}, [], None, 2)
     assert "rank 1 back, on node-1" in first.text and first.command.startswith("run --worker 1 ")
     assert "1 node more" in last.text

@@ -192,6 +192,14 @@ def test_process_that_started_again_comes_between_the_loss_and_the_epoch_that_it
     assert told == ["lost", "started again", "new epoch"]
 
 
+def test_setting_that_is_not_what_it_was_at_the_last_start_is_told() -> None:
+    master = Teller()
+    master.say(1.0, "changed", text="iterations is 3, at the last start it was 2")
+    (changed,) = all_faults({0: master.lines})
+    assert (changed.what, changed.text) == ("changed", "iterations is 3, at the last start it was 2")
+    assert changed.went_on_s is None
+
+
 def test_warnings_that_differ_in_numbers_are_one_line_and_retries_are_summed() -> None:
     master = Teller()
     for iteration in (1, 2, 3):

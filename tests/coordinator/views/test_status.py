@@ -392,7 +392,7 @@ def test_master_of_another_machine_that_beats_no_more_is_silent_to_who_watches(
     assert (status["state"], status["waiting_for"], status["waiting_s"]) == ("holding", [0], 36.0)
     assert states(status) == ["silent", "alive", "alive"]
     assert repairs(status, run_dir.root) == [
-        f"to bring rank 0 back, on node-0: run --master ... --log-path {run_dir.root}"
+        f"to bring rank 0 back, on node-0: run --master --log-path {run_dir.root}"
     ]
 
 

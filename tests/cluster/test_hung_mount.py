@@ -6,7 +6,9 @@ from pathlib import Path
 
 import psutil
 
+from coordinator.directory.layout import Flag
 from coordinator.machine import keeper
+from coordinator.protocol.phases import Phase
 from tests.cluster.cluster import FAST
 from tests.cluster.test_shared_filesystem import mounted
 
@@ -32,7 +34,8 @@ def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mou
 ) -> None:
     with mounted(tmp_path, cache, 2) as nodes:
         nodes.start(*ARGUMENTS)
-        nodes.cluster.until(lambda: nodes.parts(1), "rank 1 has finished its share", 120)
+        finished = nodes.cluster.run_dir.entry(Flag(2, 1, Phase.TRAIN_ROLLOUT, 1, "ok"))
+        nodes.cluster.until(finished.exists, "rank 1 has finished its share", 120)
         started = [nodes.cluster.nodes[rank] for rank in (0, 1)]
         engines = [engine_of(node.pid) for node in started]
         nodes.shared.freeze()
@@ -47,7 +50,7 @@ def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mou
         for rank, name in enumerate(("SIGINT", "SIGTERM")):
             (line,) = [line for line in nodes.cluster.output(rank).splitlines() if "not answer: " in line]
             assert f"was interrupted by {name} in train_rollout, iteration 1, but" in line
-            assert f"{nodes.shared[rank].path}/run/protocol/" in line
+            assert f"{nodes.shared[rank].path}/run/" in line
             assert line.endswith("; the process itself goes as soon as the mount answers")
         nodes.shared.thaw()
         assert nodes.cluster.wait(30) == [130, 130], nodes.said()

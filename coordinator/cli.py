@@ -5,59 +5,64 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from coordinator.commands.parse import COMMANDS, LogPath, new_app, option
+from coordinator.commands.parse import COMMANDS, LOCAL, LogPath, Words, new_app, option
 
-SUMMARY = " ".join(
-    ["run local --num-nodes N [options]: all nodes on this machine."]
-    + [f"run {name} {text}." for name, (_, text) in COMMANDS.items()]
-)
+PROGRAM = "run"
+RESET = "--reset-settings"
+Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml or .yaml.")]
+Reset = Annotated[
+    list[str] | None,
+    option(
+        RESET,
+        metavar="[KEY]",
+        help="Go back to the default of a setting or section; without KEY: of all of them.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings and stop.")]
+DebugMode = Annotated[bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")]
+AcceptCodeChange = Annotated[
+    bool,
+    typer.Option(
+        "--accept-code-change",
+        help="Go on with an open iteration although the code of its reward or environment has changed.",
+    ),
+]
+AllowSharedDir = Annotated[
+    bool,
+    typer.Option(
+        "--allow-shared-dir",
+        help="Take a run directory that other users own or can write; give it on every node.",
+    ),
+]
 
 
 def node(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any setting by its dotted name.")
-    ] = None,
+    words: Words = None,
     master: Annotated[bool, typer.Option("--master", help="This is rank 0.")] = False,
     worker: Annotated[
         str | None, option("--worker", metavar="RANK", help="This is rank RANK, from 1.")
     ] = None,
     log_path: LogPath = Path("runs/default"),
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml or .yaml.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings and stop.")] = False,
+    config: Config = None,
+    reset_settings: Reset = None,
+    dry_run: DryRun = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
-    debug_mode: Annotated[
-        bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")
-    ] = False,
-    accept_code_change: Annotated[
-        bool,
-        typer.Option(
-            "--accept-code-change",
-            help="Go on with an open iteration although the code of its reward or environment has changed.",
-        ),
-    ] = False,
-    allow_shared_dir: Annotated[
-        bool,
-        typer.Option(
-            "--allow-shared-dir",
-            help="Take a run directory that other users own or can write; give it on every node.",
-        ),
-    ] = False,
-    local: Annotated[bool, typer.Option("--local", hidden=True)] = False,
+    debug_mode: DebugMode = False,
+    accept_code_change: AcceptCodeChange = False,
+    allow_shared_dir: AllowSharedDir = False,
     **typed: str | None,
 ) -> int:
     """Take part in a run: post-train a language model on machines that share only a directory.
 
-    The same command again, on any node, after anything, resumes.
+    The same command again, on any node, after anything, resumes. What is not given stays as it was at the
+    last start.
     """
-    from coordinator.commands.options import given_options
-    from coordinator.config import build, parse_override, read_file
     from coordinator.settings import SettingsError
 
     if version:
@@ -65,63 +70,106 @@ def node(
 
         print(f"flagpost {installed('flagpost')}")
         return 0
+    given = _given(words or [], config, debug_mode, typed)
+    for_the_master = {"--accept-code-change": accept_code_change, RESET: reset_settings}
+    for name in [name for name, is_given in for_the_master.items() if is_given and worker is not None]:
+        # Slurm gives all nodes the same command, without --worker
+        raise SettingsError(f"{name} is for the master; leave it out beside --worker {worker}")
+    root, reset = log_path.absolute(), reset_settings or []
+    rank = _rank(root, given, reset, master, worker)
+    if dry_run:
+        return _show(root, given, reset)
+    from coordinator.journal import logs
+    from coordinator.main import run_node
+
+    return run_node(root, rank, given, logs.set_up(rank), accept_code_change, allow_shared_dir, reset)
+
+
+def local(
+    words: Words = None,
+    master: Annotated[bool, typer.Option("--master", hidden=True)] = False,
+    worker: Annotated[str | None, typer.Option("--worker", hidden=True)] = None,
+    log_path: LogPath = Path("runs/default"),
+    config: Config = None,
+    reset_settings: Reset = None,
+    dry_run: DryRun = False,
+    debug_mode: DebugMode = False,
+    accept_code_change: AcceptCodeChange = False,
+    allow_shared_dir: AllowSharedDir = False,
+    **typed: str | None,
+) -> int:
+    """Start all nodes of a run as processes of this machine, in one terminal; stop them with Ctrl+C.
+
+    The same command again resumes. What is not given stays as it was at the last start.
+    """
+    from coordinator.commands.local import run_local
+    from coordinator.settings import SettingsError
+
+    if master or worker is not None:
+        raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
+    given = _given(words or [], config, debug_mode, typed)
+    root, reset = log_path.absolute(), reset_settings or []
+    if dry_run:
+        return _show(root, given, reset)
+    return run_local(root, given, reset, accept_code_change, allow_shared_dir)
+
+
+def _given(
+    words: Sequence[str], config: Path | None, debug_mode: bool, typed: dict[str, str | None]
+) -> dict[str, Any]:
+    """Return the settings that were typed, by dotted name: of a file, of options, of KEY=VALUE."""
+    from coordinator.commands.options import given_options
+    from coordinator.commands.typos import refuse_word
+    from coordinator.config import parse_override, read_file
+
     given: dict[str, Any] = read_file(config) if config else {}
     given |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
     given |= given_options(typed)
-    given |= dict(parse_override(text) for text in settings or [])
-    root = log_path.absolute()
-    if local:
-        from coordinator.commands.local import run_local
-
-        if master or worker is not None:
-            raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
-        if dry_run:
-            return _show(build(given))
-        return run_local(root, given, accept_code_change, allow_shared_dir)
-    if worker is not None and accept_code_change:  # Slurm gives all nodes the same command, without --worker
-        raise SettingsError(f"--accept-code-change is for the master; leave it out beside --worker {worker}")
-    return _run_node(root, given, master, worker, dry_run, accept_code_change, allow_shared_dir)
+    for word in words:
+        refuse_word(word)
+    return given | dict(parse_override(word) for word in words)
 
 
-def _run_node(
-    root: Path,
-    given: dict[str, Any],
-    master: bool,
-    worker: str | None,
-    dry_run: bool,
-    accept_code_change: bool,
-    allow_shared_dir: bool,
-) -> int:
+def _rank(root: Path, given: dict[str, Any], reset: Sequence[str], master: bool, worker: str | None) -> int:
+    """Return which rank this is; add to `given` the number of nodes that a scheduler says."""
     from coordinator.config import build
-    from coordinator.journal import logs
     from coordinator.machine import network
-    from coordinator.main import run_node
     from coordinator.node.rank import nodes_from, resolve_rank
+    from coordinator.node.start import resume_given
 
     if "cluster.num_nodes" not in given and worker is None and (nodes := nodes_from(os.environ)):
         given["cluster.num_nodes"] = nodes
     host = socket.gethostname()
     own_names = {host, host.partition(".")[0], "localhost", network.LOOPBACK}
     own_names |= {address.ip for address in network.local_addresses()}
-    num_nodes = build(given).cluster.num_nodes if worker is None else 0
-    rank = resolve_rank(master, worker, num_nodes, os.environ, own_names)
-    if dry_run:
-        return _show(build(given))
-    return run_node(root, rank, given, logs.set_up(rank), accept_code_change, allow_shared_dir)
+    num_nodes = build(resume_given(root, given, reset)).cluster.num_nodes if worker is None else 0
+    return resolve_rank(master, worker, num_nodes, os.environ, own_names)
 
 
-def _node_app() -> typer.Typer:
-    """Make `run` without the name of a command; its options come from the settings."""
+def _show(root: Path, given: dict[str, Any], reset: Sequence[str]) -> int:
+    """Print the settings that a start of the master would go by, and on stderr what that changes."""
+    from coordinator.config import build
+    from coordinator.node.kept import changes, with_kept
+    from coordinator.node.start import absolute, last_start
+
+    last = last_start(root)
+    settings = build(with_kept(absolute(given), last, reset))
+    print(json.dumps(settings.model_dump(mode="json"), indent=2))
+    for change in changes(last, settings):
+        print(change, file=sys.stderr)
+    return 0
+
+
+def _app(name: str) -> typer.Typer:
+    """Make a command; options of those that start nodes come from the settings, which takes a moment."""
+    if name in COMMANDS:
+        return COMMANDS[name]
+    from coordinator.commands.front import StartCommand
     from coordinator.commands.options import with_options
 
-    app = new_app()
-    app.command(epilog=SUMMARY)(with_options(node))
+    app = new_app(add_completion=name == PROGRAM)
+    app.command(cls=StartCommand)(with_options(local if name == LOCAL else node))
     return app
-
-
-def _show(settings: Any) -> int:
-    print(json.dumps(settings.model_dump(mode="json"), indent=2))
-    return 0
 
 
 def main() -> int:
@@ -129,22 +177,31 @@ def main() -> int:
     os.umask(os.umask(0o077) | 0o007)
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 must not end what is shown
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
+    program = "flagpost" if Path(sys.argv[0]).name == "flagpost" else PROGRAM
+    if f"_{program.upper()}_COMPLETE" in os.environ:
+        from coordinator.commands.front import complete
+
+        return complete(program, {name: _app(name) for name in (PROGRAM, LOCAL, *COMMANDS)})
     arguments = sys.argv[1:]
     name = arguments[0] if arguments else ""
-    if name in COMMANDS:
-        app, arguments = COMMANDS[name][0], arguments[1:]
-    else:
-        app, arguments = _node_app(), ["--local", *arguments[1:]] if name == "local" else arguments
+    names = [name] if name in (LOCAL, *COMMANDS) else []
+    from coordinator.commands.typos import with_all_resets
     from coordinator.journal.plain import plain
     from coordinator.settings import SettingsError
     from rollout.storage.files import SharedFsError
 
+    said = " ".join([PROGRAM, *names])
+    installs = {"--install-completion", "--show-completion"} & set(arguments)
+    shown = program if installs else said
     try:
-        return app(arguments, prog_name="run", standalone_mode=False) or 0
+        app, rest = _app(name if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
+        return app(rest, prog_name=shown, standalone_mode=False) or 0
     except SettingsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
     except typer.TyperException as error:
-        print(f"run: {plain(str(error))}; see run --help", file=sys.stderr)
+        from coordinator.commands.typos import of_option
+
+        print(f"run: {plain(of_option(error))}; see {said} --help", file=sys.stderr)
     except SharedFsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
         return 1

@@ -4,9 +4,9 @@ The master publishes the tree in each epoch record, and a worker reads it from t
 itself must agree with the tree.
 """
 
-import difflib
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -14,6 +14,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from coordinator import names
 from coordinator.settings import TINY, RunSettings, SettingsError
 
 TINY_DEFAULTS: dict[str, Any] = {
@@ -196,22 +197,22 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if not key:
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-        key = key if key in _known_keys() else key.rpartition(".")[0] or key
+        key = key if key in known_keys() else key.rpartition(".")[0] or key
+    if first["type"] == "tuple_type":
+        wanted = f"{key}={json.dumps([first['input']])}"
+        return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(wanted)}"
     return f"{option_name(key)}={show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raise SettingsError for a key that is not a setting; the text names the nearest one. Also for a secret,
-    whose value it does not tell.
+    """Raise SettingsError for a key that is not a setting; the text names the one that was meant. Also for a
+    secret, whose value it does not tell.
     """
-    known = _known_keys()
+    known = known_keys()
     for key, value in given.items():
         _refuse_secret(key, value)
-        if key in known or _opened(key):
-            continue
-        by_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-        near = by_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        raise SettingsError(f"unknown setting {key}; did you mean {near[0]}?")
+        if key not in known and not _opened(key):
+            raise SettingsError(f"unknown setting {key}; {names.meant(key, known)}")
 
 
 def _refuse_secret(key: str, value: Any) -> None:
@@ -226,7 +227,8 @@ def _refuse_secret(key: str, value: Any) -> None:
             _refuse_secret(f"{key}.{name}", inner)
 
 
-def _known_keys() -> list[str]:
+def known_keys() -> list[str]:
+    """Return the dotted names of all settings."""
     return [name for name, _field in _fields(RunSettings)]
 
 

@@ -6,7 +6,7 @@ import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
+from coordinator.journal.silence import FIRST_S, broken_silence
 from coordinator.machine.children import ChildError
 from coordinator.machine.network import NetworkError
 from coordinator.machine.store import StoreError
+from coordinator.node.announcement import announcement
 from coordinator.node.flags import call_document
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
@@ -28,6 +30,7 @@ from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.crews import open_next
 from coordinator.rows.origins import refuse_changed_code
+from coordinator.rows.resume import next_iteration
 from coordinator.rows.table import run_iterations
 from coordinator.rows.trainer_states import wait_for_newest
 from coordinator.settings import Crew, SettingsError
@@ -40,6 +43,9 @@ from rollout.storage.files import SharedFsError
 from rollout.storage.retry import FULL, waiting_for_space
 
 log = logging.getLogger(__name__)
+
+WORKERS_FIRST_S = 45.0
+"""After so long without a line a worker says what goes on: its waits say it every 30 s by themselves."""
 
 MAX_RETURNS = 3
 """How often an iteration may go back for something that is missing."""
@@ -58,13 +64,18 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     """Run a node to its end; returns the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
     node = Node(start)
-    prefix.follow(node.position.prefix)
+    prefix.follow(node.position.prefix, partial(_doing, node))
     try:
         node.begin()
         prefix.keep(node.run_dir.logs(node.rank), node.events)
-        if node.is_master and open_next(node) is None:
+        for change in start.changes:
+            log.info("%s", change, extra={"event": {"what": "changed", **change._asdict()}})
+        first = open_next(node) if node.is_master else None
+        if node.is_master and first is None:
             _finish(node)
         else:
+            for line in announcement(start, first) if first is not None else ():
+                log.info("%s", line)
             with waiting_for_space(node.settings.cluster.rejoin_timeout_s, node.check):
                 _run_epochs(node, iterate)
         node.events.add("exit", code=int(Exit.DONE), text="")
@@ -79,6 +90,10 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     finally:
         node.close()
         prefix.close()
+
+
+def _doing(node: Node) -> tuple[object, str]:
+    return node.position.doing("starting the engine" if node.engine.is_starting else "")
 
 
 def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
@@ -195,7 +210,7 @@ def first_cause(texts: Sequence[str]) -> str:
 def _finish(node: Node) -> None:
     """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
     node.joining.finish()
-    log.info("the run is finished: %s", node.run_dir.root)
+    log.info("%s", node.messages.finished(next_iteration(node.finished, node.settings) - 1))
 
 
 def _allow_many_files() -> None:
@@ -227,27 +242,30 @@ def run_node(
     prefix: Prefix,
     accept_code_change: bool = False,
     allow_shared_dir: bool = False,
+    reset: Collection[str] = (),
     crew: Crew = "main",
 ) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
     `accept_code_change`: the master may go on with an iteration although the code of its reward or of its
-    environment has changed. `allow_shared_dir`: other users may own the run directory, or write in it. In a
-    terminal the master shows the run below its log lines.
+    environment has changed. `allow_shared_dir`: other users may own the run directory, or write in it.
+    `reset`: settings that the master does not keep from the last start. In a terminal the master shows the
+    run below its log lines.
     """
-    try:
-        share_with_group(root)
-        if rank == MASTER:
-            start = start_master(root, given, allow_shared_dir, crew)
-        else:
-            start = start_worker(root, rank, given, allow_shared_dir, crew)
-        if rank == MASTER and not accept_code_change:
-            refuse_changed_code(start.run_dir, start.settings)
-    except Ended as end:
-        return _say(end)
-    except SettingsError:
-        raise
-    except EXPECTED as error:
-        return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
-    with live_view(root) if rank == MASTER else contextlib.nullcontext():
-        return live(start, prefix)
+    with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if rank else FIRST_S):
+        try:
+            share_with_group(root)
+            if rank == MASTER:
+                start = start_master(root, given, allow_shared_dir, reset, crew)
+            else:
+                start = start_worker(root, rank, given, allow_shared_dir, crew)
+            if rank == MASTER and not accept_code_change:
+                refuse_changed_code(start.run_dir, start.settings)
+        except Ended as end:
+            return _say(end)
+        except SettingsError:
+            raise
+        except EXPECTED as error:
+            return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
+        with live_view(root) if rank == MASTER else contextlib.nullcontext():
+            return live(start, prefix)

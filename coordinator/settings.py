@@ -216,8 +216,6 @@ class RunSettings(Settings):
     """Do only this part of the rollout; default: both."""
     iterations: Annotated[int, Field(ge=1)] | None = None
     """Stop after this iteration; default: go on until stopped."""
-    crew: Crew = "main"
-    """What these nodes do in a run that generates and trains at the same time; flagpost sets it."""
     cluster: ClusterSettings = ClusterSettings()
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
@@ -342,7 +340,7 @@ class RunSettings(Settings):
     def of_crew(self, crew: Crew) -> "RunSettings":
         """Return the settings of the nodes that do one half of this run's iterations."""
         half = {"main": self.rl_phase, "rollout": "rollout", "train": "update"}[crew]
-        return self.model_copy(update={"crew": crew, "rl_phase": half})
+        return self.model_copy(update={"rl_phase": half})
 
     @property
     def kind(self) -> RunKind:

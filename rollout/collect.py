@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
 from rollout.environments.environment import Environment, demonstrates
-from rollout.environments.policy import Policy
+from rollout.environments.policy import Policy, turns_of
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.settings import RolloutSettings
+from rollout.tally import Tally
 from rollout.tasks.task_set import Task
-from rollout.trajectory import Group, Sample, unfit
+from rollout.trajectory import Group, Sample, Turn, unfit
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,24 @@ class Slot:
 
     @property
     def prompt(self) -> str:
-        """For people."""
-        return self.task["prompt"] if "prompt" in self.task else self.task["messages"][-1]["content"]
+        """For people: the task's prompt, or its messages, with their roles if there are several."""
+        first, *more = self._opening
+        if not more:
+            return first.text
+        return "\n\n".join(f"{turn.role}: {turn.text}" for turn in self._opening)
+
+    @property
+    def _opening(self) -> list[Turn]:
+        return turns_of(self.task["prompt"] if "prompt" in self.task else self.task["messages"])
+
+    def turns_after_prompt(self, sample: Sample, stop: Sequence[str]) -> list[Turn]:
+        """Return what a sample says beyond the prompt; nothing if that is its text alone, which ends before
+        the string of `stop` that ended it.
+        """
+        opening, turns = self._opening, sample.turns
+        turns = turns[len(opening) :] if turns[: len(opening)] == opening else turns
+        texts = [sample.text, *(sample.text + end for end in stop)]
+        return [] if len(turns) == 1 and turns[0].text in texts else turns
 
 
 async def collect(
@@ -68,6 +85,7 @@ async def collect(
     on_group: Callable[[Group], None],
     on_end: Callable[[], None] = lambda: None,
     stop: threading.Event,
+    tally: Tally | None = None,
 ) -> int:
     """Make groups of `sampling.n` samples until `needed` of them count (default: one for each slot), or until
     no slot is left. `counts` says whether a group counts. Each group goes to `on_group` when it is finished,
@@ -84,8 +102,11 @@ async def collect(
     `sampling.seed` is not used. Raises EngineError when the engine fails, and Stopped within a second after
     `stop` is set; the rest is cancelled. An error of `on_group` ends the collection too. Raises AllGivenUp if
     there were several groups and all were given up: then no group was handed over.
+
+    `tally` logs why samples and groups are lost; a process that keeps it shows each traceback once.
     """
-    group_maker = _GroupMaker(client, environment, reward, sampling, settings)
+    tally = tally or Tally(log)
+    group_maker = _GroupMaker(client, environment, reward, sampling, settings, tally)
     collection = _Collection(
         slots, len(slots) if needed is None else needed, counts, settings, on_group, on_end
     )
@@ -112,6 +133,7 @@ async def collect(
             task.cancel()
         await asyncio.gather(*workers, return_exceptions=True)  # the first error was raised
         await end(asyncio.all_tasks() - others, "tasks of environments")
+        tally.say_counts()
     return collection.conclude()
 
 
@@ -205,9 +227,7 @@ class _GroupMaker:
     reward: Reward
     sampling: Sampling
     settings: RolloutSettings
-
-    def __post_init__(self) -> None:
-        self._explained: set[type[BaseException]] = set()
+    tally: Tally
 
     async def make(self, slot: Slot) -> Group:
         """Return the slot's group, or its tombstone; EngineError if the engine fails."""
@@ -225,11 +245,13 @@ class _GroupMaker:
         if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
             raise reason from None
         if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
-            self._log("a reward ends the run (rollout.on_reward_error=run)", reason)
+            what = "a reward ends the run (rollout.on_reward_error=run)"
+            self.tally.note("samples", what, reason, reason.__cause__)
             raise reason from None
         if is_late:
             reason = TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
-        self._log(f"slot {slot.number}, task {slot.task['id']!r} is given up", reason)
+        what = f"slot {slot.number}, task {slot.task['id']!r} is given up"
+        self.tally.note("groups", what, reason, None if isinstance(reason, EngineError) else reason)
         return slot.tombstone(f"{type(reason).__name__}: {reason}")
 
     async def _attempt(self, slot: Slot) -> Group | BaseException:
@@ -253,6 +275,8 @@ class _GroupMaker:
         demonstrated = demonstrates(self.environment)
         faults = [unfit(sample, demonstrated=demonstrated) for sample in made]
         samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
+        for sample in samples:
+            sample.turns = slot.turns_after_prompt(sample, self.sampling.stop)
         unscored = [sample for sample in samples if sample.reward is None]
         scored = await asyncio.gather(
             *(score(self.reward, slot.task, sample, self.settings) for sample in unscored),
@@ -265,23 +289,11 @@ class _GroupMaker:
                 raise error
             if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
                 raise error
-            self._log(f"slot {slot.number} loses a sample", error)
+            self.tally.note("samples", f"slot {slot.number} loses a sample", error, error.__cause__)
         failed = [str(error) for error in failures]
         whole = [sample for sample in samples if sample.reward is not None]
         given_up = None if whole else f"no sample is left: {failed[0]}"
         return Group(slot.number, slot.task["id"], slot.prompt, whole, given_up, failed)
-
-    def _log(self, what: str, reason: BaseException) -> None:
-        """Log the first error of a type with its traceback, further ones as warnings."""
-        first = type(reason) not in self._explained
-        self._explained.add(type(reason))
-        log.log(
-            logging.ERROR if first else logging.WARNING,
-            "%s: %s",
-            what,
-            reason,
-            exc_info=reason if first else None,
-        )
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -1,5 +1,6 @@
 """Load the user's own functions, which settings name as `module:function`, and know their source."""
 
+import dis
 import functools
 import hashlib
 import importlib
@@ -10,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ class PluginError(ValueError):
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Return the function that `module:function` names. Searches the current directory too. Raises
-    PluginError.
+    """Return the function that `module:function` names, or an object of the class that it names, if one is
+    called like a function. Searches the current directory too. Raises PluginError.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -34,14 +35,75 @@ def load_function(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything when it is imported
+        said = " ".join(str(error).split())
         raise PluginError(
-            f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+            f"module {module_name!r} cannot be imported: {type(error).__name__}: {said} (looked for in "
+            f"{os.getcwd()}, on PYTHONPATH and in what is installed)"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         found = "no such name" if function is None else f"a {type(function).__name__}, no function"
         raise PluginError(f"{name!r}: {found} in {getattr(module, '__file__', module_name)}")
-    return function
+    if not inspect.isclass(function) or not any("__call__" in vars(base) for base in function.__mro__):
+        return function
+    try:
+        made: Any = function()
+        return made
+    except Exception as error:  # as of the module
+        said = " ".join(str(error).split())
+        raise PluginError(
+            f"class {name!r} cannot be made without arguments: {type(error).__name__}: {said}"
+        ) from error
+
+
+def check_call(function: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Raise PluginError if `function` certainly cannot be called with positional arguments of these names,
+    or yields where it should return. What cannot be known passes.
+    """
+    try:  # the wrapper of a decorator may take others than the function in it
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # it is written in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise PluginError(
+            f"it takes {signature}, but is called with ({', '.join(arguments)}); give it these parameters"
+        ) from None
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise PluginError("it yields; it must return its result")
+
+
+def may_be_awaited(function: Callable[..., Any]) -> bool:
+    """Return whether a call of `function` may give something to await. False where neither the function nor
+    one that it wraps is async, takes `*args` (as wrappers do), or returns what another call has returned.
+    """
+    return any(_may_return_awaitable(layer) for layer in _layers(function))
+
+
+def _may_return_awaitable(function: Callable[..., Any]) -> bool:
+    called = function if inspect.isroutine(function) else type(function).__call__
+    code = getattr(called, "__code__", None)
+    if code is None or inspect.iscoroutinefunction(called) or code.co_flags & inspect.CO_VARARGS:
+        return True  # without code it is written in C
+    steps = [step.opname for step in dis.get_instructions(code) if step.opname != "PRECALL"]
+    return any(
+        # Python 3.11 calls a comprehension too, with an iterator.
+        last == "RETURN_VALUE" and call.startswith("CALL") and before != "GET_ITER"
+        for before, call, last in zip(steps, steps[1:], steps[2:], strict=False)
+    )
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """Yield the function and those that it wraps, the innermost last; a `partial` is none of them."""
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        if isinstance(function, functools.partial):
+            function = function.func
+            continue
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def code_of(name: str, function: Any) -> Code:
@@ -111,10 +173,8 @@ def _modules(name: str, function: Any) -> list[str]:
 
 
 def _innermost(function: Any) -> Any:
-    function = inspect.unwrap(function)
-    while isinstance(function, functools.partial):
-        function = inspect.unwrap(function.func)
-    return function
+    *_, innermost = _layers(function)
+    return innermost
 
 
 @functools.cache  # the file may change while the process lives, but not what it has loaded

@@ -23,7 +23,8 @@ class RolloutSettings(Settings):
     samples_per_task: Annotated[int, Field(ge=1)] = 8
     """Samples of a group."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens. The default is less where the model's context is shorter: one token
+    of it is left for a prompt."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -13,8 +13,8 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,20 @@ _ZEROS = "0" * 64
 
 class DamagedPart(ValueError):
     """The bytes are not a whole, unaltered part; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says in a conversation, for people to read."""
+
+    role: str
+    """As in chat messages: `assistant` for the model. `environment`: a text that was appended as it is."""
+    text: str
+    begin: int | None = None
+    end: int | None = None
+    """If the model has generated it for this sample: its tokens are token_ids[begin:end]."""
+    finish_reason: str | None = None
+    """If it is generated: `stop`, or `length` if it was cut."""
 
 
 @dataclass
@@ -53,6 +67,11 @@ class Sample:
     """The completion."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    """What the environment and the reward have measured, by name."""
+    turns: list[Turn] = field(default_factory=list)
+    """The conversation after the group's prompt; empty if that is `text` alone. A conversation that an
+    environment has opened with another prompt begins with that one.
+    """
 
 
 @dataclass
@@ -91,11 +110,21 @@ class PartHeader:
 
 
 @with_config(extra="forbid", strict=True)
+class _TurnRecord(TypedDict):
+    role: str
+    text: str
+    begin: int | None
+    end: int | None
+    finish_reason: str | None
+
+
+@with_config(extra="forbid", strict=True)
 class _SampleRecord(TypedDict):
     finish_reason: str
     text: str
     reward: float | None
     metrics: dict[str, float]
+    turns: NotRequired[list[_TurnRecord]]
 
 
 class _GroupRecord(BaseModel):
@@ -146,6 +175,8 @@ def unfit(sample: Sample, *, demonstrated: bool) -> str | None:
         return f"its text is {type(sample.text).__name__}"
     if sample.finish_reason not in ("stop", "length"):
         return f"its finish_reason is {sample.finish_reason!r}, neither stop nor length"
+    if not isinstance(sample.turns, list) or not all(isinstance(turn, Turn) for turn in sample.turns):
+        return "its turns are no list of Turn"
     return None
 
 
@@ -158,10 +189,7 @@ def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
     records = [
         {
             **{name: getattr(group, name) for name in ("slot", "task_id", "prompt", "given_up", "failed")},
-            "samples": [
-                {name: getattr(sample, name) for name in _SampleRecord.__annotations__}
-                for sample in group.samples
-            ],
+            "samples": [_record(sample) for sample in group.samples],
         }
         for group in groups
     ]
@@ -198,19 +226,34 @@ def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
 
 def line_for_people(group: Group, *, rank: int, model_version: str) -> str:
     """Return the group as one line of JSON, without its token arrays."""
-    samples = [
-        {
-            "text": sample.text,
-            "reward": sample.reward,
-            "tokens": int(np.count_nonzero(sample.loss_mask)),
-            "finish_reason": sample.finish_reason,
-        }
-        for sample in group.samples
-    ]
     line: dict[str, Any] = {"slot": group.slot, "task_id": group.task_id, "prompt": group.prompt}
-    line |= {"samples": samples, "rank": rank, "model_version": model_version}
+    line |= {"samples": [_for_people(sample) for sample in group.samples]}
+    line |= {"rank": rank, "model_version": model_version}
     line |= {name: value for name in ("given_up", "failed") if (value := getattr(group, name))}
     return json.dumps(line) + "\n"
+
+
+def _for_people(sample: Sample) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": sample.text,
+        "reward": sample.reward,
+        "tokens": int(np.count_nonzero(sample.loss_mask)),
+        "finish_reason": sample.finish_reason,
+    }
+    if sample.metrics:
+        record["metrics"] = sample.metrics
+    if sample.turns:
+        record["turns"] = [_turn_for_people(turn, sample.loss_mask) for turn in sample.turns]
+    return record
+
+
+def _turn_for_people(turn: Turn, loss_mask: NDArray[np.uint8]) -> dict[str, Any]:
+    """Return a turn, with the number of its tokens and of those that are trained if it is generated."""
+    said: dict[str, Any] = {"role": turn.role, "text": turn.text}
+    if turn.begin is not None and turn.end is not None:
+        trained = int(np.count_nonzero(loss_mask[turn.begin : turn.end]))
+        said |= {"tokens": turn.end - turn.begin, "trained": trained, "finish_reason": turn.finish_reason}
+    return said
 
 
 def _length(sample: Sample) -> int:
@@ -218,6 +261,11 @@ def _length(sample: Sample) -> int:
     if len(lengths) != 1:
         raise ValueError(f"a sample's token_ids, loss_mask and logprobs differ in length: {sorted(lengths)}")
     return lengths.pop()
+
+
+def _record(sample: Sample) -> dict[str, Any]:
+    record = {name: getattr(sample, name) for name in ("finish_reason", "text", "reward", "metrics")}
+    return record | ({"turns": [asdict(turn) for turn in sample.turns]} if sample.turns else {})
 
 
 def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any) -> Group:
@@ -229,7 +277,11 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
                 token_ids=arrays["token_ids"][span],
                 loss_mask=arrays["loss_mask"][span],
                 logprobs=arrays["logprobs"][span],
-                **sample,
+                finish_reason=sample["finish_reason"],
+                text=sample["text"],
+                reward=sample["reward"],
+                metrics=sample["metrics"],
+                turns=[Turn(**turn) for turn in sample.get("turns", ())],
             )
         )
     return Group(record.slot, record.task_id, record.prompt, samples, record.given_up, record.failed)

@@ -53,7 +53,9 @@ in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The p
 Give settings only to the master; workers read them from the run directory. Settings of one machine may be
 different on a worker; give them there: {NODE_LOCAL_NAMES}.
 The model, the task file, `rollout.seed` and `trainer.lora` stay the same for the whole run. Everything else
-may change; a change takes effect at the next start.
+may change; a change takes effect at the next start. A setting that is not given at the next start stays as it
+was; `--reset-settings NAME` takes it back to its default
+([recovery.md](recovery.md#changing-settings-between-two-starts)).
 """
 KINDS = {
     str: "text",

@@ -88,3 +88,24 @@ def stepped(source: Path, target: Path, step: float = 1e-6) -> Path:
         newer = {name: tensor + step * tensor.sign() for name, tensor in tensors.items()}
         save_file(newer, file, {"format": "pt"})
     return target
+
+
+def write_model(
+    path: Path,
+    config: dict[str, Any] | None = None,
+    tokenizer: dict[str, Any] | None = None,
+    shapes: dict[str, list[tuple[int, ...]]] | None = None,
+) -> Path:
+    """The files of a model that nothing can compute with, made without torch."""
+    import json
+
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config or {}))
+    if tokenizer is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    for name, sizes in (shapes or {"model.safetensors": [(2, 3)]}).items():
+        save_file({f"{name}.{n}": np.zeros(size, np.float32) for n, size in enumerate(sizes)}, path / name)
+    return path

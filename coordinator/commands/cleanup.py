@@ -208,6 +208,7 @@ def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: 
         master_incarnation=0,  # no process has it, so the old master is superseded
         master_host=host,
         settings=newest.settings if newest else {},
+        given=newest.given if newest else None,
         members={},
     )
     if not claim(run_dir, record):

@@ -20,6 +20,7 @@ from coordinator.directory.layout import MASTER
 from coordinator.protocol.exits import Exit
 from coordinator.settings import SettingsError
 
+SSH = "ssh"
 POLL_S = 0.1
 PING_S = 10.0
 """How often the launcher tells the hosts that it is still there."""
@@ -31,14 +32,14 @@ GIVEN = {"--master", "--worker", "--num-nodes", "--log-path", "cluster.num_nodes
 """What --hosts decides, and what does not start a node."""
 
 
-def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = "ssh", program: str | None = None) -> int:
+def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = SSH, program: str | None = None) -> int:
     """Start a node on each host and show their output; return the first exit code that is not 0.
 
     `words` are options of `run` and `key=value`. `program` is the path of `run` on the hosts, `ssh` a
     command with options. After a SettingsError nothing was started.
     """
     names = _parse_hosts(hosts)
-    settings = _understood(words, len(names))
+    settings = _understood(words, len(names), root)
     typed = [word for word in words if word != "--dry-run"]
     commands = node_commands(program or _this_program(), len(names), root, typed)
     if "--dry-run" in words:
@@ -50,9 +51,20 @@ def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = "ssh", progr
     try:
         for rank, (host, command) in enumerate(zip(names, commands, strict=True)):
             nodes.append(Remote(f"rank {rank}, {host}", host, command, os.getcwd(), client, _show))
-        return _connect(nodes, interrupts) or _follow(nodes, interrupts)
+        if code := _connect(nodes, interrupts):
+            return code
+        code = _follow(nodes, interrupts)
     finally:
         _close(nodes, interrupts)
+    if code in {Exit.FAILED, Exit.LOST, Exit.INTERRUPTED}:
+        _say(f"to resume: {_again(hosts, root, ssh, program)}")
+    return code
+
+
+def _again(hosts: str, root: Path, ssh: str, program: str | None) -> str:
+    """Return the command that goes on with the run: settings stay as they were, and this says the rest."""
+    more = ["--ssh", ssh] * (ssh != SSH) + ["--run", program or ""] * (program is not None)
+    return shlex.join(["run", "launch", "--hosts", hosts, "--log-path", str(root), *more])
 
 
 def _parse_client(ssh: str) -> list[str]:
@@ -77,7 +89,7 @@ def _parse_hosts(hosts: str) -> list[str]:
     return names
 
 
-def _understood(words: Sequence[str], nodes: int) -> str:
+def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
     """Return the settings of `words` as `run --dry-run` prints them; SettingsError if it refuses them."""
     for word in words:
         name = word.partition("=")[0]
@@ -86,6 +98,7 @@ def _understood(words: Sequence[str], nodes: int) -> str:
                 f"run launch: leave {name} out; each of --hosts has a node, the first the master"
             )
     command = [sys.executable, "-m", "coordinator.cli", "--master", "--num-nodes", str(nodes)]
+    command += ["--log-path", str(root)]
     asked = subprocess.run([*command, *words, "--dry-run"], capture_output=True, text=True, check=False)
     if asked.returncode != 0:
         raise SettingsError((asked.stderr.strip() or "run --dry-run failed").removeprefix("run: "))

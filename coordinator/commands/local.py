@@ -1,22 +1,32 @@
 """`run local`: start all nodes of a run as processes of this machine, in one terminal."""
 
+import contextlib
+import hashlib
 import json
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from filelock import Timeout
 
 from coordinator.commands.interrupts import Interrupts
 from coordinator.config import build
 from coordinator.directory import published
 from coordinator.journal.plain import plain
+from coordinator.journal.silence import broken_silence
 from coordinator.machine.children import Child, Children
+from coordinator.machine.host_lock import host_lock
 from coordinator.node.inputs import load_inputs
-from coordinator.node.start import check_log_path
-from coordinator.protocol.exits import Exit
+from coordinator.node.messages import STARTED_BY
+from coordinator.node.refusals import fit_max_tokens
+from coordinator.node.start import check_log_path, resume_given
+from coordinator.node.strangers import refuse_strangers
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings import SettingsError
 from coordinator.views.run import Run
 from coordinator.views.terminal import LiveView
@@ -27,18 +37,64 @@ GRACE_S = 15.0
 
 
 def run_local(
-    root: Path, given: Mapping[str, Any], accept_code_change: bool = False, allow_shared_dir: bool = False
+    root: Path,
+    given: Mapping[str, Any],
+    reset: Sequence[str] = (),
+    accept_code_change: bool = False,
+    allow_shared_dir: bool = False,
 ) -> int:
-    """Start all nodes, show them live, print the results; return the first exit code that is not 0."""
-    settings = build(given)
+    """Start all nodes, show them live, print the results; return the first exit code that is not 0.
+
+    SettingsError if another `run local` has nodes in the directory: it would end when they are superseded.
+    """
+    with _alone(root):
+        return _run_local(root, given, reset, accept_code_change, allow_shared_dir)
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Generator[None]:
+    """Hold the directory for one `run local` of this user on this machine; SettingsError names another."""
+    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    try:
+        lock = host_lock(f"local-{name}")
+    except Ended as error:
+        raise SettingsError(error.text) from None
+    holder = Path(lock.lock_file).with_suffix(".pid")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        pid = holder.read_text().strip() if holder.exists() else "unknown"
+        look = f"run status --log-path {shlex.quote(str(root))}"
+        raise SettingsError(
+            f"--log-path {root}: run local is at work there, pid {pid}; stop it with Ctrl+C, or look: {look}"
+        ) from None
+    try:
+        holder.write_text(f"{os.getpid()}\n")
+        yield
+    finally:
+        lock.release()
+
+
+def _run_local(
+    root: Path,
+    given: Mapping[str, Any],
+    reset: Sequence[str],
+    accept_code_change: bool,
+    allow_shared_dir: bool,
+) -> int:
     check_log_path(root)
-    load_inputs(settings, given)
+    refuse_strangers(root, allow_shared_dir)  # what is kept there says which code is loaded here
+    given = resume_given(root, given, reset)
+    settings = build(given)
+    with broken_silence(lambda: ("start", "run: reading the tasks and the model"), say=print):
+        fit_max_tokens(settings, given, load_inputs(settings, given).context)
     nodes = settings.cluster.num_nodes
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nodes))
-    environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    again = f"run local --log-path {shlex.quote(str(root))}"
+    environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", STARTED_BY: again}
     interrupts = Interrupts()
     with LiveView(root, sys.stdout) as shown, Children() as children:
-        overrides = as_overrides({**given, "cluster.num_nodes": nodes})
+        overrides = ["--reset-settings=all", *as_overrides({**given, "cluster.num_nodes": nodes})]
         overrides += ["--accept-code-change"] if accept_code_change else []
         shared = ["--allow-shared-dir"] if allow_shared_dir else []
         started: list[Child] = []

@@ -42,6 +42,11 @@ def given_options(typed: dict[str, str | None]) -> dict[str, Any]:
     return {key: typed[_parameter(key)] for key in OPTIONS if typed[_parameter(key)] is not None}
 
 
+def parameter_names() -> set[str]:
+    """Return the names of the parameters that are settings."""
+    return {_parameter(key) for key in OPTIONS}
+
+
 def _parameter(key: str) -> str:
     """Name the parameter of an option: `num_nodes`."""
     return option_name(key).removeprefix("--").replace("-", "_")
@@ -54,9 +59,15 @@ def _annotation(key: str) -> Any:
     metavar = OPTIONS[key].partition(" ")[2] or _metavar(name, field.annotation)
     default = "" if field.default is None else f"  [default: {show(field.default)}]"
     text = docstrings(model)[name] + default
-    return Annotated[
-        str | None, typer.Option(option_name(key), metavar=metavar, help=text, show_default=False)
-    ]
+    choices = metavar.split("|") if "|" in metavar else []
+    made = typer.Option(
+        option_name(key),
+        metavar=metavar,
+        help=text,
+        show_default=False,
+        autocompletion=(lambda: choices) if choices else None,
+    )
+    return Annotated[str | None, made]
 
 
 def _find(key: str) -> tuple[type[BaseModel], str]:

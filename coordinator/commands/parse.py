@@ -15,14 +15,28 @@ LogPath = Annotated[
 ]
 
 
+def _settings(incomplete: str) -> list[str]:
+    """Return the settings that what was typed can become; for the completion."""
+    from coordinator.config import known_keys
+
+    begun = incomplete and "=" not in incomplete
+    return [f"{key}=" for key in known_keys() if key.startswith(incomplete)] if begun else []
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Any setting by its dotted name.", autocompletion=_settings),
+]
+
+
 def option(*names: str, help: str, metavar: str = "TEXT") -> Any:
     """Return an option whose help shows no default."""
     return typer.Option(*names, help=help, metavar=metavar, show_default=False)
 
 
-def new_app() -> typer.Typer:
+def new_app(add_completion: bool = False) -> typer.Typer:
     """Return a command of its own; its help is plain text on any terminal."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    return typer.Typer(add_completion=add_completion, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 status_app = new_app()
@@ -172,12 +186,29 @@ def doctor(
 
 
 COMMANDS = {
-    "status": (status_app, "--log-path DIR [--json] [--watch]: who is where"),
-    "report": (report_app, "--log-path DIR [-o FILE.html]: the run as a page"),
-    "logs": (logs_app, "[RANK] --log-path DIR [-f]: what the nodes say"),
-    "launch": (launch_app, "--hosts A,B,C [options]: a node on each host, over ssh"),
-    "doctor": (doctor_app, "--log-path DIR [--peers N]: is it fit for a run"),
-    "cleanup": (cleanup_app, "--iteration N --log-path DIR: remove what an interrupted iteration left"),
-    "export": (export_app, "--iteration N -o DIR: a checkpoint for the Hugging Face Hub"),
+    "launch": launch_app,
+    "status": status_app,
+    "logs": logs_app,
+    "report": report_app,
+    "doctor": doctor_app,
+    "cleanup": cleanup_app,
+    "export": export_app,
 }
-"""By name: the command, and what `run --help` says of it."""
+LOCAL = "local"
+GROUPS = {
+    "Start all nodes with one command": {
+        LOCAL: "all nodes on this machine",
+        "launch": "a node on each of several hosts, over ssh",
+    },
+    "Look at a run": {
+        "status": "where each node is, and what it waits for; --watch: live",
+        "logs": "what the nodes, their engines and trainers print",
+        "report": "one page: rewards, where the time goes, faults, samples",
+    },
+    "Before and after": {
+        "doctor": "is this directory, node and network fit for a run?",
+        "cleanup": "remove what an interrupted iteration left",
+        "export": "copy a checkpoint's model, for the Hub or for a server",
+    },
+}
+"""What `run --help` says of the commands."""

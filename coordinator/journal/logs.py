@@ -8,9 +8,11 @@ from pathlib import Path
 
 from coordinator.directory.line_writer import LineWriter
 from coordinator.journal.plain import plain
+from coordinator.journal.silence import Doing
 
 CLOSE_S = 2.0
 """How long the end of a node waits for its last lines to be in its log file."""
+OURS = ("coordinator", "rollout", "trainer")
 
 
 class Prefix(logging.Formatter):
@@ -20,12 +22,17 @@ class Prefix(logging.Formatter):
         super().__init__("%(message)s")
         self._rank = rank
         self._where: Callable[[], str] = lambda: ""
+        self._doing: Doing = lambda: ("start", "reading the tasks and the model" if rank == 0 else "starting")
         self._file: _File | None = None
         self._events: logging.Handler | None = None
 
-    def follow(self, where: Callable[[], str]) -> None:
-        """Say where the node is: ` it 7 train_rollout`, or nothing."""
-        self._where = where
+    def follow(self, where: Callable[[], str], doing: Doing) -> None:
+        """Say where the node is (` it 7 train_rollout`, or nothing) and what it does (`broken_silence`)."""
+        self._where, self._doing = where, doing
+
+    def doing(self) -> tuple[object, str]:
+        """Return what goes on in this node."""
+        return self._doing()
 
     def keep(self, directory: Path, events: logging.Handler) -> None:
         """From here on the lines also go to a file in `directory`, and warnings to the node's `events`."""
@@ -50,6 +57,7 @@ class _File(logging.Handler):
 
     def __init__(self, path: Path, prefix: Prefix) -> None:
         super().__init__(logging.INFO)
+        self.addFilter(is_for_people)
         self._writer = LineWriter(path, warns=False)
         self._prefix = prefix
         self._time = logging.Formatter("%(asctime)s", "%Y-%m-%d %H:%M:%S")
@@ -66,17 +74,26 @@ class _File(logging.Handler):
         super().close()
 
 
+def is_for_people(record: logging.LogRecord) -> bool:
+    """Return whether a line is shown: what this program or the user's code says, and warnings of anybody.
+
+    Libraries, such as the HTTP client of an agent, have a line for each request.
+    """
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(record.pathname).parts)
+    return record.levelno > logging.INFO or not is_installed or record.name.partition(".")[0] in OURS
+
+
 def set_up(rank: int) -> Prefix:
     """Log to stderr, each line with the prefix that is returned."""
     prefix = Prefix(rank)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(prefix)
     handler.setLevel(logging.INFO)
+    handler.addFilter(is_for_people)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     logging.getLogger("rollout.storage.retry").setLevel(logging.DEBUG)  # for the node's events alone
-    for name in ("asyncio", "aiohttp", "filelock", "httpx"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
     logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it complains while it is being stopped
     return prefix

@@ -4,6 +4,8 @@ Parent-death signals fire when a *thread* ends and miss grandchildren, and the t
 sessions of their own. So every process group to kill is written down on the local disk, and a *keeper*
 (`keeper.py`), a process in a session of its own, holds the read end of a pipe to the node. At end of file
 (the node has exited, or was killed) it kills every group that is written down, removes the spool and exits.
+A node that was killed keeps the pipe open while one of its threads sits in a hung mount, and a process that
+it has forked without exec shares the pipe. So the keeper also looks twice a second whether the node lives.
 
     /tmp/flagpost-x1y2z3/     Children.spool, mode 0700; the keeper removes it; also for engines' sockets
       trainer-3/              Child.spool, one for each child; also for files between the node and this child
@@ -22,9 +24,6 @@ its members.
 *Reused numbers.* No process gets the pid P while anything, even a zombie, is in group P. A child's file is
 removed when it is reaped; workers' files go with their trainer, which ends when one of them does. So a file
 could name a stranger only if all pids went round in these moments.
-
-*Its limits.* A node that is killed while one of its threads sits in a hung mount keeps its pipe open until
-the mount lets go of that thread. A node that forks without exec shares the pipe, so it does not.
 """
 
 import contextlib
@@ -175,6 +174,7 @@ class Children:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._children: list[Child] = []
+        self._is_ending = False
         self._closed = False
         self._keeper = self._start_keeper()
 
@@ -207,7 +207,7 @@ class Children:
         if shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise ChildError(f"cannot start {name}: no program {argv[0]!r}; is it installed, and in PATH?")
         with self._lock:
-            if self._closed:
+            if self._is_ending:
                 raise ChildError(f"cannot start {name}: this node is ending its children")
             self._ensure_keeper()
             self._children = [child for child in self._children if child.spool.exists()]
@@ -224,12 +224,22 @@ class Children:
             child.kill_now()
         return all([child.kill() for child in children])
 
+    def end_now(self) -> None:
+        """SIGKILL all children, and let no other start. Takes no lock: the main thread may hang with it."""
+        self._is_ending = True
+        deadline_s = time.monotonic() + KILL_S
+        directories = keeper.pgid_directories(str(self.spool))
+        while not all([keeper.sweep(directory, _only_zombies) for directory in directories]):
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(0.05)
+
     def close(self, grace_s: float = 5.0) -> None:
         """End all children (SIGTERM, after `grace_s` SIGKILL), then the keeper, which removes the spool."""
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self._is_ending = True
         for child in self._children:
             child.terminate()
         deadline_s = time.monotonic() + grace_s

@@ -178,6 +178,11 @@ class EngineHost:
                 self._starts_again = False
             answered_s = time.monotonic()
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether this node's own server was started, and has not answered yet."""
+        return self._unnamed is not None
+
     def is_there(self) -> bool:
         """Return whether a server has been started or given."""
         return self._admin is not None

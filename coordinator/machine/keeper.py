@@ -80,6 +80,16 @@ def is_schedulable(pid: int) -> bool:
         return False
 
 
+def is_killed(pid: int) -> bool:
+    """Return whether a process was killed, although a hung mount still holds one of its threads."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            about = dict(line.split(":", 1) for line in file)
+        return about["State"].split()[0] == "Z" or bool(int(about["SigPnd"], 16) >> signal.SIGKILL - 1 & 1)
+    except (OSError, KeyError):
+        return False
+
+
 def pgid_directories(spool: str) -> list[str]:
     """Return where the process groups of a spool's children are written down."""
     return glob.glob(os.path.join(glob.escape(spool), "*", PGID_DIR))
@@ -120,12 +130,15 @@ class Pulse:
 
 def main(spool: str) -> None:
     """Wait until the node is gone, end its groups, remove `spool`."""
+    node = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # systemd-tmpfiles removes what has lain in /tmp for ten days, but nothing below a locked directory.
     fcntl.flock(os.open(spool, os.O_RDONLY), fcntl.LOCK_SH)
     pulse = Pulse(spool)
     while not select.select([0], [], [], PULSE_S)[0] or os.read(0, 4096):
+        if os.getppid() != node or is_killed(node):  # the pipe is still open
+            break
         pulse.look()
     pulse.end()
     first_killed_s: dict[int, float] = {}

@@ -126,7 +126,7 @@ class StandIn:
         text = (
             f"rank {self._node['rank']} ({self._said.get('host')}) has to end in {place}, but user code has "
             f"held its interpreter for {held_s:.0f} s. It is killed. Let what computes be a sync reward, or "
-            "run it in a process; then run the same command again"
+            "run it in a process; then start the node again"
         )
         stops = self._node["rank"] == MASTER and signal.SIGINT in signals
         arguments = ("stopped" if stops else "left", text)

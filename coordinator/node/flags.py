@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.directory.layout import MASTER, Flag, Record, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
+from coordinator.protocol.complaints import complain
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.watch import Watch
@@ -83,11 +84,15 @@ class Flags:
         self._raised.clear()
 
     def tell(self, kind: str, text: str, **more: Any) -> None:
-        """Raise a call (failed, left, stopped, gave_up ...) where the others look: in the present epoch."""
-        current = self._watch.current
-        if current is None and self._identity.is_master:
-            current = self._watch.newest_record()
+        """Raise a call (failed, left, stopped, gave_up ...) where the others look: in the present epoch.
+        A worker in no epoch complains instead.
+        """
+        current = self._watch.current or self._watch.newest_record()
         if current is None:
+            return
+        if self._watch.current is None and not self._identity.is_master:
+            me = self._identity
+            complain(me.run_dir, current.epoch, me.rank, me.host, text)
             return
         phase = self._position.phase or Phase.ITERATION_START
         flag = Flag(current.epoch, self._position.iteration, phase, self._identity.rank, kind)

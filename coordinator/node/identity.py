@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ class Identity:
     run_dir: RunDir
     run_id: str
     inputs: Inputs
+    given: Mapping[str, Any]
+    """What this start and those before were given; nothing on a worker, whose master keeps it."""
     settings: RunSettings
     """Those of the epoch that the node is in, with its own over them."""
     incarnation_floor: int
@@ -46,6 +49,7 @@ class Identity:
             run_dir=start.run_dir,
             run_id=start.run_id,
             inputs=start.inputs,
+            given=start.given,
             settings=start.settings,
             incarnation_floor=start.incarnation_floor,
             newest_epoch=start.newest_epoch,

@@ -1,6 +1,5 @@
 """What the settings name, loaded or found on this machine: tasks, reward, environment, model, GPUs."""
 
-import math
 import os
 import socket
 from collections.abc import Mapping
@@ -11,15 +10,15 @@ from typing import Any
 from coordinator import config
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
+from coordinator.node import refusals
 from coordinator.settings import TINY, RunSettings, SettingsError
 from rollout.engines.model_dir import (
     WeightsError,
-    check_model_dir,
     is_adapter,
     is_model_file,
     policy_digest,
-    tensor_names,
 )
+from rollout.engines.model_facts import count_parameters
 from rollout.engines.servers import ServerSettingError, check_server
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
@@ -39,6 +38,8 @@ NODE_LOCAL = {
     "trainer.threads_per_process",
 }
 """Settings about one machine: a worker's own values hold for it, and contradict nothing."""
+TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
+"""Of builtin:tiny, which is not made yet when a run starts."""
 STATE_BYTES = 12
 """Of each trained parameter: its weight in float32, and two moments."""
 
@@ -81,8 +82,16 @@ class Inputs:
     model_files: Mapping[str, FileFacts]
     """The files of that model; none for builtin:tiny."""
     loaded_for: RunSettings
-    state_bytes: int = 0
-    """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
+    parameters: int = TINY_PARAMETERS
+    """Of that model."""
+    context: int | None = TINY_CONTEXT
+    """The longest sequence that the run's engines take, in tokens; None where it is not certain."""
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
+        is_small = not self.model_files or self.loaded_for.trainer.lora.rank
+        return 0 if is_small else STATE_BYTES * self.parameters
 
     def codes(self) -> dict[str, Code]:
         """Return what lies behind the settings that may change between two starts, by setting."""
@@ -140,6 +149,8 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
             f"trainer.tensor_parallel_size={size} does not divide the {processes} training processes of this "
             "node; choose a divisor, or trainer.processes_per_node"
         )
+    functions = load_functions(settings.rollout.reward, settings.rollout.environment)
+    refusals.refuse_absent_server(settings)
     seed = settings.rollout.seed
     try:
         tasks = load_tasks(find_data(settings.tasks, settings), seed=seed, split="train")
@@ -147,31 +158,32 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         if settings.rollout.environment == "demonstration":
             check_demonstrations(tasks)
         eval_tasks = _load_eval_tasks(settings)
-        if settings.rollout_split == "eval-only" and eval_tasks is None:
-            raise SettingsError("--rollout-split eval-only needs --eval-tasks FILE")
+        refusals.refuse_no_evaluation(settings, given, eval_tasks)
+        refusals.refuse_unscored(settings, tasks, eval_tasks)
         model_files: dict[str, FileFacts] = {}
-        model_digest, size = "", 0
+        model_digest, parameters, context = "", TINY_PARAMETERS, TINY_CONTEXT
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
-            check_model_dir(model)
+            parameters = count_parameters(model)
             if is_adapter(model):
                 raise SettingsError(
                     f"--model {settings.model}: is an adapter; merge it into its base model first "
                     "(peft's merge_and_unload), or give the base model"
                 )
+            refusals.refuse_unrendered(settings, model, tasks, eval_tasks)
+            context = refusals.context_of(settings, model)
             model_files = known_files.checksums(model, is_model_file)
             model_digest = policy_digest(model_files)
-            if not settings.trainer.lora.rank:
-                size = STATE_BYTES * sum(math.prod(shape) for _, shape in tensor_names(model).values())
         return Inputs(
             local={key: value for key, value in given.items() if key in NODE_LOCAL},
             tasks=tasks,
             eval_tasks=eval_tasks,
-            functions=load_functions(settings.rollout.reward, settings.rollout.environment),
+            functions=functions,
             model_digest=model_digest,
             model_files=model_files,
             loaded_for=settings,
-            state_bytes=size,
+            parameters=parameters,
+            context=context,
         )
     except TaskError as error:
         raise SettingsError(str(error)) from None

@@ -1,5 +1,6 @@
 """What belongs to one iteration, and to no other; every row's function is given it."""
 
+import time
 from dataclasses import dataclass, field
 
 from coordinator.node.flags import Payload
@@ -12,12 +13,14 @@ class Iteration:
     """One pass of the protocol table on this node, in one epoch."""
 
     number: int
+    begun_s: float = field(default_factory=time.monotonic)
+    """The moment at which this process first began the iteration; an epoch before may have been cut off."""
     resume_at: Phase = Phase.TRAIN_PLAN
     """The first row that runs after row 0; earlier ones are done."""
     documents: dict[Phase, Payload] = field(default_factory=dict[Phase, Payload])
     """What the master's flags have said."""
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of each row, by label."""
+    """Seconds of each row, by label; only of rows that were finished in this epoch."""
     work_s: dict[str, float] = field(default_factory=dict[str, float])
     """Of these, the seconds of this node's own work."""
 

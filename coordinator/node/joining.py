@@ -12,9 +12,10 @@ from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.node.verdicts import CODES, Verdicts
 from coordinator.protocol.back_off import BackOff
+from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beats
-from coordinator.protocol.records import EpochRecord, Member, claim, new_token
+from coordinator.protocol.records import EpochRecord, Given, Member, claim, new_token
 from coordinator.protocol.shares import share_sizes
 from coordinator.protocol.snapshot import Board, ranks_text
 from coordinator.protocol.verdict import Verdict
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 CALLS = {event.name.lower(): event for event in CODES}
 """Calls of a master with which a run ends."""
+GATHERING = "gathering"
+"""The state of a master that waits for its workers. Its heartbeats say how long each of them is silent."""
 
 
 class Joining:
@@ -49,6 +52,8 @@ class Joining:
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
         self._back_off = BackOff()
+        self._is_unseen = False
+        self._complaints = Complaints(identity.run_dir)
         self._known: dict[int, tuple[int, dict[str, Any]]] = {}
         """What a process of each rank has said of its node, with its incarnation."""
 
@@ -65,7 +70,7 @@ class Joining:
         is called meanwhile.
         """
         lobby = self._watch.leave()
-        self._position.move("gathering")
+        self._position.move(GATHERING)
         self._count_losses(lobby)
         if lobby is None:
             lobby = self.claim_next("lobby")
@@ -136,6 +141,7 @@ class Joining:
             master_incarnation=self._watch.incarnation,
             master_host=me.host,
             settings=me.settings.model_dump(mode="json"),
+            given=Given(host=me.host, settings=dict(me.given)),
             inputs=me.inputs.codes(),
             members=members,
         )
@@ -189,6 +195,9 @@ class Joining:
         if unsaid := set(absent) - set(self._position.waiting_for):
             log.info("waiting for %s; on that machine: %s", ranks_text(unsaid), self._commands(unsaid))
         self._position.wait_for(absent)
+        for flag in board.called(since, NOT_STARTED):
+            if flag.rank in absent and (text := self._complaints.new(flag)):
+                log.error("%s. Then, on that machine: %s", text, self._messages.worker_command(flag.rank))
         return absent
 
     def _members(self, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
@@ -266,6 +275,8 @@ class Joining:
                 asks_s = waited_s + self._cluster.node_timeout_s
                 if watch.heart.is_replaced():
                     raise self._verdicts.superseded()
+                if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
+                    self._say_if_unseen()
             if self._cluster.on_node_failure == "shrink":
                 waited_s = min(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
             if waited_s > self._cluster.rejoin_timeout_s:
@@ -275,6 +286,16 @@ class Joining:
         record = watch.wait(admitted, check, lambda: "the master to take this node in")
         assert record is not None  # without a time limit
         return record
+
+    def _say_if_unseen(self) -> None:
+        """Say once that the master, which gathers and is seen here, does not see this node."""
+        said, limit_s = self._watch.said(MASTER), self._cluster.node_timeout_s
+        gathers = said.get("state") == GATHERING and said["row_s"] >= limit_s
+        is_there = self._watch.silence.silent_s.get(MASTER, 0.0) < limit_s
+        silent_s = said.get("silent_s", {}).get(str(self._identity.rank), limit_s)
+        if gathers and is_there and silent_s >= limit_s:
+            self._is_unseen = True
+            log.error("%s", self._messages.unseen(said["host"], limit_s))
 
     def _check_pending(self, board: Board, newest: EpochRecord) -> None:
         """Raise what the newest epoch has already come to, if anything."""

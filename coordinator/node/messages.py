@@ -1,6 +1,8 @@
 """What a node says to a person: who is waited for, what was lost, and the command that repairs it."""
 
+import os
 import shlex
+import signal
 
 from coordinator.directory.layout import MASTER, Flag
 from coordinator.node.flags import read_call
@@ -8,6 +10,10 @@ from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
+from rollout.storage.retry import Call
+
+STARTED_BY = "FLAGPOST_STARTED_BY"
+"""The environment variable in which `run local` tells its nodes the command that starts them all."""
 
 
 class Messages:
@@ -22,8 +28,25 @@ class Messages:
         """Return the sentence that says how to go on; for `rank` alone, where the others hold for it."""
         if rank and self._identity.settings.cluster.on_node_failure != "abort":
             return f"To bring it back, on that machine: {self.worker_command(rank)}"
-        where = f"; on that machine: {self.worker_command(rank)}" if rank else ""
-        return f"To resume, run the same commands again{where}"
+        return f"To resume: {self.resume_command()}"
+
+    def resume_command(self, options: str = "") -> str:
+        """Return what a person types to start the run again; the settings are kept."""
+        path = shlex.quote(str(self._identity.root))
+        if all_nodes := os.environ.get(STARTED_BY):
+            return f"{all_nodes}{options}"
+        others = f", and run --worker RANK --log-path {path} on each other machine"
+        is_alone = self._identity.settings.cluster.num_nodes == 1
+        return f"{self.master_command()}{options}{'' if is_alone else others}"
+
+    def master_command(self) -> str:
+        """Return what a person types to start the master."""
+        return f"run --master --log-path {shlex.quote(str(self._identity.root))}"
+
+    def finished(self, done: int) -> str:
+        """Return what there is to say of a run that has `done` its iterations, and how it can go on."""
+        more = self.resume_command(f" --iterations {2 * done}")
+        return f"the run is finished, with {done} iterations; to go on, for example: {more}"
 
     def worker_command(self, rank: int) -> str:
         """Return what a person types to start a worker."""
@@ -42,7 +65,25 @@ class Messages:
         """Return what the signal of this name means."""
         me = self._identity
         return (
-            f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}. {self.repair()}"
+            f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}. "
+            f"{self.repair(me.rank)}"
+        )
+
+    def hangs(self, number: int, call: Call) -> str:
+        """Return what keeps this node from ending at a signal, and what becomes of it."""
+        me, name = self._identity, signal.Signals(number).name
+        return (
+            f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}, but the shared "
+            f"directory does not answer: {call.what} {call.path}. Its own engine and trainer are killed; the "
+            "process itself goes as soon as the mount answers"
+        )
+
+    def unseen(self, master_host: str, limit_s: float) -> str:
+        """Return what a worker says whose heartbeats do not get to the master."""
+        return (
+            f"the master ({master_host}) has seen no heartbeat of rank {self._identity.rank} "
+            f"({self._identity.host}) for {limit_s:.0f} s, while its own arrive here. Try the directory on "
+            f"both machines: {self.doctor_command()}"
         )
 
     def missing(self) -> str:
@@ -65,8 +106,8 @@ class Messages:
 
     def master_is_lost(self) -> str:
         """Return what a worker says while it holds for its master."""
-        again = f"run --master ... --log-path {shlex.quote(str(self._identity.root))}"
-        return f"holding: {self.of_rank(MASTER)} is lost; there, the same command again: {again}"
+        again = f"to bring it back, on that machine: {self.master_command()}"
+        return f"holding: {self.of_rank(MASTER)} is lost; {again}"
 
     def of_verdict(self, verdict: Verdict) -> str:
         """Return what a verdict means, for the person at this node."""

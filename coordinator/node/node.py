@@ -68,7 +68,7 @@ class Node:
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
         self.pulse = Pulse(self.children.spool, self._show)
-        self.signals = Signals(self.watch.interrupt)
+        self.signals = Signals(self._interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
         self.flags = Flags(
@@ -83,6 +83,8 @@ class Node:
         self.policies = Policies(self.identity, self.store)
         self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)
         self._lock: BaseFileLock | None = None
+        self._begun = (0, 0.0)
+        """The newest iteration, and when this process first began it."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -172,6 +174,11 @@ class Node:
         current = self.watch.current
         return self.watch.incarnation, current.epoch if current is not None else 0
 
+    def _interrupt(self, number: int) -> None:
+        """End at a signal; called in a thread of its own."""
+        self.watch.interrupt(number)
+        self.unresponsive.begin_to_end(number, self.children)
+
     def enter(self, record: EpochRecord) -> None:
         """Enter an epoch: nothing of the old one runs here any more; the master waits until all say so."""
         self.trainer.leave_epoch()
@@ -192,7 +199,7 @@ class Node:
             self.flags.wait_members(0, 0, "enter")
         if self._lock is None:
             run = name_of_run(self.run_dir.run_json, self.identity.run_id)
-            crew = "" if self.settings.crew == "main" else f".{self.settings.crew}"
+            crew = "" if self.run_dir.crew == "main" else f".{self.run_dir.crew}"
             self._lock = hold_for_process(f"{run}{crew}.rank{self.rank}", f"rank {self.rank}", self.check)
 
     def _take_over_inputs(self, record: EpochRecord) -> None:
@@ -265,7 +272,11 @@ class Node:
         else:
             self.position.move("running", last, Phase.ITERATION_START.label, [MASTER])
             number = self.flags.wait_opened(last)
-        return None if number is None else Iteration(number)
+        if number is None:
+            return None
+        if number != self._begun[0]:
+            self._begun = (number, time.monotonic())
+        return Iteration(*self._begun)
 
     def step(self, iteration: Iteration, phase: Phase, act: Act, then: Conclude | None = None) -> None:
         """Run one row: act if it is ours, raise our flag, wait for the master's: its document is the result.

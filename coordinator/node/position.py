@@ -6,6 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.protocol.phases import Phase
+from coordinator.protocol.snapshot import ranks_text
+
+STATES = {
+    "starting": "starting",
+    "gathering": "gathering the nodes",
+    "pending": "waiting until the master lets this node in",
+    "fenced": "waiting for the shared directory",
+    "running": "entering the epoch",
+}
+"""What goes on outside of the rows."""
+UNITS = {
+    Phase.TRAIN_ROLLOUT.label: "tasks",
+    Phase.EVAL_ROLLOUT.label: "tasks",
+    Phase.TRAINING.label: "parts",
+}
+"""What the progress of a row is counted in; other rows count megabytes."""
 
 
 @dataclass
@@ -31,12 +47,15 @@ class Position:
 
     def __init__(self) -> None:
         self._place = _Place()
+        self._last = 0
+        """The iteration that the node was in last: between two epochs it is in none."""
 
     def move(
         self, state: str, iteration: int = 0, phase: str = "", waiting_for: list[int] | None = None
     ) -> None:
         """Come to another place; progress and waiting begin anew."""
         self._place = _Place(state, iteration, phase, waiting_for or [])
+        self._last = iteration or self._last
 
     def end(self, state: str) -> None:
         """Say that the node has ended where it is."""
@@ -101,14 +120,35 @@ class Position:
         place = self._place
         return f" in {place.phase}, iteration {place.iteration}" if place.phase else f" while {place.state}"
 
+    def doing(self, work: str = "") -> tuple[object, str]:
+        """Return what goes on: a value that is equal while it is the same, and a line (`37 of 128 tasks, 40 s
+        so far`). `work`: what the node does now, if that is not what the row is for.
+        """
+        said, waits = self.describe(), self.waiting_for
+        phase, unit = said["phase"], UNITS.get(said["phase"])
+        doing, seconds = work or phase or STATES.get(said["state"], said["state"]), said["row_s"]
+        if phase == Phase.TRAINING.label and not said["total"]:
+            doing = "starting the trainer"
+        if waits:
+            doing, seconds = f"waiting for {ranks_text(waits)}", said["waiting_s"]
+        same = (said["state"], said["iteration"], phase, doing)
+        if unit and not work and not waits and said["done"] < said["total"]:
+            doing = f"{said['done']} of {said['total']} {unit}"
+        left = f", about {said['left_s']:.0f} s left" if unit and not waits and said["left_s"] else ""
+        return same, f"{doing}, {seconds:.0f} s so far{left}"
+
     def describe(self) -> dict[str, Any]:
-        """Return what a heartbeat says of it, with seconds and tokens per second in place of moments."""
+        """Return what a heartbeat says of it, with seconds and tokens per second in place of moments.
+
+        `monotonic_s`, this moment, is for readers on this machine.
+        """
         now_s, place = time.monotonic(), self._place
         counted_s = place.reached_s - (place.counting_since_s or place.reached_s)
         waits = bool(place.waiting_for)
         return {
+            "monotonic_s": round(now_s, 1),
             "state": place.state,
-            "iteration": place.iteration,
+            "iteration": place.iteration or self._last,
             "phase": place.phase,
             "done": place.done,
             "total": place.total,

@@ -1,20 +1,29 @@
-"""START: what is checked before a node takes part. Nothing is written for a node that may not."""
+"""START: what is checked before a node takes part. For a node that may not, nothing is written. But a worker
+that has found its master, and lacks what the run needs, says so in protocol/.
+"""
 
+import contextlib
 import json
 import logging
 import os
 import secrets
+import shlex
+import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from coordinator import config
+from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
 from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
+from coordinator.node.kept import Change, changes, with_kept
+from coordinator.node.refusals import fit_max_tokens
 from coordinator.node.strangers import refuse_strangers
+from coordinator.protocol.complaints import complain
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse, whole_board
@@ -45,18 +54,48 @@ class Start:
     newest_epoch: int
     left_behind: tuple[Path, ...] = ()
     """Heartbeats and flags of earlier processes of this rank."""
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the master: what this start was given, over what the last one was given."""
+    changes: Sequence[Change] = ()
+    """Of the master: settings that are not what they were at the last start."""
+
+
+def last_start(root: Path, crew: Crew = "main") -> EpochRecord | None:
+    """Return the newest record of the run at `root`; None if no master has been in an epoch yet.
+
+    Raises SettingsError for a path that cannot be a run directory, and for a run of another format.
+    """
+    check_log_path(root)
+    run_dir = RunDir(root, crew)
+    if not files.is_directory(root) or run_dir.run_json.name not in files.listing(root):
+        return None
+    read_run_json(run_dir)
+    return Records(run_dir).newest(whole_board(run_dir, published.names).records)
+
+
+def resume_given(root: Path, given: Mapping[str, Any], reset: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings that a start of the master at `root` goes by: `given` over what is kept."""
+    return with_kept(absolute(given), last_start(root), reset)
 
 
 def start_master(
-    root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False, crew: Crew = "main"
+    root: Path,
+    given: Mapping[str, Any],
+    allow_shared_dir: bool = False,
+    reset: Collection[str] = (),
+    crew: Crew = "main",
 ) -> Start:
-    """Check everything, then make the directory and run.json. SettingsError: nothing was written."""
-    given = _absolute(given)
+    """Check everything, then make the directory and run.json. SettingsError: nothing was written.
+
+    What `given` leaves out is as at the last start, but for the settings in `reset`.
+    """
+    last = last_start(root, crew)
+    refuse_strangers(root, allow_shared_dir)
+    given = with_kept(absolute(given), last, reset)
     settings = config.build(given).of_crew(crew)
     run_dir = RunDir(root, crew)
-    check_log_path(root)
-    refuse_strangers(root, allow_shared_dir)
     inputs = load_inputs(settings, given)
+    settings = fit_max_tokens(settings, given, inputs.context)
     check_sinks(settings.metrics)
     if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
         samples = settings.eval.samples_per_task
@@ -74,7 +113,8 @@ def start_master(
     settings = with_save_interval(settings, run, inputs.state_bytes)
     for directory in run_dir.fixed_directories:
         files.make_directory(directory)
-    return _begin(MASTER, run_dir, run["run_id"], settings, inputs)
+    start = _begin(MASTER, run_dir, run["run_id"], settings, inputs)
+    return replace(start, given=given, changes=changes(last, settings))
 
 
 def start_worker(
@@ -82,7 +122,7 @@ def start_worker(
 ) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them."""
     run_dir = RunDir(root, crew)
-    given = _absolute(given)
+    given = absolute(given)
     mine = config.check_each(given)
     _refuse_rank(rank, mine.get("cluster.num_nodes", rank + 1), "")
     defaults = ClusterSettings()
@@ -100,15 +140,21 @@ def start_worker(
         raise SettingsError(f"{differences[0]}; leave it out: a worker takes its settings from the master")
     local = {key: value for key, value in given.items() if key in NODE_LOCAL}
     settings = config.overlay(settings, local)
-    inputs = load_inputs(settings, local)
     run = read_run_json(run_dir)
-    _refuse_changes(run, _fixed(settings, inputs))
-    if text := difference(inputs.codes(), published.inputs, published.master_host):
-        raise SettingsError(text)
+    try:
+        inputs = load_inputs(settings, local)
+        _refuse_changes(run, _fixed(settings, inputs))
+        if text := difference(inputs.codes(), published.inputs, published.master_host):
+            raise SettingsError(text)
+    except Exception as error:  # the master waits for this worker
+        host = socket.gethostname()
+        with contextlib.suppress(OSError):
+            complain(run_dir, published.epoch, rank, host, f"rank {rank} ({host}) could not start: {error}")
+        raise
     return _begin(rank, run_dir, run["run_id"], settings, inputs)
 
 
-def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return paths as every node finds them, whatever directory it was started in."""
 
     def resolved(key: str, value: Any) -> Any:
@@ -127,10 +173,20 @@ def _refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
 
 
 def check_log_path(root: Path) -> None:
-    """SettingsError unless `root` is, or can become, a directory that we may write."""
+    """SettingsError unless `root` is, or can become, a directory that we may write.
+
+    Only below the current directory more than the last part of it may be missing (runs/default): elsewhere it
+    is a mount that is not there, or a slip of the pen.
+    """
     existing = next(path for path in (root, *root.parents) if files.exists(path))
     if not files.is_directory(existing):
         raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    here = Path.cwd()
+    if existing not in (root, root.parent) and here not in (existing, *existing.parents):
+        raise SettingsError(
+            f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
+            f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
+        )
     if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
         raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
 
@@ -250,7 +306,11 @@ def _await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> E
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
         if waited_s == 0.0:
-            log.info("waiting for the master at %s", run_dir.root)
+            parent = run_dir.root.parent
+            absent = (
+                "" if files.is_directory(parent) else f" ({parent} is not there now: is it mounted here?)"
+            )
+            log.info("waiting for the master at %s%s", run_dir.root, absent)
         if waited_s > said_s + 30.0:
             log.info("waiting for the master at %s for %.0f s", run_dir.root, waited_s)
             said_s = waited_s

@@ -1,9 +1,12 @@
-"""End a node whose user code does not let go of it: what has ended its row must end it too."""
+"""End a node that does not react: what has ended its row must end it too. User code does not let go of it, or
+it waits in a call on a mount that hangs.
+"""
 
 import contextlib
 import logging
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator
 from types import FrameType
@@ -16,11 +19,14 @@ from coordinator.node.verdicts import Verdicts
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.watch import Watch
 from rollout.blocking import frame_of, is_on_directory
+from rollout.storage.retry import under_way
 
 log = logging.getLogger(__name__)
 
 REACT_S = 30.0
 """How long user code may go on after a verdict or a signal."""
+HANGS_S = 5.0
+"""How long a call on the directory may go on after a signal, before the node's children are killed."""
 LOOK_S = 1.0
 TELL_S = 5.0
 """How long the end waits for the shared directory, and for the log."""
@@ -28,7 +34,7 @@ OURS = ("rollout", "coordinator", "asyncio")
 
 
 class Unresponsive:
-    """Looks after the main thread while it runs user code."""
+    """Looks after the main thread while it runs user code, and after the children once a signal has come."""
 
     def __init__(
         self, identity: Identity, watch: Watch, messages: Messages, verdicts: Verdicts, flags: Flags
@@ -38,6 +44,23 @@ class Unresponsive:
         self._messages = messages
         self._verdicts = verdicts
         self._flags = flags
+
+    def begin_to_end(self, number: int, children: Children) -> None:
+        """Kill `children`, which hold the accelerator, if a call on the directory hangs after a signal. The
+        thread that is in this call cannot be ended: the process goes once the call has returned.
+        """
+        arguments = (number, children)
+        threading.Thread(target=self._look_at_calls, args=arguments, name="unresponsive", daemon=True).start()
+
+    def _look_at_calls(self, number: int, children: Children) -> None:
+        began_s = time.monotonic()
+        while True:
+            time.sleep(LOOK_S)
+            longest = min(list(under_way.values()), key=lambda call: call.began_s, default=None)
+            if longest is not None and time.monotonic() - max(longest.began_s, began_s) >= HANGS_S:
+                break
+        children.end_now()
+        log.error("%s", self._messages.hangs(number, longest))
 
     @contextlib.contextmanager
     def guarding(self, children: Children, is_writing: Callable[[], bool]) -> Generator[None]:

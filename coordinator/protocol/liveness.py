@@ -30,9 +30,13 @@ class Ticks:
 
     def passed_s(self, now_s: float) -> float:
         """Return the seconds since the last call; `now_s` is monotonic."""
-        passed_s = 0.0 if self._last_s is None else min(now_s - self._last_s, self.step_s)
+        passed_s = self.since_s(now_s)
         self._last_s = now_s
         return passed_s
+
+    def since_s(self, now_s: float) -> float:
+        """Return what `passed_s` would return, and go on counting from the last call."""
+        return 0.0 if self._last_s is None else min(now_s - self._last_s, self.step_s)
 
 
 class Stopwatch:
@@ -81,6 +85,11 @@ class Silence:
                 self.silent_s[rank] = 0.0
             else:
                 self.silent_s[rank] = self.silent_s.get(rank, 0.0) + passed_s
+
+    def so_far(self, now_s: float) -> dict[int, float]:
+        """Return the silence of each rank at `now_s` (monotonic), with the time since the last listing."""
+        since_s = self._ticks.since_s(now_s)
+        return {rank: silent_s + since_s for rank, silent_s in dict(self.silent_s).items()}
 
     def restart(self, ranks: Iterable[int]) -> None:
         """Count anew for `ranks`, from the next listing on: they have just been admitted."""

@@ -31,6 +31,17 @@ class Member(BaseModel):
     weight: float
 
 
+class Given(BaseModel):
+    """What the starts of a run were given so far, the last one counting: settings that stay as they are."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host: str
+    """The master's host at the last start: what says something of one machine says it of this one."""
+    settings: dict[str, Any]
+    """By dotted name, as it was typed; a setting that nobody gave is not in it."""
+
+
 class EpochRecord(BaseModel):
     """The content of `eNNNN.epoch.json`."""
 
@@ -44,6 +55,7 @@ class EpochRecord(BaseModel):
     master_incarnation: int
     master_host: str
     settings: dict[str, Any]
+    given: Given | None = None
     inputs: dict[str, Code] = {}
     """What the master has loaded behind the names of settings, by setting: all nodes must have the same."""
     members: dict[int, Member]

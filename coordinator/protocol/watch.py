@@ -348,7 +348,7 @@ class Watch:
         self.heart.beat(self.current.epoch if self.current else None, is_late)
 
     def _beat_content(self) -> dict[str, Any]:
-        observed = {rank: round(s, 1) for rank, s in dict(self.silence.silent_s).items()}
+        observed = {rank: round(s, 1) for rank, s in self.silence.so_far(time.monotonic()).items()}
         return {**self._describe(), **({"silent_s": observed} if self.rank == MASTER else {})}
 
 

@@ -28,7 +28,7 @@ def prepare_base_model(node: Node) -> None:
     target = node.run_dir.base_model
     if node.settings.model != TINY or target.name in published.names(node.run_dir.root):
         return
-    if node.settings.crew == "train":  # the other crew makes it; this one needs it later
+    if node.run_dir.crew == "train":  # the other crew makes it; this one needs it later
 
         def is_there(_board: Board) -> bool | None:
             return target.name in published.names(node.run_dir.root) or None

@@ -15,7 +15,7 @@ def open_next(node: Node) -> int | None:
     """Return the first iteration that is not finished; None when there is none left to do."""
     last = node.settings.iterations
     number = resume.next_iteration(node.finished, node.settings)
-    if node.settings.crew == "rollout":
+    if node.run_dir.crew == "rollout":
         while (last is None or number <= last) and _is_generated(node, number):
             number += 1
     if last is not None and number > last:
@@ -44,7 +44,7 @@ def open_when_ready(node: Node) -> int | None:
 
 def lacks(node: Node, number: int) -> str:
     """Return what has to be published before iteration `number` is opened; empty: nothing."""
-    if node.settings.crew == "rollout":
+    if node.run_dir.crew == "rollout":
         sampler = lineage.sampled_by(number, node.settings)
         is_there = sampler == 0 or sampler in published.checkpoints(node.run_dir)
         return "" if is_there else f"the checkpoint of iteration {sampler}, by the train crew"

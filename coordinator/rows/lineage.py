@@ -42,7 +42,7 @@ def base_of(node: Node, iteration: Iteration) -> Policy:
     Raises Incomplete if the iteration that made it can be trained again. A crew that only generates waits for
     exactly the policy that samples the iteration.
     """
-    is_exact = node.settings.crew == "rollout"
+    is_exact = node.run_dir.crew == "rollout"
     while True:
         number = published.latest_before(node.run_dir, iteration.number)
         if is_exact:

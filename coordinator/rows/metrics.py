@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,9 +46,9 @@ def report_timings(_node: Node, iteration: Iteration) -> Payload:
 
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
     """Write the metrics line, unless a valid one is there, and remove what is no longer kept."""
-    if node.settings.crew == "rollout":
+    if node.run_dir.crew == "rollout":
         return  # the crew that trains writes the line
-    kind = "both" if node.settings.crew == "train" else node.settings.kind
+    kind = "both" if node.run_dir.crew == "train" else node.settings.kind
     if node.finished.look().last(kind) < iteration.number:
         verify_last(node, iteration)
         line = {**_metrics(node, iteration, payloads), "kind": kind}
@@ -93,7 +94,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),
         "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,
-        "seconds": round(sum(iteration.phase_s.values()), 3),
+        "seconds": round(time.monotonic() - iteration.begun_s, 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in iteration.phase_s.items()},
         "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},
         "busy_fraction": round(sum(busy) / len(busy), 3),

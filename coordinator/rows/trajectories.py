@@ -27,10 +27,12 @@ from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
 from rollout.storage import once
+from rollout.tally import Tally
 from rollout.tasks.task_set import TaskSet, group_seed
 from rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
+_tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration
 
 
 def plan(node: Node, iteration: Iteration, kind: Kind, quota: Quota, origin: Origin) -> Payload:
@@ -138,6 +140,7 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
                 on_group=on_group,
                 on_end=node.position.step,
                 stop=node.watch.stop,
+                tally=_tally,
             )
 
     collecting = asyncio.create_task(collect_all())

@@ -27,6 +27,7 @@ class _Content(BaseModel):
     host: str = ""
     pid: Annotated[int, Field(gt=0, lt=2**31)] = 1
     pid_space: str = ""
+    monotonic_s: Number = 0.0
     address: str = ""
     gpu_count: Count = 0
     gpus: list[_Gpu] = []

@@ -48,10 +48,14 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the complete lines of metrics.jsonl, one per finished iteration, in order.
 
-        An iteration whose rollout and update ran separately has a line for each `kind`.
+        An iteration whose rollout and update ran separately has a line for each `kind`. The mean of each
+        metric of rewards and environments is in `sample_metrics` by its name, of an evaluation in
+        `eval_sample_metrics`; None if there are none.
 
             >>> run.metrics()[-1]["reward"]
             0.953125
+            >>> run.metrics()[-1]["sample_metrics"]
+            {'tries': 1.75}
         """
         return published.metrics_lines(self.run_dir)
 
@@ -60,15 +64,19 @@ class Run:
         return sorted({line["iteration"] for line in self.metrics()})
 
     def trajectories(self, iteration: int, kind: Kind = "train") -> "Iterator[Group]":
-        """Yield the groups of an iteration's manifest, by slot; every file is first verified against it.
+        """Return an iterator over the groups of an iteration's manifest, by slot. All files are read now, and
+        each is verified against the manifest.
 
-        A group has `slot`, `task_id`, `prompt` and `samples`, each with `token_ids`, `logprobs`, `text` and
-        `reward`. A group that was given up has no samples and says why in `given_up`. `kind`: "train" or
-        "eval". SettingsError if the iteration has no groups (yet), `published.Incomplete` if a file is
-        missing or damaged.
+        A group has `slot`, `task_id`, `prompt` and `samples` (see rollout.trajectory.Sample), each with
+        `token_ids`, `loss_mask`, `logprobs`, `text`, `reward`, `metrics` and `turns`, the conversation after
+        the prompt (empty if that is `text`). A group that was given up has no samples and says why in
+        `given_up`. `kind`: "train" or "eval". SettingsError if the iteration has no groups (yet),
+        `published.Incomplete` if a file is missing or damaged.
 
             >>> max(sample.reward for group in run.trajectories(3) for sample in group.samples)
             1.0
+            >>> [(turn.role, turn.text) for turn in next(run.trajectories(3)).samples[0].turns]
+            [('assistant', '<<27+58>>'), ('environment', '=85\\n'), ('assistant', '58')]
         """
         from coordinator.directory.parts import read_groups  # it takes numpy
 

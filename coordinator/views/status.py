@@ -8,11 +8,12 @@ from typing import Any
 import psutil
 
 from coordinator.directory import published
-from coordinator.directory.layout import FORMAT, MASTER, RunDir
+from coordinator.directory.layout import FORMAT, MASTER, Beat, RunDir
 from coordinator.directory.metrics_file import MetricsFile
 from coordinator.machine.network import pid_space
+from coordinator.protocol.complaints import NOT_STARTED, read_complaint
 from coordinator.protocol.liveness import Silence
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phases import Phase, rows_of
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.protocol.watch import ENDED
@@ -21,6 +22,23 @@ from coordinator.views.beats import said_in
 from rollout.storage import files
 
 ROLLOUTS = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}
+ROWS: dict[str, Phase] = {phase.label: phase for phase in Phase}
+GOING = {"running", "holding"}
+"""States of a run that works, or waits for nodes."""
+NEW_ROW: dict[str, Any] = {
+    "state": "running",
+    "done": 0,
+    "total": 0,
+    "waiting_for": [],
+    "row_s": 0.0,
+    "waiting_s": 0.0,
+    "tokens_per_s": None,
+    "left_s": None,
+}
+"""What is known of a node in a row of which its heartbeat does not tell yet."""
+
+Place = tuple[int, int]
+"""Iteration and row."""
 
 Said = Mapping[int, dict[str, Any]]
 """By rank, the content of the newest heartbeat."""
@@ -40,6 +58,8 @@ class StatusReader:
         self._run_id = ""
         self._records = Records(self.run_dir)
         self._silence: Silence | None = None
+        self._first_beats: dict[int, Beat] = {}
+        """The heartbeat of each rank that was read here first."""
         self._place: tuple[Any, ...] | None = None
         self._metrics = MetricsFile(self.run_dir)
 
@@ -63,13 +83,20 @@ class StatusReader:
         self.open()
         board = whole_board(self.run_dir, _names)
         record = self._records.newest(board.records)
-        said = {rank: said_in(self.run_dir, beat) for rank, beat in board.beats.items()}
+        said: Said = {rank: said_in(self.run_dir, beat) for rank, beat in board.beats.items()}
         settings = RunSettings.published(record.settings) if record else RunSettings()
-        self._read_metrics(said.get(MASTER, {}))
         still_s = self._observe(board, settings)
         timeout_s = settings.cluster.node_timeout_s
-        gone = {rank for rank in said if _is_gone(said[rank]) or still_s.get(rank, 0.0) >= timeout_s}
-        return self._describe(board, record, settings, said, gone, still_s)
+        ended = {rank for rank, content in said.items() if _is_gone(content)}
+        gone = ended | {rank for rank in said if still_s.get(rank, 0.0) >= timeout_s}
+        silent_s = _silent_s(said, ended, still_s, settings.cluster.beat_interval_s)
+        # What was seen to change here needs nobody else's observation.
+        changed = {rank for rank, beat in board.beats.items() if beat != self._first_beats.get(rank)}
+        silent_s |= {rank: still_s[rank] for rank in changed - ended if rank in still_s}
+        if record is not None:
+            said = _with_flags(board, record, settings, said, gone)
+        self._read_metrics(said.get(MASTER, {}))
+        return self._describe(board, record, settings, said, gone, silent_s)
 
     def _read_metrics(self, master: Mapping[str, Any]) -> None:
         """Read metrics.jsonl unless it cannot have a new line: the master writes one in an iteration's last
@@ -85,7 +112,9 @@ class StatusReader:
         if self._silence is None:
             self._silence = Silence(max(settings.cluster.beat_interval_s, 1.0))  # readings are seconds apart
         self._silence.observe(board, board.beats, time.monotonic())
-        return self._silence.silent_s
+        for rank, beat in board.beats.items():
+            self._first_beats.setdefault(rank, beat)
+        return {rank: round(seconds, 1) for rank, seconds in self._silence.silent_s.items()}
 
     def _describe(
         self,
@@ -94,29 +123,45 @@ class StatusReader:
         settings: RunSettings,
         said: Said,
         gone: set[int],
-        still_s: Mapping[int, float],
+        silent_s: Mapping[int, float],
     ) -> dict[str, Any]:
         master = said.get(MASTER, {})
         phase = master.get("phase", "") or master.get("state", "")
-        silent_s = _silent_s(said, still_s)
+        state = _state(board, record, said, gone)
+        waiting_for = [MASTER] if MASTER in gone else master.get("waiting_for", [])
         ranks = range(settings.cluster.num_nodes)
         nodes = [_node(rank, settings, board, record, said, gone, silent_s.get(rank, 0.0)) for rank in ranks]
+        self._add_complaints(nodes, board, record)
         left_s = [node["left_s"] for node in nodes if node["left_s"] is not None and node["phase"] == phase]
         waiting_s = silent_s.get(MASTER, 0.0) if MASTER in gone else master.get("waiting_s", 0.0)
         return {
             "run_id": self._run_id,
-            "state": _state(board, record, said, gone),
+            "state": state,
             "epoch": record.epoch if record else 0,
-            "iteration": master.get("iteration") or (self.lines[-1]["iteration"] if self.lines else 0),
+            "iteration": master.get("iteration") or self._last_iteration(board),
             "iterations": settings.iterations,
             "phase": phase,
-            "waiting_for": [MASTER] if MASTER in gone else master.get("waiting_for", []),
-            "waiting_s": float(waiting_s),
+            "waiting_for": waiting_for if state in GOING else [],
+            "waiting_s": float(waiting_s) if state in GOING else 0.0,
             "rollout_left_s": max(left_s, default=None) if phase in ROLLOUTS else None,
             "num_nodes": settings.cluster.num_nodes,
             "nodes": nodes,
             "last_metrics": self.lines[-1] if self.lines else None,
         }
+
+    def _add_complaints(self, nodes: list[dict[str, Any]], board: Board, record: EpochRecord | None) -> None:
+        """Add to the nodes that do not take part why they do not come, as far as they have said it."""
+        calls = board.called(record.epoch, NOT_STARTED) if record else []
+        for node in nodes:
+            flags = [flag for flag in calls if flag.rank == node["rank"] and node["state"] != "alive"]
+            found = read_complaint(self.run_dir, flags[0]) if flags else None
+            host, node["error"] = found or (node["host"], "")
+            node["host"] = node["host"] or host
+
+    def _last_iteration(self, board: Board) -> int:
+        """Return the newest iteration that has a flag or a line: for a master that has been in none yet."""
+        flagged = (flag.iteration for flag in board.flags)
+        return max(*flagged, *(line["iteration"] for line in self.lines[-1:]), 0, 0)
 
 
 def _names(directory: Path) -> list[str]:
@@ -135,12 +180,59 @@ def _is_gone(content: Mapping[str, Any]) -> bool:
     return content.get("state") == ENDED or (here and not psutil.pid_exists(content["pid"]))
 
 
-def _silent_s(said: Said, still_s: Mapping[int, float]) -> dict[int, float]:
-    """Seconds of silence by rank: the larger of the master's last observation and our own."""
-    observed: dict[int, float] = dict(said.get(MASTER, {}).get("silent_s", {}))
-    ended = {rank for rank, content in said.items() if content.get("state") == ENDED}
-    own = {rank: round(seconds, 1) for rank, seconds in still_s.items() if rank not in ended}
-    return {rank: max(observed.get(rank, 0.0), own.get(rank, 0.0)) for rank in {*observed, *own}}
+def _age_s(content: Mapping[str, Any]) -> float | None:
+    """Return how old what a node says is; None if its clock is another machine's."""
+    if "monotonic_s" not in content or content.get("pid_space") != pid_space():
+        return None
+    return max(0.0, time.monotonic() - content["monotonic_s"])
+
+
+def _silent_s(said: Said, ended: set[int], still_s: Mapping[int, float], beat_s: float) -> dict[int, float]:
+    """Seconds of silence by rank: the larger of what the master last observed, up to now, and our own.
+
+    `ended`: ranks of which it is known that their process has ended.
+    """
+    observed: dict[int, float] = said.get(MASTER, {}).get("silent_s", {})
+    since_s = min(_age_s(said.get(MASTER, {})) or 0.0, 2 * beat_s)
+    found: dict[int, float] = {}
+    for rank in {*observed, *still_s}:
+        content = said.get(rank, {})
+        seconds = observed[rank] + since_s if rank in observed else 0.0
+        if (age_s := _age_s(content)) is not None:
+            seconds = age_s if rank in ended else min(seconds, age_s)
+        own_s = 0.0 if content.get("state") == ENDED else still_s.get(rank, 0.0)
+        found[rank] = round(max(seconds, own_s), 1)
+    return found
+
+
+def _with_flags(board: Board, record: EpochRecord, settings: RunSettings, said: Said, gone: set[int]) -> Said:
+    """Return what the nodes say, in the rows that their flags show: heartbeats are up to seconds older."""
+    reached: dict[int, Place] = {}
+    for flag in board.flags:
+        if flag.epoch == record.epoch and flag.kind == "ok" and flag.phase in ROWS.values():
+            place = (flag.iteration, flag.phase)
+            reached[flag.rank] = max(place, reached.get(flag.rank, place))
+    if MASTER in reached:
+        reached[MASTER] = _after(reached[MASTER], settings)
+        for rank in record.members.keys() - gone:
+            reached[rank] = max(reached[MASTER], reached.get(rank, reached[MASTER]))
+    found = dict(said)
+    for rank, (iteration, row) in reached.items():
+        content = said.get(rank, {})
+        place = (content.get("iteration", 0), ROWS.get(content.get("phase", ""), -1))
+        is_newer = content.get("state") == "running" and (iteration, row) > place
+        if rank in said and (is_newer or board.beats[rank].epoch < record.epoch):
+            found[rank] = {**content, **NEW_ROW, "iteration": iteration, "phase": Phase(row).label}
+    return found
+
+
+def _after(place: Place, settings: RunSettings) -> Place:
+    """Return the row after one that is over; the last row of the run has none."""
+    iteration, row = place
+    later = [phase for phase in rows_of(settings.kind) if phase > row]
+    if later:
+        return iteration, min(later)
+    return place if iteration == settings.iterations else (iteration + 1, Phase.ITERATION_START)
 
 
 def _state(board: Board, record: EpochRecord | None, said: Said, gone: set[int]) -> str:

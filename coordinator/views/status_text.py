@@ -7,10 +7,14 @@ from typing import Any, cast
 
 from coordinator.directory.layout import MASTER
 from coordinator.journal.plain import one_line
+from coordinator.protocol.phases import Phase
 from coordinator.views.beats import is_measured
+from coordinator.views.status import GOING
 
 NAMED = 3
 """At most this many of the ranks that are waited for are named."""
+COUNTED = {phase.label for phase in (Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.TRAINING)}
+"""Rows whose progress is counted in groups or microbatches, not in megabytes."""
 WAITED_S = 1.0
 """Shorter waits are not mentioned."""
 GIB = 2**30
@@ -41,13 +45,15 @@ def duration(seconds: float, digits: int = 0) -> str:
 
 def is_going(status: Status) -> bool:
     """Return whether the run works, or waits for nodes."""
-    return status["state"] in {"running", "holding"}
+    return status["state"] in GOING
 
 
 def where(status: Status) -> str:
     """Say where the run is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
-    text = f"iteration {status['iteration']}{of}, {status['phase']}"
+    text = f"iteration {status['iteration']}{of}"
+    if status["state"] != "finished":
+        text += f", {status['phase']}"
     if not is_going(status):
         return text
     master = status["nodes"][MASTER]
@@ -72,7 +78,9 @@ def waiting(status: Status) -> str:
 
 
 def repairs(status: Status, root: Path) -> list[str]:
-    """For each node that the run waits for, give the command that brings it back."""
+    """For each node that the run waits for, say why it did not start, and give the command that brings it
+    back.
+    """
     if status["state"] != "holding":
         return []
     path = shlex.quote(str(root))
@@ -81,15 +89,27 @@ def repairs(status: Status, root: Path) -> list[str]:
     for node in missing:
         if node["state"] == "alive":
             continue
-        role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master ..."
+        role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master"
+        lines += [node["error"]] if node.get("error") else []
         place = f"on {node['host']}" if node["host"] else "on its machine"
         lines.append(f"to bring rank {node['rank']} back, {place}: run {role} --log-path {path}")
     return lines
 
 
+def nodes_of(status: Status) -> list[Node]:
+    """Return the nodes; in a finished run without their rows, which say nothing any more."""
+    nodes: list[Node] = status["nodes"]
+    if status["state"] != "finished":
+        return nodes
+    return [{**node, "phase": "", "tasks_assigned": 0, "tokens_per_s": None} for node in nodes]
+
+
 def tasks(node: Node) -> str:
-    """Tasks done and assigned: `37/64`."""
-    return f"{node['tasks_done']}/{node['tasks_assigned']}" if node["tasks_assigned"] else ""
+    """Tasks done and assigned: `37/64`. In rows without tasks, what was read of the files: `5/5 MB`."""
+    if not node["tasks_assigned"]:
+        return ""
+    unit = "" if node["phase"] in COUNTED else " MB"
+    return f"{node['tasks_done']}/{node['tasks_assigned']}{unit}"
 
 
 def tokens(node: Node) -> str:
@@ -124,7 +144,7 @@ def render(status: Status, root: Path) -> str:
     status = all_plain(status)
     going = is_going(status)
     place = ", ".join(filter(None, [where(status), waiting(status)]))
-    nodes: list[Node] = status["nodes"]
+    nodes = nodes_of(status)
     columns = [
         _column("rank", [str(node["rank"]) for node in nodes], ">"),
         _column("host", [node["host"][:20] for node in nodes]),
@@ -135,17 +155,21 @@ def render(status: Status, root: Path) -> str:
         _column("tokens/s", [tokens(node) for node in nodes], ">"),
         _column("GPUs", [gpus(node) for node in nodes]),
         _column("weight", [f"{node['weight']:g}" for node in nodes], ">"),
-        _column("silent", [f"{node['silent_s']:.1f} s" for node in nodes], ">"),
+        _column("silent", [_silence(node) for node in nodes], ">"),
     ]
     table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
     lines = [
         f"{one_line(str(root))}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
-        place if going else f"it was last in {place}",
+        place if going else f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {place}",
         *repairs(status, root),
         "",
         *table,
     ]
     return "\n".join([*lines, *_after_a_blank(rewards(status["last_metrics"]))])
+
+
+def _silence(node: Node) -> str:
+    return f"{node['silent_s']:.1f} s" if node["state"] in {"alive", "silent"} else ""
 
 
 def _column(title: str, cells: Sequence[str], align: str = "<") -> list[str]:

@@ -27,7 +27,7 @@ from coordinator.settings import SettingsError
 from coordinator.views.status import StatusReader
 from coordinator.views.terminal_lines import ASCII, UNICODE, filled_columns, rows_of, view
 
-READ_S = 1.5
+READ_S = 0.5
 """Pause between two readings; longer where a reading takes long."""
 PAINT_S = 0.25
 OLD_S = 5.0

@@ -24,6 +24,7 @@ LEAST_ROWS = 4
 """Of the table: its head, two nodes, and the line about the others. The rewards are left out for them."""
 GAP = "  "
 STATES = {"alive": "green", "left": "red", "silent": "red", "never_seen": "yellow", "waits": "dim"}
+"""Colours of the nodes of a run that goes on. In one that has ended no node needs attention."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def view(
     """Return lines of at most `width` cells and, if that leaves room for a node, at most `height` rows.
 
     Commands may be wider: a person copies them, and the terminal folds them without a line end. `lines`: of
-    metrics.jsonl. `shown`: columns that stay even if they are empty now (see `filled_columns`). `note`: what
-    is wrong with the reading itself.
+    metrics.jsonl. `shown`: columns that stay while the run goes on, empty or not (see `filled_columns`).
+    `note`: what is wrong with the reading itself.
     """
     status = words.all_plain(status)
     state: str = status["state"]
@@ -74,7 +75,8 @@ def view(
     room = height - sum(rows_of(line, width) for line in around)
     curve = curve if room - len(curve) >= LEAST_ROWS else []
     room -= len(curve)
-    table = _table(status, width, room, {*shown, *filled_columns(status)}, signs)
+    kept = shown if words.is_going(status) else ()
+    table = _table(status, width, room, {*kept, *filled_columns(status)}, signs)
     for line in (head, waits, *table, *curve):
         line.truncate(width, overflow="crop")
     return [*around, *table, *curve]
@@ -82,9 +84,11 @@ def view(
 
 def filled_columns(status: Status) -> set[str]:
     """Return the optional columns for which this run has something to show."""
-    nodes: list[Node] = status["nodes"]
+    nodes = words.nodes_of(status)
     found = {name for name, cell in OPTIONAL.items() if any(cell(node) for node in nodes)}
-    return found | ({"host"} if len({node["host"] for node in nodes}) > 1 else set[str]())
+    if len({node["host"] for node in nodes} - {""}) > 1:
+        found.add("host")
+    return found | ({"phase"} if any(node["phase"] for node in nodes) else set[str]())
 
 
 OPTIONAL: dict[str, Callable[[Node], str]] = {
@@ -94,11 +98,14 @@ OPTIONAL: dict[str, Callable[[Node], str]] = {
 }
 
 
-def _state(node: Node) -> tuple[str, str]:
+def _state(node: Node, going: bool) -> tuple[str, str]:
     """Return the state of a node in words, and its colour."""
     state: str = node["state"]
-    if state in {"alive", "silent"} and node["silent_s"] >= QUIET_S:
-        return f"silent {duration(node['silent_s'])}", STATES["silent"] if state == "silent" else ""
+    if not going:
+        return state.replace("_", " "), ""
+    is_silent = state == "silent"
+    if state in {"alive", "silent"} and node["silent_s"] >= (words.WAITED_S if is_silent else QUIET_S):
+        return f"silent {duration(node['silent_s'])}", STATES["silent"] if is_silent else ""
     if state == "alive" and node["waiting_s"] >= words.WAITED_S:
         return f"waits {duration(node['waiting_s'])}", STATES["waits"]
     return state.replace("_", " "), STATES[state]
@@ -106,7 +113,7 @@ def _state(node: Node) -> tuple[str, str]:
 
 def _table(status: Status, width: int, room: int, names: Collection[str], signs: Signs) -> list[Text]:
     """Return the head and one line per node; without room for all, first the nodes that need attention."""
-    nodes: list[Node] = status["nodes"]
+    nodes = words.nodes_of(status)
     rest: list[Node] = []
     if len(nodes) + 1 > room:
         wanted: list[int] = status["waiting_for"]
@@ -115,7 +122,7 @@ def _table(status: Status, width: int, room: int, names: Collection[str], signs:
         )
         keep = max(1, room - 2)  # without the head and the line about the others
         nodes, rest = nodes[:keep], nodes[keep:]
-    states = [_state(node) for node in nodes]
+    states = [_state(node, words.is_going(status)) for node in nodes]
     columns: dict[str, list[Text]] = {
         "rank": [Text(str(node["rank"])) for node in nodes],
         "host": [Text(node["host"]) for node in nodes],
@@ -127,7 +134,9 @@ def _table(status: Status, width: int, room: int, names: Collection[str], signs:
         **{name: [Text(cell(node)) for node in nodes] for name, cell in OPTIONAL.items()},
     }
     columns = {
-        name: cells for name, cells in columns.items() if name not in {"host", *OPTIONAL} or name in names
+        name: cells
+        for name, cells in columns.items()
+        if name not in {"host", "phase", *OPTIONAL} or name in names
     }
     spare = width + len(GAP) - sum(_width(name, cells) + len(GAP) for name, cells in columns.items())
     if spare < 0 and "host" in columns:

@@ -92,6 +92,11 @@ class EngineAdmin:
             return None
         return True
 
+    def check(self) -> None:
+        """Raise EngineError unless there is an engine that works, and that the calls here can administer."""
+        self._call("GET", "/health", timeout_s=self._timeout_s)
+        self._version()
+
     def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
         """Wait until the engine answers. Raises EngineError after `timeout_s`, or when `alive()` says that
         its process is gone.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic_core import from_json
 
 from rollout.origin import Sampling
+from rollout.trajectory import Turn
 
 if TYPE_CHECKING:
     import aiohttp
@@ -58,6 +59,10 @@ class Completion:
     logprobs: list[float]
     text: str
     finish_reason: str
+    said: Sequence[Turn] = ()
+    """What was said to the model before it, since the completion before."""
+    stop_string: str = ""
+    """The stop string that ended it: its tokens are there, but `text` ends before it."""
 
 
 class EngineClient:
@@ -229,7 +234,7 @@ class EngineClient:
             data = await response.read()
         if response.status == 404 and "model" in body:
             raise AdapterMissing(f"POST {url}: 404: {excerpt(data)}")
-        return parse_answer(f"POST {url}", response.status, data)
+        return parse_answer(f"POST {url.removeprefix(self._base_url)}", response.status, data)
 
     def _asked(self, url: str) -> str:
         """Return the URL as aiohttp takes it, which knows the socket from the connector."""
@@ -280,6 +285,7 @@ def _completion(choice: dict[str, Any]) -> Completion:
         logprobs,
         choice["text"],
         finish_reason(str(choice["finish_reason"])),
+        stop_string=stop if isinstance(stop := choice.get("stop_reason"), str) else "",
     )
 
 
@@ -299,5 +305,14 @@ def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
 
 
 def excerpt(data: bytes) -> str:
-    """Return the beginning of an answer, for a message."""
-    return data[:_EXCERPT].decode(errors="replace")
+    """Return the beginning of what an answer says, in one line: the message if it is an error in JSON, as
+    engines send it.
+    """
+    text = data.decode(errors="replace")
+    try:
+        error = from_json(text)
+        error = error.get("error", error)
+        text = str(error.get("message") or error.get("detail") or text)
+    except (ValueError, AttributeError):
+        pass  # it is no JSON, or of another form
+    return " ".join(text[:_EXCERPT].split())

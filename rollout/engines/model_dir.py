@@ -68,7 +68,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
     config = ADAPTER_CONFIG if is_adapter(root) else "config.json"
     if config not in names:
         raise WeightsError(f"{root / config}: is missing")
-    _read_json(root / config)
+    read_json(root / config)
     weights = [root / name for name in names if name.endswith(".safetensors")]
     if not weights:
         raise WeightsError(f"{root}: holds no *.safetensors file, so there are no weights to load")
@@ -88,7 +88,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
 def adapter_scale(path: str | os.PathLike[str]) -> float:
     """Return the factor of B A in the weights of an adapter's directory."""
     file = Path(path) / ADAPTER_CONFIG
-    config = _read_json(file)
+    config = read_json(file)
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -118,7 +118,7 @@ def _names(root: Path) -> list[str] | None:
         raise
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(files.read(file))
     except FileNotFoundError:
@@ -171,7 +171,7 @@ def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _check_index(index: Path, file_of: Mapping[str, str]) -> None:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise WeightsError(f"{index}: has no `weight_map`")
     for name, file in weight_map.items():

@@ -74,6 +74,18 @@ def server_kind(settings: EngineSettings, gpus: int) -> ServerKind:
     return "vllm" if gpus and _is_importable() and _is_distribution() else "torch"
 
 
+def server_reason(settings: EngineSettings, gpus: int) -> str:
+    """Say which server a node with this number of GPUs starts, and why."""
+    kind = server_kind(settings, gpus)
+    name = "vLLM" if kind == "vllm" else "torch, the embedded engine"
+    if settings.kind != "auto":
+        return f"{name} (--engine {kind})"
+    if kind == "vllm":
+        return f"{name} (there is a GPU)"
+    why = "vLLM is not installed: pip install -e '.[vllm]'" if gpus else "no GPU on this machine"
+    return f"{name} ({why})"
+
+
 def check_server(settings: EngineSettings, gpus: int) -> None:
     """Raise ServerSettingError unless a server can be started with these settings on this machine."""
     if server_kind(settings, gpus) != "vllm":

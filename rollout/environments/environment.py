@@ -8,7 +8,7 @@ from rollout.engines.client import Sampling
 from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.policy import Policy, sample_of
-from rollout.plugins import PluginError, load_function
+from rollout.plugins import PluginError, check_call, load_function, may_be_awaited
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 
@@ -54,7 +54,9 @@ BUILT_IN: dict[str, Environment] = {
 
 
 def resolve_environment(name: str) -> Environment:
-    """One of BUILT_IN, or `module:function` with an async function. Raises EnvironmentSettingError."""
+    """Return one of BUILT_IN, or what `module:function` names: an async function, or an object that is called
+    like one. Raises EnvironmentSettingError.
+    """
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
@@ -62,6 +64,12 @@ def resolve_environment(name: str) -> Environment:
             f"environment {name!r}: there is {', '.join(BUILT_IN)}, or give module:function"
         )
     try:
-        return load_function(name)
+        function = load_function(name)
+        check_call(function, ("task", "policy", "sampling"))
     except PluginError as error:
-        raise EnvironmentSettingError(f"environment: {error}") from error
+        raise EnvironmentSettingError(str(error)) from error
+    if not may_be_awaited(function):
+        raise EnvironmentSettingError(
+            "it is not async; write `async def`, and `await` what the policy generates"
+        )
+    return function

@@ -1,6 +1,7 @@
 """The model, as environments use it: single generations, and conversations that grow token by token."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing_extensions import TypeIs
 
 from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
 from rollout.environments.chat import ChatTemplate, Message
-from rollout.trajectory import Sample
+from rollout.trajectory import Sample, Turn
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,9 @@ class Policy:
             stop=tuple(dict.fromkeys([*self.sampling.stop, *stop])),
         )
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
-        return await self._client.generate(tokens_or_text, sampling)
+        said = turns_of(prompt)  # now: an environment may go on with the same list
+        completions = await self._client.generate(tokens_or_text, sampling)
+        return [replace(completion, said=said) for completion in completions]
 
     async def tokenize(self, text: str | Messages) -> list[int]:
         """Token ids of a text that continues another one (without special tokens), or of messages that begin
@@ -132,10 +135,11 @@ class Episode:
         elif (left := self.tokens_left) <= 0:
             turn = self._out_of_room()
         else:
-            limit = left if max_tokens is None else min(max_tokens, left)
+            limit, said = left if max_tokens is None else min(max_tokens, left), turns_of(new)
             token_ids = self.token_ids + await self._policy.continuation(new, after=self.turns[-1])
             try:
                 (turn,) = await self._policy.generate(token_ids, max_tokens=limit, stop=stop)
+                turn = replace(turn, said=said)
             except RequestRefused as error:
                 warn_once("refused", f"a conversation ends after {len(self.turns)} turns: {error}")
                 turn = self._out_of_room()
@@ -183,7 +187,31 @@ def sample_of(*turns: Completion) -> Sample:
         logprobs=logprobs,
         finish_reason=last.finish_reason,
         text=last.text,
+        turns=[said for turn in turns for said in (*turn.said, _generated(turn))],
     )
+
+
+def turns_of(prompt: Prompt) -> list[Turn]:
+    """Return what is said to the model, for people to read."""
+    if isinstance(prompt, str):
+        return [Turn("environment", prompt)] if prompt else []
+    if _is_chat(prompt):
+        return [Turn(str(message.get("role")), _content(message)) for message in prompt]
+    return [Turn("environment", f"[{len(prompt)} token ids]")] if prompt else []
+
+
+def _generated(turn: Completion) -> Turn:
+    begin = len(turn.prompt_ids)
+    end = begin + len(turn.token_ids)
+    return Turn("assistant", turn.text + turn.stop_string, begin, end, turn.finish_reason)
+
+
+def _content(message: Message) -> str:
+    """Return the text of a message, with its other fields (e.g. `tool_calls`) as JSON."""
+    more = {name: value for name, value in message.items() if name not in ("role", "content") and value}
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else json.dumps(content)
+    return "\n".join(filter(None, [text, json.dumps(more) if more else ""]))
 
 
 def warn_once(kind: str, message: str) -> None:

@@ -70,7 +70,7 @@ def _make(maker: str, parameters: list[Any]) -> Callable[..., Any]:
 
 def _as_number(value: Any) -> float:
     """Return what JSON has no word for, e.g. a number of numpy."""
-    if isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real) or type(value).__name__ in ("bool", "bool_"):  # numpy's is no Real
         return float(value)
     raise TypeError(f"returned {value!r}; it must be a number, or hold numbers")
 

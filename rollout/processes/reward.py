@@ -50,6 +50,10 @@ class LibraryReward:
             log.warning("task %r: %s; reward 0 for the completion %.200r", task["id"], lost, completion)
             return 0.0
 
+    def check(self, task: dict[str, Any]) -> None:
+        """Raise ValueError if no completion of the task can be scored."""
+        self._arguments(task, "")
+
     @property
     def missing(self) -> str | None:
         """How to install the library; None if it is installed."""

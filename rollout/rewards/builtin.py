@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
-from rollout.plugins import PluginError, code_of, load_function
+import numpy as np
+
+from rollout.plugins import PluginError, check_call, code_of, load_function
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.rewards.math import math_reward
-from rollout.rewards.regex import regex
+from rollout.rewards.regex import pattern_of, regex
 from rollout.settings import RolloutSettings
 from rollout.tasks.reasoning_gym import gym_reward
 from rollout.tasks.task_set import Task
@@ -102,9 +104,23 @@ def resolve_reward(name: str) -> Reward:
         raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
     try:
         function = load_function(name)
+        check_call(function, ("task", "completion"))
     except PluginError as error:
-        raise RewardSettingError(f"reward: {error}") from error
+        raise RewardSettingError(str(error)) from error
     return Reward(name, function if _is_async(function) else SyncReward(name, function))
+
+
+def check_task(name: str, task: Task) -> None:
+    """Raise ValueError if the built-in reward `name` cannot score any completion of the task; the text says
+    what is wrong: "it has no `answer`".
+    """
+    function = BUILT_IN.get(name)
+    if name in IN_PROCESSES:
+        IN_PROCESSES[name].check(task)
+    elif isinstance(function, SyncReward):  # regex
+        pattern_of(task)
+    elif function is not None:
+        function(task, "")
 
 
 def _is_async(function: Any) -> bool:
@@ -133,7 +149,7 @@ async def score(reward: Reward, task: Task, sample: Sample, settings: RolloutSet
 
 
 def _finite(value: Any, name: str, reward: Reward, task: Task) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not isinstance(value, (numbers.Real, np.bool_)) or not math.isfinite(value):
         raise RewardError(f"{_where(reward, task)}: returned {name} = {value!r}, expected a finite number")
     return float(value)
 

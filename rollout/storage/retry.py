@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import TypeVar
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class SharedFsError(OSError):
 
     def __init__(self, what: str, path: Path, error: OSError, tried_s: float) -> None:
         hint = {
-            errno.ENOSPC: "; free some space there, then run the same command again",
-            errno.EDQUOT: "; your quota there is used up: free some space, then run the same command again",
+            errno.ENOSPC: "; free some space there",
+            errno.EDQUOT: "; your quota there is used up: free some space",
             errno.EACCES: "; check who may write there",
             errno.EROFS: "; it is mounted read-only",
         }.get(error.errno or 0, "")
@@ -70,6 +71,19 @@ class _Space:
     limit_s: float
     check: Callable[[], None]
 
+
+@dataclass(frozen=True)
+class Call:
+    """A call on the shared directory that has not returned."""
+
+    what: str
+    path: Path
+    began_s: float
+    """Monotonic."""
+
+
+under_way: dict[int, Call] = {}
+"""Of each thread, the one that it waits for."""
 
 _SPACE: ContextVar[_Space | None] = ContextVar("space", default=None)
 
@@ -99,6 +113,19 @@ def retry(
     While the listing of its directory shows `needs`, an error that says that it is not there is not believed.
     FileNotFoundError and FileExistsError are raised as they are, unless `passing` has them.
     """
+    thread = get_ident()
+    if thread in under_way:  # a part of another call
+        return _retry(what, path, call, needs, passing, attempts)
+    under_way[thread] = Call(what, path, time.monotonic())
+    try:
+        return _retry(what, path, call, needs, passing, attempts)
+    finally:
+        del under_way[thread]
+
+
+def _retry(
+    what: str, path: Path, call: Callable[[], T], needs: Path | None, passing: frozenset[int], attempts: int
+) -> T:
     failed_s: float | None = None
     last: OSError | None = None
     pause_s, is_said = 0.001, False

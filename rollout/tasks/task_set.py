@@ -33,6 +33,15 @@ class TaskSet:
 
     tasks: tuple[Task, ...]
     digest: str
+    source: str = ""
+    lines: tuple[int, ...] = ()
+    """The line of each task in the file `source`; none if they were generated."""
+
+    def place(self, index: int) -> str:
+        """Return where a task is from: `FILE:LINE`, or the source and the task's id."""
+        if self.lines:
+            return f"{self.source}:{self.lines[index]}"
+        return f"{self.source}, task {self.tasks[index]['id']!r}"
 
 
 def is_file(source: str) -> bool:
@@ -46,8 +55,9 @@ def load_tasks(source: str, *, seed: int, split: Split) -> TaskSet:
 
     `seed` and `split` apply to generated tasks only: all tasks of a file are taken. Raises TaskError.
     """
+    lines: tuple[int, ...] = ()
     if is_file(source):
-        tasks = _read_file(source)
+        tasks, lines = _read_file(source)
     elif source.startswith(reasoning_gym.SOURCE):
         try:
             tasks = reasoning_gym.gym_tasks(source.removeprefix(reasoning_gym.SOURCE), seed=seed, split=split)
@@ -60,7 +70,7 @@ def load_tasks(source: str, *, seed: int, split: Split) -> TaskSet:
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(json.dumps(task, sort_keys=True, separators=(",", ":")).encode() + b"\n")
-    return TaskSet(tuple(tasks), digest.hexdigest())
+    return TaskSet(tuple(tasks), digest.hexdigest(), source, lines)
 
 
 def task_order(size: int, seed: int, start: int, count: int, *, stream: str = "") -> list[int]:
@@ -109,11 +119,15 @@ def _arithmetic(seed: int, split: Split) -> list[Task]:
     return [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a, b in pairs]
 
 
-def _read_file(path: str) -> list[Task]:
+def _read_file(path: str) -> tuple[list[Task], tuple[int, ...]]:
+    """Return the tasks of a file, and the line of each."""
     try:
         lines = files.read(Path(path)).split(b"\n")
     except FileNotFoundError:
-        raise TaskError(f"{path}: no such file; give a JSON-lines file or builtin:arithmetic") from None
+        by_name = "" if Path(path).suffix else " (data sets are not fetched by their name)"
+        raise TaskError(
+            f"{path}: no such file{by_name}; give a JSON-lines file, builtin:arithmetic or reasoning_gym:NAME"
+        ) from None
     except OSError as error:
         raise TaskError(f"{path}: {error}") from error
     tasks: list[Task] = []
@@ -131,7 +145,7 @@ def _read_file(path: str) -> list[Task]:
         tasks.append(task)
     if not tasks:
         raise TaskError(f'{path}: holds no task; write one JSON object a line, e.g. {{"prompt": "1+2="}}')
-    return tasks
+    return tasks, tuple(line_of.values())
 
 
 def _parse_task(line: bytes, number: int) -> Task:

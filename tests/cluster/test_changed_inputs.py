@@ -97,7 +97,7 @@ def test_all_nodes_score_with_the_reward_of_the_master(
     until_some_are_finished(cluster)
     cluster.kill(0)
     cluster.nodes[0].wait()
-    cluster.until(lambda: "is lost; there, the same" in cluster.output(1), "the worker to hold")
+    cluster.until(lambda: "is lost; to bring it back" in cluster.output(1), "the worker to hold")
     time.sleep(0.5)
     cluster.start(0, *given, "rollout.reward=my_rewards:other", prefix=prefix)
     assert cluster.wait() == [0, 0], cluster.everything_said()

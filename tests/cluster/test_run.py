@@ -21,10 +21,13 @@ def test_one_node_trains_and_a_second_start_resumes(cluster: Cluster) -> None:
     assert lines[0]["eval_reward"] is not None and lines[1]["eval_reward"] is None
     assert all(line["loss"] is not None and line["samples"] == 32 for line in lines)
     assert "step 1/" in cluster.output(0)
+    assert "[rank 0] model     builtin:tiny, 0.341 M parameters\n" in cluster.output(0)
+    assert "; iterations 1 to 2\n" in cluster.output(0)
     first = cluster.run_dir.checkpoint(1).joinpath("result.json").read_text()
 
     assert cluster.run(1, *FAST, "--iterations", "3") == [0]
     assert [line["iteration"] for line in cluster.metrics()] == [1, 2, 3]
+    assert "; iteration 3\n" in cluster.output(0)
     assert cluster.run_dir.checkpoint(1).joinpath("result.json").read_text() == first
     assert cluster.run_dir.latest.read_text() == "iteration_000003\n"
     result = json.loads(cluster.run_dir.checkpoint(3).joinpath("result.json").read_text())

@@ -3,6 +3,8 @@
 import ctypes
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -14,13 +16,15 @@ from typing import Any
 import pytest
 
 from coordinator.commands.options import docstrings
+from coordinator.commands.parse import COMMANDS, LOCAL
 from coordinator.config import OPTIONS, build, flatten
 from coordinator.directory.layout import FORMAT, Beat, RunDir
 from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
-from coordinator.protocol.records import claim
+from coordinator.protocol.records import Given, claim
 from coordinator.settings import RunSettings
 from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
+from tests.models import write_model
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEDULERS = {*RANK_VARIABLES, NODES_VARIABLE, "MASTER_ADDR", "RUN_LOG_PATH"}
@@ -36,6 +40,9 @@ except SystemExit as end:
 print("LOADED", code, *(name for name in %r if name in sys.modules))
 """
 
+NO_DETECTION = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
+"""typer then takes the name of the shell from the command line."""
+
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
 
@@ -48,6 +55,12 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": \n')
     (tmp_path / "both.jsonl").write_text('{"prompt": "1", "messages": []}\n')
+    (tmp_path / "no_answer.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n\n{"prompt": "2+2="}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}], "answer": "3"}\n')
+    (tmp_path / "users.py").write_text(
+        "def score(completion): return 1\ndef play(task, policy, sampling): return []\n"
+    )
+    write_model(tmp_path / "small", {"max_position_embeddings": 64}, tokenizer={})
     (tmp_path / "bad.toml").write_text("[trainer\n")
     (tmp_path / "a file").touch()
     (tmp_path / "model").mkdir()
@@ -136,6 +149,56 @@ def test_help_of_an_option_is_what_its_setting_says(run: Run) -> None:
         assert docstrings(section)[name] in text, key  # pyright: ignore[reportArgumentType]
 
 
+def test_help_lists_the_commands_a_line_each_within_80_columns(run: Run) -> None:
+    text = run("--help", env={"COLUMNS": "80"}).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    listed = re.findall(r"^  run (\w+) +\w", text[: text.index("Options:")], re.MULTILINE)
+    assert sorted(listed) == sorted([LOCAL, *COMMANDS])
+
+
+@pytest.mark.parametrize("name", ["", LOCAL, *COMMANDS])
+def test_usage_of_a_command_is_its_own(run: Run, name: str) -> None:
+    ended = run(*name.split(), "--help")
+    assert ended.stdout.startswith(f"Usage: run {name}".rstrip() + " [OPTIONS]"), ended.stderr
+
+
+COMPLETED = [
+    ("run ", {LOCAL, *COMMANDS}),
+    ("run sta", {"status"}),
+    ("run status --j", {"--json"}),
+    ("run local --iter", {"--iterations"}),
+    ("run --num-nodes 2 --rank-w", {"--rank-weights"}),
+    ("run --rl-phase ", {"both", "rollout", "update"}),
+    ("run trainer.le", {"trainer.learning_rate="}),
+    ("run local trainer.le", {"trainer.learning_rate="}),
+    ("flagpost sta", {"status"}),
+]
+
+
+@pytest.mark.parametrize(("typed", "expected"), COMPLETED, ids=[typed for typed, _ in COMPLETED])
+def test_tab_completes_commands_options_and_settings_and_loads_nothing_heavy(
+    run: Run, typed: str, expected: set[str]
+) -> None:
+    program, *words = typed.split(" ")
+    asked = {
+        f"_{program.upper()}_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(words)),
+    }
+    called = LOADED.replace("import sys", f"import sys; sys.argv[0] = '/bin/{program}'", 1)
+    ended = run(command=("-c", called % ((*HEAVY, "rich"),)), env=asked)
+    *found, loaded = ended.stdout.splitlines()
+    assert (set(found), loaded) == (expected, "LOADED 0"), ended.stderr
+
+
+def test_completion_is_installed_for_the_name_that_was_typed(run: Run, place: Path) -> None:
+    words = "import sys; from coordinator.cli import main; sys.argv[0] = '/bin/flagpost'; sys.exit(main())"
+    script = run("--show-completion", "bash", command=("-c", words), env={NO_DETECTION: "1"}).stdout
+    assert "_FLAGPOST_COMPLETE=complete_bash" in script and script.rstrip().endswith("flagpost")
+    assert run("--install-completion", "bash", env={NO_DETECTION: "1"}).returncode == 0
+    assert "_RUN_COMPLETE" in (place / "home" / ".bash_completions" / "run.sh").read_text()
+
+
 def test_both_names_of_the_command_are_the_same(run: Run, place: Path) -> None:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"run": "coordinator.cli:main", "flagpost": "coordinator.cli:main"}
@@ -220,8 +283,31 @@ BAD = [
     ("rollout.tasks_per_iter=8", "unknown setting rollout.tasks_per_iter; did you mean"),
     ("trainer.learning_rate=fast", "trainer.learning_rate=fast: input should be a valid number"),
     ("trainer.learning_rate=Infinity", "trainer.learning_rate=inf: input should be a finite number"),
-    ("start", "'start' is neither an option nor key=value"),
-    ("--nodes 3", "No such option: --nodes"),
+    ("stats", "'stats' is neither a command, nor an option, nor KEY=VALUE; did you mean run status?"),
+    ("local stats", "did you mean run status?"),
+    ("help", "did you mean run --help?"),
+    (
+        "--num-nodes 2 status",
+        "'status' is neither a command, nor an option, nor KEY=VALUE; a command comes first",
+    ),
+    ("trainer.lr", "did you mean trainer.learning_rate=VALUE?"),
+    ("iterations", "did you mean --iterations?"),
+    ("xyzzy", "nor KEY=VALUE; e.g. trainer.learning_rate=1e-6"),
+    ("trainer=3", "unknown setting trainer; did you mean a setting in it: trainer.algorithm, "),
+    ("lr=1e-6", "unknown setting lr; did you mean trainer.learning_rate?"),
+    ("--learning-rate 1", "No such option: --learning-rate; did you mean trainer.learning_rate=VALUE?"),
+    ("--batch-size=4", "No such option: --batch-size; did you mean trainer.global_batch_size=VALUE?"),
+    ("--iteration 3", "No such option: --iteration; did you mean --iterations?; see run --help"),
+    ("local --lr 3", "did you mean trainer.learning_rate=VALUE?; see run local --help"),
+    ("rollout.stop=abc", """rollout.stop=abc: give a list, e.g. 'rollout.stop=["abc"]'"""),
+    (
+        "--tasks gsm8k",
+        "gsm8k: no such file (data sets are not fetched by their name); give a JSON-lines file",
+    ),
+    ("--worker 1 --reset-settings", "--reset-settings is for the master; leave it out beside --worker 1"),
+    ("--reset-settings trainr", "unknown setting trainr; did you mean trainer?"),
+    ("--reset-settings lr=3", "unknown setting lr; did you mean trainer.learning_rate?"),
+    ("--nodes 3", "No such option: --nodes; did you mean --num-nodes?"),
     ("--num-nodes", "Option '--num-nodes' requires an argument"),
     ("--tasks absent.jsonl", "absent.jsonl: no such file"),
     ("--tasks broken.jsonl", "broken.jsonl:2: not JSON"),
@@ -234,6 +320,18 @@ BAD = [
     ("--model ./absent", "--model ./absent: no such directory"),
     ("--data-path absent", "--data-path absent: no such directory"),
     ("--reward best", "--reward best: "),
+    (
+        "--reward users:score",
+        "--reward users:score: it takes (completion), but is called with (task, completion)",
+    ),
+    ("--environment users:play", "--environment users:play: it is not async; write `async def`"),
+    ("--tasks no_answer.jsonl", "no_answer.jsonl:3: --reward exact cannot score this task"),
+    ("--tasks good.jsonl --eval-interval 2", "--eval-interval 2 needs tasks to evaluate on"),
+    ("--tasks chat.jsonl --model small", "chat.jsonl:1: this task has `messages`, but --model"),
+    ("rollout.max_tokens=2000", "rollout.max_tokens=2000 leaves no room for a prompt"),
+    ("local --model small rollout.max_tokens=64", "rollout.max_tokens=64 leaves no room for a prompt"),
+    ("--engine-url http://127.0.0.1:9", "--engine-url http://127.0.0.1:9: no engine answers there"),
+    ("--log-path /nowhere/run", "--log-path /nowhere/run: there is no directory /nowhere"),
     ("--environment none:at_all", "--environment none:at_all: "),
     ("--engine vllm engine.args.port=8000", "engine.args.port: the server listens on a Unix socket"),
     ("--rl-phase all", "--rl-phase=all: input should be"),
@@ -243,7 +341,7 @@ BAD = [
     ("--config absent.toml", "--config absent.toml: No such file or directory"),
     ("status --log-path empty", "no run there"),
     ("status --log-path good.jsonl", "no run there"),
-    ("status --jsn", "No such option: --jsn"),
+    ("status --jsn", "No such option: --jsn; did you mean --json?; see run status --help"),
     ("local --master", "run local starts all nodes of this machine"),
     ("local --num-nodes 2 --rank-weights 1", "--rank-weights 1 has 1 weights for --num-nodes 2"),
     ("local --tasks broken.jsonl", "broken.jsonl:2: not JSON"),
@@ -337,6 +435,65 @@ def test_what_may_not_change_between_starts_is_refused(
     assert expected in text and text.endswith("to start anew, use another log path")
 
 
+LAST = {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "rollout.max_tokens": 64, "iterations": 5}
+
+
+@pytest.fixture
+def begun(place: Path) -> RunDir:
+    """A run that was started with LAST, and stopped."""
+    run_dir = run_dir_at(place / "run")
+    write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
+    last = record(1, "lobby", {}, settings=build(LAST))
+    given = Given(host=socket.gethostname(), settings=LAST)
+    assert claim(run_dir, last.model_copy(update={"given": given}))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "said"),
+    [
+        ("--master", {}, []),
+        ("local", {}, []),
+        (
+            "--master --num-nodes 2",
+            {"cluster.num_nodes": 2, "cluster.rank_weights": None},
+            [
+                "--num-nodes is 2, at the last start it was 3",
+                "--rank-weights is not set, at the last start it was 2,1,1",
+            ],
+        ),
+        (
+            "local --config given.toml --reset-settings iterations",
+            {"rollout.temperature": 0.5, "iterations": 16},
+            [
+                "--iterations is 16, at the last start it was 5",
+                "rollout.temperature is 0.5, at the last start it was 1",
+            ],
+        ),
+    ],
+)
+def test_dry_run_shows_what_a_start_would_go_by_and_what_it_changes(
+    run: Run, place: Path, begun: RunDir, arguments: str, changed: dict[str, Any], said: list[str]
+) -> None:
+    (place / "given.toml").write_text("[rollout]\ntemperature = 0.5\n")
+    ended = run(*arguments.split(), "--log-path", "run", "--dry-run")
+    assert ended.stderr.splitlines() == said
+    assert json.loads(ended.stdout) == build({**LAST, **changed}).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("words", [["--reset-settings"], ["--reset-settings", "rollout.seed=0"]])
+def test_reset_without_a_name_is_of_all_settings(run: Run, begun: RunDir, words: list[str]) -> None:
+    ended = run("--dry-run", "--log-path", "run", *words)
+    assert json.loads(ended.stdout) == build({}).model_dump(mode="json"), ended.stderr
+    assert "--num-nodes is 1, at the last start it was 3" in ended.stderr.splitlines()
+
+
+def test_start_without_a_role_in_a_run_of_several_nodes_is_refused(
+    run: Run, place: Path, begun: RunDir
+) -> None:
+    assert "this node has no role in a run of 3 nodes" in refusal(run, place, "--log-path", "run")
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_run_directory_that_every_user_can_write_is_refused_unless_it_is_allowed(
     run: Run, place: Path, mode: int
@@ -353,13 +510,18 @@ def test_run_directory_that_every_user_can_write_is_refused_unless_it_is_allowed
 
 
 @pytest.fixture
-def master(place: Path) -> Iterator[RunDir]:
+def reward() -> str:
+    """The reward that the master has published."""
+    return "exact"
+
+
+@pytest.fixture
+def master(place: Path, reward: str) -> Iterator[RunDir]:
     """A run whose master beats, with three nodes of weights 2,1,1."""
     run_dir = run_dir_at(place / "run")
     write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
-    settings = build(
-        {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "cluster.rejoin_timeout_s": 30}
-    )
+    cluster = {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "cluster.rejoin_timeout_s": 30}
+    settings = build({**cluster, "rollout.reward": reward})
     assert claim(run_dir, record(1, "lobby", {}, settings=settings))
     over = threading.Event()
 
@@ -400,3 +562,15 @@ def test_worker_that_contradicts_its_master_is_refused_and_writes_nothing(
     assert ended.returncode == 2, ended.stderr
     assert expected in ended.stderr.splitlines()[-1]
     assert without_beats() == before
+
+
+@pytest.mark.parametrize("reward", ["of_the_master:score"])
+def test_worker_that_cannot_import_the_masters_reward_says_so_before_it_joins(
+    run: Run, place: Path, master: RunDir
+) -> None:
+    ended = run("--worker", "1", "--log-path", "run", "--rejoin-timeout", "30")
+    assert ended.returncode == 2, ended.stderr
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("run: --reward of_the_master:score: module 'of_the_master' cannot be ")
+    assert f"looked for in {place}, on PYTHONPATH" in said
+    assert "n1.b" not in "".join(tree(master.workers))

@@ -94,13 +94,12 @@ def test_weights_parse_to_the_numbers_that_were_typed(weights: list[float]) -> N
         ("trainer.lr_rate", "trainer.learning_rate"),
         ("trainer.node_timeout_s", "cluster.node_timeout_s"),
         ("Model", "model"),
-        ("rollout", "rollout.stop"),
+        ("rolout", "rollout"),
     ],
 )
 def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: str) -> None:
     text = refused({name: 1})
-    assert text.startswith(f"unknown setting {name}; did you mean ")
-    assert name == "rollout" or text.endswith(f"did you mean {nearest}?")
+    assert text == f"unknown setting {name}; did you mean {nearest}?"
 
 
 @pytest.mark.parametrize(

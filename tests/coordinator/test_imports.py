@@ -20,6 +20,7 @@ FLOORS = (
     {"coordinator.journal", "coordinator.protocol"},
     {"coordinator.directory"},
     {"coordinator.config"},
+    {"coordinator.names"},
     {"coordinator.settings"},
     {"trainer.__main__"},
     {"trainer.job"},
@@ -34,7 +35,7 @@ FLOORS = (
     {"rollout.environments", "rollout.rewards", "rollout.engines.embedded"},
     {"rollout.tasks", "rollout.engines", "rollout.evaluation", "rollout.quota"},
     {"rollout.processes", "rollout.storage", "rollout.trajectory", "rollout.settings"},
-    {"rollout.blocking", "rollout.plugins"},
+    {"rollout.blocking", "rollout.plugins", "rollout.tally"},
     {"rollout.counter_rng", "rollout.origin"},
 )
 """The rooms of the house, from the top floor down. A file beside the folders of its package is a room too."""

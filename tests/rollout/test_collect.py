@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, PartHeader, Sample, decode_part, encode_part, line_for_people
 from tests.rollout.collecting import EXACT, FakeClient, run, slots
 from tests.rollout.rollout_helpers import RunningServer, serving
+from tests.rollout.scripted import ScriptedClient
 
 SOME = Code("some", "0" * 16)
 HEADER = PartHeader("train", 1, 0, 1, 0, "p", 0, Sampling(), SOME, SOME)
@@ -95,7 +97,7 @@ def test_group_whose_reward_raises_becomes_a_tombstone_and_the_first_traceback_i
     assert set(given_up) == {1, 2}
     assert "reward 'my:judge', task 't1': KeyError: 'answer'" in given_up[1]
     shown = [bool(record.exc_info) for record in caplog.records if "loses a sample" in record.getMessage()]
-    assert shown == [True, *[False] * 7]
+    assert shown == [True], "the other seven are counted"
     assert any(r.levelno == logging.WARNING and "2 of 4 groups" in r.getMessage() for r in caplog.records)
 
 
@@ -189,6 +191,7 @@ def at(name: str, place: int, value: float) -> Callable[[Sample], None]:
         (spoil(metrics={"calls": math.inf}), "its calls is inf"),
         (spoil(metrics={"calls": "many"}), "it does not consist of numbers"),
         (spoil(text=None), "its text is NoneType"),
+        (spoil(turns=["hello"]), "its turns are no list of Turn"),
     ],
 )
 def test_sample_that_cannot_be_trained_is_left_out_and_the_rest_of_its_group_stays(
@@ -242,6 +245,42 @@ def test_environment_that_demonstrates_may_leave_logprobs_open_and_they_survive_
     assert np.isnan(group.samples[0].logprobs).tolist() == [False, True]
     line = json.loads(line_for_people(group, rank=0, model_version="p"), parse_constant=pytest.fail)
     assert [sample["tokens"] for sample in line["samples"]] == [1, 1, 1]
+
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
+
+
+def test_conversation_is_kept_from_the_prompt_on() -> None:
+    async def twice(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        prompt = task["messages"] if task["id"] != "opened" else [{"role": "user", "content": "2+2?"}]
+        plays = [policy.episode(j) for j in range(sampling.n)]
+        for episode in plays:
+            await episode.generate(prompt)
+            if task["id"] != "once":
+                await episode.generate([{"role": "user", "content": "sure?"}])
+        return [episode.sample(reward=1.0) for episode in plays]
+
+    client = ScriptedClient(*["4."] * 5)
+    work = [Slot(0, {"id": name, "messages": CHAT}, seed=0) for name in ("twice", "opened", "once")]
+    groups, failure = run(client, work, {"concurrency": 1}, environment=twice, sampling=Sampling(n=1))
+    assert failure is None
+    groups = decode_part(encode_part(groups, HEADER))[1]
+    assert [group.prompt for group in groups] == ["system: be brief\n\nuser: 2+2"] * 3
+    shown = [[(turn.role, turn.text) for turn in group.samples[0].turns] for group in groups]
+    asked_again = [("assistant", "4"), ("user", "sure?"), ("assistant", "4")]
+    assert shown == [asked_again, [("user", "2+2?"), *asked_again], []]
+
+
+def test_single_turn_that_a_stop_string_ended_is_its_text() -> None:
+    class Stopping(FakeClient):
+        async def generate(self, prompt: Any, sampling: Sampling) -> list[Completion]:
+            made = await super().generate(prompt, sampling)
+            return [replace(completion, stop_string="!") for completion in made]
+
+    groups, _ = run(Stopping(), slots(1), sampling=Sampling(n=1, stop=("!",)))
+    assert groups[0].samples[0].turns == []
+    groups, _ = run(Stopping(), slots(1), sampling=Sampling(n=1))
+    assert [turn.text for turn in groups[0].samples[0].turns] == ["p0!"]
 
 
 def test_engine_whose_logprobs_are_too_few_costs_the_group() -> None:

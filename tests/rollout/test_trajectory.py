@@ -16,6 +16,7 @@ from rollout.trajectory import (
     Group,
     PartHeader,
     Sample,
+    Turn,
     decode_part,
     encode_part,
     line_for_people,
@@ -76,6 +77,32 @@ def test_part_round_trips_with_its_header_and_tombstones() -> None:
     header, groups = decode_part(data)
     assert all(map(same, GROUPS, groups))
     assert header == HEADER
+
+
+def test_conversation_survives_a_part_and_is_read_turn_by_turn() -> None:
+    sample = make_sample(9)
+    sample.turns = [
+        Turn("assistant", "<<1+2>>", 4, 7, "stop"),
+        Turn("environment", "=3"),
+        Turn("assistant", "3", 8, 9, "length"),
+        Turn("assistant", "", 9, 9, "length"),
+    ]
+    sample.loss_mask[5:7] = 0
+    (group,) = decode_part(encode([Group(3, "a1", "1+2=", [sample])]))[1]
+    assert group.samples[0].turns == sample.turns
+    line = json.loads(line_for_people(group, rank=1, model_version="d1"))
+    assert line["samples"][0]["turns"] == [
+        {"role": "assistant", "text": "<<1+2>>", "tokens": 3, "trained": 1, "finish_reason": "stop"},
+        {"role": "environment", "text": "=3"},
+        {"role": "assistant", "text": "3", "tokens": 1, "trained": 1, "finish_reason": "length"},
+        {"role": "assistant", "text": "", "tokens": 0, "trained": 0, "finish_reason": "length"},
+    ]
+
+
+def test_part_of_single_turns_is_what_it_was_before_there_were_conversations() -> None:
+    data = encode(GROUPS)
+    assert b'"turns"' not in data
+    assert [sample.turns for group in decode_part(data)[1] for sample in group.samples] == [[]] * 3
 
 
 def test_decoded_arrays_have_their_types_and_are_writable() -> None:
@@ -170,7 +197,8 @@ def test_other_json_in_the_header_is_damage(value: object) -> None:
 def test_people_read_one_line_a_group() -> None:
     lines = [json.loads(line_for_people(group, rank=1, model_version="d1")) for group in GROUPS]
     assert [line["slot"] for line in lines] == [3, 0, 7]
-    assert lines[0]["samples"][0] == {"text": "ab", "reward": 0.5, "tokens": 3, "finish_reason": "stop"}
+    about = {"text": "ab", "reward": 0.5, "tokens": 3, "finish_reason": "stop", "metrics": {"digits": 2.0}}
+    assert lines[0]["samples"][0] == about
     assert (lines[0]["task_id"], lines[0]["prompt"]) == ("a1", "1+2=")
     assert (lines[0]["rank"], lines[0]["model_version"]) == (1, "d1")
     assert lines[1]["samples"] == [] and lines[1]["given_up"] == GROUPS[1].given_up

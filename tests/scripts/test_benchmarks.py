@@ -48,6 +48,20 @@ def test_endurance_notes_every_tenth_of_a_real_run() -> None:
         assert mark["protocol_names"] < 60 and mark["files"] > 4 * mark["iteration"]
 
 
+def test_empty_iterations_of_two_nodes_are_one_line_of_json(tmp_path: Path) -> None:
+    ended = run("protocol.py", "--nodes", "2", "--iterations", "3", "--dir", str(tmp_path / "run"))
+    assert ended.returncode == 0, ended.stderr
+    (line,) = ended.stdout.splitlines()
+    found = json.loads(line)
+    assert (found["nodes"], found["iterations"], found["codes"]) == (2, 3, [0])
+    assert 0 < found["seconds_median"] <= found["seconds_p99"]
+    assert found["operations_worker"] == pytest.approx(
+        sum(found["operations_worker_by_name"].values()), abs=0.05
+    )
+    assert found["operations_worker"] >= 2.0, "a row of all nodes raises a flag and lists"
+    assert found["operations_master"] > 0 and 0 < found["files_left"] < 60 and found["bytes_left"] > 0
+
+
 def test_collector_and_bare_client_generate_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
     collector, overhead = import_module("collector"), import_module("overhead")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,19 @@ CALLS = 20
 
 
 class Restart(World):
-    """A world in which the next process of the master is given other settings once one was killed."""
+    """A world in which the next process of the master is given other settings, and these alone, once one was
+    killed.
+    """
 
     changed: dict[str, Any]
 
     def kill(self, process: Any) -> None:
         super().kill(process)
         self.settings |= self.changed
+
+    def given(self, process: NodeProcess) -> Mapping[str, Any]:
+        is_again = any(other.killed and other.rank == 0 for other in self.processes)
+        return self.changed if process.rank == 0 and is_again else super().given(process)
 
 
 def run(root: Path, changed: dict[str, Any], row: int = IN_ROLLOUT, **settings: Any) -> Restart:
@@ -87,6 +94,15 @@ def seen(run_dir: RunDir, iteration: int, kind: Kind = "train") -> dict[str, set
 
 def said(world: Restart, text: str) -> int:
     return sum(text in line for line in world.said)
+
+
+OF_THE_MACHINE = "trainer.processes_per_node is 0, at the last start it was 1"
+"""Each process is on a machine of its own, and this was given for the first one's."""
+
+
+def changes(world: Restart) -> list[str]:
+    """What masters have said of settings that are not as they were."""
+    return [line.partition("info: ")[2] for line in world.said if "at the last start it was" in line]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +171,16 @@ def test_iteration_of_which_nothing_is_finished_is_opened_anew(tmp_path: Path) -
 def test_nothing_is_said_when_nothing_has_changed(tmp_path: Path) -> None:
     world = run(tmp_path, {})
     assert not said(world, "as it was begun") and not said(world, "opened anew")
+    assert changes(world) == [OF_THE_MACHINE]
+
+
+def test_what_is_changed_is_said_and_nothing_else(tmp_path: Path) -> None:
+    world = run(tmp_path, {"rollout.max_tokens": 16, "trainer.learning_rate": 1e-5})
+    assert changes(world) == [
+        "rollout.max_tokens is 16, at the last start it was 8",
+        "trainer.learning_rate is 1e-05, at the last start it was 0.0003",
+        OF_THE_MACHINE,
+    ]
 
 
 def test_rank_that_fails_again_and_again_is_let_in_ever_more_rarely(tmp_path: Path) -> None:

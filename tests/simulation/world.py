@@ -74,8 +74,10 @@ class NodeProcess(Process):
         self.node = Node(start)
         return self.node
 
-    def follow(self, where: Callable[[], str]) -> None:
+    def follow(self, where: Callable[[], str], doing: Callable[[], object]) -> None:
         """In place of the prefix of its log lines."""
+
+    doing = None
 
     def keep(self, directory: Path, events: Any) -> None:
         """In place of its log file."""
@@ -137,9 +139,14 @@ class World:
         self.processes.append(process)
         self.scheduler.spawn(process, partial(self._live, process))
 
+    def given(self, process: NodeProcess) -> Mapping[str, Any]:
+        """The settings that are typed at the start of a process."""
+        _, rank, nodes = self.crew_of(process.machine)
+        return {**self.settings, "cluster.num_nodes": nodes} if rank == 0 else {}
+
     def _live(self, process: NodeProcess) -> None:
-        crew, rank, nodes = self.crew_of(process.machine)
-        given = {**self.settings, "cluster.num_nodes": nodes} if rank == 0 else {}
+        crew, rank, _ = self.crew_of(process.machine)
+        given = self.given(process)
         prefix: Any = process
         process.code = main.run_node(self.run_dir.root, rank, given, prefix, crew=crew)
         self.tell(f"{process.name} ends with {process.code}")

@@ -5,6 +5,10 @@ torch.distributed.elastic (an engine does) would import the trainer, and an old 
 point.
 """
 
+import logging
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException, logger
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main
 
@@ -13,4 +17,9 @@ from trainer.job.rendezvous import create
 
 if __name__ == "__main__":
     rendezvous_handler_registry.register(BACKEND, create)
-    main()
+    logger.setLevel(logging.ERROR)
+    try:
+        main()
+    except SignalException as end:  # a node ends its job so, also after a success: no traceback
+        print(f"[trainer] the job was ended by {end.sigval.name}", flush=True)
+        sys.exit(128 + end.sigval)

@@ -106,7 +106,7 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
         },
         "rows": figures.row_times(spans),
         "waiting": figures.waiting(spans, lines),
-        "hosts": {node["rank"]: node["host"] for node in status["nodes"]},
+        "hosts": _hosts(events, status),
         "weights": weights,
         "faults": told[-faults.SHOWN :],
         "faults_left_out": max(0, len(told) - faults.SHOWN),
@@ -150,6 +150,12 @@ def _timelines(
     what |= dict.fromkeys(present, "going on" if running else "not finished")
     chosen = [*present, *last, *rest]
     return [charts.lanes(all_nodes.of(number), f"Iteration {number}, {what[number]}") for number in chosen]
+
+
+def _hosts(events: Events, status: dict[str, Any]) -> dict[int, str]:
+    """Return the host of each rank that was ever in the run; it may have fewer nodes now."""
+    told = {rank: faults.host_of(found) for rank, found in events.lines.items()}
+    return told | {node["rank"]: node["host"] for node in status["nodes"] if node["host"]}
 
 
 def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.Reading]:

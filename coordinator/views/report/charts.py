@@ -102,13 +102,15 @@ def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]])
             lower = [(n, min(v for _, v in part)) for (n, _), part in zip(means, stretches, strict=True)]
             band = _path([(x(n), y(v)) for n, v in [*upper, *reversed(lower)]]) + "Z"
         marks = points if len(points) <= MARKED else points[-1:]
-        text = f"iteration {{}}: {label} {{}}{unit}"
         curves.append(
             Curve(
                 label,
                 _path([(x(n), y(v)) for n, v in means]),
                 band,
-                [(round(x(n), 1), round(y(v), 1), text.format(n, number_text(v))) for n, v in marks],
+                [
+                    (round(x(n), 1), round(y(v), 1), f"iteration {n}: {label} {number_text(v)}{unit}")
+                    for n, v in marks
+                ],
                 [(round(x(n), 1), round(n), number_text(v)) for n, v in means],
             )
         )

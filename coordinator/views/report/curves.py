@@ -42,12 +42,10 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 """Title, note, unit, (field of a metrics line, label)."""
 
-NAMED = (
-    ("reward_by_source", "Reward by source", "mean of the groups"),
-    ("sample_metrics", "Metrics of the samples", "as the reward or the environment gave them; training"),
-    ("eval_sample_metrics", "Metrics of the evaluation", "as the reward or the environment gave them"),
-)
-"""Field of a metrics line that holds values by name, title, note; the first four names are drawn."""
+SOURCES = 4
+"""How many curves of rewards by source one chart has."""
+METRICS = 24
+"""How many metrics of rewards and environments are drawn; metrics.jsonl has them all."""
 
 PERCENT = {"truncated", "clip_fraction", "correction_fraction", "flat_groups", "busy_fraction"}
 
@@ -69,10 +67,19 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
             found.append(chart(title, note, unit, drawn))
     if passed := _pass_at(lines):
         found.insert(1, passed)
-    for field, title, note in NAMED:
-        curves = _curves(lines, field)
-        if curves:
-            found.append(chart(title, note, "", list(curves.items())[:4]))
+    if sources := _curves(lines, "reward_by_source"):
+        found.append(chart("Reward by source", "mean of the groups", "", list(sources.items())[:SOURCES]))
+    return [*found, *_of_the_users(lines)]
+
+
+def _of_the_users(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Return a chart for each metric that the reward or the environment has given, by its name."""
+    train, evaluation = _curves(lines, "sample_metrics"), _curves(lines, "eval_sample_metrics")
+    found: list[Chart] = []
+    for name in sorted({*train, *evaluation})[:METRICS]:
+        of = (("training", train.get(name)), ("evaluation", evaluation.get(name)))
+        drawn = [(label, data) for label, data in of if data]
+        found.append(chart(name, "metric of the reward or the environment, mean", "", drawn))
     return found
 
 

@@ -15,6 +15,7 @@ Line = Mapping[str, Any]
 
 SHOWN = 150
 """How many faults the page shows: the last ones."""
+AGAIN = "started again"
 _ROWS = {phase.label: int(phase) for phase in Phase}
 
 
@@ -29,7 +30,7 @@ class Fault:
     rank: int
     host: str
     what: str
-    """lost, error, warning, started again, new epoch, ended."""
+    """lost, error, warning, started again, changed (a setting), new epoch, ended."""
     text: str
     times: int = 1
     until: int = 0
@@ -54,7 +55,7 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
     """Return the faults in a rank's events, in order."""
     found: list[Fault] = []
     host, place, processes, epochs = "", (0, ""), 0, 0
-    went_on = _went_on(lines)
+    went_on, entered = _went_on(lines), _entered(lines)
     for index, line in enumerate(lines):
         what, text = line["what"], str(line.get("text", ""))
         if what in {"begin", "end"}:
@@ -63,7 +64,7 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
         said = ""
         if what == "process":
             host, processes = str(line.get("host", "")), processes + 1
-            said = "started again" if processes > 1 else ""
+            said = AGAIN if processes > 1 else ""
             text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}"
         elif what == "epoch" and rank == MASTER:
             epochs += 1
@@ -71,14 +72,25 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
             text = f"epoch {line['e']} begins with {_ranks(line.get('members', []))}"
         elif what == "exit" and line.get("code") not in (0, None):
             said, text = "ended", f"exit code {line['code']}: {text}"
-        elif what in {"lost", "error", "warning"}:
+        elif what in {"lost", "error", "warning", "changed"}:
             said = what
         if said:
-            stopped = said not in {"warning", "new epoch"}
+            stopped = said not in {"warning", "changed", "new epoch"}
             whom = line["rank"] if what == "lost" and isinstance(line.get("rank"), int) else rank
             seconds = went_on[index] if stopped else None
-            found.append(Fault(line["e"], *place, whom, host, said, text, went_on_s=seconds))
+            epoch = entered[index] if said == AGAIN else line["e"]
+            found.append(Fault(epoch, *place, whom, host, said, text, went_on_s=seconds))
     return found
+
+
+def _entered(lines: Sequence[Line]) -> list[int]:
+    """For each line, the epoch that is entered next; where none is, one more than the last."""
+    epoch = max((line["e"] for line in lines), default=0) + 1
+    found: list[int] = []
+    for line in reversed(lines):
+        epoch = line["e"] if line["what"] == "epoch" else epoch
+        found.append(epoch)
+    return found[::-1]
 
 
 def _went_on(lines: Sequence[Line]) -> list[float | None]:
@@ -102,18 +114,26 @@ def _host_after(host: str, line: Line) -> str:
 
 def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
     """Return the faults of all ranks, in order. Warnings that differ only in numbers are one fault."""
-    hosts = {rank: _host(found) for rank, found in lines.items()}
+    hosts = {rank: host_of(found) for rank, found in lines.items()}
     faults = [
         replace(fault, host=hosts.get(fault.rank, "")) if fault.what == "lost" else fault
         for rank, found in lines.items()
         for fault in faults_of(rank, found)
     ]
-    faults.sort(key=lambda fault: (fault.epoch, fault.iteration, _ROWS.get(fault.row, 0)))
+    # A process that has started again comes before what happens in the epoch that it enters.
+    faults.sort(
+        key=lambda fault: (fault.epoch, fault.what != AGAIN, fault.iteration, _ROWS.get(fault.row, 0))
+    )
+    repeated = {f"holding: {fault.text}" for fault in faults if fault.what == "lost"}
     merged: dict[object, Fault] = {}
     for fault in faults:
         key: object = fault
         if fault.what == "warning":
             key = (fault.rank, re.sub(r"\d+", "0", fault.text))
+        if fault.what == "lost":
+            fault = replace(fault, text=fault.text.partition(". To ")[0])
+        if fault.text in repeated:  # every worker says again which node the master has lost
+            continue
         first = merged.setdefault(key, fault)
         if first is not fault:
             merged[key] = replace(first, times=first.times + 1, until=fault.iteration)
@@ -127,11 +147,12 @@ def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:
         said = [line for line in events if line["what"] == "retry"]
         if said:
             seconds = sum(seconds_of(line, "seconds") for line in said)
-            found.append(Retries(rank, _host(events), len(said), seconds, str(said[-1].get("text", ""))))
+            found.append(Retries(rank, host_of(events), len(said), seconds, str(said[-1].get("text", ""))))
     return found
 
 
-def _host(lines: Sequence[Line]) -> str:
+def host_of(lines: Sequence[Line]) -> str:
+    """Return the host of the newest process of a rank."""
     return next((str(line.get("host", "")) for line in reversed(lines) if line["what"] == "process"), "")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.shares import share_sizes
 from coordinator.views.report.timeline import CATEGORIES, Span
-from coordinator.views.report.values import numbers, seconds_of
+from coordinator.views.report.values import numbers, rows_s
 
 WAITING, BROKEN = "wait", "held up"
 ORDER = ("rollout", "train", "load", "save", "other", WAITING, BROKEN)
@@ -125,7 +125,7 @@ def waiting(spans: Mapping[int, Sequence[Span]], lines: Sequence[Mapping[str, An
         for rank, seconds in numbers(line, "wait_seconds").items():
             if rank.isascii() and rank.isdecimal():
                 waited[int(rank)] += seconds
-                present[int(rank)] += seconds_of(line, "seconds")
+                present[int(rank)] += rows_s(line)
     return [Waiting(rank, max(0.0, present[rank] - waited[rank]), waited[rank]) for rank in sorted(waited)]
 
 

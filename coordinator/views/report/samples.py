@@ -13,6 +13,19 @@ from rollout.storage import files
 SAMPLES = 4
 """How many samples of a group are shown: the best, the worst, and some between."""
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 1_200, 1_600
+TURNS = 12
+"""How many turns of a conversation are shown: half of them its first ones, the others its last ones."""
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """A turn of a conversation as shown."""
+
+    role: str
+    text: str
+    generated: bool = False
+    note: str = ""
+    """`12 tokens, trained, cut`, if it is generated."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,9 @@ class SampleText:
     tokens: int | None
     cut: bool
     """Whether rollout.max_tokens cut it."""
+    metrics: dict[str, float]
+    turns: list[TurnText]
+    """The conversation after the prompt, shown instead of `text`; empty for a single turn."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,7 @@ def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int,
 
 def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:
     """Return a group as the page shows it, with long texts cut."""
-    samples = _samples(record)
+    samples = _listed(record, "samples")
     samples.sort(key=_worse)
     last = len(samples) - 1
     count = min(SAMPLES, len(samples))
@@ -102,6 +118,8 @@ def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupTex
             _number(sample, "reward"),
             tokens if isinstance(tokens := sample.get("tokens"), int) else None,
             sample.get("finish_reason") == "length",
+            numbers(sample, "metrics"),
+            _turns(sample),
         )
         for sample in (samples[index] for index in wanted)
     ]
@@ -109,9 +127,30 @@ def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupTex
     return GroupText(place, str(record.get("task_id", "")), prompt, reward, len(samples), texts)
 
 
-def _samples(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    said: Any = record.get("samples")
+def _listed(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    said: Any = record.get(name)
     return [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []  # pyright: ignore
+
+
+def _turns(sample: Mapping[str, Any]) -> list[TurnText]:
+    """Return the conversation of a sample, without the middle of a long one."""
+    turns = [_turn(turn) for turn in _listed(sample, "turns")]
+    left_out = len(turns) - TURNS
+    if left_out > 0:
+        turns[TURNS // 2 : -TURNS // 2] = [TurnText("", f"[... {left_out} turns left out ...]")]
+    return turns
+
+
+def _turn(turn: Mapping[str, Any]) -> TurnText:
+    text = shortened(str(turn.get("text", "")), TEXT_CHARACTERS)
+    tokens, trained = _number(turn, "tokens"), _number(turn, "trained")
+    if tokens is None or trained is None:
+        return TurnText(str(turn.get("role", "")), text)
+    how = (
+        "trained" if trained >= tokens > 0 else f"{trained:.0f} of them trained" if trained else "not trained"
+    )
+    cut = ", cut" if turn.get("finish_reason") == "length" else ""
+    return TurnText(str(turn.get("role", "")), text, True, f"{tokens:.0f} tokens, {how}{cut}")
 
 
 def _worse(sample: Mapping[str, Any]) -> float:

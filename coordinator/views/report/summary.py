@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.views import status_text
 from coordinator.views.report.curves import points
 from coordinator.views.report.figures import Balance
-from coordinator.views.report.values import is_number
+from coordinator.views.report.values import is_number, rows_s
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -48,9 +48,7 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
     if seconds:
         each = f"{duration(sorted(seconds)[len(seconds) // 2])} an iteration"
         found.append(Tile("Time", duration(sum(seconds)), each))
-    busy = [
-        (line["busy_fraction"], line["seconds"]) for line in lines if _has(line, "busy_fraction", "seconds")
-    ]
+    busy = [(line["busy_fraction"], rows_s(line)) for line in lines if _has(line, "busy_fraction")]
     if total := sum(spent for _, spent in busy):
         share = sum(fraction * spent for fraction, spent in busy) / total
         found.append(Tile("Nodes busy", f"{100 * share:.0f} %", "of the time; the rest they waited"))
@@ -92,10 +90,8 @@ def advice(
         found += _holding(root, status)
     elif status["state"] == "stopped":
         where = f"iteration {status['iteration']}" if status["iteration"] else "the start"
-        text = (
-            f"It stopped in {where}. The same command again on each node goes on from there. What they said:"
-        )
-        found.append(Advice(text, f"run logs --log-path {path}"))
+        found.append(Advice(f"It stopped in {where}. What the nodes said:", f"run logs --log-path {path}"))
+        found.append(_again(status, path))
     elif status["state"] == "finished" and checkpoint:
         command = f"run export --iteration {checkpoint} --log-path {path} -o DIR"
         found.append(
@@ -121,6 +117,16 @@ def advice(
             )
         )
     return found
+
+
+def _again(status: status_text.Status, path: str) -> Advice:
+    """Return the command that resumes a run; nodes of one host were most likely started by `run local`."""
+    hosts = [node["host"] for node in status["nodes"]]
+    if len(hosts) > 1 and len(set(hosts)) == 1:
+        return Advice("To go on from there; settings stay as they were:", f"run local --log-path {path}")
+    others = ", and run --worker RANK on the machine of each other rank" if len(hosts) > 1 else ""
+    text = f"To go on from there, on the master's machine{others}; settings stay as they were:"
+    return Advice(text, f"run --master --log-path {path}")
 
 
 def _holding(root: Path, status: status_text.Status) -> list[Advice]:

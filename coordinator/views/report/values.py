@@ -18,6 +18,11 @@ def seconds_of(line: Mapping[str, Any], name: str) -> float:
     return max(0.0, float(value)) if value is not None and is_number(value) else 0.0
 
 
+def rows_s(line: Mapping[str, Any]) -> float:
+    """Return the seconds of an iteration's rows on the master, without those of its interruptions."""
+    return sum(numbers(line, "phase_seconds").values())
+
+
 def numbers(line: Mapping[str, Any], name: str) -> dict[str, float]:
     """Return the numbers in a field that maps names to numbers; {} if it is missing."""
     found: Any = line.get(name)

@@ -11,7 +11,7 @@ from coordinator.directory import parts
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.records import claim
+from coordinator.protocol.records import Given, claim
 from rollout.quota import Quota
 from rollout.trajectory import Group
 from tests.coordinator.made_up import (
@@ -25,6 +25,7 @@ from tests.coordinator.made_up import (
     write_json,
 )
 
+GIVEN = Given(host="node", settings={"cluster.num_nodes": 2, "cluster.beat_s": 0.01})
 SETTINGS = build({"cluster.num_nodes": 2, "cluster.beat_s": 0.01})
 N = 2
 """The interrupted iteration; 1 is finished."""
@@ -36,7 +37,8 @@ def interrupted_run(root: Path) -> RunDir:
     write_json(made.run_json, {"run_id": "made-up", "format": FORMAT, "fixed": {}})
     made.metrics.write_text(json.dumps({"iteration": 1, "kind": "both"}) + "\n")
     for epoch, kind in [(1, "lobby"), (2, "full"), (3, "full")]:
-        assert claim(made, record(epoch, kind, {0: 1, 1: 1}, settings=SETTINGS))  # pyright: ignore
+        begun = record(epoch, kind, {0: 1, 1: 1}, settings=SETTINGS)  # pyright: ignore
+        assert claim(made, begun.model_copy(update={"given": GIVEN}))
     for rank in (0, 1):
         beat(made, rank)
     for flag in (Flag(2, 0, 0, 1, "enter"), Flag(2, 1, 4, 0, "ok"), Flag(3, 2, 4, 0, "ok")):

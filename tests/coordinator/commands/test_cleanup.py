@@ -19,6 +19,7 @@ from coordinator.views.run import Run
 from rollout.storage import files, once
 from rollout.trajectory import Group
 from tests.coordinator.commands.interrupted_run import (
+    GIVEN,
     SETTINGS,
     N,
     everything,
@@ -106,7 +107,8 @@ def test_epoch_is_claimed_before_anything_goes(run_dir: RunDir, monkeypatch: pyt
     cleanup(run_dir.root, N)
     claimed = Records(run_dir).newest([4])
     assert claimed and (claimed.kind, claimed.members, claimed.master_incarnation) == ("lobby", {}, 0)
-    assert claimed.settings == SETTINGS.model_dump(mode="json") and claimed.run_id == "made-up"
+    assert claimed.settings == SETTINGS.model_dump(mode="json") and claimed.given == GIVEN
+    assert claimed.run_id == "made-up"
     status = Run(run_dir.root).status()
     assert (status["state"], status["epoch"]) == ("stopped", 4)
 

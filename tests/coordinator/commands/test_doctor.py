@@ -44,7 +44,7 @@ def doctor(root: Path, *arguments: str, **more: Any) -> subprocess.CompletedProc
     command = more.pop("command", ("-m", "coordinator.cli"))
     return subprocess.run(
         [sys.executable, *command, "doctor", "--log-path", str(root), *arguments],
-        cwd=REPOSITORY,
+        cwd=more.pop("cwd", REPOSITORY),
         env=environment(),
         capture_output=True,
         text=True,
@@ -97,7 +97,7 @@ def test_partner_that_is_gone_is_told() -> None:
 
 def test_fit_directory_passes_every_check_and_nothing_is_left(tmp_path: Path) -> None:
     started_s = time.monotonic()
-    ended = doctor(tmp_path / "a" / "run", "--json")
+    ended = doctor(tmp_path / "a" / "run", "--json", cwd=tmp_path)
     assert ended.returncode == 0, ended
     assert time.monotonic() - started_s < 60
     said, found = json.loads(ended.stdout), rows(ended)
@@ -120,6 +120,13 @@ def test_fit_directory_passes_every_check_and_nothing_is_left(tmp_path: Path) ->
     assert 0 < values["write speed"]["bytes"] <= 64 * 2**20
     assert values["big rename"]["partial_sizes"] == 0
     assert values["versions"]["torch"]
+
+
+def test_directory_below_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    ended = doctor(tmp_path / "a" / "run")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"there is no directory {tmp_path / 'a'}; is it mounted here?" in ended.stderr
+    assert tree(tmp_path) == set()
 
 
 def test_table_is_aligned_and_ends_in_a_verdict(tmp_path: Path) -> None:

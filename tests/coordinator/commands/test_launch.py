@@ -263,7 +263,9 @@ def test_interrupt_goes_to_the_master_which_tells_the_others(start: Start, tmp_p
     assert (code, noted(0), noted(1)) == (130, ["started", "INT"], ["started"])
 
 
-def test_second_interrupt_ends_all(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_second_interrupt_ends_all_and_the_command_that_resumes_is_shown(
+    start: Start, ssh: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "deaf").touch()
 
     def heard() -> bool:
@@ -279,6 +281,7 @@ def test_second_interrupt_ends_all(start: Start, tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr().err.splitlines() == [
         "run: interrupted: the master ends the run on all nodes; once more ends every node at once",
         "run: ending every node, which may take 15 s; once more: without waiting for it",
+        f"run: to resume: run launch --hosts a,b --log-path {tmp_path}/run --ssh {ssh} --run {tmp_path}/node",
     ]
 
 

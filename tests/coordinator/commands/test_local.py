@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from coordinator.commands import local
 from coordinator.protocol.exits import Exit
+from coordinator.settings import SettingsError
 
 
 @pytest.fixture
@@ -37,3 +39,28 @@ def test_workers_do_not_wait_for_a_master_that_refuses_to_start(
     monkeypatch.setattr(local, "time", SimpleNamespace(sleep=look))
     assert local._follow(nodes, interrupts)[0] == Exit.USAGE
     assert waiting.poll() is not None
+
+
+def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, same = tmp_path / "run", tmp_path / "link" / "run"
+    (tmp_path / "link").symlink_to(tmp_path)
+    script = f"""if True:
+        from pathlib import Path
+        from coordinator.commands import local
+        with local._alone(Path({str(root)!r})):
+            print("at work", flush=True)
+            input()
+    """
+    first = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdin and first.stdout and first.stdout.readline() == b"at work\n"
+    with pytest.raises(SettingsError, match=rf"run local is at work there, pid {first.pid}; stop it"):
+        local.run_local(same, {})
+    assert not root.exists()
+    with local._alone(tmp_path / "another"):
+        pass
+    first.kill()  # it leaves its pid behind
+    first.communicate()
+    with local._alone(same):
+        pass

@@ -1,9 +1,17 @@
 """Signals that ask a node to end: they are acted on whatever the main thread holds."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from coordinator.machine import keeper
+from tests.faultfs import FaultFs, unavailable
 
 NODE = """
 import os, signal, sys, threading, time
@@ -31,3 +39,69 @@ def test_signal_is_acted_on_while_the_main_thread_holds_the_lock_and_a_second_on
     node = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert (node.stdout, node.returncode) == (f"{signal.SIGTERM}\n", -signal.SIGINT), node.stderr
     assert list((tmp_path / "signals").read_bytes()) == [signal.SIGTERM, signal.SIGINT]
+
+
+HUNG = """
+import os, sys
+from pathlib import Path
+from coordinator.machine.children import Children
+from coordinator.machine.pulse import SIGNALS
+from coordinator.machine.signals import Signals
+children = Children()
+child = children.start("engine", ["sleep", "1000"])
+Signals(lambda number: print("acted on", number, flush=True)).begin(children.spool / SIGNALS)
+print(child.pid, children.spool / SIGNALS, flush=True)
+sys.stdin.readline()
+print("answered", os.listdir(sys.argv[1]), flush=True)
+sys.stdin.readline()
+"""
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while not (holds := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return holds
+
+
+CASES = {
+    "terminated": ([signal.SIGTERM], None),
+    "interrupted twice": ([signal.SIGINT, signal.SIGINT], -signal.SIGKILL),
+    "killed": ([signal.SIGKILL], -signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_signals_reach_a_node_whose_main_thread_waits_for_a_hung_mount(tmp_path: Path, case: str) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    numbers, code = CASES[case]
+    said = tmp_path / "said"
+    with FaultFs(tmp_path / "fs", 1) as shared, open(said, "wb") as out:
+        argv = [sys.executable, "-c", HUNG, str(shared[0].path)]
+        node = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=out, text=True)
+        try:
+            assert eventually(lambda: said.read_text().endswith("\n"))
+            pid, record = said.read_text().split()
+            shared.freeze()
+            print(file=node.stdin, flush=True)
+            assert eventually(lambda: "request_wait" in Path(f"/proc/{node.pid}/wchan").read_text())
+            for number in numbers:
+                os.kill(node.pid, number)
+                time.sleep(1.2)  # the kernel keeps only one that nobody has taken
+            assert f"acted on {int(numbers[0])}\n" in said.read_text() or numbers == [signal.SIGKILL]
+            if code is None:
+                assert list(Path(record).read_bytes()) == numbers and keeper.is_schedulable(int(pid))
+            else:
+                assert eventually(lambda: not keeper.is_schedulable(int(pid)))
+            assert node.poll() is None
+            shared.thaw()
+            if code is None:
+                assert eventually(lambda: "answered" in said.read_text())
+                print(file=node.stdin, flush=True)
+            assert node.wait(10) == (code or 0)
+            assert eventually(lambda: not keeper.is_schedulable(int(pid)))
+        finally:
+            shared.thaw()
+            node.kill()
+            node.communicate()

@@ -1,9 +1,13 @@
 """Which rows an iteration has left, in each kind of run."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from coordinator.config import build
 from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 
 KINDS = {
@@ -27,6 +31,26 @@ def test_rows_that_are_done_are_left_out_but_the_opening_is_not() -> None:
     iteration = Iteration(1, resume_at=Phase.TRAIN_DATA)
     left = [phase for phase in Phase if iteration.has(phase, build({}))]
     assert left == [Phase.ITERATION_START, *list(Phase)[Phase.TRAIN_DATA :]]
+
+
+def test_iteration_that_is_begun_again_counts_from_its_first_beginning() -> None:
+    node = cast(
+        Node,
+        SimpleNamespace(
+            is_master=True,
+            _begun=(0, 0.0),
+            joining=SimpleNamespace(settle=lambda: None, returned=lambda: False),
+        ),
+    )
+
+    def begin(number: int) -> Iteration:
+        begun = Node.next_iteration(node, number - 1, lambda _node: number)
+        assert begun is not None and begun.number == number
+        return begun
+
+    first, again = begin(7), begin(7)
+    assert first is not again and first.begun_s == again.begun_s
+    assert begin(8).begun_s > first.begun_s
 
 
 def test_two_iterations_share_nothing() -> None:

@@ -26,13 +26,13 @@ SAID = {
 }
 
 
-def messages(silent_s: float = 0.0, policy: str = "wait") -> Messages:
-    """The words of rank 0 in training of iteration 7, which sees rank 2 so."""
+def messages(silent_s: float = 0.0, policy: str = "wait", rank: int = 0, nodes: int = 3) -> Messages:
+    """The words of a rank in training of iteration 7, which sees rank 2 so."""
     position = Position()
     position.move("running", 7, Phase.TRAINING.label, [1, 2])
     identity = SimpleNamespace(
-        rank=0, host="node-a", root=Path("/shared/my runs"), run_dir=RunDir(Path("/shared/my runs")),
-        is_master=True, settings=build({"cluster.num_nodes": 3, "cluster.on_node_failure": policy}),
+        rank=rank, host="node-a", root=Path("/shared/my runs"), run_dir=RunDir(Path("/shared/my runs")),
+        is_master=True, settings=build({"cluster.num_nodes": nodes, "cluster.on_node_failure": policy}),
     )  # fmt: skip
     watch = SimpleNamespace(
         said=lambda rank: SAID if rank == 2 else {},
@@ -70,6 +70,28 @@ def test_loss_says_who_where_why_and_the_command_that_repairs_it(event: Event, w
 def test_where_all_end_the_repair_is_to_start_all_again() -> None:
     said = messages(policy="abort").repair(2)
     assert said == (
-        "To resume, run the same commands again; on that machine: run --worker 2 --log-path '/shared/my runs'"
+        "To resume: run --master --log-path '/shared/my runs', and "
+        "run --worker RANK --log-path '/shared/my runs' on each other machine"
     )
     assert messages().failure(ValueError("bad")) == "rank 0 (node-a) failed in training, iteration 7: bad"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "typed", "command"),
+    [
+        (1, "", "run --master --log-path '/shared/my runs' --iterations 8"),
+        (3, "run local --log-path x", "run local --log-path x --iterations 8"),
+    ],
+)
+def test_finished_run_says_how_it_can_go_on(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, typed: str, command: str
+) -> None:
+    monkeypatch.setenv("FLAGPOST_STARTED_BY", typed)
+    said = messages(nodes=nodes).finished(4)
+    assert said == f"the run is finished, with 4 iterations; to go on, for example: {command}"
+
+
+def test_interrupted_worker_says_how_to_bring_it_back_and_the_master_how_to_resume() -> None:
+    assert messages().interrupted("SIGINT").endswith("To resume: " + messages().resume_command())
+    alone = messages(rank=2).interrupted("SIGTERM")
+    assert alone.endswith("To bring it back, on that machine: run --worker 2 --log-path '/shared/my runs'")

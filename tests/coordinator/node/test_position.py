@@ -43,6 +43,14 @@ def test_place_is_said_in_log_lines_and_in_sentences() -> None:
     assert position.phase is Phase.TRAINING
 
 
+def test_node_that_is_between_two_epochs_says_which_iteration_it_was_in() -> None:
+    position = Position()
+    assert position.describe()["iteration"] == 0
+    position.move("running", 7, Phase.TRAINING.label)
+    position.move("gathering")
+    assert (position.iteration, position.describe()["iteration"]) == (0, 7)
+
+
 def test_move_begins_progress_and_waiting_anew() -> None:
     position = Position()
     position.move("running", 1, Phase.TRAIN_ROLLOUT.label)
@@ -89,3 +97,37 @@ def test_group_that_is_given_up_is_progress_too() -> None:
         position.step()
         standstill.observe({1: position.describe()}, float(now_s))
     assert standstill.still_s[1] == 0.0
+
+
+def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(position_module, "time", clock)
+    position = Position()
+    position.move("running", 1, "train_rollout")
+    clock.now_s = 112.0
+    starting = position.doing("starting the engine")
+    assert starting[1] == "starting the engine, 12 s so far"
+    position.reach(0, 128, 0)
+    clock.now_s = 120.0
+    position.reach(32, 128, 900)
+    generating = position.doing()
+    assert generating[1] == "32 of 128 tasks, 20 s so far, about 24 s left"
+    position.reach(33, 128, 950)
+    assert generating[0] == position.doing()[0] != starting[0]
+    position.reach(128, 128, 4000)
+    position.begin_to_wait()
+    position.wait_for([1, 2])
+    clock.now_s = 150.0
+    assert position.doing()[1] == "waiting for ranks 1, 2, 30 s so far"
+    position.move("gathering")
+    assert position.doing()[1] == "gathering the nodes, 0 s so far"
+    position.move("running", 1, "training")
+    assert position.doing()[1] == "starting the trainer, 0 s so far"
+    position.reach(1, 4)
+    clock.now_s = 160.0
+    assert position.doing()[1] == "1 of 4 parts, 10 s so far"
+    position.move("running", 1, "checkpoint")
+    position.count_bytes()(5_000_000)
+    assert position.doing()[1] == "checkpoint, 0 s so far"
+    position.move("running")
+    assert position.doing()[1] == "entering the epoch, 0 s so far"

@@ -192,6 +192,16 @@ def test_silence_is_the_time_between_listings_that_show_nothing_new() -> None:
     assert silence.silent_s == {1: pytest.approx(4.5)}
 
 
+def test_silence_goes_on_between_two_listings() -> None:
+    silence = Silence(BEAT_S)
+    silence.observe(heard(7), [1], 100.0)
+    silence.observe(heard(7), [1], 101.0)
+    assert silence.so_far(102.5) == {1: 2.5}
+    assert silence.so_far(100_000.0) == {1: 1.0 + 2 * BEAT_S}, "this process stood"
+    silence.observe(heard(7), [1], 103.0)
+    assert silence.silent_s == {1: 3.0}
+
+
 def test_frozen_observer_condemns_nobody() -> None:
     silence = Silence(BEAT_S)
     silence.observe(heard(7), [1], 100.0)

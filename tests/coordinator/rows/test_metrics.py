@@ -1,5 +1,6 @@
 """What a metrics line says of speed and of samples."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from rollout.trajectory import Group
 from tests.coordinator.made_up import ORIGIN, group, run_dir_at, write_json
 
 
-def line_of(tmp_path: Path, epochs: list[int]) -> dict[str, Any]:
+def line_of(tmp_path: Path, epochs: list[int], **iteration: Any) -> dict[str, Any]:
     """The metrics of an iteration that ends in epoch 3, with parts of these epochs."""
     run_dir = run_dir_at(tmp_path)
     document = {
@@ -30,13 +31,19 @@ def line_of(tmp_path: Path, epochs: list[int]) -> dict[str, Any]:
     settings = SimpleNamespace(kind="both")
     node = SimpleNamespace(run_dir=run_dir, settings=settings, record=SimpleNamespace(epoch=3))
     return metrics._metrics(
-        cast(Node, node), Iteration(1, phase_s=phase_s), {0: {"work_s": 1.0, "wait_s": 1.0}}
+        cast(Node, node), Iteration(1, phase_s=phase_s, **iteration), {0: {"work_s": 1.0, "wait_s": 1.0}}
     )
 
 
 def test_line_says_speed_and_length_of_what_was_generated(tmp_path: Path) -> None:
     line = line_of(tmp_path, epochs=[3, 3])
     assert (line["tokens_per_s"], line["length"]) == (300.0, 6.0)
+
+
+def test_seconds_count_what_was_interrupted_and_those_of_the_rows_do_not(tmp_path: Path) -> None:
+    line = line_of(tmp_path, epochs=[3, 3], begun_s=time.monotonic() - 50.0)
+    assert 50.0 <= line["seconds"] < 60.0
+    assert line["phase_seconds"] == {"train_rollout": 2.0}
 
 
 def test_groups_of_an_epoch_before_make_no_speed(tmp_path: Path) -> None:
@@ -96,6 +103,21 @@ def test_users_own_metrics_cannot_take_the_place_of_ours(tmp_path: Path) -> None
     assert line["sample_metrics"] == line["eval_sample_metrics"] == {"format": 0.75, "reward": 7.0}
     assert scalars(line)["sample_metrics/reward"] == 7.0
     assert line["reward_by_source"] is None
+
+
+def test_metric_that_some_samples_lack_is_the_mean_over_the_others_whichever_part_they_are_in(
+    tmp_path: Path,
+) -> None:
+    run_dir = run_dir_at(tmp_path)
+    directory = run_dir.trajectories("train", 1)
+    directory.mkdir()
+    # Rank 1 has died after its first group.
+    for rank, epoch, slot, measured in [(1, 1, 0, {"tries": 1.0}), (0, 2, 1, {"tries": 4.0}), (1, 2, 2, {})]:
+        writer = parts.PartWriter(run_dir, "train", 1, rank, epoch, ORIGIN)
+        writer.add(with_rewards(slot, 1.0, 0.0, **measured))
+        writer.flush()
+    document, _ = parts.manifest(directory, 1, Quota(3, 3), ORIGIN)
+    assert document["metrics"] == {"tries": 2.5}
 
 
 def test_reward_is_told_apart_by_the_source_of_the_tasks(tmp_path: Path) -> None:

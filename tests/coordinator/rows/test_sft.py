@@ -53,7 +53,8 @@ def test_flat_groups_that_are_replaced_do_not_count_too() -> None:
 def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"id": "b7", "prompt": "1+2="}) + "\n")
-    assert load_inputs(build({"tasks": str(tasks)}), {}).functions.environment is single_turn
+    sampled = {"tasks": str(tasks), "rollout.reward": "tests.simulation.engines:reward"}
+    assert load_inputs(build(sampled), {}).functions.environment is single_turn
     with pytest.raises(SettingsError, match="task 'b7' has no answer to demonstrate"):
         load_inputs(build({**SFT, "tasks": str(tasks)}), {})
 

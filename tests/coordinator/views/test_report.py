@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
+from coordinator.config import build
 from coordinator.directory.layout import RunDir
+from coordinator.protocol.records import Records, claim
+from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import SettingsError
 from coordinator.views.report import curves, write_report
 from coordinator.views.report.charts import POINTS, chart, nice_ticks, number_text
-from coordinator.views.report.figures import balance
+from coordinator.views.report.figures import balance, waiting
 from coordinator.views.report.samples import chosen_slots, group_text, reading, shortened
-from coordinator.views.report.summary import advice
+from coordinator.views.report.summary import advice, tiles
+from tests.coordinator.made_up import record
 from tests.coordinator.made_up_run import State, make_run
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -115,14 +119,39 @@ def test_report_replaces_no_pipe_device_or_directory_and_writes_what_a_link_lead
         assert (tmp_path / name).is_symlink() and (pages / name).read_text().startswith("<!DOCTYPE html>")
 
 
+def test_hosts_of_ranks_that_a_run_no_longer_has_are_named(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", iterations=3, nodes=3)
+    epochs = Records(run_dir).newest(whole_board(run_dir).records)
+    assert epochs is not None
+    fewer = build({"model": "Qwen/Qwen3-4B", "tasks": "sums.jsonl", "cluster.num_nodes": 2})
+    claim(run_dir, record(epochs.epoch + 1, members={0: 1, 1: 1}, settings=fewer))
+    page = page_of(run_dir)
+    assert 'title="rank 2 on node-02"' in page and "<summary>2 nodes" in page
+
+
+def test_interruptions_are_no_work_of_the_nodes() -> None:
+    lines: list[dict[str, Any]] = [
+        {"iteration": n, "seconds": seconds, "phase_seconds": {"training": 10.0}, "busy_fraction": busy}
+        | {"wait_seconds": {"0": 0.0, "1": 4.0}}
+        for n, seconds, busy in ((1, 10.0, 1.0), (2, 1000.0, 0.5))
+    ]
+    status = {"iterations": 2, "num_nodes": 2}
+    assert [tile.value for tile in tiles(status, lines) if tile.label == "Nodes busy"] == ["75 %"]
+    assert [(node.work_s, node.wait_s) for node in waiting({}, lines)] == [(20.0, 0.0), (12.0, 8.0)]
+
+
 def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path) -> None:
     root = tmp_path / "my run; rm"
     nodes = [{"rank": rank, "state": "lost", "host": f"node-{rank}"} for rank in range(5)]
     status: dict[str, Any] = {"iteration": 2, "nodes": nodes, "waiting_for": [1, 2, 3, 4]}
-    for state, count in (("holding", 4), ("stopped", 1), ("finished", 1)):
+    for state, count in (("holding", 4), ("stopped", 2), ("finished", 1)):
         found = advice(root, status | {"state": state}, [], None, 2)
         assert len(found) == count
         assert all(str(root) in shlex.split(one.command) for one in found)
+    again = advice(root, status | {"state": "stopped"}, [], None, 2)[-1]
+    assert again.command.startswith("run --master --log-path ") and "--worker RANK" in again.text
+    local = status | {"state": "stopped", "nodes": [node | {"host": "a"} for node in nodes]}
+    assert advice(root, local, [], None, 2)[-1].command.startswith("run local --log-path ")
     first, *_, last = advice(root, status | {"state": "holding"}, [], None, 2)
     assert "rank 1 back, on node-1" in first.text and first.command.startswith("run --worker 1 ")
     assert "1 node more" in last.text
@@ -169,6 +198,44 @@ def test_reward_that_is_no_number_is_no_reward(reward: object, shown: float | No
     assert group_text("best", {"samples": 7}, 0.0).samples == []
 
 
+def test_conversation_is_shown_turn_by_turn_with_what_is_trained_and_where_it_was_cut(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", iterations=1, nodes=1)
+    turns = [
+        {"role": "assistant", "text": "<<1>>", "tokens": 5, "trained": 5, "finish_reason": "stop"},
+        {"role": "environment", "text": "=1<b>"},
+        {"role": "assistant", "text": "so", "tokens": 2, "trained": 0, "finish_reason": "stop"},
+        {"role": "assistant", "text": "on", "tokens": 4, "trained": 1, "finish_reason": "length"},
+        "no turn",
+        {"role": 7, "tokens": "x", "trained": None},
+    ]
+    people = run_dir.groups("train", 1)
+    lines = [json.loads(line) for line in people.read_text().splitlines()]
+    for line in lines:
+        for sample in line["samples"]:
+            sample |= {"turns": turns, "metrics": {"calls": 2.0, "odd": "x"}}
+    people.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = section(page_of(run_dir), "samples")
+    for said in (
+        ">assistant: 5 tokens, trained<",
+        ">environment<",
+        ">=1&lt;b&gt;<",
+        ">assistant: 2 tokens, not trained<",
+        ">assistant: 4 tokens, 1 of them trained, cut<",
+        "tokens, calls 2<",
+    ):
+        assert said in shown, said
+
+
+def test_long_conversation_is_shown_without_its_middle() -> None:
+    turns = [{"role": "user", "text": f"turn {number}"} for number in range(30)]
+    record = {"samples": [{"text": "", "reward": 1.0, "turns": turns}]}
+    (sample,) = group_text("best", record, 1.0).samples
+    texts = [turn.text for turn in sample.turns]
+    assert len(texts) == 13 and texts[5:8] == ["turn 5", "[... 18 turns left out ...]", "turn 24"]
+    record["samples"][0]["turns"] = turns[:12]
+    assert len(group_text("best", record, 1.0).samples[0].turns) == 12
+
+
 def test_best_median_and_worst_group_are_read_as_far_as_their_lines_are_whole(tmp_path: Path) -> None:
     assert chosen_slots({"4": 0.5, "1": 1.0, "7": 0.0, "2": 0.25}) == {"best": 1, "median": 2, "worst": 7}
     assert chosen_slots({"3": 0.5}) == {"best": 3} and chosen_slots({}) == {}
@@ -181,6 +248,28 @@ def test_best_median_and_worst_group_are_read_as_far_as_their_lines_are_whole(tm
     assert reading(run_dir, 1).groups == groups[1:]
     path.unlink()
     assert reading(run_dir, 1).groups == []
+
+
+def test_metric_of_a_reward_or_an_environment_is_a_chart_with_its_name() -> None:
+    lines = [
+        {"iteration": 1, "sample_metrics": {"tries": 2.0, "characters": 300.0}, "eval_sample_metrics": None},
+        {"iteration": 2, "sample_metrics": {"tries": 1.0}, "eval_sample_metrics": {"tries": 3.0, "{0}": 1.0}},
+    ]
+    drawn = {
+        chart.title: [(curve.label, curve.readings) for curve in chart.curves]
+        for chart in curves.charts(lines)
+    }
+    assert list(drawn) == ["characters", "tries", "{0}"]
+    assert [label for label, _ in drawn["tries"]] == ["training", "evaluation"]
+    assert [value for _, _, value in drawn["tries"][0][1]] == ["2", "1"]
+    many = {f"m{number:02}": 1.0 for number in range(99)}
+    assert len(curves.charts([{"iteration": 1, "sample_metrics": many}])) == curves.METRICS
+
+
+def test_source_of_tasks_may_have_any_name() -> None:
+    lines = [{"iteration": 1, "reward_by_source": {"{a}": 0.5, "b": 0.25}}]
+    (drawn,) = curves.charts(lines)
+    assert [curve.marks[0][2] for curve in drawn.curves] == ["iteration 1: {a} 0.5", "iteration 1: b 0.25"]
 
 
 def test_long_text_keeps_its_beginning_and_its_end() -> None:

@@ -159,6 +159,39 @@ def test_page_loads_in_a_browser_without_a_word_and_shows_its_charts(
     assert browser.complaints() == []
 
 
+CUT = """[...document.querySelectorAll("#time td, #faults td, #faults th, .bars em")].filter(
+  cell => cell.getClientRects().length && cell.getBoundingClientRect().right > innerWidth).length"""
+
+
+def test_phone_shows_whole_tables_and_that_the_sections_can_be_scrolled(
+    tmp_path: Path, browser: Browser
+) -> None:
+    run_dir = make_run(tmp_path / "run", iterations=8, nodes=3, lost=7)
+    browser.open(write_report(run_dir.root), 390, 844)
+    said = browser.value("document.querySelector('#faults .text').textContent")
+    assert "is silent" in said and browser.value(CUT) == 0
+    nav = "document.querySelector('nav')"
+    assert browser.value(f"{nav}.scrollWidth > {nav}.clientWidth")
+    assert browser.value(f"getComputedStyle({nav}).backgroundImage.split('linear-gradient').length") == 5
+
+
+GAPS = """[...Array(11).keys()].map(n => n + 2).filter(count => {
+  const charts = document.querySelector(".charts"), all = [...charts.children];
+  all.slice(count).forEach(figure => figure.remove());
+  const gap = charts.getBoundingClientRect().right - charts.lastElementChild.getBoundingClientRect().right;
+  all.slice(count).forEach(figure => charts.append(figure));
+  return count <= all.length && gap > 1;
+})"""
+
+
+def test_wide_screen_has_no_gap_beside_the_last_chart_however_many_there_are(
+    tmp_path: Path, browser: Browser
+) -> None:
+    browser.open(write_report(make_run(tmp_path / "run", iterations=3).root), 1400, 900)
+    assert browser.value("document.querySelectorAll('.charts figure').length") >= 11
+    assert browser.value(GAPS) == []
+
+
 def test_script_that_slips_into_the_page_would_not_run(tmp_path: Path, browser: Browser) -> None:
     run_dir = make_run(tmp_path / "run", iterations=1, nodes=1)
     page = write_report(run_dir.root)

@@ -168,6 +168,38 @@ def test_loss_of_a_node_is_told_with_the_time_until_the_run_went_on() -> None:
     assert lost.went_on_s == 30.0 and told_of["ended"].went_on_s is None
 
 
+def test_loss_is_told_once_without_what_was_to_be_typed_then() -> None:
+    master, worker = Teller(), Teller(host="node-b")
+    text = "rank 2 is lost: no heartbeat for 30 s. To bring it back, on that machine: run --worker 2"
+    for node, what, said in ((master, "lost", text), (worker, "warning", f"holding: {text}")):
+        node.say(1.0, "begin", it=7, row="training")
+        node.say(31.0, what, rank=2, text=said)
+    (lost,) = all_faults({0: master.lines, 1: worker.lines})
+    assert (lost.what, lost.text) == ("lost", "rank 2 is lost: no heartbeat for 30 s")
+
+
+def test_process_that_started_again_comes_between_the_loss_and_the_epoch_that_it_enters() -> None:
+    master, worker = Teller(), Teller(host="node-b")
+    for node in (master, worker):
+        node.say(1.0, "begin", it=7, row="training")
+    master.say(31.0, "lost", rank=1, text="rank 1 is silent")
+    worker.n, worker.e = 2, 0
+    worker.say(50.0, "process", host="node-b", at="2026-11-21T20:00:00+00:00")
+    master.e = worker.e = 2
+    for node in (master, worker):
+        node.say(60.0, "epoch", members=[0, 1])
+    told = [fault.what for fault in all_faults({0: master.lines, 1: worker.lines})]
+    assert told == ["lost", "started again", "new epoch"]
+
+
+def test_setting_that_is_not_what_it_was_at_the_last_start_is_told() -> None:
+    master = Teller()
+    master.say(1.0, "changed", text="iterations is 3, at the last start it was 2")
+    (changed,) = all_faults({0: master.lines})
+    assert (changed.what, changed.text) == ("changed", "iterations is 3, at the last start it was 2")
+    assert changed.went_on_s is None
+
+
 def test_warnings_that_differ_in_numbers_are_one_line_and_retries_are_summed() -> None:
     master = Teller()
     for iteration in (1, 2, 3):

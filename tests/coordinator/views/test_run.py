@@ -12,11 +12,12 @@ import pytest
 from coordinator import Run
 from coordinator.config import build
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
-from coordinator.directory.parts import PartWriter, manifest
+from coordinator.directory.parts import PartWriter, manifest, publish_manifest
 from coordinator.directory.published import Incomplete
 from coordinator.protocol.records import claim
 from coordinator.settings import SettingsError
 from rollout.quota import Quota
+from rollout.trajectory import Turn
 from tests.coordinator.made_up import ORIGIN, group, record, run_dir_at, tree, write_checkpoint, write_json
 from tests.paths import REPOSITORY
 
@@ -44,6 +45,23 @@ def collect(run_dir: RunDir, iteration: int, slots: int = 3) -> None:
 
 def write_metrics(run_dir: RunDir, *lines: dict[str, object]) -> None:
     run_dir.metrics.write_text("".join(f"{json.dumps({'kind': 'both'} | line)}\n" for line in lines))
+
+
+def test_conversations_and_metrics_of_samples_are_read(run_dir: RunDir) -> None:
+    made = group(0)
+    made.samples[0].metrics = {"tries": 2.0}
+    made.samples[0].turns = [Turn("user", "again"), Turn("assistant", "a", 1, 2, "stop")]
+    writer = PartWriter(run_dir, "train", 1, 1, 2, ORIGIN)
+    run_dir.trajectories("train", 1).mkdir()
+    writer.add(made)
+    writer.flush()
+    document, groups = manifest(run_dir.trajectories("train", 1), 1, Quota(1, 1), ORIGIN)
+    publish_manifest(run_dir.manifest("train", 1), document, groups)
+    (read,) = Run(run_dir.root).trajectories(1)
+    assert read.samples[0].metrics == {"tries": 2.0} and read.samples[0].turns == made.samples[0].turns
+    (line,) = map(json.loads, run_dir.groups("train", 1).read_text().splitlines())
+    assert line["samples"][0]["metrics"] == {"tries": 2.0}
+    assert [turn["text"] for turn in line["samples"][0]["turns"]] == ["again", "a"]
 
 
 def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:

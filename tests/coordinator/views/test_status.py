@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from coordinator.config import build
 from coordinator.directory.layout import FORMAT, Beat, Flag, Record, RunDir
 from coordinator.journal.plain import one_line, plain
 from coordinator.machine.network import pid_space
+from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings import RunSettings, SettingsError
@@ -45,6 +47,7 @@ NODE_KEYS = {
     "tasks_assigned",
     "tasks_done",
     "silent_s",
+    "error",
     "row_s",
     "waiting_s",
     "tokens_per_s",
@@ -125,6 +128,7 @@ def test_running_nodes_are_shown_where_they_are(run_dir: RunDir) -> None:
         "gpu_count": 0,
         "gpus": [],
         "silent_s": 0.4,
+        "error": "",
     }
 
 
@@ -167,6 +171,118 @@ def test_finished_run_is_finished_though_its_nodes_left(run_dir: RunDir) -> None
     status = Run(run_dir.root).status()
     assert status["state"] == "finished"
     assert states(status) == ["left", "alive", "alive"]
+
+
+def test_run_that_has_ended_waits_for_nobody(run_dir: RunDir) -> None:
+    running(run_dir, record(3, "finished", settings=SETTINGS), state=ENDED, waiting_for=[1], waiting_s=9.0)
+    status = Run(run_dir.root).status()
+    assert (status["waiting_for"], status["waiting_s"]) == ([], 0.0)
+    claim(run_dir, record(4, settings=SETTINGS))
+    flag(run_dir, 0, "stopped", epoch=4)
+    status = Run(run_dir.root).status()
+    assert (status["state"], status["waiting_for"], status["waiting_s"]) == ("stopped", [], 0.0)
+
+
+def test_finished_run_shows_no_rows(run_dir: RunDir) -> None:
+    running(run_dir, record(3, "finished", settings=SETTINGS), state=ENDED, iteration=8)
+    text = render(Run(run_dir.root).status(), run_dir.root)
+    assert "it ended with iteration 8 of 8\n" in text
+    assert "train_rollout" not in text and "/64" not in text
+    assert [line.split()[-1] for line in text.splitlines() if " left " in line] == ["1"], (
+        "a weight, no silence"
+    )
+
+
+def up(run_dir: RunDir, rank: int, row: Phase, iteration: int = 5, epoch: int = 2) -> None:
+    (run_dir.entry(Flag(epoch, iteration, row, rank, "ok"))).write_text("{}")
+
+
+def places(status: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(node["iteration"], node["phase"]) for node in status["nodes"]]
+
+
+def test_flags_show_rows_that_heartbeats_do_not_tell_of_yet(run_dir: RunDir) -> None:
+    running(run_dir, waiting_for=[2], total=64, done=9)
+    up(run_dir, 0, Phase.TRAIN_AGGREGATE)
+    status = Run(run_dir.root).status()
+    assert places(status) == [(5, "eval_decision")] * 3
+    assert (status["phase"], status["waiting_for"]) == ("eval_decision", [])
+    assert [node["tasks_assigned"] for node in status["nodes"]] == [0, 0, 0]
+    up(run_dir, 0, Phase.ITERATION_END)
+    status = Run(run_dir.root).status()
+    assert (status["iteration"], places(status)) == (6, [(6, "iteration_start")] * 3)
+    up(run_dir, 0, Phase.ITERATION_END, iteration=8)
+    assert places(Run(run_dir.root).status()) == [(8, "iteration_end")] * 3
+
+
+def test_heartbeats_that_are_further_than_flags_count(run_dir: RunDir) -> None:
+    running(run_dir)
+    up(run_dir, 0, Phase.TRAIN_PLAN)
+    status = Run(run_dir.root).status()
+    assert places(status) == [(5, "train_rollout")] * 3
+    assert status["nodes"][1]["tasks_done"] == 3
+
+
+def test_rows_that_a_run_does_not_have_are_not_shown(run_dir: RunDir) -> None:
+    rollouts = build({"cluster.num_nodes": 3, "rl_phase": "rollout"})
+    running(run_dir, record(2, settings=rollouts))
+    up(run_dir, 0, Phase.EVAL_ROLLOUT)
+    assert places(Run(run_dir.root).status())[0] == (5, "iteration_end")
+
+
+def test_lost_node_stays_where_it_was_seen_last(run_dir: RunDir) -> None:
+    running(run_dir)
+    beat(run_dir, 2, counter=6, phase="train_plan", pid=GONE, pid_space=pid_space())
+    up(run_dir, 0, Phase.TRAIN_ROLLOUT)
+    up(run_dir, 2, Phase.TRAIN_ROLLOUT)
+    assert places(Run(run_dir.root).status())[1:] == [(5, "train_files_ready"), (5, "train_rollout")]
+
+
+def test_flags_of_an_ended_epoch_move_no_node_that_gathers(run_dir: RunDir) -> None:
+    running(run_dir, state="gathering", phase="", iteration=5)
+    up(run_dir, 0, Phase.TRAINING)
+    assert Run(run_dir.root).status()["phase"] == "gathering"
+    claim(run_dir, record(3, settings=SETTINGS))
+    assert Run(run_dir.root).status()["phase"] == "gathering"
+    up(run_dir, 0, Phase.ITERATION_START, epoch=3)
+    assert Run(run_dir.root).status()["phase"] == "train_plan"
+
+
+def test_new_master_that_holds_is_in_the_iteration_that_was_begun(run_dir: RunDir) -> None:
+    run_dir.metrics.write_text('{"iteration": 3, "kind": "both", "reward": 0.5}\n')
+    claim(run_dir, record(2, settings=SETTINGS))
+    claim(run_dir, record(3, "lobby", {}, settings=SETTINGS))
+    up(run_dir, 0, Phase.ITERATION_START, iteration=4)
+    beat(run_dir, 0, state="gathering", phase="", iteration=0, waiting_for=[1, 2])
+    status = Run(run_dir.root).status()
+    assert (status["state"], status["iteration"], status["phase"]) == ("holding", 4, "gathering")
+
+
+def test_killed_node_is_silent_since_its_last_heartbeat(run_dir: RunDir) -> None:
+    here = {"pid_space": pid_space(), "monotonic_s": time.monotonic() - 4.0}
+    running(run_dir, silent_s={"1": 0.0, "2": 0.0})
+    beat(run_dir, 2, counter=6, pid=GONE, **here)
+    node = Run(run_dir.root).status()["nodes"][2]
+    assert node["state"] == "silent" and 4.0 <= node["silent_s"] < 10.0
+
+
+def test_what_the_master_observed_is_as_old_as_its_heartbeat(run_dir: RunDir) -> None:
+    here = {"pid_space": pid_space(), "monotonic_s": time.monotonic() - 2.0}
+    status = running(run_dir, silent_s={"1": 0.5, "2": 9.0}, **here)
+    assert 2.5 <= status["nodes"][1]["silent_s"] < 4.6
+    beat(run_dir, 1, counter=6, pid_space=pid_space(), monotonic_s=time.monotonic())
+    status = Run(run_dir.root).status()
+    assert status["nodes"][1]["silent_s"] < 1.0, "it has beaten since"
+    assert 11.0 <= status["nodes"][2]["silent_s"] < 13.1
+
+
+def test_reader_that_sees_a_node_beat_needs_no_observation_of_the_master(run_dir: RunDir) -> None:
+    running(run_dir, silent_s={"1": 3.0, "2": 3.0})
+    run = Run(run_dir.root)
+    assert [node["silent_s"] for node in run.status()["nodes"]] == [0.0, 3.0, 3.0]
+    beat(run_dir, 1, counter=6)
+    silent_s = [node["silent_s"] for node in run.status()["nodes"]]
+    assert silent_s[1] == 0.0 and silent_s[2] >= 3.0
 
 
 def test_run_that_is_in_no_iteration_shows_the_last_finished_one(run_dir: RunDir) -> None:
@@ -276,7 +392,7 @@ def test_master_of_another_machine_that_beats_no_more_is_silent_to_who_watches(
     assert (status["state"], status["waiting_for"], status["waiting_s"]) == ("holding", [0], 36.0)
     assert states(status) == ["silent", "alive", "alive"]
     assert repairs(status, run_dir.root) == [
-        f"to bring rank 0 back, on node-0: run --master ... --log-path {run_dir.root}"
+        f"to bring rank 0 back, on node-0: run --master --log-path {run_dir.root}"
     ]
 
 

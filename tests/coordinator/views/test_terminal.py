@@ -72,6 +72,7 @@ def test_columns_are_there_where_there_is_something_to_show() -> None:
         ({"silent_s": 12.0}, "silent 12 s"),
         ({"state": "silent", "silent_s": 130.0}, "silent 2 min"),
         ({"state": "silent"}, "silent"),
+        ({"state": "silent", "silent_s": 4.0}, "silent 4 s"),
         ({"state": "left", "silent_s": 130.0}, "left"),
         ({"state": "never_seen"}, "never seen"),
     ],
@@ -79,6 +80,28 @@ def test_columns_are_there_where_there_is_something_to_show() -> None:
 def test_state_says_for_how_long_a_node_is_silent(said: dict[str, Any], shown: str) -> None:
     line = text(status(node(0, **said)))[3]
     assert line[6:19].rstrip() == shown
+
+
+def test_nodes_of_a_finished_run_left_and_need_no_attention() -> None:
+    nodes = [node(rank, state="left") for rank in range(2)]
+    for state in ("finished", "stopped"):
+        lines = view(status(*nodes, state=state), [], ROOT, width=80, height=24)
+        assert [span.style for line in lines[3:5] for span in line.spans if span.style == "red"] == []
+    colours = {span.style for span in view(status(*nodes), [], ROOT, width=80, height=24)[3].spans}
+    assert "red" in colours
+    finished = text(status(*nodes, state="finished"), shown={"tasks", "phase"})
+    assert finished[0] == "exp1: finished, iteration 5 of 16, epoch 2"
+    assert finished[2].split() == ["rank", "host", "state"]
+
+
+def test_host_that_is_not_known_yet_makes_no_column() -> None:
+    nodes = [node(0, host="a"), node(1, host="", state="never_seen")]
+    assert "host" not in text(status(*nodes))[2]
+
+
+def test_what_was_read_of_files_is_in_megabytes() -> None:
+    line = text(status(node(0, phase="iteration_end", tasks_done=5, tasks_assigned=5)))[3]
+    assert line.endswith("5/5 MB")
 
 
 def test_who_is_waited_for_is_said_with_host_and_time() -> None:

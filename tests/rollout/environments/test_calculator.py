@@ -119,7 +119,8 @@ class Interrupted(ScriptedClient):
         (turn,) = await super().generate(prompt, sampling)
         for stop in sampling.stop:
             if turn.text.endswith(stop):
-                return [type(turn)(**{**vars(turn), "text": turn.text.removesuffix(stop)})]
+                text = turn.text.removesuffix(stop)
+                return [type(turn)(**{**vars(turn), "text": text, "stop_string": stop})]
         return [turn]
 
 
@@ -129,6 +130,14 @@ def test_values_are_appended_untrained_and_the_reward_sees_what_follows_the_last
     assert text_of(sample) == "27+58=27+58 is <<27+58>>=85\nreversed <<1/0>>=error: division by zero\n58."
     assert text_of(sample, trained=True) == "27+58 is <<27+58>>reversed <<1/0>>58."
     assert (sample.text, sample.metrics, sample.reward) == ("58", {"calls": 2.0}, None)
+    assert [(turn.role, turn.text, turn.finish_reason) for turn in sample.turns] == [
+        ("environment", "27+58=", None),
+        ("assistant", "27+58 is <<27+58>>", "stop"),
+        ("environment", "=85\n", None),
+        ("assistant", "reversed <<1/0>>", "stop"),
+        ("environment", "=error: division by zero\n", None),
+        ("assistant", "58", "stop"),
+    ]
 
 
 def test_chat_goes_on_in_the_assistants_turn_and_is_told_of_the_calculator() -> None:
@@ -201,6 +210,8 @@ def test_calls_of_a_real_engine_through_the_collector(calling_model: Path) -> No
     assert len(called) > 10 and any(sample.finish_reason == "stop" for sample in called)
     for sample in called:
         _, *turns = segments(sample)
+        shown = sample.turns[1:] if sample.turns[0].begin is None else sample.turns  # without HINT
+        assert "".join(turn.text for turn in shown) == "".join(turns).replace("<eos>", "")
         for said, observed in zip(turns[::2], turns[1::2], strict=False):
             expression = said.removesuffix(">>").removesuffix("<eos>").rpartition("<<")[2]
             assert observed == f"={answer(expression)}\n"

@@ -1,6 +1,8 @@
 """Environments: seeds of calls, samples of completions."""
 
 import asyncio
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,162 @@ def test_environment_is_found_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert resolve_environment("single_turn") is single_turn
     assert resolve_environment("calculator") is calculator
     assert resolve_environment("played_elsewhere:play").__name__ == "play"
+
+
+USERS = """
+import asyncio
+import contextlib
+import functools
+
+
+async def play(task, policy, sampling):
+    return []
+
+async def play_with(depth, task, policy, sampling):
+    return []
+
+partial = functools.partial(play_with, 3)
+
+
+def unmarked(function):
+    def call(*given, **named):
+        made = function(*given, **named)
+        return made
+    return call
+
+
+def marked(function):
+    @functools.wraps(function)
+    def call(task, policy, sampling):
+        with contextlib.nullcontext():
+            return function(task, policy, sampling)
+    return call
+
+
+wrapped, wrapped_well = unmarked(play), marked(play)
+
+
+@marked
+async def fewer(task):  # the wrapper of another decorator might give it what it wants
+    return []
+
+
+class Game:
+    def __init__(self, depth=3):
+        self.depth = depth
+
+    async def __call__(self, task, policy, sampling):
+        return []
+
+    async def method(self, task, policy, sampling):
+        return []
+
+    def hidden(self, task, policy, sampling, *, more=1):
+        return self.method(task, policy, sampling)
+
+
+made, method, hidden = Game(), Game().method, Game().hidden
+
+
+class Awaited:
+    def __init__(self, task, policy, sampling):
+        pass
+
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        return []
+
+
+def handed_on(task, policy, sampling):
+    return play(task, policy, sampling)
+
+
+def sync(task, policy, sampling):
+    samples = []
+    samples.extend(policy.generate(task["prompt"]))
+    return samples
+
+def listed(task, policy, sampling):
+    return [one for one in policy.generate(task["prompt"])]
+
+async def too_few(task, policy):
+    return []
+
+async def too_many(task, policy, sampling, depth):
+    return []
+
+async def yields(task, policy, sampling):
+    yield []
+
+class Needs:
+    def __init__(self, depth):
+        pass
+
+    async def __call__(self, task, policy, sampling):
+        return []
+
+class Sync:
+    def __call__(self, task, policy, sampling):
+        return []
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Environments as users write them, in the module `users_games`."""
+    (tmp_path / "users_games.py").write_text(USERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("users_games", None)
+
+
+@pytest.mark.usefixtures("users")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "play",
+        "partial",
+        "wrapped",
+        "wrapped_well",
+        "Game",
+        "made",
+        "method",
+        "hidden",
+        "Awaited",
+        "handed_on",
+    ],
+)
+def test_whatever_can_be_called_and_awaited_is_an_environment(name: str) -> None:
+    environment = resolve_environment(f"users_games:{name}")
+    nothing: Any = None
+
+    async def played() -> Any:
+        return await environment(nothing, nothing, nothing)
+
+    assert asyncio.run(played()) == []
+
+
+@pytest.mark.usefixtures("users")
+def test_decorated_environment_is_judged_by_what_its_decorator_takes() -> None:
+    assert resolve_environment("users_games:fewer")
+
+
+@pytest.mark.usefixtures("users")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sync", "it is not async; write `async def`"),
+        ("listed", "is not async"),
+        ("Sync", "is not async"),
+        ("too_few", r"takes \(task, policy\), but is called with \(task, policy, sampling\)"),
+        ("too_many", r"takes \(task, policy, sampling, depth\), but"),
+        ("yields", "yields; it must return"),
+        ("Needs", "class 'users_games:Needs' cannot be made without arguments: TypeError: .*'depth'"),
+    ],
+)
+def test_environment_that_cannot_be_played_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(EnvironmentSettingError, match=reason):
+        resolve_environment(f"users_games:{name}")
 
 
 @pytest.mark.parametrize(

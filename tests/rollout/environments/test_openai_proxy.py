@@ -11,7 +11,7 @@ import pytest
 from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
-from rollout.trajectory import Sample
+from rollout.trajectory import Group, Sample, line_for_people
 from tests.rollout.rollout_helpers import RunningServer
 from tests.rollout.scripted import Agent, ScriptedClient, run_session, text_of, user
 
@@ -74,6 +74,14 @@ def test_branches_share_their_beginning_and_train_it_once() -> None:
     _, samples = run_session(client, play)
     assert [text_of(sample) for sample in samples] == ["ua.a1.ub.a2.", "ua.a1.uc.a3.", "ua.a1.uc.a4."]
     assert [text_of(sample, trained=True) for sample in samples] == ["1.2.", "3.", "4."]
+    assert [[turn.text for turn in sample.turns] for sample in samples] == [
+        ["a", "1", "b", "2"],
+        ["a", "1", "c", "3"],
+        ["a", "1", "c", "4"],
+    ]
+    line = json.loads(line_for_people(Group(0, "t", "a", samples), rank=0, model_version="p"))
+    trained = [[turn["trained"] for turn in one["turns"] if "trained" in turn] for one in line["samples"]]
+    assert trained == [[2, 2], [0, 2], [0, 2]]
     assert samples[1].logprobs.tolist() == [-0.5 * m for m in samples[1].loss_mask]
     assert len({sampling.seed for _, sampling in client.asked}) == 4
 

@@ -28,6 +28,15 @@ def play(client: EngineClient, play: Callable[[Episode], Awaitable[T]], **sampli
     return asyncio.run(main())
 
 
+def shown(sample: Sample) -> list[str]:
+    """The conversation for people; in brackets the tokens of what is generated."""
+    tokens = [
+        "" if turn.begin is None else f" ({''.join(map(chr, sample.token_ids[turn.begin : turn.end]))})"
+        for turn in sample.turns
+    ]
+    return [f"{turn.role}{ids}: {turn.text}" for turn, ids in zip(sample.turns, tokens, strict=True)]
+
+
 def test_each_turn_continues_the_tokens_so_far_and_only_what_was_generated_is_trained() -> None:
     async def three_turns(episode: Episode) -> Sample:
         await episode.generate(user("2+2"))
@@ -43,6 +52,16 @@ def test_each_turn_continues_the_tokens_so_far_and_only_what_was_generated_is_tr
     assert sample.logprobs.tolist() == [-0.5 * m for m in sample.loss_mask]
     assert (sample.text, sample.finish_reason, sample.reward) == ("end", "stop", None)
     assert sample.metrics == {"turns": 4.0}
+    assert shown(sample) == [
+        "user: 2+2",
+        "assistant (5.): 5",
+        "user: sure?",
+        "assistant (yes.): yes",
+        "environment:  so",
+        "assistant (no): no",
+        "environment: [4 token ids]",
+        "assistant (end.): end",
+    ]
     assert [asked if isinstance(asked, str) else "".join(map(chr, asked)) for asked, _ in client.asked][
         1:
     ] == [
@@ -50,6 +69,20 @@ def test_each_turn_continues_the_tokens_so_far_and_only_what_was_generated_is_tr
         "u2+2.a5.usure?.ayes. so",
         "u2+2.a5.usure?.ayes. sono[ok]",
     ]
+
+
+def test_conversation_for_people_has_tool_results_and_is_not_changed_afterwards() -> None:
+    async def with_tool(episode: Episode) -> Sample:
+        message = {"role": "user", "content": "2+2"}
+        await episode.generate([message])
+        message["content"] = "changed"
+        tool = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": None}
+        await episode.generate([tool, *user("so?")])
+        return episode.sample()
+
+    sample = play(ScriptedClient("add.", "4."), with_tool)
+    said = ["user: 2+2", "assistant (add.): add", 'tool: 4\n{"tool_call_id": "c1"}', "user: so?"]
+    assert shown(sample) == [*said, "assistant (4.): 4"]
 
 
 def test_turn_that_was_cut_is_closed_by_the_template() -> None:
@@ -75,6 +108,8 @@ def test_budget_is_of_all_turns_and_an_empty_turn_says_that_it_is_used_up() -> N
     sample = play(client, talk, max_tokens=8)
     assert text_of(sample) == "ugo.aone.uon.atwo."  # the next message is not appended
     assert (sample.finish_reason, sample.text) == ("length", "")
+    assert shown(sample)[-2:] == ["assistant (two.): two", "assistant (): "]
+    assert [turn.finish_reason for turn in sample.turns] == [None, "stop", None, "stop", "length"]
     assert [sampling.max_tokens for _, sampling in client.asked] == [8, 4]
     sample = play(ScriptedClient("one.", "two.", "three."), talk, max_tokens=10)
     assert text_of(sample) == "ugo.aone.uon.atwo.uon.ath" and sample.text == "th"

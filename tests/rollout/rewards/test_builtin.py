@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.rewards.builtin import RewardError, RewardSettingError, resolve_reward, score
+from rollout.rewards.builtin import RewardError, RewardSettingError, check_task, resolve_reward, score
 from rollout.trajectory import Sample
 
 USER_CODE = """
-import asyncio, os, time
+import asyncio, functools, os, time
 import numpy as np
 
 def half(task, completion): return 0.5
 def one(task, completion): return np.float32(1)
 def parts(task, completion): return {"reward": 1, "digits": len(completion)}
+def flags(task, completion):
+    return {"reward": np.bool_(True), "short": len(completion) < 9, "digit": np.bool_(False)}
+async def flags_of(task, completion): return flags(task, completion)
 async def slow(task, completion):
     await asyncio.sleep(0)
     return 0.25
@@ -34,6 +37,14 @@ def stops(task, completion): raise StopIteration
 def exits(task, completion): raise SystemExit(3)
 def process(task, completion): return os.getpid() == int(completion)
 def later(task, completion): return slow(task, completion)
+def one_argument(completion): return 1
+def three_arguments(task, completion, info): return 1
+def yields(task, completion): yield 1
+def named_only(*, task, completion): return 1
+lengthy = functools.partial(lambda scale, task, completion: scale * len(completion), 0.5)
+class Counts:
+    def __init__(self): self.least = 2
+    def __call__(self, task, completion): return float(len(completion) >= self.least)
 constant = 3
 """
 
@@ -114,7 +125,17 @@ def test_task_that_a_built_in_reward_cannot_use_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"), [("half", 0.5), ("one", 1.0), ("slow", 0.25), ("judge", 0.75), ("later", 0.25)]
+    ("function", "expected"),
+    [
+        ("half", 0.5),
+        ("one", 1.0),
+        ("slow", 0.25),
+        ("judge", 0.75),
+        ("later", 0.25),
+        ("lengthy", 1.5),
+        ("Counts", 1.0),
+        ("Judge", 0.75),
+    ],
 )
 def test_function_of_the_user_scores(user_code: str, function: str, expected: float) -> None:
     reward = scored(f"{user_code}:{function}", "abc").reward
@@ -124,6 +145,12 @@ def test_function_of_the_user_scores(user_code: str, function: str, expected: fl
 def test_dict_gives_the_reward_and_metrics(user_code: str) -> None:
     sample = scored(f"{user_code}:parts", "abc")
     assert (sample.reward, sample.metrics) == (1.0, {"digits": 3.0})
+
+
+@pytest.mark.parametrize("function", ["flags", "flags_of"])
+def test_yes_and_no_count_as_1_and_0_also_those_of_numpy(user_code: str, function: str) -> None:
+    sample = scored(f"{user_code}:{function}", "abc")
+    assert (sample.reward, sample.metrics) == (1.0, {"short": 1.0, "digit": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -152,6 +179,13 @@ def test_function_that_fails_is_named_with_the_task(user_code: str, function: st
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),
         ("{user}:constant", "a int, no function"),
+        (
+            "{user}:one_argument",
+            "it takes (completion), but is called with (task, completion); give it these",
+        ),
+        ("{user}:three_arguments", "takes (task, completion, info), but is called with"),
+        ("{user}:named_only", "takes (*, task, completion), but"),
+        ("{user}:yields", "yields; it must return"),
         (":f", "is not of the form module:function"),
     ],
 )
@@ -159,6 +193,26 @@ def test_name_that_is_no_reward_is_an_error(user_code: str, name: str, reason: s
     with pytest.raises(RewardSettingError) as raised:
         resolve_reward(name.replace("{user}", user_code))
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("exact", {"answer": 3}, {}),
+        ("numeric", {"answer": "is 3"}, {"answer": "three"}),
+        ("regex", {"pattern": "("}, {"answer": 3}),
+        ("length", {"target_length": 3}, {"answer": "3"}),
+        ("math", {"answer": "3"}, {}),
+        ("users:own", {}, None),
+    ],
+)
+def test_task_that_a_reward_can_score_is_told_from_one_that_it_cannot(
+    name: str, good: dict[str, Any], bad: dict[str, Any] | None
+) -> None:
+    check_task(name, good)
+    if bad is not None:
+        with pytest.raises(ValueError, match=r"^it"):
+            check_task(name, bad)
 
 
 @pytest.mark.parametrize(("name", "extra"), [("math", "math"), ("reasoning_gym", "gym")])

@@ -22,7 +22,9 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
         + json.dumps({"id": 7, "messages": messages})
         + '\n{"id": "x", "prompt": "ü", "answer": 4.5}'
     )
-    tasks = load(file).tasks
+    loaded = load(file)
+    tasks = loaded.tasks
+    assert [loaded.place(index) for index in range(3)] == [f"{file}:{line}" for line in (1, 3, 4)]
     assert tasks[0] == {"id": "1", "prompt": "1+2=", "answer": "3", "level": {"n": 1}}
     assert tasks[1] == {"id": "7", "messages": messages}
     assert tasks[2] == {"id": "x", "prompt": "ü", "answer": 4.5}

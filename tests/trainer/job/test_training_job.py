@@ -119,6 +119,15 @@ def test_no_process_is_left_when_the_agent_is_killed_and_the_named_groups_too(st
     wait_until(lambda: not any(group_members(group) for group in groups))
 
 
+def test_job_that_its_node_ends_says_so_in_one_line(start_node: StartNode) -> None:
+    node = start_node(1)
+    node.wait_groups(1)
+    os.kill(node.agent.pid, signal.SIGTERM)
+    assert node.agent.wait(JOB_TIMEOUT_S) == 128 + signal.SIGTERM
+    assert node.output().splitlines()[-1:] == ["[trainer] the job was ended by SIGTERM"]
+    assert "Traceback" not in node.output() and "closing signal" not in node.output()
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -1,0 +1,107 @@
+"""Find the setting that a person meant: by what other trainers call it, by its last part, by its spelling."""
+
+import difflib
+from collections.abc import Sequence
+
+ALIASES = {
+    "lr": "trainer.learning_rate",
+    "lr_scheduler_type": "trainer.schedule",
+    "lr_scheduler": "trainer.schedule",
+    "num_warmup_steps": "trainer.warmup_steps",
+    "optimizer_betas": "trainer.betas",
+    "adam_epsilon": "trainer.eps",
+    "max_grad_norm": "trainer.clip_norm",
+    "grad_clip": "trainer.clip_norm",
+    "batch_size": "trainer.global_batch_size",
+    "train_batch_size": "trainer.global_batch_size",
+    "ppo_mini_batch_size": "trainer.global_batch_size",
+    "per_device_train_batch_size": "trainer.max_tokens_per_microbatch",
+    "micro_batch_size": "trainer.max_tokens_per_microbatch",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "beta": "trainer.kl_coefficient",
+    "kl_coef": "trainer.kl_coefficient",
+    "epsilon": "trainer.clip_low",
+    "epsilon_high": "trainer.clip_high",
+    "clip_range": "trainer.clip_low",
+    "loss_type": "trainer.algorithm",
+    "algo": "trainer.algorithm",
+    "lora_r": "trainer.lora.rank",
+    "lora_rank": "trainer.lora.rank",
+    "lora_alpha": "trainer.lora.alpha",
+    "target_modules": "trainer.lora.targets",
+    "tp": "engine.tensor_parallel_size",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_completion_length": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "num_generations": "rollout.samples_per_task",
+    "num_return_sequences": "rollout.samples_per_task",
+    "group_size": "rollout.samples_per_task",
+    "rollout_batch_size": "rollout.tasks_per_iteration",
+    "prompts_per_step": "rollout.tasks_per_iteration",
+    "temp": "rollout.temperature",
+    "stop_strings": "rollout.stop",
+    "reward_fn": "rollout.reward",
+    "reward_funcs": "rollout.reward",
+    "env": "rollout.environment",
+    "epochs": "iterations",
+    "num_epochs": "iterations",
+    "num_train_epochs": "iterations",
+    "steps": "iterations",
+    "max_steps": "iterations",
+    "total_steps": "iterations",
+    "eval_steps": "eval.interval",
+    "eval_every": "eval.interval",
+    "eval_dataset": "eval_tasks",
+    "dataset": "tasks",
+    "train_dataset": "tasks",
+    "dataset_name": "tasks",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "save_steps": "checkpoints.keep_every",
+    "save_total_limit": "checkpoints.keep_last",
+    "report_to": "metrics.sinks",
+    "nnodes": "cluster.num_nodes",
+    "nodes": "cluster.num_nodes",
+    "gpus": "cluster.expect_gpus",
+    "num_gpus": "cluster.expect_gpus",
+}
+"""Settings by the names that TRL, verl and their like give to them."""
+NEAR = 0.6
+"""How alike two spellings must be, from 0 to 1."""
+SHOWN = 4
+"""So many settings of a section are named."""
+
+
+def known_as(typed: str, known: Sequence[str]) -> str | None:
+    """Return the setting of that name, whatever its section and spelled with - or _, or by another name."""
+    word = _plain(typed)
+    leaf = word.rpartition(".")[2]
+    if word in known:
+        return word
+    by_leaf = (name for name in known if name.rpartition(".")[2] == leaf)
+    return next(by_leaf, None) or ALIASES.get(leaf)
+
+
+def spelled_like(typed: str, known: Sequence[str]) -> str | None:
+    """Return the setting, or section, whose name or last part is spelled most like what was typed."""
+    word = _plain(typed)
+    sections = {name.rpartition(".")[0] for name in known} - {""}
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    spellings = {**ALIASES, **leaves, **{name: name for name in (*known, *sections)}}
+    near = difflib.get_close_matches(word, spellings, n=1, cutoff=NEAR)
+    near = near or difflib.get_close_matches(word.rpartition(".")[2], spellings, n=1, cutoff=NEAR)
+    return spellings[near[0]] if near else None
+
+
+def meant(typed: str, known: Sequence[str]) -> str:
+    """Return the end of a sentence about an unknown setting: `did you mean trainer.learning_rate?`."""
+    inside = [name for name in known if name.startswith(f"{_plain(typed)}.")]
+    if inside:
+        more = ", ..." if len(inside) > SHOWN else ""
+        return f"did you mean a setting in it: {', '.join(inside[:SHOWN])}{more}?"
+    found = known_as(typed, known) or spelled_like(typed, known)
+    return f"did you mean {found}?" if found else "run --dry-run shows all settings"
+
+
+def _plain(typed: str) -> str:
+    return typed.strip().lstrip("-").replace("-", "_").lower()

@@ -1,0 +1,82 @@
+"""What a start starts, in a few lines for the master's terminal."""
+
+import os
+import shlex
+import socket
+
+from coordinator.config import show
+from coordinator.machine.gpus import count_gpus
+from coordinator.node.inputs import Inputs
+from coordinator.node.refusals import evaluates
+from coordinator.node.start import Start
+from coordinator.settings import RunSettings
+from rollout.engines.servers import server_reason
+
+
+def announcement(start: Start, first: int) -> list[str]:
+    """Return what is started with iteration `first`, in lines, each with its title: the model, the engine and
+    why this one, the algorithm, tasks, reward, nodes, where the run writes and where to look. With usual
+    names they fit 80 columns beside the prefix of a log line.
+    """
+    settings, inputs = start.settings, start.inputs
+    gpus = count_gpus()
+    said = {
+        "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
+        "engine": _engine(settings, gpus),
+        "algorithm": _algorithm(settings),
+        "tasks": _tasks(settings, inputs),
+        "samples": _samples(settings, first),
+        "reward": f"{settings.rollout.reward}, environment {settings.rollout.environment}",
+        "nodes": _nodes(settings, gpus),
+        "writes to": str(start.run_dir.root),
+        "look": f"run status --watch --log-path {shlex.quote(str(start.run_dir.root))}",
+        "": "(run logs and run report take the same --log-path)",
+    }
+    return [f"{title:<10}{text}" for title, text in said.items() if text]
+
+
+def _count(number: int) -> str:
+    """Write a number of parameters: `0.34 M`, `7.6 B`."""
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def _engine(settings: RunSettings, gpus: int) -> str:
+    if settings.rl_phase == "update":
+        return "none (--rl-phase update)"
+    if settings.engine.url is not None:
+        return f"the server at {settings.engine.url}"
+    return server_reason(settings.engine, gpus)
+
+
+def _algorithm(settings: RunSettings) -> str:
+    if settings.rl_phase == "rollout":
+        return "none (--rl-phase rollout)"
+    trainer, lora = settings.trainer, settings.trainer.lora.rank
+    adapters = f", adapters of rank {lora}" if lora else ""
+    rate = f"learning rate {trainer.learning_rate:g}"
+    return f"{trainer.algorithm}, {rate}, {trainer.global_batch_size} sequences a step{adapters}"
+
+
+def _tasks(settings: RunSettings, inputs: Inputs) -> str:
+    evaluation = "no evaluation"
+    if evaluates(settings) and inputs.eval_tasks is not None:
+        interval = settings.eval.interval if settings.rollout_split is None else 1
+        every = "every iteration" if interval == 1 else f"every {interval} iterations"
+        count = min(len(inputs.eval_tasks.tasks), settings.eval.max_tasks)
+        evaluation = f"{count} to evaluate {every}"
+    return f"{len(inputs.tasks.tasks)} ({settings.tasks}); {evaluation}"
+
+
+def _samples(settings: RunSettings, first: int) -> str:
+    rollout, last = settings.rollout, settings.iterations
+    end = f"from iteration {first} on" if last is None else f"iterations {first} to {last}"
+    end = f"iteration {first}" if last == first else end
+    size = f"{rollout.tasks_per_iteration} x {rollout.samples_per_task} an iteration"
+    return f"{size}, up to {rollout.max_tokens} tokens; {end}"
+
+
+def _nodes(settings: RunSettings, gpus: int) -> str:
+    cluster = settings.cluster
+    weights = f", weights {show(cluster.rank_weights)}" if cluster.rank_weights else ""
+    devices = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{os.cpu_count()} cores, no GPU"
+    return f"{cluster.num_nodes}{weights}; this one, {socket.gethostname()}: {devices}"

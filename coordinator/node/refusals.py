@@ -1,0 +1,137 @@
+"""What is refused before the start because it certainly cannot work: each in one line, with what to do.
+
+What may work passes: an environment of the user's may score and render by itself, a server may know more.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator import config
+from coordinator.settings import RunSettings, SettingsError
+from rollout.engines.admin import EngineAdmin
+from rollout.engines.client import EngineError
+from rollout.engines.model_facts import context_tokens, may_have_chat_template
+from rollout.environments.environment import BUILT_IN
+from rollout.rewards.builtin import check_task
+from rollout.tasks.task_set import TaskSet
+
+SERVER_TIMEOUT_S = 10.0
+"""How long a server that the user runs may take to answer a question that it can answer at once."""
+CONTEXT_ARGS = {"max-model-len", "hf-overrides", "rope-scaling"}
+"""Arguments of vLLM that give the model another context than its files say."""
+
+
+def evaluates(settings: RunSettings) -> bool:
+    """Return whether the run evaluates, if it has tasks for that."""
+    if settings.rl_phase == "update" or settings.rollout_split == "train-only":
+        return False
+    return settings.rollout_split == "eval-only" or settings.eval.interval > 0
+
+
+def _played(settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None) -> list[tuple[str, TaskSet]]:
+    """Return the task sets of which the run makes samples, each with the name of its environment."""
+    found: list[tuple[str, TaskSet]] = []
+    environment = settings.rollout.environment
+    if settings.rl_phase != "update" and settings.rollout_split != "eval-only":
+        found.append((environment, tasks))
+    if evaluates(settings) and eval_tasks is not None:
+        found.append(("single_turn" if environment == "demonstration" else environment, eval_tasks))
+    return found
+
+
+def refuse_unscored(settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None) -> None:
+    """Raise SettingsError for the first task that the built-in reward cannot score."""
+    name = settings.rollout.reward
+    for environment, those in _played(settings, tasks, eval_tasks):
+        if environment == "demonstration" or environment not in BUILT_IN:
+            continue  # it gives the rewards itself, or may do so
+        for index, task in enumerate(those.tasks):
+            try:
+                check_task(name, task)
+            except ValueError as error:
+                raise SettingsError(
+                    f"{those.place(index)}: --reward {name} cannot score this task: {error}; repair it, or "
+                    "give another --reward"
+                ) from None
+
+
+def refuse_unrendered(
+    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None
+) -> None:
+    """Raise SettingsError for a task with messages if the model certainly has no chat template."""
+    if settings.engine.url is not None or "chat-template" in _engine_args(settings):
+        return
+    if may_have_chat_template(model_dir):
+        return
+    for environment, those in _played(settings, tasks, eval_tasks):
+        index = next((n for n, task in enumerate(those.tasks) if "messages" in task), None)
+        if environment in BUILT_IN and index is not None:
+            raise SettingsError(
+                f"{those.place(index)}: this task has `messages`, but --model {settings.model} has no chat "
+                f"template to write them with; add {model_dir / 'chat_template.jinja'}, take a model that "
+                "has one, or give each task a `prompt`"
+            )
+
+
+def refuse_no_evaluation(settings: RunSettings, given: Mapping[str, Any], eval_tasks: TaskSet | None) -> None:
+    """Raise SettingsError if evaluation is asked for in `given`, what was typed, without tasks for it."""
+    if eval_tasks is not None:
+        return
+    asked = f"--eval-interval {settings.eval.interval}" if given.get("eval.interval") else ""
+    asked = "--rollout-split eval-only" if settings.rollout_split == "eval-only" else asked
+    if asked and evaluates(settings):
+        raise SettingsError(
+            f"{asked} needs tasks to evaluate on, and --tasks {settings.tasks} has none for it; add "
+            f"--eval-tasks FILE, or leave {asked.split()[0]} out"
+        )
+
+
+def refuse_absent_server(settings: RunSettings) -> None:
+    """Raise SettingsError unless the server that the user runs answers, and as an engine does."""
+    url = settings.engine.url
+    if url is None or settings.rl_phase == "update":
+        return
+    admin = EngineAdmin(url, timeout_s=SERVER_TIMEOUT_S)
+    try:
+        admin.check()
+    except EngineError as error:
+        said = " ".join(str(error).split())
+        raise SettingsError(
+            f"--engine-url {url}: no engine answers there ({said}); start it, and wait until it is ready, or "
+            "leave --engine-url out: then each node starts its own"
+        ) from None
+
+
+def context_of(settings: RunSettings, model_dir: Path) -> int | None:
+    """Return the longest sequence that the run's engines take, in tokens; None where it is not certain."""
+    args = _engine_args(settings)
+    if settings.engine.url is not None or args.keys() & CONTEXT_ARGS:
+        given = args.get("max-model-len")
+        return given if settings.engine.url is None and type(given) is int and given > 0 else None
+    return context_tokens(model_dir)
+
+
+def _engine_args(settings: RunSettings) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in settings.engine.args.items()}
+
+
+def fit_max_tokens(settings: RunSettings, given: Mapping[str, Any], context: int | None) -> RunSettings:
+    """Return the settings with a default of rollout.max_tokens that leaves room for a prompt in the model's
+    context (tokens; None: not known). SettingsError for a number that was given and leaves none.
+    """
+    if context is None or settings.rl_phase == "update" or settings.rollout.environment == "demonstration":
+        return settings
+    most = context - 1
+    for key, wanted in (
+        ("rollout.max_tokens", settings.rollout.max_tokens),
+        ("eval.max_tokens", settings.eval.max_tokens),
+    ):
+        if key in given and wanted is not None and wanted > most:
+            raise SettingsError(
+                f"{key}={wanted} leaves no room for a prompt: --model {settings.model} has a context of "
+                f"{context} tokens; give less, by the length of the longest prompt"
+            )
+    if settings.rollout.max_tokens <= most:
+        return settings
+    return config.overlay(settings, {"rollout.max_tokens": most})

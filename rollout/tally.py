@@ -1,0 +1,68 @@
+"""Log in full what happens for the first time, and then only how often it has happened again."""
+
+import logging
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from types import TracebackType
+
+MOST_KINDS = 8
+"""So many kinds are told apart between two counts; what is of a further kind is counted as `others`."""
+MOST_CHARACTERS = 300
+"""How much of a message is repeated beside its count."""
+
+# What differs between two messages of one kind: numbers, and what a task or a model has said.
+_DETAIL = re.compile(r"""'[^'\n]*'|"[^"\n]*"|\d+(?:\.\d+)?""")
+
+
+@dataclass
+class Tally:
+    """Logs why samples and groups are lost. Two losses are of one kind if their reasons differ only in
+    numbers and in quoted text. The first loss of a kind is logged, with its traceback where the process has
+    not shown one; the next ones are counted until `say_counts`.
+    """
+
+    log: logging.Logger
+    _explained: set[str] = field(default_factory=set[str])
+    _first: dict[str, str] = field(default_factory=dict[str, str])
+    _again: Counter[str] = field(default_factory=Counter[str])
+
+    def note(self, lost: str, what: str, reason: BaseException, cause: BaseException | None) -> None:
+        """Log or count a loss. `lost`: samples or groups. `what`: which one. `cause`: the error with the
+        traceback that explains it; None if no traceback does.
+        """
+        kind = f"{lost} {type(reason).__name__} {_DETAIL.sub('', str(reason))}"
+        if kind not in self._first and len(self._first) >= MOST_KINDS:
+            kind = f"{lost} others"
+        if kind in self._first:
+            self._again[kind] += 1
+            return
+        self._first[kind] = f"{lost} were lost like this: {str(reason)[:MOST_CHARACTERS]}"
+        is_new = kind not in self._explained
+        self._explained.add(kind)
+        self.log.log(
+            logging.ERROR if is_new else logging.WARNING,
+            "%s: %s",
+            what,
+            reason,
+            exc_info=_users_traceback(cause) if is_new and cause else None,
+        )
+
+    def say_counts(self) -> None:
+        """Log how often each kind has happened again, and begin to count anew."""
+        for kind, times in self._again.items():
+            self.log.warning("%d more %s", times, self._first[kind])
+        self._first.clear()
+        self._again.clear()
+
+
+def _users_traceback(
+    error: BaseException,
+) -> tuple[type[BaseException], BaseException, TracebackType | None] | None:
+    """Return what to log of an error: its traceback from the user's code on, and the notes with what another
+    process has said. None if it comes from this package alone: then its message says it all.
+    """
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("rollout."):
+        frame = frame.tb_next
+    return (type(error), error, frame) if frame or getattr(error, "__notes__", None) else None

@@ -1,0 +1,57 @@
+"""What the files of a model say for certain; the rest passes as unknown."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.engines.model_facts import context_tokens, count_parameters, may_have_chat_template
+from tests.models import write_model
+
+
+def test_parameters_are_counted_over_all_files(tmp_path: Path) -> None:
+    model = write_model(tmp_path, shapes={"model-1.safetensors": [(3, 5)], "model-2.safetensors": [(2,), ()]})
+    assert count_parameters(model) == 3 * 5 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 9, "text_config": {"max_position_embeddings": 512}}, 512),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, 2048),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, None),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"full": {"factor": 4}}}, None),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": True}, None),
+        ({}, None),
+    ],
+)
+def test_context_is_known_only_where_the_files_say_it(
+    tmp_path: Path, config: dict[str, Any], context: int | None
+) -> None:
+    assert context_tokens(write_model(tmp_path, config)) == context
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "files", "expected"),
+    [
+        ({}, {}, False),
+        ({"chat_template": None}, {}, False),
+        ({"chat_template": "{{ messages }}"}, {}, True),
+        ({"chat_template": [{"name": "default", "template": "x"}]}, {}, True),
+        ({}, {"chat_template.jinja": "x"}, True),
+        ({}, {"chat_template.json": "{}"}, True),
+        ({}, {"tekken.json": "{}"}, True),
+        ({"auto_map": {"AutoTokenizer": ["code.py", None]}}, {}, True),
+        (None, {}, True),
+    ],
+)
+def test_chat_template_is_missing_only_where_it_can_be_nowhere(
+    tmp_path: Path, tokenizer: dict[str, Any] | None, files: dict[str, str], expected: bool
+) -> None:
+    model = write_model(tmp_path, tokenizer=tokenizer)
+    for name, text in files.items():
+        (model / name).write_text(text)
+    assert may_have_chat_template(model) is expected

@@ -1,8 +1,7 @@
 """For all tests."""
 
+import importlib.util
 import signal
-
-import hypothesis
 
 
 def pytest_configure() -> None:
@@ -11,6 +10,9 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # No test times its examples: on a busy machine one takes longer than hypothesis allows.
-    hypothesis.settings.register_profile("flagpost", deadline=None)
-    hypothesis.settings.load_profile("flagpost")
+    if importlib.util.find_spec("hypothesis"):  # the environment with TRL has none
+        from hypothesis import settings
+
+        # No test times its examples: on a busy machine one takes longer than hypothesis allows.
+        settings.register_profile("flagpost", deadline=None)
+        settings.load_profile("flagpost")

@@ -113,7 +113,8 @@ def _run_local(
 
 
 def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
-    """Pass on signals until all nodes have ended; return their exit codes.
+    """Pass on signals until all nodes have ended; return their exit codes. An interrupt is the master's to
+    tell the others, while there is one.
 
     If the master refuses to start, the others are ended: they would wait for one that starts.
     """
@@ -121,10 +122,10 @@ def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
     waiting = nodes[1:]
     while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
         if interrupts.has_new():
-            number = signal.SIGTERM if interrupts.end_all else signal.SIGINT
-            for node in nodes if interrupts.end_all else nodes[:1]:
+            is_masters = not interrupts.end_all and nodes[0].poll() is None
+            for node in nodes[:1] if is_masters else nodes:  # a master that has ended tells nobody
                 if node.poll() is None:
-                    os.kill(node.pid, number)
+                    os.kill(node.pid, signal.SIGINT if is_masters else signal.SIGTERM)
         if waiting and nodes[0].poll() == Exit.USAGE:
             for node in waiting:
                 if node.poll() is None:

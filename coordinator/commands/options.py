@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
-from coordinator.config import OPTIONS, option_name, show
-from coordinator.settings import RunSettings
+from coordinator.config import OPTIONS, TINY_DEFAULTS, option_name, show
+from coordinator.settings import TINY, RunSettings
 
 
 def with_options(function: Callable[..., int]) -> Callable[..., int]:
@@ -58,6 +58,7 @@ def _annotation(key: str) -> Any:
     field = model.model_fields[name]
     metavar = OPTIONS[key].partition(" ")[2] or _metavar(name, field.annotation)
     default = "" if field.default is None else f"  [default: {show(field.default)}]"
+    default += f"  [with {TINY}: {show(TINY_DEFAULTS[key])}]" if key in TINY_DEFAULTS else ""
     text = docstrings(model)[name] + default
     choices = metavar.split("|") if "|" in metavar else []
     made = typer.Option(

@@ -63,9 +63,8 @@ class Start:
 def last_start(root: Path, crew: Crew = "main") -> EpochRecord | None:
     """Return the newest record of the run at `root`; None if no master has been in an epoch yet.
 
-    Raises SettingsError for a path that cannot be a run directory, and for a run of another format.
+    Raises SettingsError for a run of another format.
     """
-    check_log_path(root)
     run_dir = RunDir(root, crew)
     if not files.is_directory(root) or run_dir.run_json.name not in files.listing(root):
         return None
@@ -89,6 +88,7 @@ def start_master(
 
     What `given` leaves out is as at the last start, but for the settings in `reset`.
     """
+    check_log_path(root)
     last = last_start(root, crew)
     refuse_strangers(root, allow_shared_dir)
     given = with_kept(absolute(given), last, reset)

@@ -236,8 +236,8 @@ def _after(place: Place, settings: RunSettings) -> Place:
 
 
 def _state(board: Board, record: EpochRecord | None, said: Said, gone: set[int]) -> str:
-    if record is None:
-        return "stopped"
+    if record is None:  # its master has just started, or ended before it was in an epoch
+        return "holding" if said.keys() - gone else "stopped"
     if record.kind == "finished":
         return "finished"
     calls = {(flag.kind, flag.rank == MASTER) for flag in board.calls if flag.epoch == record.epoch}

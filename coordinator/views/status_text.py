@@ -52,7 +52,7 @@ def where(status: Status) -> str:
     """Say where the run is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
     text = f"iteration {status['iteration']}{of}"
-    if status["state"] != "finished":
+    if status["state"] != "finished" and status["phase"]:
         text += f", {status['phase']}"
     if not is_going(status):
         return text

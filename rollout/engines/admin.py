@@ -226,7 +226,7 @@ class EngineAdmin:
             if not said:
                 raise
             wanted = " and ".join(given.values())
-            what = re.split(r"""\.['"]""", what)[0]  # vLLM's answer goes on after the sentence
+            what = re.split(r"""\.(?:['"]|$)""", what)[0]  # vLLM's answer goes on after the sentence
             raise WrongWeights(f"{self._base_url} was to serve {wanted}; {said}{what}") from error
         return list(answer["results"][0])
 

@@ -17,8 +17,10 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
+from faults import new_cluster, show
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' cluster, which is not installed
 
@@ -131,10 +133,10 @@ class Day:
         self.kept.update(evidence.durable_parts(self._cluster.run_dir, since=self._done))
 
 
-def show(cluster: Cluster, day: Day, codes: list[int], seconds: float) -> None:
-    """Print the table."""
+def figures_of(cluster: Cluster, day: Day, codes: list[int], seconds: float) -> dict[str, Any]:
+    """Return the table of a day that has ended."""
     numbers = [line["iteration"] for line in cluster.metrics()]
-    figures = {
+    figures: dict[str, Any] = {
         "kills": sum(tenth.kills for tenth in day.tenths),
         "hours": f"{seconds / 3600:.2f}",
         "exit codes": codes,
@@ -149,8 +151,7 @@ def show(cluster: Cluster, day: Day, codes: list[int], seconds: float) -> None:
     for kind in day.tenths[0].memory_mb:
         figures[f"{kind}: MB, in every tenth"] = [round(tenth.memory_mb[kind]) for tenth in day.tenths]
         figures[f"{kind}: descriptors"] = [tenth.descriptors[kind] for tenth in day.tenths]
-    for name, figure in figures.items():
-        print(f"{name:<41}{figure}")
+    return figures
 
 
 def main() -> None:
@@ -163,18 +164,10 @@ def main() -> None:
     parser.add_argument("--kill-every", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    root = options.dir.absolute()
-    if (root / "run").exists():
-        parser.error(f"--dir {root}: there is a run already; give another directory")
-    root.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(root / "run", root / "cache", root)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the nodes are ended
-    day, started_s = Day(cluster, options), time.monotonic()
-    try:
+    with new_cluster(parser, options.dir) as cluster:
+        day, started_s = Day(cluster, options), time.monotonic()
         codes = day.live()
-        show(cluster, day, codes, time.monotonic() - started_s)
-    finally:
-        cluster.close()
+        show(figures_of(cluster, day, codes, time.monotonic() - started_s))
 
 
 if __name__ == "__main__":

@@ -292,6 +292,21 @@ def show(figures: dict[str, Any]) -> None:
         print(f"{name:<41}{figure}")
 
 
+@contextmanager
+def new_cluster(parser: argparse.ArgumentParser, directory: Path) -> Iterator[Cluster]:
+    """Yield the nodes of a new run below `directory`, and leave no process of theirs."""
+    root = directory.absolute()
+    if (root / "run").exists():
+        parser.error(f"--dir {root}: there is a run already; give another directory")
+    root.mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(root / "run", root / "cache", root)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the nodes are ended
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
 def main() -> None:
     """Run one of the two commands, and leave no process."""
     parser = argparse.ArgumentParser(
@@ -302,16 +317,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--soak", type=float, metavar="MINUTES")
     options = parser.parse_args()
-    root = options.dir.absolute()
-    if (root / "run").exists():
-        parser.error(f"--dir {root}: there is a run already; give another directory")
-    root.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(root / "run", root / "cache", root)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the nodes are ended
-    try:
+    with new_cluster(parser, options.dir) as cluster:
         soak(cluster, options.soak) if options.soak else hurt(cluster, options.faults, options.seed)
-    finally:
-        cluster.close()
 
 
 if __name__ == "__main__":

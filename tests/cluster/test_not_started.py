@@ -3,6 +3,7 @@
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.cluster import FAST, Cluster
 
@@ -21,8 +22,12 @@ def test_worker_that_lacks_a_module_is_named_by_the_master_and_in_the_status(
     why = f"rank 1 ({socket.gethostname()}) could not start: "
     assert why in line and "No module named 'my_rewards'" in line
     assert line.endswith(f"Then, on that machine: run --worker 1 --log-path {cluster.root}")
-    status = json.loads(cluster.command("status", "--json"))
-    assert (status["state"], status["waiting_for"]) == ("holding", [1])
+
+    def held() -> dict[str, Any] | None:  # a heartbeat after it was said
+        status = json.loads(cluster.command("status", "--json"))
+        return status if (status["state"], status["waiting_for"]) == ("holding", [1]) else None
+
+    status = cluster.until(held, "the status says whom it waits for")
     assert [why in node["error"] for node in status["nodes"]] == [False, True]
     assert "No module named 'my_rewards'" in cluster.command("status")
 

@@ -1,5 +1,6 @@
 """Nodes of one machine that are followed to their end."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,18 @@ def test_workers_do_not_wait_for_a_master_that_refuses_to_start(
     monkeypatch.setattr(local, "time", SimpleNamespace(sleep=look))
     assert local._follow(nodes, interrupts)[0] == Exit.USAGE
     assert waiting.poll() is not None
+
+
+def test_interrupt_ends_the_other_nodes_when_the_master_has_ended(
+    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has taken over its rank: it tells nobody."""
+    master = subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"])
+    master.wait()
+    nodes: Any = [master, waiting]
+    interrupts: Any = SimpleNamespace(has_new=lambda: True, end_all=False)
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _s: waiting.wait(20)))
+    assert local._follow(nodes, interrupts) == [4, -signal.SIGTERM]
 
 
 def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 
 import openai
 import pytest
@@ -32,12 +33,20 @@ def test_neither_does_the_text_of_an_error() -> None:
     assert "^[[2J" in said and "\x1b" not in said
 
 
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """The levels of loggers are for all tests of the process: they are put back."""
+    loggers = [logging.getLogger(name) for name in ("", "rollout.storage.retry", "asyncio", "watchdog")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
 def test_agents_http_client_has_no_line_for_each_request(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_before: None
 ) -> None:
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logs.set_up(0)
 
     async def agent() -> None:

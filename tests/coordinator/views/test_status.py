@@ -106,6 +106,14 @@ def test_status_has_the_documented_keys_and_is_json(run_dir: RunDir) -> None:
     assert all(node.keys() >= NODE_KEYS for node in status["nodes"])
 
 
+def test_master_that_has_just_started_gathers_and_is_not_stopped(run_dir: RunDir) -> None:
+    beat(run_dir, 0, state="gathering", phase="", iteration=0)
+    status = Run(run_dir.root).status()
+    assert (status["state"], status["phase"]) == ("holding", "gathering")
+    beat(run_dir, 0, counter=6, state=ENDED, phase="", iteration=0)
+    assert Run(run_dir.root).status()["state"] == "stopped"
+
+
 def test_running_nodes_are_shown_where_they_are(run_dir: RunDir) -> None:
     status = running(run_dir, waiting_for=[2], silent_s={"1": 0.4, "2": 1.0})
     assert (status["run_id"], status["state"], status["epoch"]) == ("abc", "running", 2)

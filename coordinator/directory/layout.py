@@ -123,6 +123,8 @@ class RunDir:
 
     <log-path>/
       run.json                    run id, format version, what may not change; made once
+      protocol/placement.json     which devices generate and which train; devices/rank_0001.json: how many
+                                  a machine has (both only where devices are placed)
       protocol/main/              small immutable files, by who writes them (two crews: rollout/, train/):
         master/                     all that a worker lists while it waits, however many workers there are
           e0002.epoch.json            epoch record: kind, master, settings, members
@@ -141,11 +143,22 @@ class RunDir:
       checkpoints/iteration_000005/          Hugging Face files, trainer_state/, result.json
       checkpoints/LATEST          for people; the protocol lists
       trainer_states/iteration_000004.e0002/ those saved in the background (trainer.save_interval)
-      metrics.jsonl   events/rank_0001.jsonl   logs/rank_0001/*.log
+      metrics.jsonl   events/rank_0001.jsonl   logs/rank_0001/*.log (two crews: rollout_0001, train_0001)
     """
 
     root: Path
     crew: Crew = "main"
+    machines: tuple[int, ...] = ()
+    """The machine of each rank of the crew, as in --worker; empty: the same number."""
+
+    def machine(self, rank: int) -> int:
+        """Return the machine of a rank: what a person types after --worker."""
+        return self.machines[rank] if rank < len(self.machines) else rank
+
+    def name(self, rank: int) -> str:
+        """Return what a person calls a node: `rank 2`, or `train rank 2` where there are two crews."""
+        crew = "" if self.crew == "main" else f"{self.crew} "
+        return f"{crew}rank {self.machine(rank)}"
 
     @property
     def run_json(self) -> Path:
@@ -230,7 +243,7 @@ class RunDir:
         return self.root / "events" / f"{self._node(rank)}.jsonl"
 
     def _node(self, rank: int) -> str:
-        return f"rank_{rank:04d}" if self.crew == "main" else f"{self.crew}_{rank:04d}"
+        return f"{'rank' if self.crew == 'main' else self.crew}_{self.machine(rank):04d}"
 
     @property
     def fixed_directories(self) -> tuple[Path, ...]:

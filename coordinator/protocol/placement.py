@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from coordinator.settings import Crew, SettingsError
 
+MOST = 1_000_000
+"""No device has a higher number."""
 HALVES: tuple[Crew, Crew] = ("rollout", "train")
 
 
@@ -21,7 +23,7 @@ def parse_place(given: Sequence[str]) -> dict[Crew, frozenset[int]]:
     found: dict[Crew, frozenset[int]] = {}
     for text in given:
         name, _, ranges = text.partition("=")
-        crew = next((crew for crew in HALVES if crew == name.strip()), None)
+        crew: Crew | None = next((crew for crew in HALVES if crew == name.strip()), None)
         if crew is None or not ranges.strip() or crew in found:
             raise SettingsError(
                 f"--place {text}: give --place rollout=DEVICES and --place train=DEVICES once each, e.g. "
@@ -46,6 +48,8 @@ def _devices(text: str, ranges: str) -> list[int]:
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
             raise SettingsError(f"--place {text}: '{item}' is no range of devices; e.g. 0-5, or 6,7")
         end = int(last) if dash else int(first)
+        if end > MOST:
+            raise SettingsError(f"--place {text}: there are no {end} devices; the first one is device 0")
         if end < int(first):
             raise SettingsError(f"--place {text}: '{item}' ends before it begins; e.g. {end}-{first}")
         devices += range(int(first), end + 1)
@@ -86,7 +90,14 @@ def crews_of(place: Mapping[Crew, frozenset[int]] | None, device_counts: Sequenc
             f"--place: there is no {_text(unknown)}; the machines have {total} devices ({counts}), numbered "
             f"from 0 to {total - 1}"
         )
-    return {crew: _places(devices, device_counts) for crew, devices in wanted.items()}
+    crews: Crews = {crew: _places(devices, device_counts) for crew, devices in wanted.items()}
+    working = {place.machine for places in crews.values() for place in places}
+    if idle := sorted(set(range(len(device_counts))) - working):
+        raise SettingsError(
+            f"--place: no device of rank {idle[0]} generates or trains; place one of its devices, or leave "
+            "that machine out of --num-nodes"
+        )
+    return crews
 
 
 def _places(devices: frozenset[int], device_counts: Sequence[int]) -> tuple[Place, ...]:

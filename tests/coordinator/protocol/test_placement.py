@@ -20,6 +20,7 @@ def test_ranges_are_inclusive_and_joined_by_commas() -> None:
         (["0-3", "train=1"], "--place 0-3: give"),
         (["rollout=0-", "train=1"], "'0-' is no range of devices"),
         (["rollout=x", "train=1"], "'x' is no range of devices"),
+        (["rollout=0-99999999999", "train=0"], "there are no 99999999999 devices"),
         (["rollout=3-1", "train=0"], r"'3-1' ends before it begins; e.g. 1-3"),
         (["rollout=0-3", "train=3-4"], "device 3 would generate and train"),
     ],
@@ -47,6 +48,11 @@ def test_device_that_is_not_there_is_refused_with_what_there_is() -> None:
         SettingsError, match=r"no devices 3, 4; the machines have 3 devices \(rank 0: 2, rank 1: 1\)"
     ):
         crews_of(parse_place(["rollout=0", "train=3,4"]), [2, 1])
+
+
+def test_machine_without_work_is_refused() -> None:
+    with pytest.raises(SettingsError, match="no device of rank 1 generates or trains"):
+        crews_of(parse_place(["rollout=0", "train=2"]), [1, 1, 1])
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())

@@ -105,6 +105,7 @@ def test_training_goes_on_without_an_iteration_that_cannot_be_trained_again(
     node = node_at(run_dir)
     run_dir.manifest("train", 4).unlink()
     damage(run_dir.checkpoint(4))
+    node.finished.look()
     assert lineage.base_of(node, Iteration(5)).iteration == 3
     assert "the checkpoint of iteration 4 is gone: going on from the one of iteration 3" in caplog.text
     assert lineage.next_to_run(node, 5) == 5

@@ -33,6 +33,7 @@ AcceptCodeChange = Annotated[
         help="Go on with an open iteration although the code of its reward or environment has changed.",
     ),
 ]
+OfCrew = Annotated[str | None, typer.Option("--crew", hidden=True)]
 AllowSharedDir = Annotated[
     bool,
     typer.Option(
@@ -56,7 +57,8 @@ def node(
     debug_mode: DebugMode = False,
     accept_code_change: AcceptCodeChange = False,
     allow_shared_dir: AllowSharedDir = False,
-    **typed: str | None,
+    crew: OfCrew = None,
+    **typed: Any,
 ) -> int:
     """Take part in a run: post-train a language model on machines that share only a directory.
 
@@ -79,10 +81,18 @@ def node(
     rank = _rank(root, given, reset, master, worker)
     if dry_run:
         return _show(root, given, reset)
+    from coordinator.commands.machine import Typed, run_machine
     from coordinator.journal import logs
     from coordinator.main import run_node
 
-    return run_node(root, rank, given, logs.set_up(rank), accept_code_change, allow_shared_dir, reset)
+    def as_node(of_crew: Any = "main") -> int:
+        prefix = logs.set_up(rank, of_crew)
+        return run_node(root, rank, given, prefix, accept_code_change, allow_shared_dir, reset, of_crew)
+
+    if crew is not None:  # by run_machine
+        return as_node(crew)
+    machine = Typed(root, rank, given, reset, accept_code_change, allow_shared_dir)
+    return run_machine(machine, as_node)
 
 
 def local(
@@ -96,7 +106,7 @@ def local(
     debug_mode: DebugMode = False,
     accept_code_change: AcceptCodeChange = False,
     allow_shared_dir: AllowSharedDir = False,
-    **typed: str | None,
+    **typed: Any,
 ) -> int:
     """Start all nodes of a run as processes of this machine, in one terminal; stop them with Ctrl+C.
 
@@ -115,7 +125,7 @@ def local(
 
 
 def _given(
-    words: Sequence[str], config: Path | None, debug_mode: bool, typed: dict[str, str | None]
+    words: Sequence[str], config: Path | None, debug_mode: bool, typed: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the settings that were typed, by dotted name: of a file, of options, of KEY=VALUE."""
     from coordinator.commands.options import given_options

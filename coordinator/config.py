@@ -152,6 +152,7 @@ OPTIONS = {
     "cluster.num_nodes": "--num-nodes",
     "cluster.rank_weights": "--rank-weights",
     "cluster.expect_gpus": "--expect-gpus",
+    "cluster.place": "--place HALF=DEVICES",
     "cluster.max_async_level": "--max-async-level",
     "cluster.on_node_failure": "--on-node-failure",
     "cluster.node_timeout_s": "--node-timeout",

@@ -23,17 +23,19 @@ from coordinator.node.flags import call_document
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
 from coordinator.node.strangers import share_with_group
+from coordinator.placement import Crew
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.placed import run_dirs
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
-from coordinator.rows.crews import open_next
+from coordinator.rows.crews import is_finished, open_next
 from coordinator.rows.origins import refuse_changed_code
 from coordinator.rows.resume import next_iteration
 from coordinator.rows.table import run_iterations
 from coordinator.rows.trainer_states import wait_for_newest
-from coordinator.settings import Crew, SettingsError
+from coordinator.settings import SettingsError
 from coordinator.views.terminal import live_view
 from rollout.collect import AllGivenUp
 from rollout.engines.client import EngineError
@@ -70,11 +72,10 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         prefix.keep(node.run_dir.logs(node.rank), node.events)
         for change in start.changes:
             log.info("%s", change, extra={"event": {"what": "changed", **change._asdict()}})
-        first = open_next(node) if node.is_master else None
-        if node.is_master and first is None:
+        if node.is_master and is_finished(node):
             _finish(node)
         else:
-            for line in announcement(start, first) if first is not None else ():
+            for line in announcement(start, open_next(node)) if start.given is not None else ():
                 log.info("%s", line)
             with waiting_for_space(node.settings.cluster.rejoin_timeout_s, node.check):
                 _run_epochs(node, iterate)
@@ -210,7 +211,8 @@ def first_cause(texts: Sequence[str]) -> str:
 def _finish(node: Node) -> None:
     """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
     node.joining.finish()
-    log.info("%s", node.messages.finished(next_iteration(node.finished, node.settings) - 1))
+    done = node.settings.iterations if node.run_dir.crew == "rollout" else None
+    log.info("%s", node.messages.finished(done or next_iteration(node.finished, node.settings) - 1))
 
 
 def _allow_many_files() -> None:
@@ -230,14 +232,14 @@ def _end(node: Node, end: Ended) -> int:
 
 
 def _say(end: Ended) -> int:
-    level = logging.INFO if end.code is Exit.DONE else logging.ERROR
+    level = logging.INFO if end.code in {Exit.DONE, Exit.MOVED} else logging.ERROR
     log.log(level, "%s", end.text, extra={"event": {"what": "exit", "code": int(end.code)}})
     return end.code
 
 
 def run_node(
     root: Path,
-    rank: int,
+    machine: int,
     given: Mapping[str, Any],
     prefix: Prefix,
     accept_code_change: bool = False,
@@ -247,25 +249,27 @@ def run_node(
 ) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
-    `accept_code_change`: the master may go on with an iteration although the code of its reward or of its
-    environment has changed. `allow_shared_dir`: other users may own the run directory, or write in it.
-    `reset`: settings that the master does not keep from the last start. In a terminal the master shows the
-    run below its log lines.
+    `machine`: its rank among all machines, 0 for the master's. `accept_code_change`: the master may go on
+    with an iteration although the code of its reward or of its environment has changed. `allow_shared_dir`:
+    other users may own the run directory, or write in it. `reset`: settings that the master does not keep
+    from the last start. In a terminal the master shows the run below its log lines.
     """
-    with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if rank else FIRST_S):
+    with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if machine else FIRST_S):
         try:
             share_with_group(root)
-            if rank == MASTER:
+            leads = machine == MASTER and (crew == "main" or run_dirs(root)[0].crew == crew)
+            if leads:
                 start = start_master(root, given, allow_shared_dir, reset, crew)
             else:
-                start = start_worker(root, rank, given, allow_shared_dir, crew)
-            if rank == MASTER and not accept_code_change:
-                refuse_changed_code(start.run_dir, start.settings)
+                start = start_worker(root, machine, given, allow_shared_dir, crew)
+            if leads and not accept_code_change:
+                refuse_changed_code(start.run_dir, start.of_run)
         except Ended as end:
             return _say(end)
         except SettingsError:
             raise
         except EXPECTED as error:
-            return _say(Ended(Exit.FAILED, f"rank {rank} could not start: {error}"))
-        with live_view(root) if rank == MASTER else contextlib.nullcontext():
+            name = f"rank {machine}" if crew == "main" else f"{crew} rank {machine}"
+            return _say(Ended(Exit.FAILED, f"{name} could not start: {error}"))
+        with live_view(root) if leads else contextlib.nullcontext():
             return live(start, prefix)

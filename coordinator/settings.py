@@ -1,17 +1,15 @@
 """The settings tree of a run, one class per concern; `rollout` and `trainer` define their own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from coordinator.placement import Crew, parse_place
 from rollout.settings import GENERATED, EngineSettings, EvalSettings, RolloutSettings, Settings
 from trainer.settings import TrainerSettings
 
 TINY = "builtin:tiny"
-
-Crew = Literal["main", "rollout", "train"]
-"""The nodes that go through rows together: through all 14, or those that generate, and those that train."""
 
 RunKind = Literal["both", "rollout", "update", "eval"]
 """What a run does in each iteration; a metrics line says it too."""
@@ -64,6 +62,10 @@ def _gpus(given: Any) -> Any:
     return [int(item) for item in items]
 
 
+def _texts(given: Any) -> Any:
+    return given.split() if isinstance(given, str) else given
+
+
 class ClusterSettings(Settings):
     """The nodes, and how long they wait for each other."""
 
@@ -73,6 +75,9 @@ class ClusterSettings(Settings):
     """One positive number per node: its share of the tasks and of the training tokens; default: equal."""
     expect_gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_gpus)] = None
     """GPUs that must be there before work starts: the total of all nodes, or one number per node."""
+    place: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    """Devices that generate and devices that train, e.g. rollout=0-5 and train=6,7: two crews, which work at
+    the same time. A device is a GPU, or a node without GPUs; default: all do both, in turns."""
     beat_s: Annotated[float, Field(gt=0)] = 2.0
     """Seconds between two heartbeats of a node; with more than a hundred nodes they are rarer."""
     node_timeout_s: Annotated[float, Field(gt=0)] = 30.0
@@ -130,6 +135,16 @@ class ClusterSettings(Settings):
                 f"--expect-gpus {text} has {len(numbers)} numbers for --num-nodes {self.num_nodes}; give the "
                 f"total, e.g. {8 * self.num_nodes}, or one per node, e.g. {','.join(['8'] * self.num_nodes)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _place_fits(self) -> "ClusterSettings":
+        if self.place:
+            parse_place(self.place)
+            if self.expect_gpus is not None:
+                raise ValueError(
+                    "--expect-gpus beside --place, which names the devices that must be there; leave it out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -242,6 +257,10 @@ class RunSettings(Settings):
                 f"--rollout-split {self.rollout_split} needs a rollout, but --rl-phase is update; "
                 "leave one of them out"
             )
+        half = f"--rl-phase {self.rl_phase}" if self.rl_phase != "both" else ""
+        half = f"--rollout-split {self.rollout_split}" if self.rollout_split else half
+        if self.cluster.place and half:
+            raise ValueError(f"{half} does one part of each iteration, but --place has all; leave one out")
         if self.rollout_split == "eval-only" and self.rl_phase != "rollout":
             raise ValueError("--rollout-split eval-only makes nothing to train on; add --rl-phase rollout")
         return self
@@ -337,10 +356,16 @@ class RunSettings(Settings):
                 f"{error.errors()[0]['msg']}); use the same version on all nodes"
             ) from None
 
-    def of_crew(self, crew: Crew) -> "RunSettings":
-        """Return the settings of the nodes that do one half of this run's iterations."""
-        half = {"main": self.rl_phase, "rollout": "rollout", "train": "update"}[crew]
-        return self.model_copy(update={"rl_phase": half})
+    def of_crew(self, crew: Crew, machines: Sequence[int] = ()) -> "RunSettings":
+        """Return the settings that a crew of these machines goes by: its half of an iteration, its nodes."""
+        if crew == "main":
+            return self
+        half = {"rollout": "rollout", "train": "update"}[crew]
+        weights, cluster = self.cluster.rank_weights, self.cluster
+        if machines:
+            own = tuple(weights[machine] for machine in machines) if weights else None
+            cluster = cluster.model_copy(update={"num_nodes": len(machines), "rank_weights": own})
+        return self.model_copy(update={"rl_phase": half, "cluster": cluster})
 
     @property
     def kind(self) -> RunKind:

@@ -37,7 +37,7 @@ def with_options(function: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def given_options(typed: dict[str, str | None]) -> dict[str, Any]:
+def given_options(typed: dict[str, Any]) -> dict[str, Any]:
     """Return the settings whose options were typed, by dotted name."""
     return {key: typed[_parameter(key)] for key in OPTIONS if typed[_parameter(key)] is not None}
 
@@ -68,7 +68,8 @@ def _annotation(key: str) -> Any:
         show_default=False,
         autocompletion=(lambda: choices) if choices else None,
     )
-    return Annotated[str | None, made]
+    several = get_origin(field.annotation) is tuple and get_args(field.annotation)[0] is str
+    return Annotated[list[str] | None, made] if several else Annotated[str | None, made]
 
 
 def _find(key: str) -> tuple[type[BaseModel], str]:

@@ -1,11 +1,12 @@
 """Build and parse every path and name of a run."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from coordinator.settings import Crew
+from coordinator.placement import Crew
 
 FORMAT = 4
 """Version of this layout. A directory of another version is refused."""
@@ -137,6 +138,7 @@ class RunDir:
         r0001.e0002.part0003.safetensors
         manifest.json               the parts that count; made once
         groups.jsonl                their groups, for people
+        rollout_times.json          how long the rollout crew took, for the metrics line (two crews)
       eval_trajectories/iteration_000005/    the same, without iteration.json
       batches/iteration_000005/   batch.safetensors, batch.json; trained.json: how it was trained, where no
                                   trainer state was saved with the checkpoint
@@ -155,10 +157,19 @@ class RunDir:
         """Return the machine of a rank: what a person types after --worker."""
         return self.machines[rank] if rank < len(self.machines) else rank
 
+    def rank(self, machine: int) -> int:
+        """Return the rank of a machine, which is in the crew."""
+        return self.machines.index(machine) if self.machines else machine
+
     def name(self, rank: int) -> str:
         """Return what a person calls a node: `rank 2`, or `train rank 2` where there are two crews."""
+        return self.names([rank])
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Return what a person calls several nodes: `ranks 1, 2`, or `train ranks 2, 3`."""
+        listed = sorted(self.machine(rank) for rank in ranks)
         crew = "" if self.crew == "main" else f"{self.crew} "
-        return f"{crew}rank {self.machine(rank)}"
+        return f"{crew}rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
 
     @property
     def run_json(self) -> Path:
@@ -213,6 +224,9 @@ class RunDir:
 
     def groups(self, kind: Kind, iteration: int) -> Path:
         return self.trajectories(kind, iteration) / GROUPS
+
+    def rollout_times(self, iteration: int) -> Path:
+        return self.trajectories("train", iteration) / "rollout_times.json"
 
     def batch(self, iteration: int) -> Path:
         return self.root / "batches" / f"iteration_{iteration:06d}"

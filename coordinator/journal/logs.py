@@ -18,9 +18,9 @@ OURS = ("coordinator", "rollout", "trainer")
 class Prefix(logging.Formatter):
     """`[rank 2 it 7 train_rollout] text`, with control characters spelled: the text may be a model's."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, crew: str = "main") -> None:
         super().__init__("%(message)s")
-        self._rank = rank
+        self._name = f"rank {rank}" if crew == "main" else f"{crew} rank {rank}"
         self._where: Callable[[], str] = lambda: ""
         self._doing: Doing = lambda: ("start", "reading the tasks and the model" if rank == 0 else "starting")
         self._file: _File | None = None
@@ -49,7 +49,7 @@ class Prefix(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return plain(f"[rank {self._rank}{self._where()}] {level}{super().format(record)}")
+        return plain(f"[{self._name}{self._where()}] {level}{super().format(record)}")
 
 
 class _File(logging.Handler):
@@ -83,9 +83,9 @@ def is_for_people(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO or not is_installed or record.name.partition(".")[0] in OURS
 
 
-def set_up(rank: int) -> Prefix:
-    """Log to stderr, each line with the prefix that is returned."""
-    prefix = Prefix(rank)
+def set_up(rank: int, crew: str = "main") -> Prefix:
+    """Log to stderr, each line with the prefix that is returned. The rank is the machine's."""
+    prefix = Prefix(rank, crew)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(prefix)
     handler.setLevel(logging.INFO)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from coordinator.machine import keeper
+from coordinator.placement import Crew
 
 SIGNALS = "signals"
 """A file in the spool: a byte for each signal that the node was sent, its number."""
@@ -19,6 +20,7 @@ class Shown(TypedDict):
 
     root: str
     """The run directory."""
+    crew: Crew
     rank: int
     incarnation: int
     beat_s: float

@@ -41,7 +41,7 @@ class StandIn:
         self._spool = spool
         self._written_ns, self._node = self._pulse()
         self._process = os.pidfd_open(self._node["pid"])  # so that no other process is ever killed
-        self._run_dir = RunDir(Path(self._node["root"]))
+        self._run_dir = RunDir(Path(self._node["root"]), self._node["crew"])
         self._records = Records(self._run_dir)
         self._heart = Heart(self._run_dir, self._node["rank"], lambda: self._said)
         self._said: dict[str, Any] = {}

@@ -13,12 +13,12 @@ from coordinator.settings import RunSettings
 from rollout.engines.servers import server_reason
 
 
-def announcement(start: Start, first: int) -> list[str]:
-    """Return what is started with iteration `first`, in lines, each with its title: the model, the engine and
-    why this one, the algorithm, tasks, reward, nodes, where the run writes and where to look. With usual
-    names they fit 80 columns beside the prefix of a log line.
+def announcement(start: Start, first: int | None) -> list[str]:
+    """Return what is started with iteration `first` (None: all are generated), in lines, each with its title:
+    the model, the engine and why this one, the algorithm, tasks, reward, nodes, where the run writes and
+    where to look. With usual names they fit 80 columns beside the prefix of a log line.
     """
-    settings, inputs = start.settings, start.inputs
+    settings, inputs = start.of_run, start.inputs
     gpus = count_gpus()
     said = {
         "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
@@ -28,6 +28,7 @@ def announcement(start: Start, first: int) -> list[str]:
         "samples": _samples(settings, first),
         "reward": f"{settings.rollout.reward}, environment {settings.rollout.environment}",
         "nodes": _nodes(settings, gpus),
+        "crews": f"{' '.join(settings.cluster.place)}, at the same time" if settings.cluster.place else "",
         "writes to": str(start.run_dir.root),
         "look": f"run status --watch --log-path {shlex.quote(str(start.run_dir.root))}",
         "": "(run logs and run report take the same --log-path)",
@@ -67,8 +68,9 @@ def _tasks(settings: RunSettings, inputs: Inputs) -> str:
     return f"{len(inputs.tasks.tasks)} ({settings.tasks}); {evaluation}"
 
 
-def _samples(settings: RunSettings, first: int) -> str:
+def _samples(settings: RunSettings, first: int | None) -> str:
     rollout, last = settings.rollout, settings.iterations
+    first = first or last
     end = f"from iteration {first} on" if last is None else f"iterations {first} to {last}"
     end = f"iteration {first}" if last == first else end
     size = f"{rollout.tasks_per_iteration} x {rollout.samples_per_task} an iteration"

@@ -46,7 +46,7 @@ def call_document(run_dir: RunDir, flag: Flag) -> Payload:
         document = read_flag(run_dir, flag)
         return {**document, "text": str(document["text"])}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {"text": f"rank {flag.rank} said {flag.kind}"}
+        return {"text": f"{run_dir.name(flag.rank)} said {flag.kind}"}
 
 
 def read_call(run_dir: RunDir, flag: Flag) -> str:
@@ -188,7 +188,8 @@ class Flags:
         )
         run_dir, board, record = self._identity.run_dir, self._watch.board, self._watch.record
         if self._identity.is_master:
-            for epoch in [epoch for epoch in board.records if epoch < record.epoch - KEPT_RECORDS]:
+            older = [epoch for epoch in board.records if epoch < record.epoch]  # numbers may have gaps
+            for epoch in sorted(older)[:-KEPT_RECORDS]:
                 once.remove(run_dir.entry(Record(epoch)))
             over = {flag for flag in board.flags if flag.epoch < record.epoch}
             self._over += [run_dir.entry(flag) for flag in over if flag.rank not in record.members]

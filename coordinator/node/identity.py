@@ -23,10 +23,12 @@ class Identity:
     run_dir: RunDir
     run_id: str
     inputs: Inputs
-    given: Mapping[str, Any]
-    """What this start and those before were given; nothing on a worker, whose master keeps it."""
+    given: Mapping[str, Any] | None
+    """What this start and those before were given; None where another master keeps it."""
+    of_run: RunSettings
+    """The settings of the epoch that the node is in, as they are published."""
     settings: RunSettings
-    """Those of the epoch that the node is in, with its own over them."""
+    """These as its crew goes by them, with its own over them."""
     incarnation_floor: int
     """The highest incarnation of this rank before this process."""
     newest_epoch: int
@@ -50,6 +52,7 @@ class Identity:
             run_id=start.run_id,
             inputs=start.inputs,
             given=start.given,
+            of_run=start.of_run,
             settings=start.settings,
             incarnation_floor=start.incarnation_floor,
             newest_epoch=start.newest_epoch,
@@ -63,9 +66,24 @@ class Identity:
         return self.rank == MASTER
 
     @property
+    def leads_run(self) -> bool:
+        """Whether this is the run's master, which also leads its crew."""
+        return self.is_master and self.given is not None
+
+    @property
     def root(self) -> Path:
         """The run directory."""
         return self.run_dir.root
+
+    @property
+    def name(self) -> str:
+        """What a person calls this node."""
+        return self.run_dir.name(self.rank)
+
+    def adopt(self, document: Mapping[str, Any]) -> None:
+        """Take over the settings of an epoch record."""
+        self.of_run = RunSettings.published(document)
+        self.settings = self.inputs.localize(self.of_run).of_crew(self.run_dir.crew, self.run_dir.machines)
 
     def describe(self) -> dict[str, Any]:
         """Return what a heartbeat says of it."""

@@ -113,9 +113,9 @@ class Inputs:
             now = replace(now, eval_tasks=_load_eval_tasks(settings))
         return now
 
-    def localize(self, published: Mapping[str, Any]) -> RunSettings:
+    def localize(self, published: RunSettings) -> RunSettings:
         """Return a record's settings, with this node's own over them."""
-        return config.overlay(RunSettings.published(published), self.local)
+        return config.overlay(published, self.local)
 
 
 def difference(mine: Mapping[str, Code], theirs: Mapping[str, Code], where: str) -> str | None:

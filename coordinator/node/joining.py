@@ -10,14 +10,14 @@ from coordinator.machine import network
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.node.verdicts import CODES, Verdicts
+from coordinator.node.verdicts import CODES, MOVED, Verdicts
 from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beats
 from coordinator.protocol.records import EpochRecord, Given, Member, claim, new_token
 from coordinator.protocol.shares import share_sizes
-from coordinator.protocol.snapshot import Board, ranks_text
+from coordinator.protocol.snapshot import Board
 from coordinator.protocol.verdict import Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings import ClusterSettings
@@ -91,7 +91,8 @@ class Joining:
                 pause_s = self._back_off.lose(rank, time.monotonic(), cluster.node_timeout_s, most_s)
                 if pause_s > 0:
                     times = f"{self._back_off.losses(rank)} times before it finished an iteration"
-                    log.warning("rank %d was lost %s: it is let in again after %.0f s", rank, times, pause_s)
+                    name = self._identity.run_dir.name(rank)
+                    log.warning("%s was lost %s: it is let in again after %.0f s", name, times, pause_s)
 
     def settle(self) -> None:
         """Take in that the members of this epoch have finished an iteration."""
@@ -140,8 +141,8 @@ class Joining:
             run_id=me.run_id,
             master_incarnation=self._watch.incarnation,
             master_host=me.host,
-            settings=me.settings.model_dump(mode="json"),
-            given=Given(host=me.host, settings=dict(me.given)),
+            settings=me.of_run.model_dump(mode="json"),
+            given=Given(host=me.host, settings=dict(me.given)) if me.given is not None else None,
             inputs=me.inputs.codes(),
             members=members,
         )
@@ -163,18 +164,18 @@ class Joining:
             self._verdicts.check_still_master()
 
         def missing() -> str:
-            return f"{ranks_text(self._position.waiting_for)} to start"
+            return f"{self._identity.run_dir.names(self._position.waiting_for)} to start"
 
         members = self._watch.wait(together, check, missing, cluster.rejoin_timeout_s)
         if members is None:
-            who = ranks_text(self._position.waiting_for)
+            who = self._identity.run_dir.names(self._position.waiting_for)
             commands = self._commands(self._position.waiting_for)
             text = f"{who} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
             raise Ended(Exit.LOST, text, "gave_up")
         return members
 
     def _commands(self, ranks: Collection[int]) -> str:
-        return "; ".join(self._messages.worker_command(rank) for rank in sorted(ranks))
+        return "; ".join(self._messages.node_command(rank) for rank in sorted(ranks))
 
     def _absent(self, board: Board, since: int) -> list[int]:
         """Return the ranks that do not beat in epoch `since` or later: only a process that saw it can.
@@ -193,11 +194,15 @@ class Joining:
 
         absent = [rank for rank in range(1, self._cluster.num_nodes) if not is_here(rank)]
         if unsaid := set(absent) - set(self._position.waiting_for):
-            log.info("waiting for %s; on that machine: %s", ranks_text(unsaid), self._commands(unsaid))
+            log.info(
+                "waiting for %s; on that machine: %s",
+                self._identity.run_dir.names(unsaid),
+                self._commands(unsaid),
+            )
         self._position.wait_for(absent)
         for flag in board.called(since, NOT_STARTED):
             if flag.rank in absent and (text := self._complaints.new(flag)):
-                log.error("%s. Then, on that machine: %s", text, self._messages.worker_command(flag.rank))
+                log.error("%s. Then, on that machine: %s", text, self._messages.node_command(flag.rank))
         return absent
 
     def _members(self, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
@@ -280,7 +285,8 @@ class Joining:
             if self._cluster.on_node_failure == "shrink":
                 waited_s = min(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
             if waited_s > self._cluster.rejoin_timeout_s:
-                text = f"the master did not take rank {rank} in within {waited_s:.0f} s; see what it prints"
+                me = self._identity.name
+                text = f"the master did not take {me} in within {waited_s:.0f} s; see what it prints"
                 raise Ended(Exit.LOST, text)
 
         record = watch.wait(admitted, check, lambda: "the master to take this node in")
@@ -304,6 +310,8 @@ class Joining:
             raise self._verdicts.superseded()
         if newest.kind == "finished":
             raise Ended(Exit.DONE, "the run is finished")
+        if newest.kind == "moved":
+            raise Ended(Exit.MOVED, MOVED)
         for kind, event in CALLS.items():
             for flag in board.called(newest.epoch, kind):
                 if flag.rank == MASTER:

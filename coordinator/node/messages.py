@@ -24,56 +24,60 @@ class Messages:
         self._position = position
         self._watch = watch
 
+    @property
+    def _path(self) -> str:
+        return shlex.quote(str(self._identity.root))
+
     def repair(self, rank: int | None = None) -> str:
         """Return the sentence that says how to go on; for `rank` alone, where the others hold for it."""
-        if rank and self._identity.settings.cluster.on_node_failure != "abort":
-            return f"To bring it back, on that machine: {self.worker_command(rank)}"
+        me, holds = self._identity, self._identity.settings.cluster.on_node_failure != "abort"
+        if rank is not None and me.run_dir.machine(rank) != MASTER and holds:
+            return f"To bring it back, on that machine: {self.node_command(rank)}"
         return f"To resume: {self.resume_command()}"
 
     def resume_command(self, options: str = "") -> str:
         """Return what a person types to start the run again; the settings are kept."""
-        path = shlex.quote(str(self._identity.root))
         if all_nodes := os.environ.get(STARTED_BY):
             return f"{all_nodes}{options}"
-        others = f", and run --worker RANK --log-path {path} on each other machine"
-        is_alone = self._identity.settings.cluster.num_nodes == 1
+        others = f", and run --worker RANK --log-path {self._path} on each other machine"
+        is_alone = self._identity.of_run.cluster.num_nodes == 1
         return f"{self.master_command()}{options}{'' if is_alone else others}"
 
     def master_command(self) -> str:
         """Return what a person types to start the master."""
-        return f"run --master --log-path {shlex.quote(str(self._identity.root))}"
+        return f"run --master --log-path {self._path}"
 
     def finished(self, done: int) -> str:
         """Return what there is to say of a run that has `done` its iterations, and how it can go on."""
         more = self.resume_command(f" --iterations {2 * done}")
         return f"the run is finished, with {done} iterations; to go on, for example: {more}"
 
-    def worker_command(self, rank: int) -> str:
-        """Return what a person types to start a worker."""
-        return f"run --worker {rank} --log-path {shlex.quote(str(self._identity.root))}"
+    def node_command(self, rank: int) -> str:
+        """Return what a person types to start a node."""
+        machine = self._identity.run_dir.machine(rank)
+        return f"run --worker {machine} --log-path {self._path}" if machine else self.master_command()
 
     def doctor_command(self) -> str:
         """Return what a person types to try the shared directory."""
-        return f"run doctor --log-path {shlex.quote(str(self._identity.root))}"
+        return f"run doctor --log-path {self._path}"
 
     def failure(self, error: BaseException) -> str:
         """Return one line: rank, host, phase, iteration, and the error."""
         me = self._identity
-        return f"rank {me.rank} ({me.host}) failed{self._position.where()}: {error}"
+        return f"{me.name} ({me.host}) failed{self._position.where()}: {error}"
 
     def interrupted(self, name: str) -> str:
         """Return what the signal of this name means."""
         me = self._identity
         return (
-            f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}. "
-            f"{self.repair(me.rank)}"
+            f"{me.name} ({me.host}) was interrupted by {name}{self._position.where()}. {self.repair(me.rank)}"
         )
 
     def hangs(self, number: int, call: Call) -> str:
         """Return what keeps this node from ending at a signal, and what becomes of it."""
         me, name = self._identity, signal.Signals(number).name
         return (
-            f"rank {me.rank} ({me.host}) was interrupted by {name}{self._position.where()}, but the shared "
+            f"{me.name} ({me.host}) was interrupted by {name}{self._position.where()}, but the shared "
             f"directory does not answer: {call.what} {call.path}. Its own engine and trainer are killed; the "
             "process itself goes as soon as the mount answers"
         )
@@ -81,7 +85,7 @@ class Messages:
     def unseen(self, master_host: str, limit_s: float) -> str:
         """Return what a worker says whose heartbeats do not get to the master."""
         return (
-            f"the master ({master_host}) has seen no heartbeat of rank {self._identity.rank} "
+            f"the master ({master_host}) has seen no heartbeat of {self._identity.name} "
             f"({self._identity.host}) for {limit_s:.0f} s, while its own arrive here. Try the directory on "
             f"both machines: {self.doctor_command()}"
         )
@@ -92,21 +96,21 @@ class Messages:
 
     def of_rank(self, rank: int) -> str:
         """Return `rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)`."""
-        said = self._watch.said(rank)
+        said, name = self._watch.said(rank), self._identity.run_dir.name(rank)
         if not said:
             members = self._watch.current.members if self._watch.current else {}
-            return f"rank {rank} ({members[rank].host if rank in members else 'never seen'})"
+            return f"{name} ({members[rank].host if rank in members else 'never seen'})"
         progress = f", {said['done']}/{said['total']}" if said["total"] else ""
         phase = said["phase"] or said["state"]
         silent_s = self._watch.silence.silent_s.get(rank, 0.0)
         limit_s = self._identity.settings.cluster.node_timeout_s
         silent = f", silent for {silent_s:.0f} s" if silent_s >= limit_s else ""
         seen = f"last seen in {phase}, iteration {said['iteration']}{progress}{silent}"
-        return f"rank {rank} ({said['host']}; {seen})"
+        return f"{name} ({said['host']}; {seen})"
 
     def master_is_lost(self) -> str:
         """Return what a worker says while it holds for its master."""
-        again = f"to bring it back, on that machine: {self.master_command()}"
+        again = f"to bring it back, on that machine: {self.node_command(MASTER)}"
         return f"holding: {self.of_rank(MASTER)} is lost; {again}"
 
     def of_verdict(self, verdict: Verdict) -> str:
@@ -138,7 +142,7 @@ class Messages:
             by = f"incarnation {newest.master_incarnation} on {newest.master_host}"
         elif member:
             by = f"incarnation {member.incarnation} on {member.host}"
-        return f"rank {me.rank} was taken over by {by}; this process ends"
+        return f"{me.name} was taken over by {by}; this process ends"
 
     def called(self, flag: Flag | None) -> str:
         """Return what a node said with a call; nothing without one."""

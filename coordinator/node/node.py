@@ -1,5 +1,6 @@
 """A node: its parts, its life from the first heartbeat to the last, and `step`, one row of the table."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -44,6 +45,8 @@ from rollout.storage import files
 from rollout.storage.files import Moved
 from rollout.storage.retry import CACHED_S, waiting_for_space
 
+log = logging.getLogger(__name__)
+
 Act = Callable[["Node", Iteration], Payload | None]
 Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
 
@@ -53,7 +56,7 @@ class Node:
 
     def __init__(self, start: Start) -> None:
         self.identity = Identity.of(start)
-        self.position = Position()
+        self.position = Position(start.run_dir.names)
         run_dir, rank, settings = self.run_dir, self.rank, start.settings
         # ---- this machine
         self.children = Children()
@@ -78,7 +81,9 @@ class Node:
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
-        self.other_crew = None if run_dir.crew == "main" else OtherCrew(run_dir, settings)
+        self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
+        self.idle_s = 0.0
+        """How long the crew waited for the other one before the present iteration."""
         # ---- what is published
         self.policies = Policies(self.identity, self.store)
         self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)
@@ -149,7 +154,7 @@ class Node:
             lambda _board: self.watch.said(MASTER) or None, self.check, lambda: "rank 0", patience_s
         )
         if said is None:
-            raise Ended(Exit.LOST, f"the master has gone while rank {self.rank} was starting")
+            raise Ended(Exit.LOST, f"the master has gone while {self.identity.name} was starting")
         peers = [network.Peer.from_dict(said["peer"])]
         self.identity.address = network.address_towards(self.identity.peer, peers)
 
@@ -162,6 +167,7 @@ class Node:
         cluster = self.settings.cluster
         return {
             "root": str(self.run_dir.root.absolute()),
+            "crew": self.run_dir.crew,
             "rank": self.rank,
             "incarnation": self.watch.incarnation,
             "beat_s": cluster.beat_interval_s,
@@ -184,13 +190,13 @@ class Node:
         self.trainer.leave_epoch()
         lost = self.joining.lost
         self.joining.lost = {rank: mark for rank, mark in lost.items() if rank not in record.members}
-        self.identity.settings = self.identity.inputs.localize(record.settings)
+        self.identity.adopt(record.settings)
         self.watch.admit(record, self.settings)
         self.flags.forget()
         self.position.move("running")
         self.watch.beat()  # who stands in for this node goes by the epoch of its last beat
         if not self.is_master:
-            self._take_over_inputs(record)
+            self.take_over_inputs(record)
         gpus = [gpu["name"] for gpu in self.gpus.latest]
         weight = record.members[self.rank].weight
         self.events.add("epoch", members=sorted(record.members), weight=weight, gpus=gpus)
@@ -200,9 +206,9 @@ class Node:
         if self._lock is None:
             run = name_of_run(self.run_dir.run_json, self.identity.run_id)
             crew = "" if self.run_dir.crew == "main" else f".{self.run_dir.crew}"
-            self._lock = hold_for_process(f"{run}{crew}.rank{self.rank}", f"rank {self.rank}", self.check)
+            self._lock = hold_for_process(f"{run}{crew}.rank{self.rank}", self.identity.name, self.check)
 
-    def _take_over_inputs(self, record: EpochRecord) -> None:
+    def take_over_inputs(self, record: EpochRecord) -> None:
         """Load what the record's settings name: the master may have been started again with others."""
         me = self.identity
         try:
@@ -212,6 +218,13 @@ class Node:
             problem = str(error)
         if problem is not None:
             raise Ended(Exit.FAILED, self.messages.failure(SettingsError(problem)), "failed")
+
+    def follow(self, record: EpochRecord) -> None:
+        """Take over the settings of the run's master, which leads another crew, in a new epoch."""
+        self.identity.adopt(record.settings)
+        self.take_over_inputs(record)
+        log.info("the master has started again with other settings: going on in a new epoch")
+        raise EpochChanged
 
     def come_back(self) -> None:
         """Leave an epoch in which this node was without the shared directory, and wait until that answers.

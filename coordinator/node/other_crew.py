@@ -1,16 +1,21 @@
 """What a master sees of the other crew of its run: whether that has ended, and whether its master beats."""
 
 import logging
+import shlex
 import time
 
-from coordinator.directory.layout import MASTER, Flag, RunDir
+from coordinator.directory.layout import MASTER, Flag
 from coordinator.node.flags import read_call
+from coordinator.node.identity import Identity
 from coordinator.node.verdicts import CODES
+from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.liveness import Silence
+from coordinator.protocol.placed import run_dirs
+from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
-from coordinator.settings import Crew, RunSettings
+from coordinator.settings import RunSettings
 from rollout.storage import files
 
 log = logging.getLogger(__name__)
@@ -22,14 +27,19 @@ CALLS = {event.name.lower(): code for event, code in CODES.items()}
 class OtherCrew:
     """Follows the other crew's master. What that said before the first look is of an earlier start."""
 
-    def __init__(self, run_dir: RunDir, settings: RunSettings) -> None:
-        self.crew: Crew = "train" if run_dir.crew == "rollout" else "rollout"
-        self._run_dir = RunDir(run_dir.root, self.crew)
-        self._cluster = settings.cluster
+    def __init__(self, identity: Identity) -> None:
+        crews = run_dirs(identity.root)
+        (self._run_dir,) = [of for of in crews if of.crew != identity.run_dir.crew]
+        self.crew = self._run_dir.crew
+        self._leads = crews[0] is self._run_dir
+        self._records = Records(self._run_dir)
+        self._identity = identity
+        self._cluster = identity.settings.cluster
         self._silence = Silence(self._cluster.beat_interval_s)
         self._old: frozenset[Flag] | None = None
         self._is_lost = False
         self._host = ""
+        self._complaints = Complaints(self._run_dir)
 
     def check(self) -> None:
         """Raise Ended if the other crew has ended or given up, or is away for too long. Log when it is lost,
@@ -39,14 +49,19 @@ class OtherCrew:
         if self._old is None:
             self._old = frozenset(board.calls)
         for flag in board.calls:
-            if flag.rank == MASTER and flag.kind in CALLS and flag not in self._old:
+            if flag.rank != MASTER or flag in self._old:
+                continue
+            if flag.kind == NOT_STARTED and (said := self._complaints.new(flag)):
+                log.error("%s. Then, on that machine: %s", said, self._command())
+            if flag.kind in CALLS:
                 text = f"the {self.crew} crew has ended: {read_call(self._run_dir, flag)}"
                 raise Ended(CALLS[flag.kind], text, flag.kind)
         self._silence.observe(board, [MASTER], time.monotonic())
         silent_s = self._silence.silent_s.get(MASTER, 0.0)
         is_lost = silent_s >= self._cluster.node_timeout_s
         if is_lost and not self._is_lost:
-            log.error("holding: %s is silent for %.0f s", self.describe(), silent_s)
+            text = "holding: %s is silent for %.0f s; to bring it back, on that machine: %s"
+            log.error(text, self.describe(), silent_s, self._command())
         if self._is_lost and not is_lost:
             log.info("%s is back", self.describe())
         self._is_lost = is_lost
@@ -54,9 +69,24 @@ class OtherCrew:
             text = f"{self.describe()} was silent for {silent_s:.0f} s"
             raise Ended(Exit.LOST, text, "gave_up")
 
+    def other_settings(self) -> EpochRecord | None:
+        """Return the newest record of the run's master, if that leads the other crew, and if its settings are
+        not those that this crew goes by.
+        """
+        record = self._records.newest(self._look().records) if self._leads else None
+        if record is None or RunSettings.published(record.settings) == self._identity.of_run:
+            return None
+        return record
+
+    def _command(self) -> str:
+        machine = self._run_dir.machine(MASTER)
+        role = f"--worker {machine}" if machine else "--master"
+        return f"run {role} --log-path {shlex.quote(str(self._run_dir.root))}"
+
     def describe(self) -> str:
-        """Return `the train crew (led by node-c)`."""
-        return f"the {self.crew} crew ({f'led by {self._host}' if self._host else 'nobody was seen of it'})"
+        """Return `the train crew (led by rank 2, node-c)`."""
+        rank = f"rank {self._run_dir.machine(MASTER)}"
+        return f"the {self.crew} crew (led by {rank}, {self._host or 'which was not seen yet'})"
 
     def _look(self) -> Board:
         directory = self._run_dir.master

@@ -1,7 +1,7 @@
 """Where a node is in the run, as its heartbeat says."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class _Place:
     iteration: int = 0
     phase: str = ""
     waiting_for: list[int] = field(default_factory=list[int])
+    lacking: str = ""
     done: int = 0
     total: int = 0
     tokens: int = 0
@@ -45,7 +46,9 @@ class _Place:
 class Position:
     """The node's place: written by its main thread, read by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Callable[[Iterable[int]], str] = ranks_text) -> None:
+        """`names`: what a person calls nodes, by rank."""
+        self._names = names
         self._place = _Place()
         self._last = 0
         """The iteration that the node was in last: between two epochs it is in none."""
@@ -64,6 +67,15 @@ class Position:
     def wait_for(self, ranks: list[int]) -> None:
         """Say which ranks are waited for."""
         self._place.waiting_for = ranks
+
+    def lack(self, what: str) -> None:
+        """Say what the other crew has to publish before this one goes on; an empty text: nothing."""
+        self._place.lacking = what
+
+    @property
+    def lacking(self) -> str:
+        """What the other crew has to publish first."""
+        return self._place.lacking
 
     def begin_to_wait(self) -> float:
         """Count the waiting from now on; returns this moment."""
@@ -130,7 +142,9 @@ class Position:
         if phase == Phase.TRAINING.label and not said["total"]:
             doing = "starting the trainer"
         if waits:
-            doing, seconds = f"waiting for {ranks_text(waits)}", said["waiting_s"]
+            doing, seconds = f"waiting for {self._names(waits)}", said["waiting_s"]
+        elif said["waits_for"]:
+            doing = f"waiting for {said['waits_for']}"
         same = (said["state"], said["iteration"], phase, doing)
         if unit and not work and not waits and said["done"] < said["total"]:
             doing = f"{said['done']} of {said['total']} {unit}"
@@ -154,6 +168,7 @@ class Position:
             "total": place.total,
             "steps": place.steps,
             "waiting_for": place.waiting_for,
+            "waits_for": place.lacking,
             "row_s": round(now_s - place.since_s, 1),
             "waiting_s": round(now_s - (place.waiting_since_s or place.since_s), 1) if waits else 0.0,
             "tokens_per_s": round(place.tokens / counted_s, 1) if place.tokens and counted_s else None,

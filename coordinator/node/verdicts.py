@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 CODES = {Event.FAILED: Exit.FAILED, Event.STOPPED: Exit.INTERRUPTED, Event.GAVE_UP: Exit.LOST}
 """How a node ends when another one has said that the run has ended."""
+MOVED = "the devices of the run were placed anew"
 
 
 def ending(verdict: Verdict, text: str, is_master: bool, on_node_failure: str) -> Exception:
@@ -26,6 +27,8 @@ def ending(verdict: Verdict, text: str, is_master: bool, on_node_failure: str) -
         return EpochChanged()
     if event is Event.FINISHED:
         return Ended(Exit.DONE, "the run is finished")
+    if event is Event.MOVED:
+        return Ended(Exit.MOVED, MOVED)
     if event is Event.SUPERSEDED:
         return Ended(Exit.SUPERSEDED, text)
     if event is Event.TRAINER_FAILED:
@@ -66,7 +69,7 @@ class Verdicts:
     def check_self(self) -> None:
         """Raise what this node itself has ended by: a signal, or an error of its watch."""
         if (number := self._watch.signal) is not None:
-            stops = self._identity.is_master and number == signal.SIGINT
+            stops = self._identity.leads_run and number == signal.SIGINT
             text = self._messages.interrupted(signal.Signals(number).name)
             raise Ended(Exit.INTERRUPTED, text, "stopped" if stops else "left")
         if self._watch.error is not None:
@@ -99,6 +102,9 @@ class Verdicts:
 
     def superseded(self) -> Ended:
         """Return the end of a process that another one has replaced."""
+        newest = self._watch.newest_record()
+        if newest is not None and newest.kind == "moved":
+            return Ended(Exit.MOVED, MOVED)
         return Ended(Exit.SUPERSEDED, self._messages.superseded())
 
     def _is_master_silent(self) -> bool:
@@ -111,5 +117,5 @@ class Verdicts:
         if lost and not self._master_is_lost:
             log.error("%s", self._messages.master_is_lost())
         if self._master_is_lost and not lost:
-            log.info("rank %d is back", MASTER)
+            log.info("%s is back", self._identity.run_dir.name(MASTER))
         self._master_is_lost = lost

@@ -11,6 +11,8 @@ class Exit(IntEnum):
     USAGE = 2
     LOST = 3
     SUPERSEDED = 4
+    MOVED = 5
+    """Of a node, to the process that starts it: the devices are placed anew, so it has another crew now."""
     INTERRUPTED = 130
 
 

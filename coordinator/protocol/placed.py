@@ -9,13 +9,13 @@ Device numbers stay those of the first start: a machine that is away shifts noth
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
-from coordinator.protocol.placement import Crews, crews_of, parse_place
+from coordinator.placement import Crew, Crews, crews_of, parse_place
 from coordinator.settings import SettingsError
 from rollout.storage import files, once
 
@@ -38,7 +38,7 @@ ONE_CREW = Placement(0, ())
 def read_placement(root: Path) -> Placement:
     """Return the placement of the run at `root`. Its directory need not be there yet."""
     path = _placement(root)
-    if path.name not in published.names(path.parent):
+    if not files.is_directory(root) or path.name not in published.names(path.parent):
         return ONE_CREW
     document = published.read_json(path)
     return Placement(document["num_nodes"], tuple(document["place"])) if document else ONE_CREW
@@ -75,15 +75,29 @@ def device_counts(root: Path) -> dict[int, int]:
     return found
 
 
+def check(root: Path, placement: Placement, own: Mapping[int, int]) -> None:
+    """Raise SettingsError for devices that are not there, if all machines are known.
+
+    `own`: devices of machines that have not said so yet.
+    """
+    _crews_of(placement, {**own, **device_counts(root)})
+
+
 def placed_crews(root: Path, placement: Placement) -> Crews | None:
     """Return the crews of a placement; None while a machine has not said what it has.
 
     SettingsError for devices that are not there.
     """
-    counts = device_counts(root)
+    return _crews_of(placement, device_counts(root)) if placement.place else None
+
+
+def _crews_of(placement: Placement, counts: Mapping[int, int]) -> Crews | None:
     if not placement.place or not counts.keys() >= set(range(placement.num_nodes)):
         return None
-    return crews_of(parse_place(placement.place), [counts[rank] for rank in range(placement.num_nodes)])
+    try:
+        return crews_of(parse_place(placement.place), [counts[rank] for rank in range(placement.num_nodes)])
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def run_dirs(root: Path) -> Sequence[RunDir]:
@@ -95,6 +109,14 @@ def run_dirs(root: Path) -> Sequence[RunDir]:
         return [RunDir(root)]
     in_order = sorted(crews, key=lambda crew: (crews[crew][0].machine, crews[crew][0].devices))
     return [RunDir(root, crew, tuple(place.machine for place in crews[crew])) for crew in in_order]
+
+
+def run_dir(root: Path, crew: Crew) -> RunDir:
+    """Return the run directory as `crew` sees it. SettingsError if the placement has no such crew."""
+    found = {of.crew: of for of in run_dirs(root)}
+    if crew not in found:
+        raise SettingsError(f"--crew {crew}: {root} has no such crew now; leave it out")
+    return found[crew]
 
 
 def _placement(root: Path) -> Path:

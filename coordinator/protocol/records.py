@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from coordinator.directory import published
 from coordinator.directory.layout import Record, RunDir
 from coordinator.protocol.snapshot import parse
 from rollout.origin import Code
@@ -48,13 +49,15 @@ class EpochRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     epoch: int
-    kind: Literal["lobby", "full", "finished"]
+    kind: Literal["lobby", "full", "finished", "moved"]
+    """`moved`: the devices of the run are placed anew, and its nodes are in other crews now."""
     token: str
     """Made by the claimant: a process that reads its own token back has won."""
     run_id: str
     master_incarnation: int
     master_host: str
     settings: dict[str, Any]
+    """Those of the run; a crew goes by them as RunSettings.of_crew says."""
     given: Given | None = None
     inputs: dict[str, Code] = {}
     """What the master has loaded behind the names of settings, by setting: all nodes must have the same."""
@@ -75,6 +78,16 @@ def claim(run_dir: RunDir, record: EpochRecord) -> bool:
     if not once.create_once(run_dir.entry(Record(record.epoch)), record.model_dump_json().encode()):
         return False
     return max(parse(files.listing(run_dir.master)).records, default=0) <= record.epoch
+
+
+def move_away(run_dir: RunDir) -> None:
+    """Tell the nodes of a crew that the devices of the run are placed anew, if there ever were any."""
+    while newest := Records(run_dir).newest(parse(published.names(run_dir.master)).records):
+        if newest.kind == "moved":
+            return
+        now: dict[str, Any] = {"epoch": newest.epoch + 1, "kind": "moved", "token": new_token()}
+        if claim(run_dir, newest.model_copy(update={**now, "members": {}})):
+            return
 
 
 class Records:

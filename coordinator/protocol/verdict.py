@@ -14,6 +14,7 @@ class Event(Enum):
 
     NEW_EPOCH = "a newer epoch record lists this node, or another node replaced one"
     FINISHED = "the run is finished"
+    MOVED = "the devices of the run were placed anew"
     SUPERSEDED = "a newer process has taken over this rank, or the run"
     FAILED = "a node reported an error that ends the run"
     STOPPED = "the master was interrupted"
@@ -88,6 +89,8 @@ def decide(
 
 def _newer_record(newest: EpochRecord, current: EpochRecord, rank: int, incarnation: int) -> Verdict:
     """Return what a newer record means: the process that it lists in the place of this one has taken over."""
+    if newest.kind == "moved":
+        return Verdict(Event.MOVED)
     member = newest.members.get(rank)
     if member is not None and member.incarnation > incarnation:
         return Verdict(Event.SUPERSEDED, rank)

@@ -4,8 +4,11 @@ The rollout crew opens iteration r once the policy that samples it is there, tha
 train crew opens iteration t once its manifest is there. So at most K + 1 iterations wait to be trained.
 """
 
+import time
+
 from coordinator.directory import published
 from coordinator.node.node import Node
+from coordinator.protocol.exits import EpochChanged
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import Board
 from coordinator.rows import lineage, resume
@@ -23,32 +26,48 @@ def open_next(node: Node) -> int | None:
     return lineage.next_to_run(node, number)
 
 
+def is_finished(node: Node) -> bool:
+    """Return whether nothing is left to do for any crew."""
+    if node.run_dir.crew != "rollout":
+        return open_next(node) is None
+    last = node.settings.iterations
+    return last is not None and node.finished.look().last(*resume.TRAINS) >= last
+
+
 def open_when_ready(node: Node) -> int | None:
     """Return the same, once the other crew has published what the iteration needs."""
     other = node.other_crew
     if other is None:
         return open_next(node)
-    lacking = ""
+    since_s = time.monotonic()
 
     def ready(_board: Board) -> tuple[int | None] | None:
-        nonlocal lacking
         other.check()
+        if (record := other.other_settings()) is not None:
+            node.follow(record)
+        if node.joining.returned():
+            raise EpochChanged
         number = open_next(node)  # again each time: what was there may turn out to be damaged
-        lacking = "" if number is None else lacks(node, number)
-        return None if lacking else (number,)
+        node.position.lack(lacks(node, number))
+        return None if node.position.lacking else (number,)
 
-    answer = node.watch.wait(ready, node.check, lambda: lacking)
+    answer = node.watch.wait(ready, node.check, lambda: f"{node.position.lacking}, by {other.describe()}")
     assert answer is not None  # without a time limit
+    node.idle_s = time.monotonic() - since_s
     return answer[0]
 
 
-def lacks(node: Node, number: int) -> str:
-    """Return what has to be published before iteration `number` is opened; empty: nothing."""
+def lacks(node: Node, number: int | None) -> str:
+    """Return what has to be published before iteration `number` is opened, or, where that is None, before the
+    crew ends: a manifest may have to be made again. Empty: nothing.
+    """
+    if number is None:
+        return "" if is_finished(node) else f"the training of iteration {node.settings.iterations}"
     if node.run_dir.crew == "rollout":
         sampler = lineage.sampled_by(number, node.settings)
         is_there = sampler == 0 or sampler in published.checkpoints(node.run_dir)
-        return "" if is_there else f"the checkpoint of iteration {sampler}, by the train crew"
-    return "" if _is_generated(node, number) else f"the groups of iteration {number}, by the rollout crew"
+        return "" if is_there else f"the checkpoint of iteration {sampler}"
+    return "" if _is_generated(node, number) else f"the groups of iteration {number}"
 
 
 def _is_generated(node: Node, number: int) -> bool:

@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows.old_iterations import retire_iterations
 from coordinator.rows.retention import retire_checkpoints, verify_last
 from coordinator.rows.trainer_states import retire_states
+from rollout.storage import files
 from rollout.storage.lines import append_line
 from rollout.tasks.task_set import Task
 
@@ -46,8 +48,10 @@ def report_timings(_node: Node, iteration: Iteration) -> Payload:
 
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
     """Write the metrics line, unless a valid one is there, and remove what is no longer kept."""
-    if node.run_dir.crew == "rollout":
-        return  # the crew that trains writes the line
+    if node.run_dir.crew == "rollout":  # the crew that trains writes the line, with what this one measured
+        times = json.dumps({**_times(node, iteration, payloads), "idle_seconds": round(node.idle_s, 3)})
+        files.publish(node.run_dir.rollout_times(iteration.number), times.encode(), durable=False)
+        return
     kind = "both" if node.run_dir.crew == "train" else node.settings.kind
     if node.finished.look().last(kind) < iteration.number:
         verify_last(node, iteration)
@@ -69,10 +73,16 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
     trained: dict[str, float] = {}
     if run_dir.checkpoint(number).name in published.names(run_dir.checkpoints):
         trained = published.read_result(run_dir.checkpoint(number)).metrics
-    rollout_s = iteration.phase_s.get(Phase.TRAIN_ROLLOUT.label, 0.0)
+    times, idle_s = _times(node, iteration, payloads), None
+    rollout_epoch = node.record.epoch
+    if node.run_dir.crew == "train":
+        theirs = published.read_json(run_dir.rollout_times(number)) or {}
+        rollout_epoch = theirs.get("epoch", 0)
+        idle_s = {"rollout": theirs.get("idle_seconds"), "train": round(node.idle_s, 3)}
+        times = _both(theirs, times)
+    rollout_s = times["phase_seconds"].get(Phase.TRAIN_ROLLOUT.label, 0.0)
     # After a fault the row may have found groups that took their time in an epoch before.
-    is_of_now = bool(train) and all(part["epoch"] == node.record.epoch for part in train["parts"])
-    busy = [said["work_s"] / max(said["work_s"] + said["wait_s"], 1e-9) for said in payloads.values()]
+    is_of_now = bool(train) and all(part["epoch"] == rollout_epoch for part in train["parts"])
     return {
         "iteration": number,
         "kind": node.settings.kind,
@@ -94,10 +104,44 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),
         "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,
-        "seconds": round(time.monotonic() - iteration.begun_s, 3),
+        "seconds": times["seconds"],
+        "idle_seconds": idle_s,
+        "phase_seconds": times["phase_seconds"],
+        "wait_seconds": times["wait_seconds"],
+        "busy_fraction": times["busy_fraction"],
+    }
+
+
+def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) -> dict[str, Any]:
+    """Return how long the iteration took this crew, and what its nodes did meanwhile."""
+    idle_s, names = node.idle_s, {rank: str(node.run_dir.machine(rank)) for rank in payloads}
+    waited_s = {rank: said["wait_s"] + idle_s for rank, said in payloads.items()}
+    busy = [said["work_s"] / max(said["work_s"] + waited_s[rank], 1e-9) for rank, said in payloads.items()]
+    return {
+        "epoch": node.record.epoch,
+        "seconds": round(time.monotonic() - iteration.begun_s + idle_s, 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in iteration.phase_s.items()},
-        "wait_seconds": {str(rank): said["wait_s"] for rank, said in payloads.items()},
+        "wait_seconds": {names[rank]: round(seconds, 4) for rank, seconds in waited_s.items()},
         "busy_fraction": round(sum(busy) / len(busy), 3),
+        "nodes": len(payloads),
+    }
+
+
+def _both(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what the rollout crew measured of an iteration beside what the train crew did; the iteration lasts
+    as long as the train crew takes for it, waiting included.
+    """
+    if not theirs:
+        return dict(ours)
+    waits = Counter[str](theirs["wait_seconds"])
+    waits.update(ours["wait_seconds"])  # a machine may have a node in both
+    nodes = theirs["nodes"] + ours["nodes"]
+    busy = sum(of["busy_fraction"] * of["nodes"] for of in (theirs, ours)) / nodes
+    return {
+        "seconds": ours["seconds"],
+        "phase_seconds": {**theirs["phase_seconds"], **ours["phase_seconds"]},
+        "wait_seconds": dict(waits),
+        "busy_fraction": round(busy, 3),
     }
 
 

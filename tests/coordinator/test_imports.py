@@ -22,6 +22,7 @@ FLOORS = (
     {"coordinator.config"},
     {"coordinator.names"},
     {"coordinator.settings"},
+    {"coordinator.placement"},
     {"trainer.__main__"},
     {"trainer.job"},
     {"trainer.checkpoint", "trainer.update"},

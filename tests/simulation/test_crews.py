@@ -78,8 +78,8 @@ def test_crew_that_is_silent_is_named_and_held_for(world: World) -> None:
 
     world.run(over)
     assert world.scheduler.violation is None, "\n".join(world.said)
-    assert any("holding: the train crew (led by host-2-" in line for line in world.said)
-    assert any("the train crew (led by host-2-" in line and "is back" in line for line in world.said)
+    assert any("holding: the train crew (led by rank 2, host-2-" in line for line in world.said)
+    assert any("the train crew (led by rank 2, host-2-" in line and "is back" in line for line in world.said)
     assert not any("engine" in line and "start" in line for line in world.said[-20:])
     assert codes(world) == {0: 0, 1: 0, 2: 0}
 

@@ -17,9 +17,11 @@ from coordinator.directory.layout import RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.node.start import Start
+from coordinator.placement import Crew
+from coordinator.protocol import placed
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.phases import Phase
-from coordinator.settings import Crew
+from coordinator.protocol.placed import Placement
 from tests.simulation import patches
 from tests.simulation.children import Machines
 from tests.simulation.disk import Disk
@@ -104,7 +106,7 @@ class World:
         self.run_dir = RunDir(root / "run")
         self.disk = Disk(self.scheduler, self.run_dir.root)
         self.machines = Machines(self.scheduler, self.disk, root / "local")
-        self.settings = {**SETTINGS, **settings}
+        self.settings = {**SETTINGS, "cluster.num_nodes": nodes, **settings}
         self.processes: list[NodeProcess] = []
         self.said: list[str] = []
         self.quiet_since_s = self.scheduler.now_s
@@ -121,19 +123,32 @@ class World:
 
     # ---- what happens to nodes
 
-    def crew_of(self, machine: int) -> tuple[Crew, int, int]:
-        """The crew of a machine, its rank there, and how many nodes the crew has."""
+    def crew_of(self, machine: int) -> tuple[Crew, int]:
+        """The crew of a machine, and its rank there."""
         if self.generators == self.nodes:
-            return "main", machine, self.nodes
+            return "main", machine
         if machine < self.generators:
-            return "rollout", machine, self.generators
-        return "train", machine - self.generators, self.nodes - self.generators
+            return "rollout", machine
+        return "train", machine - self.generators
+
+    def _place_devices(self) -> None:
+        """Say what the machines would say of their devices, in the process that starts the nodes."""
+        if self.place:
+            for machine in range(self.nodes):
+                placed.publish_devices(self.run_dir.root, machine, f"host-{machine}", 1)
+            placed.publish_placement(self.run_dir.root, Placement(self.nodes, self.place))
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """How the devices are placed; each machine has one."""
+        rollout, train = f"rollout=0-{self.generators - 1}", f"train={self.generators}-{self.nodes - 1}"
+        return (rollout, train) if self.generators < self.nodes else ()
 
     def start(self, machine: int) -> None:
         """Start a process of a machine."""
         number = next(self._numbers)
         offset_s = self.scheduler.random.uniform(0.0, 1e6)
-        crew, rank, _ = self.crew_of(machine)
+        crew, rank = self.crew_of(machine)
         name = f"{'rank' if crew == 'main' else crew} {rank} ({number})"
         process = NodeProcess(name, f"host-{machine}-{number}", offset_s, rank=rank, machine=machine)
         self.processes.append(process)
@@ -141,14 +156,13 @@ class World:
 
     def given(self, process: NodeProcess) -> Mapping[str, Any]:
         """The settings that are typed at the start of a process."""
-        _, rank, nodes = self.crew_of(process.machine)
-        return {**self.settings, "cluster.num_nodes": nodes} if rank == 0 else {}
+        return {**self.settings, "cluster.place": self.place} if process.machine == 0 else {}
 
     def _live(self, process: NodeProcess) -> None:
-        crew, rank, _ = self.crew_of(process.machine)
+        crew, _ = self.crew_of(process.machine)
         given = self.given(process)
         prefix: Any = process
-        process.code = main.run_node(self.run_dir.root, rank, given, prefix, crew=crew)
+        process.code = main.run_node(self.run_dir.root, process.machine, given, prefix, crew=crew)
         self.tell(f"{process.name} ends with {process.code}")
         if process.code not in self.allowed:
             self.scheduler.violate(f"{process.name} ended with exit code {process.code}")
@@ -225,6 +239,7 @@ class World:
                     self.start_again(machine)
             self.scheduler.at(now_s + OPERATOR_S, operate)
 
+        self._place_devices()
         for machine in range(self.nodes):
             delay_s = self.scheduler.random.uniform(0.0, 2.0)
             self.scheduler.at(self.scheduler.now_s + delay_s, partial(self.start, machine))

@@ -34,7 +34,7 @@ said = {"done": 7, "host": "here", "phase": "train_rollout", "iteration": 4}
 heart = Heart(run_dir, rank, lambda: said)
 heart.begin(0, 1)
 Signals(lambda number: None).begin(children.spool / SIGNALS)
-place = {"root": str(run_dir.root), "rank": rank, "incarnation": 1}
+place = {"root": str(run_dir.root), "crew": "main", "rank": rank, "incarnation": 1}
 Pulse(children.spool, lambda: {
     **place, "beat_s": 0.3, "patience_s": 1.0, "react_s": react_s, "pid": os.getpid()
 }).begin()

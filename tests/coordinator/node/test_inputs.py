@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from coordinator import config
-from coordinator.node import inputs, start
-from coordinator.node.start import LARGE_STATE_BYTES
+from coordinator.node import inputs, run_json, start
+from coordinator.node.run_json import LARGE_STATE_BYTES
 from coordinator.settings import SettingsError
 from rollout.engines import servers
 from rollout.engines.admin import EngineAdmin
@@ -57,11 +57,11 @@ def test_first_start_records_how_often_the_state_is_saved(
     given = {"model": str(model), "engine.kind": "torch"}
     parameters = inputs.load_inputs(config.build(given), given).state_bytes / inputs.STATE_BYTES
     assert parameters == sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
-    monkeypatch.setattr(start, "LARGE_STATE_BYTES", parameters)
+    monkeypatch.setattr(run_json, "LARGE_STATE_BYTES", parameters)
     first = start.start_master(tmp_path / "run", given)
     assert first.settings.trainer.save_interval == 10
     assert json.loads(first.run_dir.run_json.read_text())["save_interval"] == 10
-    monkeypatch.setattr(start, "LARGE_STATE_BYTES", 1e12)  # another version of the program
+    monkeypatch.setattr(run_json, "LARGE_STATE_BYTES", 1e12)  # another version of the program
     assert start.start_master(tmp_path / "run", given).settings.trainer.save_interval == 10
     assert start.start_master(tmp_path / "other", given).settings.trainer.save_interval == 1
     lora = {**given, "trainer.lora.rank": 2}

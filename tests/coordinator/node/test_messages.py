@@ -11,6 +11,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
+from coordinator.placement import Crew
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
@@ -26,13 +27,22 @@ SAID = {
 }
 
 
-def messages(silent_s: float = 0.0, policy: str = "wait", rank: int = 0, nodes: int = 3) -> Messages:
+def messages(
+    silent_s: float = 0.0,
+    policy: str = "wait",
+    rank: int = 0,
+    nodes: int = 3,
+    crew: Crew = "main",
+    machines: tuple[int, ...] = (),
+) -> Messages:
     """The words of a rank in training of iteration 7, which sees rank 2 so."""
     position = Position()
     position.move("running", 7, Phase.TRAINING.label, [1, 2])
+    run_dir = RunDir(Path("/shared/my runs"), crew, machines)
+    settings = build({"cluster.num_nodes": nodes, "cluster.on_node_failure": policy})
     identity = SimpleNamespace(
-        rank=rank, host="node-a", root=Path("/shared/my runs"), run_dir=RunDir(Path("/shared/my runs")),
-        is_master=True, settings=build({"cluster.num_nodes": nodes, "cluster.on_node_failure": policy}),
+        rank=rank, host="node-a", root=run_dir.root, run_dir=run_dir, name=run_dir.name(rank),
+        is_master=True, settings=settings, of_run=settings,
     )  # fmt: skip
     watch = SimpleNamespace(
         said=lambda rank: SAID if rank == 2 else {},
@@ -49,6 +59,15 @@ def test_rank_is_named_with_its_host_and_where_it_was_last_seen() -> None:
     assert messages().of_rank(1) == "rank 1 (node)", "the record knows its host"
     assert messages().of_rank(9) == "rank 9 (never seen)"
     assert messages().missing() == f"{messages().of_rank(1)}; {messages().of_rank(2)}"
+
+
+def test_node_of_a_crew_is_named_by_its_crew_and_its_machine() -> None:
+    said = messages(crew="train", machines=(1, 3, 4))
+    assert said.of_rank(2) == "train rank 4 (node-c; last seen in train_rollout, iteration 7, 37/128)"
+    assert said.failure(ValueError("x")).startswith("train rank 1 (node-a) failed in training, iteration 7: ")
+    assert said.repair(0) == "To bring it back, on that machine: run --worker 1 --log-path '/shared/my runs'"
+    assert messages(crew="train", machines=(0, 3)).repair(0).startswith("To resume: run --master ")
+    assert "--worker 1" in said.master_is_lost()
 
 
 @pytest.mark.parametrize(

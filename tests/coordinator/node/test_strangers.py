@@ -106,6 +106,6 @@ def test_both_kinds_of_nodes_refuse_it(tmp_path: Path, monkeypatch: pytest.Monke
     tmp_path.chmod(0o777)
     with pytest.raises(SettingsError, match="--allow-shared-dir"):
         start_master(tmp_path, {})
-    monkeypatch.setattr("coordinator.node.start._await_master", lambda *_: None)
+    monkeypatch.setattr("coordinator.node.start.await_master", lambda *_: None)
     with pytest.raises(SettingsError, match="--allow-shared-dir"):
         start_worker(tmp_path, 1, {})

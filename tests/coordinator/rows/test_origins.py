@@ -238,7 +238,7 @@ def enter(node: Any, settings: Any, **inputs: Code) -> None:
     node.settings = settings
     theirs = {name.replace("__", "."): code for name, code in inputs.items()}
     codes = {**load_inputs(settings, {}).codes(), **theirs}
-    Node._take_over_inputs(node, made_up.record(settings=settings).model_copy(update={"inputs": codes}))
+    Node.take_over_inputs(node, made_up.record(settings=settings).model_copy(update={"inputs": codes}))
 
 
 def test_worker_takes_over_reward_environment_and_evaluation_tasks_of_a_new_start(tmp_path: Path) -> None:
@@ -277,5 +277,5 @@ def test_worker_that_does_not_find_the_new_reward_ends_the_run() -> None:
     node, settings = worker(build({})), build({"rollout.reward": "gone_module:score"})
     node.settings = settings
     with pytest.raises(Ended, match=r"--reward gone_module:score: .*cannot be imported") as end:
-        Node._take_over_inputs(node, made_up.record(settings=settings))
+        Node.take_over_inputs(node, made_up.record(settings=settings))
     assert end.value.tell == "failed"

@@ -6,8 +6,11 @@ order.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from coordinator.settings import Crew, SettingsError
+Crew = Literal["main", "rollout", "train"]
+"""The nodes that go through rows together: through all 14, or those that generate, and those that train."""
+CREWS: tuple[Crew, ...] = ("main", "rollout", "train")
 
 MOST = 1_000_000
 """No device has a higher number."""
@@ -17,7 +20,7 @@ HALVES: tuple[Crew, Crew] = ("rollout", "train")
 def parse_place(given: Sequence[str]) -> dict[Crew, frozenset[int]]:
     """Parse `rollout=0-3,8` and `train=4-7` into sets of device numbers; ranges are inclusive.
 
-    SettingsError for another name, a missing or repeated one, what is no range, and sets that overlap but are
+    ValueError for another name, a missing or repeated one, what is no range, and sets that overlap but are
     not equal.
     """
     found: dict[Crew, frozenset[int]] = {}
@@ -25,16 +28,16 @@ def parse_place(given: Sequence[str]) -> dict[Crew, frozenset[int]]:
         name, _, ranges = text.partition("=")
         crew: Crew | None = next((crew for crew in HALVES if crew == name.strip()), None)
         if crew is None or not ranges.strip() or crew in found:
-            raise SettingsError(
+            raise ValueError(
                 f"--place {text}: give --place rollout=DEVICES and --place train=DEVICES once each, e.g. "
                 "--place rollout=0-5 --place train=6,7"
             )
         found[crew] = frozenset(_devices(text, ranges))
     if missing := [crew for crew in HALVES if crew not in found]:
-        raise SettingsError(f"--place {' --place '.join(given)}: add --place {missing[0]}=DEVICES")
+        raise ValueError(f"--place {' --place '.join(given)}: add --place {missing[0]}=DEVICES")
     both = found["rollout"] & found["train"]
     if both and found["rollout"] != found["train"]:
-        raise SettingsError(
+        raise ValueError(
             f"--place: {_text(both)} would generate and train, but others do one of them; let the two have "
             "the same devices, or none in common"
         )
@@ -46,12 +49,12 @@ def _devices(text: str, ranges: str) -> list[int]:
     for item in ranges.split(","):
         first, dash, last = (part.strip() for part in item.partition("-"))
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise SettingsError(f"--place {text}: '{item}' is no range of devices; e.g. 0-5, or 6,7")
+            raise ValueError(f"--place {text}: '{item}' is no range of devices; e.g. 0-5, or 6,7")
         end = int(last) if dash else int(first)
         if end > MOST:
-            raise SettingsError(f"--place {text}: there are no {end} devices; the first one is device 0")
+            raise ValueError(f"--place {text}: there are no {end} devices; the first one is device 0")
         if end < int(first):
-            raise SettingsError(f"--place {text}: '{item}' ends before it begins; e.g. {end}-{first}")
+            raise ValueError(f"--place {text}: '{item}' ends before it begins; e.g. {end}-{first}")
         devices += range(int(first), end + 1)
     return devices
 
@@ -77,7 +80,7 @@ Crews = dict[Crew, tuple[Place, ...]]
 def crews_of(place: Mapping[Crew, frozenset[int]] | None, device_counts: Sequence[int]) -> Crews:
     """Return the crews; a single one, `main`, if nothing is placed or both halves have the same devices.
 
-    `device_counts`: the devices of each machine, by rank. SettingsError for a device that is not there.
+    `device_counts`: the devices of each machine, by rank. ValueError for a device that is not there.
     """
     total = sum(device_counts)
     if place is None or place["rollout"] == place["train"]:
@@ -86,14 +89,14 @@ def crews_of(place: Mapping[Crew, frozenset[int]] | None, device_counts: Sequenc
         wanted = dict(place)
     if unknown := frozenset[int]().union(*wanted.values()) - frozenset(range(total)):
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(device_counts))
-        raise SettingsError(
+        raise ValueError(
             f"--place: there is no {_text(unknown)}; the machines have {total} devices ({counts}), numbered "
             f"from 0 to {total - 1}"
         )
     crews: Crews = {crew: _places(devices, device_counts) for crew, devices in wanted.items()}
     working = {place.machine for places in crews.values() for place in places}
     if idle := sorted(set(range(len(device_counts))) - working):
-        raise SettingsError(
+        raise ValueError(
             f"--place: no device of rank {idle[0]} generates or trains; place one of its devices, or leave "
             "that machine out of --num-nodes"
         )

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.placement import Place, crews_of, parse_place
-from coordinator.settings import SettingsError
+from coordinator.placement import Place, crews_of, parse_place
 
 
 def test_ranges_are_inclusive_and_joined_by_commas() -> None:
@@ -26,7 +25,7 @@ def test_ranges_are_inclusive_and_joined_by_commas() -> None:
     ],
 )
 def test_what_cannot_be_placed_is_refused(given: list[str], said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(ValueError, match=said):
         parse_place(given)
 
 
@@ -45,13 +44,13 @@ def test_without_a_placement_or_with_equal_sets_there_is_one_crew() -> None:
 
 def test_device_that_is_not_there_is_refused_with_what_there_is() -> None:
     with pytest.raises(
-        SettingsError, match=r"no devices 3, 4; the machines have 3 devices \(rank 0: 2, rank 1: 1\)"
+        ValueError, match=r"no devices 3, 4; the machines have 3 devices \(rank 0: 2, rank 1: 1\)"
     ):
         crews_of(parse_place(["rollout=0", "train=3,4"]), [2, 1])
 
 
 def test_machine_without_work_is_refused() -> None:
-    with pytest.raises(SettingsError, match="no device of rank 1 generates or trains"):
+    with pytest.raises(ValueError, match="no device of rank 1 generates or trains"):
         crews_of(parse_place(["rollout=0", "train=2"]), [1, 1, 1])
 
 

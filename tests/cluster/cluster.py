@@ -42,7 +42,7 @@ class Cluster:
         self.run_dir = RunDir(root)
         self._logs = logs
         self._token = secrets.token_hex(8)
-        self._environment = {
+        self.environment = {
             **{name: value for name, value in os.environ.items() if name not in {"RANK", "MASTER_ADDR"}},
             "XDG_CACHE_HOME": str(cache),
             "OMP_NUM_THREADS": "1",
@@ -71,7 +71,7 @@ class Cluster:
             self.nodes[rank] = subprocess.Popen(
                 [*command, *arguments],
                 cwd=REPOSITORY,
-                env=self._environment,
+                env=self.environment,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -98,7 +98,7 @@ class Cluster:
     def command(self, *arguments: str) -> str:
         """The output of another `run` command on the run directory."""
         command = [sys.executable, "-m", "coordinator.cli", *arguments, "--log-path", str(self.root)]
-        environment = self._environment
+        environment = self.environment
         done = subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=60, check=True
         )

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.directory.published import Policy
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.rows import training
+from coordinator.protocol.phases import Phase
+from coordinator.rows import lineage, retention, training
 from tests.simulation.faults import ACTIONS, Fault, faults
 from tests.simulation.test_simulation import NODES, run, searching, undisturbed
 from tests.simulation.world import World
@@ -39,6 +46,51 @@ def test_two_crews_come_through_all_faults(
 ) -> None:
     options: dict[str, Any] = {"iterations": ITERATIONS, "cluster__max_async_level": level}
     assert run(NODES, seed, happens, trainers=trainers, **options) == undisturbed(ITERATIONS, level)
+
+
+@pytest.mark.parametrize("machine", range(NODES))
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_node_of_either_crew_may_die_in_any_row(machine: int, when: str) -> None:
+    calls = 1 if when == "early" else 6
+    for row in Phase:
+        happens = [Fault("kill", machine, 2, row, calls=calls, seconds=2.0 if row % 2 else 40.0)]
+        policy = run(NODES, row, happens, trainers=1, iterations=3, cluster__max_async_level=1)
+        assert policy == undisturbed(3, 1)
+
+
+# ---- the search finds what it is there for
+
+
+def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
+    real = lineage.base_of
+
+    def newest(node: Node, iteration: Iteration) -> Policy:
+        if node.run_dir.crew != "rollout":
+            return real(node, iteration)
+        return node.policies.of(published.latest_before(node.run_dir, iteration.number))
+
+    patch.setattr(lineage, "base_of", newest)
+
+
+def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
+    real = retention.kept
+    patch.setattr(
+        retention, "kept", lambda there, score, to_keep, least: real(there, score, to_keep, least - 1)
+    )
+
+
+def crews_share_their_epochs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunDir, "master", property(lambda run_dir: run_dir.root / "protocol" / "main" / "master"))
+    patch.setattr(RunDir, "workers", property(lambda run_dir: run_dir.root / "protocol" / "main" / "workers"))
+
+
+@pytest.mark.parametrize(
+    "broken", [the_newest_policy_samples, a_checkpoint_too_many_goes, crews_share_their_epochs]
+)
+def test_a_broken_rule_of_crews_is_found(broken: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
+        for seed in range(4):
+            run(NODES, seed, (), broken, trainers=1, iterations=6, cluster__max_async_level=3)
 
 
 @pytest.fixture

@@ -1,0 +1,118 @@
+"""Measure what two crews gain: an iteration at --max-async-level 1 against one where they take turns (0).
+
+Three real nodes, two that generate and one that trains; generating and training last --seconds each: the
+small real work is done, then the row waits. Prints one JSON line for each level: seconds from the end of an
+iteration to that of the next (median, worst), as a multiple of --seconds too, and how long each crew waited
+for the other; then how many times as fast the second one is.
+
+    python scripts/bench/overlap.py --seconds 10 --iterations 12 --dir /tmp/overlap
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.journal import logs
+from coordinator.main import run_node
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
+from coordinator.placement import Crew
+from coordinator.protocol import placed
+from coordinator.rows import rollout, training
+
+WARM_UP = 3
+"""First iterations, which do not count: the crews are not yet one apart."""
+CREWS: tuple[Crew, ...] = ("rollout", "rollout", "train")
+SETTINGS = {
+    "cluster.num_nodes": 3,
+    "cluster.place": ["rollout=0-1", "train=2"],
+    "tiny.warmup_steps": 0,
+    "rollout.tasks_per_iteration": 16,
+    "rollout.samples_per_task": 4,
+    "eval.interval": 0,
+    "trainer.global_batch_size": 64,
+    "trainer.threads_per_process": 1,
+}
+
+
+def at_least(seconds: float, act: Callable[[Node, Iteration], Any]) -> Callable[[Node, Iteration], Any]:
+    """Return a row's action that lasts so long."""
+
+    def acted(node: Node, iteration: Iteration) -> Any:
+        ends_s = time.monotonic() + seconds
+        payload = act(node, iteration)
+        while time.monotonic() < ends_s:
+            node.check()
+            time.sleep(0.01)
+        return payload
+
+    return acted
+
+
+def run_one(root: Path, machine: int, level: int, options: argparse.Namespace) -> int:
+    """Run one node; returns its exit code."""
+    rollout.collect_train = at_least(options.seconds, rollout.collect_train)
+    training.train = at_least(options.seconds, training.train)
+    more = {"iterations": options.iterations + WARM_UP, "cluster.max_async_level": level}
+    crew = CREWS[machine]
+    return run_node(
+        root, machine, {} if machine else {**SETTINGS, **more}, logs.set_up(machine, crew), crew=crew
+    )
+
+
+def measure(root: Path, level: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all nodes, and return the line."""
+    placed.publish_placement(root, placed.Placement(len(CREWS), ("rollout=0-1", "train=2")))
+    for machine in range(len(CREWS)):
+        placed.publish_devices(root, machine, "localhost", 1)
+    command = [sys.executable, *sys.argv, "--level", str(level), "--machine"]
+    nodes = [
+        subprocess.Popen([*command, str(machine)], stderr=subprocess.DEVNULL) for machine in range(len(CREWS))
+    ]
+    codes = [node.wait() for node in nodes]
+    lines = published.metrics_lines(RunDir(root))[WARM_UP:]
+    seconds = [line["seconds"] for line in lines]
+    idle = {
+        crew: statistics.mean(line["idle_seconds"][crew] or 0.0 for line in lines)
+        for crew in ("rollout", "train")
+    }
+    median_s = statistics.median(seconds)
+    return {
+        "level": level,
+        "codes": codes,
+        "seconds": round(median_s, 3),
+        "worst": round(max(seconds), 3),
+        "of_one_half": round(median_s / options.seconds, 3),
+        "idle": {crew: round(idle_s, 2) for crew, idle_s in idle.items()},
+    }
+
+
+def main() -> int:
+    """Measure both levels and print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of generating, and of training")
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--dir", type=Path, required=True, help="a directory that is not there yet")
+    parser.add_argument("--level", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--machine", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    root = options.dir.absolute()
+    if options.machine is not None:
+        return run_one(root / f"level_{options.level}", options.machine, options.level, options)
+    said = [measure(root / f"level_{level}", level, options) for level in (0, 1)]
+    for line in said:
+        print(json.dumps(line))
+    print(json.dumps({"times_as_fast": round(said[0]["seconds"] / said[1]["seconds"], 3)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

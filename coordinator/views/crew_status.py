@@ -13,6 +13,7 @@ from coordinator.machine.network import pid_space
 from coordinator.protocol.complaints import NOT_STARTED, read_complaint
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.placed import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.protocol.watch import ENDED
@@ -42,6 +43,11 @@ Place = tuple[int, int]
 
 Said = Mapping[int, dict[str, Any]]
 """By rank, the content of the newest heartbeat."""
+
+
+def crew_dirs(root: Path) -> list[RunDir]:
+    """Return the run directory as each crew sees it, first the one that generates; one crew: a single one."""
+    return sorted(run_dirs(root), key=lambda run_dir: run_dir.crew)
 
 
 @dataclass(frozen=True)

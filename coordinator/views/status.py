@@ -8,9 +8,9 @@ from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.metrics_file import MetricsFile
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.placed import Placement, read_placement, run_dirs
+from coordinator.protocol.placed import Placement, read_placement
 from coordinator.settings import SettingsError
-from coordinator.views.crew_status import GOING, CrewReader
+from coordinator.views.crew_status import GOING, CrewReader, crew_dirs
 from rollout.storage import files
 
 
@@ -61,7 +61,7 @@ class StatusReader:
         """Take over the placement of the newest start: the crew that generates first."""
         placement = read_placement(self.run_dir.root)
         if placement != self._placement:
-            crews = sorted(run_dirs(self.run_dir.root), key=lambda run_dir: run_dir.crew)
+            crews = crew_dirs(self.run_dir.root)
             self._crews = [CrewReader(run_dir) for run_dir in crews]
             is_whole = not placement.place or len(crews) > 1 or bool(crews[0].machines)
             self._placement = placement if is_whole else None

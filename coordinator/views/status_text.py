@@ -75,6 +75,8 @@ def where(status: Status) -> str:
     """Say where a crew is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
     text = f"iteration {status['iteration']}{of}"
+    if status["waits_for"]:
+        return text
     if status["state"] != "finished" and status["phase"]:
         text += f", {status['phase']}"
     if not is_going(status):
@@ -97,7 +99,8 @@ def waiting(crew: Status) -> str:
     ]
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     whom = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}{more}" if ranks else crew["waits_for"]
-    since = f" for {duration(crew['waiting_s'])}" if crew["waiting_s"] >= WAITED_S else ""
+    comma = "" if ranks else ","
+    since = f"{comma} for {duration(crew['waiting_s'])}" if crew["waiting_s"] >= WAITED_S else ""
     return f"waiting for {whom}{since}"
 
 

@@ -118,7 +118,7 @@ def test_crew_that_waits_says_for_what_of_the_other_crew_and_since_when(root: Pa
     waits = "the groups of iteration 5, by the rollout crew"
     train = enter(root, "train", 4, iteration=4, phase="", waits_for=waits, waiting_s=0.0)
     (train.entry(Flag(4, 4, Phase.ITERATION_END, 0, "ok"))).write_text("{}")
-    line = f"iteration 5 of 8, iteration_start for 12 s, waiting for {waits} for 12 s"
+    line = f"iteration 5 of 8, waiting for {waits}, for 12 s"
     assert shown(root)[2].endswith(f"epoch 4: {line}")
     found = status(root)
     assert (found["state"], found["waiting_for"]) == ("running", [])

@@ -204,6 +204,7 @@ class CrewReader:
         record = self._records.newest(board.records)
         said: Said = {rank: said_in(self.run_dir, beat) for rank, beat in board.beats.items()}
         settings = RunSettings.published(record.settings) if record else RunSettings()
+        settings = settings.of_crew(self.run_dir.crew)
         still_s = self._observe(board, settings)
         timeout_s = settings.cluster.node_timeout_s
         ended = {rank for rank, content in said.items() if _is_gone(content)}

@@ -20,7 +20,7 @@ MEANINGS = {
     "load": "engines: starts, sleeping, new weights",
     "save": "the checkpoint, published",
     "other": "beginning and ending iterations",
-    WAITING: "for other nodes of the crew, in a row",
+    WAITING: "for other nodes",
     OTHER_CREW: "waiting, between two iterations, for what the other crew publishes",
     BROKEN: "rows that a fault broke off, and until the run went on",
 }

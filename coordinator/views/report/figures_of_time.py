@@ -14,6 +14,8 @@ from coordinator.views.report.values import seconds_of
 
 SLOWEST = 2
 """How many of the slowest iterations are shown beside the last ones."""
+HARDLY = 0.01
+"""A crew that waited for less than this part of its time did not wait."""
 TOGETHER = 3
 """How many iterations of the crew that trains are shown in a row, where another one generates."""
 
@@ -57,7 +59,8 @@ def timelines(
 
 def _of_both(crews: Sequence[Told], told: Sequence[Timelines], title: str, shown: list[int]) -> list[Lanes]:
     idle = [idle_fraction(crew.spans.values()) for crew in crews]
-    trusted = crews[idle.index(max(idle))].crew
+    # Where nobody waits, the one that trains has waited for the first groups.
+    trusted = "rollout" if idle[0] > max(idle[1], HARDLY) else "train"
     both = side_by_side(told[0], told[1], shown, _level(crews), trusted)
     return [
         lanes(timeline, title, _nodes(crew), crew.crew) for timeline, crew in zip(both, crews, strict=True)

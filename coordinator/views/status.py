@@ -1,5 +1,6 @@
 """Read the state of a run from its directory; any process may do so at any time, and nothing is written."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.metrics_file import MetricsFile
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.placed import Placement, read_placement
+from coordinator.protocol.placed import ONE_CREW, Placement, device_counts, read_placement
+from coordinator.protocol.snapshot import ranks_text
 from coordinator.settings import SettingsError
 from coordinator.views.crew_status import GOING, CrewReader, crew_dirs
 from rollout.storage import files
@@ -39,6 +41,7 @@ class StatusReader:
         is_there = root.is_dir() and self.run_dir.run_json.name in files.file_names(root)
         run = published.read_json(self.run_dir.run_json) if is_there else None
         if run is None:
+            _refuse_unsaid(root, read_placement(root) if root.is_dir() else ONE_CREW)
             raise SettingsError(f"--log-path {root}: no run there (no run.json that can be read)")
         if run.get("format") != FORMAT:
             found = run.get("format")
@@ -61,10 +64,9 @@ class StatusReader:
         """Take over the placement of the newest start: the crew that generates first."""
         placement = read_placement(self.run_dir.root)
         if placement != self._placement:
-            crews = crew_dirs(self.run_dir.root)
-            self._crews = [CrewReader(run_dir) for run_dir in crews]
-            is_whole = not placement.place or len(crews) > 1 or bool(crews[0].machines)
-            self._placement = placement if is_whole else None
+            _refuse_unsaid(self.run_dir.root, placement)
+            self._crews = [CrewReader(run_dir) for run_dir in crew_dirs(self.run_dir.root)]
+            self._placement = placement
 
     def _read_metrics(self, master: Mapping[str, Any]) -> None:
         """Read metrics.jsonl unless it cannot have a new line: the master of those who train writes one in an
@@ -75,6 +77,17 @@ class StatusReader:
             is_there = self.run_dir.metrics.name in files.file_names(self.run_dir.root)
             self.lines = self._metrics.read() if is_there else []
         self._place = place
+
+
+def _refuse_unsaid(root: Path, placement: Placement) -> None:
+    """Raise SettingsError while the crews are not known: a machine has not said how many devices it has."""
+    unsaid = sorted(set(range(placement.num_nodes)) - device_counts(root).keys()) if placement.place else []
+    if unsaid:
+        role = f"--worker {unsaid[0]}" if unsaid[0] else "--master"
+        raise SettingsError(
+            f"--log-path {root}: the run waits for {ranks_text(unsaid)} to say what devices there are; on the "
+            f"machine of rank {unsaid[0]}: run {role} --log-path {shlex.quote(str(root))}"
+        )
 
 
 def together(crews: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

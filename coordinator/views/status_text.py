@@ -76,7 +76,7 @@ def where(status: Status) -> str:
     of = f" of {status['iterations']}" if status["iterations"] else ""
     text = f"iteration {status['iteration']}{of}"
     if status["waits_for"]:
-        return text
+        return text if status["iteration"] else "not begun"
     if status["state"] != "finished" and status["phase"]:
         text += f", {status['phase']}"
     if not is_going(status):

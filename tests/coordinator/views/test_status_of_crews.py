@@ -14,7 +14,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.placed import Placement, publish_devices, publish_placement
 from coordinator.protocol.records import claim
 from coordinator.protocol.watch import ENDED
-from coordinator.settings import Crew
+from coordinator.settings import Crew, SettingsError
 from coordinator.views.run import Run
 from coordinator.views.status_text import render
 from coordinator.views.terminal_lines import view
@@ -127,6 +127,12 @@ def test_crew_that_waits_says_for_what_of_the_other_crew_and_since_when(root: Pa
     assert status(root)["crews"][1]["waits_for"] == "", "its flag is newer than its heartbeat"
 
 
+def test_crew_that_waits_before_its_first_iteration_is_in_none(root: Path) -> None:
+    enter(root, "rollout", 2, iteration=1)
+    enter(root, "train", 2, iteration=0, phase="", waits_for="the groups of iteration 1", row_s=3.0)
+    assert shown(root)[2].endswith("epoch 2: not begun, waiting for the groups of iteration 1, for 3 s")
+
+
 def test_crew_without_a_master_is_named_with_the_command_that_starts_it(root: Path) -> None:
     enter(root, "rollout")
     found = status(root)
@@ -207,9 +213,18 @@ def test_reader_follows_a_run_that_is_placed_anew(root: Path) -> None:
     assert [crew["crew"] for crew in run.status()["crews"]] == ["main"]
 
 
-def test_machines_that_have_not_said_their_devices_are_waited_for(root: Path) -> None:
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_machines_that_have_not_said_their_devices_are_waited_for(root: Path, has_begun: bool) -> None:
     (root / "protocol" / "devices" / "rank_0001.json").unlink()
-    run = Run(root)
-    assert len(run.status()["crews"]) == 1
-    publish_devices(root, 1, "node-1", 1)
-    assert len(run.status()["crews"]) == 2
+    (root / "protocol" / "devices" / "rank_0002.json").unlink()
+    if not has_begun:
+        (root / "run.json").rename(root / "later.json")
+    with pytest.raises(SettingsError) as told:
+        Run(root).status()
+    said = "waits for ranks 1, 2 to say what devices there are; on the machine of rank 1: run --worker 1"
+    assert said in str(told.value)
+    if not has_begun:
+        (root / "later.json").rename(root / "run.json")
+    for machine in (1, 2):
+        publish_devices(root, machine, f"node-{machine}", 1)
+    assert len(Run(root).status()["crews"]) == 2

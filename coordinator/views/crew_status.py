@@ -169,7 +169,7 @@ class Seen:
             "phase": content.get("phase", "") or content.get("state", ""),
             "row_s": content.get("row_s", 0.0),
             "waiting_s": content.get("waiting_s", 0.0),
-            "weight": member.weight if member else cluster.weight(rank) if rank < cluster.num_nodes else 1.0,
+            "weight": member.weight if member else self._weight(self.run_dir.machine(rank)),
             "tasks_assigned": content.get("total", 0),
             "tasks_done": content.get("done", 0),
             "tokens_per_s": content.get("tokens_per_s"),
@@ -178,6 +178,11 @@ class Seen:
             "gpus": content.get("gpus", []),
             "silent_s": silent_s,
         }
+
+    def _weight(self, machine: int) -> float:
+        """Return the weight of a machine that has no part in an epoch yet."""
+        cluster = self.settings.cluster
+        return cluster.weight(machine) if machine < cluster.num_nodes else 1.0
 
 
 def _has_left(board: Board, record: EpochRecord | None, rank: int) -> bool:

@@ -85,8 +85,8 @@ def _refuse_unsaid(root: Path, placement: Placement) -> None:
     if unsaid:
         role = f"--worker {unsaid[0]}" if unsaid[0] else "--master"
         raise SettingsError(
-            f"--log-path {root}: the run waits for {ranks_text(unsaid)} to say what devices there are; on the "
-            f"machine of rank {unsaid[0]}: run {role} --log-path {shlex.quote(str(root))}"
+            f"--log-path {root}: the run waits for {ranks_text(unsaid)} to say what devices there are; on "
+            f"the machine of rank {unsaid[0]}: run {role} --log-path {shlex.quote(str(root))}"
         )
 
 

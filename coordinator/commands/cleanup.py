@@ -8,7 +8,7 @@ has its sources: if the removal is interrupted, the iteration can be resumed, or
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from coordinator.node.start import read_run_json
 from coordinator.node.strangers import share_with_group
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
+from coordinator.protocol.placed import run_dirs
 from coordinator.protocol.records import EpochRecord, Records, claim, new_token
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.rows import resume
@@ -29,6 +30,9 @@ from coordinator.rows.origins import origin_of
 from coordinator.settings import ClusterSettings, RunSettings, SettingsError
 from rollout.storage import files, once
 from rollout.trajectory import Group
+
+Boards = Mapping[RunDir, Board]
+"""What each crew shows in protocol/."""
 
 BEATS = 3
 LOOK_AGAIN_S = 1.0
@@ -46,29 +50,46 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     if not root.is_dir() or run_dir.run_json.name not in files.listing(root):
         raise SettingsError(f"--log-path {root}: no run there (no run.json)")
     run_id = read_run_json(run_dir)["run_id"]
-    newest = Records(run_dir).newest(whole_board(run_dir, published.names).records)
-    settings = RunSettings.published(newest.settings if newest else {})
-    _refuse_finished(run_dir, settings, iteration)
-    board = _wait_for_beats(run_dir, patience_s(settings.cluster))
-    _refuse_finished(run_dir, settings, iteration)  # a node may have finished it just before its end
-    number = board.newest_epoch() + 1
-    listed, keep = look(run_dir, iteration), _vouched(run_dir, iteration)
-    planned = plan(run_dir, iteration, number, listed, keep)
-    if planned.has_nothing():
+    crews = _begun(run_dirs(root))
+    newest = {crew: Records(crew).newest(whole_board(crew, published.names).records) for crew in crews}
+    settings = [RunSettings.published(record.settings if record else {}) for record in newest.values()]
+    _refuse_finished(run_dir, settings[0], iteration)
+    listed, keep = look(crews, iteration), _vouched(run_dir, iteration)
+    if plan(_next_epochs(_boards(crews)), iteration, listed, keep).has_nothing():
         print(f"iteration {iteration} has left nothing in {root}: there is nothing to do")
         return
+    boards = _wait_for_beats(crews, max(patience_s(each.cluster) for each in settings))
+    _refuse_finished(run_dir, settings[0], iteration)  # a node may have finished it just before its end
+    numbers = _next_epochs(boards)
+    listed, keep = look(crews, iteration), _vouched(run_dir, iteration)
+    planned = plan(numbers, iteration, listed, keep)
     kept = _partial(run_dir, iteration) if keep_partial else None
     if kept is not None:
         manifest = kept[0]
         keep |= _named(run_dir, iteration, manifest)
-        planned = plan(run_dir, iteration, number, listed, keep)
+        planned = plan(numbers, iteration, listed, keep)
         print(f"keeps {manifest['groups']} of {manifest['slots']} groups, named by its manifest.json")
     if not dry_run:
-        _claim(run_dir, run_id, newest, iteration, number)
-        _refuse_newcomers(run_dir, board, number)
+        for crew, record in newest.items():
+            _claim(crew, run_id, record, iteration, numbers[crew])
+        _refuse_newcomers(boards, numbers)
         if kept is not None:
             _publish(run_dir, iteration, *kept)
-    _remove_all(run_dir, planned, board, number, dry_run)
+    _remove_all(run_dir, planned, boards, numbers, dry_run)
+
+
+def _begun(crews: Sequence[RunDir]) -> Sequence[RunDir]:
+    """Return the crews of which a node was there; a single crew in any case."""
+    return [crew for crew in crews if published.names(crew.master)] or crews[:1]
+
+
+def _boards(crews: Iterable[RunDir]) -> Boards:
+    return {crew: whole_board(crew, published.names) for crew in crews}
+
+
+def _next_epochs(boards: Boards) -> dict[RunDir, int]:
+    """Return the epoch that is claimed in each crew."""
+    return {crew: board.newest_epoch() + 1 for crew, board in boards.items()}
 
 
 # ---- what must not go
@@ -106,10 +127,10 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
     document: dict[str, Any] = {"groups": 0}
     groups: list[Group] = []
     if opened is not None:
-        before = published.latest_before(run_dir, iteration)
+        sampler = min(opened["policy_iteration"], published.latest_before(run_dir, iteration))
         try:
-            policy = published.policy_of(run_dir, before).digest if before else opened["policy"]
-            origin = origin_of(opened, "train", policy, before)
+            policy = published.policy_of(run_dir, sampler).digest if sampler else opened["policy"]
+            origin = origin_of(opened, "train", policy, sampler)
             document, groups = parts.manifest(directory, iteration, resume.quota(opened), origin, short=None)
         except Incomplete as error:
             raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
@@ -146,15 +167,17 @@ def patience_s(cluster: ClusterSettings) -> float:
     return max(BEATS * cluster.beat_interval_s, cluster.node_timeout_s)
 
 
-def _wait_for_beats(run_dir: RunDir, look_s: float) -> Board:
-    """Return the board, after `look_s` in which no node has beaten. Ended names the nodes that have."""
+def _wait_for_beats(crews: Iterable[RunDir], look_s: float) -> Boards:
+    """Return what each crew shows, after `look_s` in which no node has beaten. Ended names the nodes that
+    have.
+    """
     print(f"looking for {look_s:g} s whether a node still beats", flush=True)
-    before = now = whole_board(run_dir, published.names)
+    before = now = _boards(crews)
     deadline_s = time.monotonic() + look_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         time.sleep(min(LOOK_AGAIN_S, left_s))
-        now = whole_board(run_dir, published.names)
-        _refuse_beats(run_dir, moved(before, now))
+        now = _boards(before)
+        _refuse_beats(before, now)
     return now
 
 
@@ -164,16 +187,18 @@ def moved(before: Board, now: Board) -> list[int]:
     return sorted(rank for rank, beat in now.beats.items() if beat[2:] > since.get(rank, (0, -1)))
 
 
-def _refuse_beats(run_dir: RunDir, ranks: Sequence[int]) -> None:
-    """Raise Ended if `ranks` have beaten. It says who and where they are, and how to stop them."""
-    if not ranks:
+def _refuse_beats(before: Boards, now: Boards) -> None:
+    """Raise Ended if nodes have beaten. It says who and where they are, and how to stop them."""
+    nodes = [(crew, rank) for crew, board in now.items() for rank in moved(before[crew], board)]
+    if not nodes:
         return
-    said = {rank: _said(run_dir, rank) for rank in ranks}
-    hosts = {rank: content.get("host", "host unknown") for rank, content in said.items()}
-    who = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
-    asked = [MASTER] if MASTER in ranks else ranks  # stopping the master stops all
-    how = ", ".join(f"kill -INT {said[rank].get('pid', 'PID')} on {hosts[rank]}" for rank in asked)
-    beat = "beats" if len(ranks) == 1 else "beat"
+    said = {node: _said(*node) for node in nodes}
+    hosts = {node: content.get("host", "host unknown") for node, content in said.items()}
+    who = ", ".join(f"{crew.name(rank)} ({hosts[crew, rank]})" for crew, rank in nodes)
+    masters = [node for node in nodes if node[1] == MASTER]
+    asked = masters[:1] or nodes  # stopping a master stops all
+    how = ", ".join(f"kill -INT {said[node].get('pid', 'PID')} on {hosts[node]}" for node in asked)
+    beat = "beats" if len(nodes) == 1 else "beat"
     raise Ended(Exit.FAILED, f"{who} still {beat}: stop the run first: {how}, or Ctrl+C there")
 
 
@@ -188,13 +213,14 @@ def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
     return {}
 
 
-def _refuse_newcomers(run_dir: RunDir, board: Board, claimed: int) -> None:
-    """Raise Ended if a node has beaten since `board` was listed, or if there is an epoch above `claimed`."""
-    now = whole_board(run_dir, published.names)
-    _refuse_beats(run_dir, moved(board, now))
-    if now.newest_epoch() > claimed:
-        text = f"epoch {now.newest_epoch()} of {run_dir.root} was claimed just now: a node has started"
-        raise Ended(Exit.FAILED, f"{text}; stop it first")
+def _refuse_newcomers(boards: Boards, claimed: Mapping[RunDir, int]) -> None:
+    """Raise Ended if a node has beaten since `boards`, or if there is an epoch above `claimed`."""
+    now = _boards(boards)
+    _refuse_beats(boards, now)
+    for crew, board in now.items():
+        if board.newest_epoch() > claimed[crew]:
+            text = f"epoch {board.newest_epoch()} of {crew.root} was claimed just now: a node has started"
+            raise Ended(Exit.FAILED, f"{text}; stop it first")
 
 
 def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: int, number: int) -> None:
@@ -222,13 +248,15 @@ def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: 
 # ---- the removal
 
 
-def _remove_all(run_dir: RunDir, planned: Plan, board: Board, number: int, dry_run: bool) -> None:
+def _remove_all(
+    run_dir: RunDir, planned: Plan, boards: Boards, claimed: Mapping[RunDir, int], dry_run: bool
+) -> None:
     """Remove what is planned, or only print it. Raises Ended if a node comes back meanwhile."""
     looked_s, total = time.monotonic(), 0
     verb = "would remove" if dry_run else "removed"
     for leftover in planned.leftovers:
         if not dry_run and time.monotonic() - looked_s > LOOK_AGAIN_S:
-            _refuse_newcomers(run_dir, board, number)
+            _refuse_newcomers(boards, claimed)
             looked_s = time.monotonic()
         total += (size := _size(leftover.path))
         if not dry_run:

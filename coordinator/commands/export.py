@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
+from coordinator.directory.metrics_file import measured
 from coordinator.directory.published import Incomplete
 from coordinator.node.start import read_run_json
 from coordinator.settings import TINY, SettingsError
@@ -87,8 +88,8 @@ def _card(run_dir: RunDir, run: dict[str, Any], iteration: int) -> str:
     library = "peft" if is_adapter(run_dir.checkpoint(iteration)) else "transformers"
     head = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [reinforcement-learning]"]
     head += [f"base_model: {model}"] if not is_local else []
-    lines = {line["iteration"]: line for line in published.metrics_lines(run_dir)}
-    following = lines.get(iteration + 1, {})  # the next iteration is the first to use this policy
+    of_this_policy = [line for line in published.metrics_lines(run_dir) if measured(line) == iteration]
+    following: dict[str, Any] = of_this_policy[0] if of_this_policy else {}
     facts = {
         "Started from": Path(model).name if is_local else model,
         "Tasks": Path(tasks).name,

@@ -1,6 +1,6 @@
 """Find what an interrupted iteration left in a run directory, from names alone: `plan`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -60,10 +60,13 @@ class Plan(NamedTuple):
         return all(leftover.what in BY_THE_WAY for leftover in self.leftovers)
 
 
-def look(run_dir: RunDir, iteration: int) -> dict[Path, list[str]]:
-    """List the directories where an iteration leaves something, in the order of removal."""
+def look(crews: Sequence[RunDir], iteration: int) -> dict[Path, list[str]]:
+    """List the directories where an iteration leaves something, in the order of removal. `crews`: the run
+    directory as each crew sees it.
+    """
+    run_dir = crews[0]
     directories = (
-        *run_dir.protocol,
+        *(directory for crew in crews for directory in crew.protocol),
         run_dir.checkpoints,
         run_dir.trainer_states,
         run_dir.batch(iteration),
@@ -74,17 +77,19 @@ def look(run_dir: RunDir, iteration: int) -> dict[Path, list[str]]:
 
 
 def plan(
-    run_dir: RunDir,
+    claimed: Mapping[RunDir, int],
     iteration: int,
-    claimed: int,
     listed: Mapping[Path, Collection[str]],
     keep: Collection[Path] = (),
 ) -> Plan:
-    """Plan the removal of what `iteration` left, as `listed` by `look`. Epochs below `claimed` have ended.
+    """Plan the removal of what `iteration` left, as `listed` by `look`. Of each crew, epochs below `claimed`
+    have ended.
 
     `keep`: files, and directories with all their files, that stay.
     """
-    board = parse(name for directory in run_dir.protocol for name in listed[directory])
+    run_dir = next(iter(claimed))
+    boards = {crew: parse(name for path in crew.protocol for name in listed[path]) for crew in claimed}
+    crew_of = {directory: crew for crew in claimed for directory in crew.protocol}
     leftovers: list[Leftover] = []
     unknown: list[Path] = []
     for directory, names in listed.items():
@@ -92,8 +97,8 @@ def plan(
         for path in sorted(directory / name for name in names):
             if path in keep or directory in keep:
                 continue
-            if directory in run_dir.protocol:
-                what = _in_protocol(path.name, iteration, claimed, board)
+            if crew := crew_of.get(directory):
+                what = _in_protocol(path.name, iteration, claimed[crew], boards[crew])
             elif directory == run_dir.checkpoints:
                 what = _in_checkpoints(path.name, iteration)
             elif directory == run_dir.trainer_states:

@@ -113,7 +113,7 @@ def launch(
 
 @cleanup_app.command()
 def cleanup(
-    iteration: Annotated[str, option("--iteration", metavar="N", help="The interrupted iteration.")] = "",
+    iteration: Annotated[str, option("--iteration", metavar="N", help="The interrupted iteration.")],
     log_path: LogPath = Path("runs/default"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
     keep_partial: Annotated[
@@ -160,7 +160,8 @@ def _rank(given: str) -> int:
     from coordinator.settings import SettingsError
 
     if not given.isdecimal():
-        raise SettingsError(f"run logs {given}: give the number of a rank, e.g. run logs 1")
+        example = "e.g. run logs 1, and the run directory as --log-path"
+        raise SettingsError(f"run logs {given}: give the number of a rank, {example}")
     return int(given)
 
 

@@ -2,7 +2,9 @@
 
 import difflib
 import itertools
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -13,6 +15,9 @@ from coordinator.settings import SettingsError
 
 MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help"}
 """Commands by other names."""
+
+
+_EXTRA = re.compile(r"Got unexpected extra argument\S* \((\S+)\)")
 
 
 def refuse_word(word: str) -> None:
@@ -35,6 +40,12 @@ def refuse_word(word: str) -> None:
 def of_option(error: typer.TyperException) -> str:
     """Return what an error of the command line says, and the option or setting that was meant."""
     text, typed = str(error) or error.format_message(), getattr(error, "option_name", None)
+    if text.startswith("Missing parameter"):
+        param: Any = getattr(error, "param", None)
+        help_text = f"{param.help[:1].lower()}{param.help[1:]}".rstrip(".")
+        return f"{param.opts[-1]} {param.metavar} is missing: {help_text}"
+    if extra := _EXTRA.fullmatch(text):
+        return f"{text}; a run directory is given as --log-path {extra[1]}"
     if typed is None or not text.startswith("No such option"):
         return text
     known = known_keys()

@@ -256,6 +256,16 @@ class RunDir:
     def events(self, rank: int) -> Path:
         return self.root / "events" / f"{self._node(rank)}.jsonl"
 
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank whose logs and events have a name: `rank_0001`. None for any other name, and for a
+        machine that is not in the crew.
+        """
+        number = name.rpartition("_")[2]
+        if not (number.isascii() and number.isdecimal()):
+            return None
+        ranks = range(len(self.machines)) if self.machines else [int(number)]
+        return next((rank for rank in ranks if self._node(rank) == name), None)
+
     def _node(self, rank: int) -> str:
         return f"{'rank' if self.crew == 'main' else self.crew}_{self.machine(rank):04d}"
 

@@ -58,7 +58,7 @@ def _parsed(text: bytes) -> Line | None:
     return found if isinstance(found.get("iteration"), int) and isinstance(found.get("kind"), str) else None
 
 
-def _measured(line: Line) -> int:
+def measured(line: Line) -> int:
     """Return the iteration whose training made the policy that a line measures."""
     number = line.get("policy_iteration")
     return number if isinstance(number, int) else line["iteration"] - 1
@@ -121,7 +121,7 @@ class Finished:
             self.newest = line
         for name in MEASURES if self._keeps_scores else ():
             if line.get(name) is not None:
-                self._scores[name][_measured(line)] = line[name]
+                self._scores[name][measured(line)] = line[name]
 
     def last(self, *kinds: str) -> int:
         """Return the last iteration that a run of one of these kinds had finished at the last look; 0 for

@@ -127,7 +127,7 @@ class Messages:
         if verdict.event is Event.STALLED:
             still_s = self._watch.standstill.still_s.get(rank, 0.0)
             why = f"it beats, but has made no progress for {still_s:.0f} s"
-        return f"{self.of_rank(rank)} is lost{self._position.where()}: {why}. {self.repair(rank)}"
+        return f"{self.of_rank(rank)} is lost: {why}. {self.repair(rank)}"
 
     def superseded(self) -> str:
         """Return who has taken over from this process."""

@@ -21,6 +21,8 @@ from rollout.tasks.task_set import Task
 
 log = logging.getLogger(__name__)
 
+INTERRUPTED_S, INTERRUPTED_FRACTION = 1.0, 0.05
+"""An interruption is mentioned if it was longer than both of these."""
 TRAINED = (
     "loss",
     "grad_norm",
@@ -175,7 +177,10 @@ def by_source(rewards: Mapping[str, float], tasks: Sequence[Task], field: str) -
 
 
 def summary(line: dict[str, Any], iterations: int | None) -> str:
-    """`iteration 3/16 | reward 0.61 | eval 0.93 | loss 0.0412 | 4.1 s | nodes busy 83 %`."""
+    """`iteration 3/16 | reward 0.61 | eval 0.93 | loss 0.0412 | 4.1 s | nodes busy 83 %`.
+
+    Rows that were broken off, and the time until the run went on, are in the seconds alone.
+    """
     of = f"/{iterations}" if iterations else ""
     text = [f"iteration {line['iteration']}{of}"]
     text += [f"reward {line['reward']:.3f}"] if line["reward"] is not None else []
@@ -183,4 +188,9 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
     pass_at: dict[str, float] = line.get("eval_pass_at") or {}
     text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
     text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
-    return " | ".join([*text, f"{line['seconds']:.1f} s", f"nodes busy {100 * line['busy_fraction']:.0f} %"])
+    seconds: float = line["seconds"]
+    interrupted_s = seconds - sum(line["phase_seconds"].values())
+    is_worth_saying = interrupted_s > max(INTERRUPTED_S, INTERRUPTED_FRACTION * seconds)
+    interrupted = f", {interrupted_s:.1f} s of them interrupted" if is_worth_saying else ""
+    busy = f"nodes busy {100 * line['busy_fraction']:.0f} %{' of the rest' if interrupted else ''}"
+    return " | ".join([*text, f"{seconds:.1f} s{interrupted}", busy])

@@ -37,6 +37,7 @@ class _Content(BaseModel):
     done: Count = 0
     total: Count = 0
     waiting_for: list[Count] = []
+    waits_for: str = ""
     row_s: Number = 0.0
     waiting_s: Number = 0.0
     tokens_per_s: Number | None = None

@@ -18,6 +18,7 @@ from coordinator.journal.plain import plain
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import SettingsError
+from coordinator.views.crew_status import crew_dirs
 from coordinator.views.run import Run
 
 POLL_S = 0.5
@@ -25,28 +26,35 @@ LIST_POLLS = 4
 """List the directories for new processes and files in every n-th poll."""
 BLOCK_BYTES = 64 * 1024
 
-_RANK = re.compile(r"rank_(\d{4,})", re.ASCII)
 _NODE = re.compile(r"node\.(\d+)\.log", re.ASCII)
 _ENGINE = re.compile(r"engine\.(\d+)\.(\d+)\.log", re.ASCII)
 _TRAINER = re.compile(r"trainer\.e(\d+)\.i(\d+)\.(\d+)\.log", re.ASCII)
 
 
+Node = tuple[RunDir, int]
+"""A node: its crew's run directory, and its rank there."""
+
+
 def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
     """Print the last `lines` of each log: of all nodes, or of `rank` with its engine and trainer.
 
-    `follow`: print new lines too, until interrupted. SettingsError if there are no logs.
+    Where two crews have a node on one machine, both are `rank`. `follow`: print new lines too, until
+    interrupted. SettingsError if there are no logs.
     """
-    run_dir = Run(root).run_dir
-    ranks = ranks_with_logs(run_dir)
+    Run(root)
+    crews = crew_dirs(root)
+    nodes = nodes_with_logs(crews)
+    ranks = sorted({run_dir.machine(its_rank) for run_dir, its_rank in nodes})
     if not ranks or rank not in {None, *ranks}:
         asked = "" if rank is None else f" of rank {rank}"
         there = f"there are logs of {', '.join(map(str, ranks))}" if ranks else "no node has written any yet"
-        raise SettingsError(f"{run_dir.root / 'logs'}: no logs{asked}; {there}")
-    printer = LogPrinter(run_dir, rank, sys.stdout)
+        raise SettingsError(f"{root / 'logs'}: no logs{asked}; {there}")
+    printer = LogPrinter(crews, rank, sys.stdout)
     try:
         found = printer.begin(lines, whole=not follow)
         if not (found or follow):
-            raise SettingsError(f"{run_dir.logs(rank or ranks[0])}: no logs there yet; -f waits for them")
+            first, of_it = next(node for node in nodes if rank in {None, node[0].machine(node[1])})
+            raise SettingsError(f"{first.logs(of_it)}: no logs there yet; -f waits for them")
         polls = 0
         while follow:
             time.sleep(POLL_S)
@@ -56,19 +64,23 @@ def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def ranks_with_logs(run_dir: RunDir) -> list[int]:
-    """Return the ranks that have a directory for logs."""
-    found = map(_RANK.fullmatch, published.names(run_dir.logs(0).parent))
-    return sorted(int(match[1]) for match in found if match)
+def nodes_with_logs(crews: Sequence[RunDir]) -> list[Node]:
+    """Return the nodes that have a directory for logs, by rank."""
+    names = published.names(crews[0].logs(0).parent)
+    found = ((run_dir, run_dir.rank_of(name)) for run_dir in crews for name in names)
+    return sorted(
+        [(run_dir, rank) for run_dir, rank in found if rank is not None],
+        key=lambda node: (crews.index(node[0]), node[1]),
+    )
 
 
 class LogPrinter:
     """Print logs as `tail` does: a line that names the file comes before output of another file."""
 
-    def __init__(self, run_dir: RunDir, rank: int | None, out: TextIO) -> None:
+    def __init__(self, crews: Sequence[RunDir], rank: int | None, out: TextIO) -> None:
         """`rank`: print the logs of this node, its engine and its trainer; None: the nodes' own logs of
         all."""
-        self._run_dir = run_dir
+        self._crews = crews
         self._rank = rank
         self._out = out
         self._offsets: dict[Path, int] = {}
@@ -112,25 +124,30 @@ class LogPrinter:
             return
         if path != self._last:
             between = "\n" if self._last else ""
-            self._out.write(f"{between}==> {path.relative_to(self._run_dir.root)} <==\n")
+            self._out.write(f"{between}==> {path.relative_to(self._crews[0].root)} <==\n")
             self._last = path
         text = plain(data.decode("utf-8", "replace"))
         self._out.write(text if text.endswith("\n") else f"{text}\n")
         self._out.flush()
 
     def _files(self) -> list[Path]:
-        ranks = ranks_with_logs(self._run_dir) if self._rank is None else [self._rank]
+        nodes = [
+            (run_dir, rank)
+            for run_dir, rank in nodes_with_logs(self._crews)
+            if self._rank in {None, run_dir.machine(rank)}
+        ]
         try:
-            beats = whole_board(self._run_dir, published.names).beats
-            return [path for rank in ranks for path in self._files_of(rank, beats.get(rank))]
+            beats = {run_dir: whole_board(run_dir, published.names).beats for run_dir in self._crews}
+            return [path for node in nodes for path in self._files_of(node, beats[node[0]].get(node[1]))]
         except OSError:
             if not self._followed:
                 raise
             return []
 
-    def _files_of(self, rank: int, beat: Beat | None) -> list[Path]:
-        directory = self._run_dir.logs(rank)
-        pid = read_beat(self._run_dir, beat).get("pid") if beat else None
+    def _files_of(self, node: Node, beat: Beat | None) -> list[Path]:
+        run_dir, rank = node
+        directory = run_dir.logs(rank)
+        pid = read_beat(run_dir, beat).get("pid") if beat else None
         names = newest_process(directory, published.names(directory), pid)
         return [directory / name for name in names if self._rank is not None or _NODE.fullmatch(name)]
 

@@ -40,6 +40,8 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Return what `run status --json` prints: where each node is, what it waits for, its tasks done.
 
+        `crews` has the same of each crew, where one generates and another trains.
+
         >>> run.status()["waiting_for"]
         [2]
         """

@@ -9,7 +9,7 @@ from coordinator.directory.layout import MASTER
 from coordinator.journal.plain import one_line
 from coordinator.protocol.phases import Phase
 from coordinator.views.beats import is_measured
-from coordinator.views.status import GOING
+from coordinator.views.crew_status import GOING
 
 NAMED = 3
 """At most this many of the ranks that are waited for are named."""
@@ -44,14 +44,39 @@ def duration(seconds: float, digits: int = 0) -> str:
 
 
 def is_going(status: Status) -> bool:
-    """Return whether the run works, or waits for nodes."""
+    """Return whether the run, or a crew of it, works or waits for nodes."""
     return status["state"] in GOING
 
 
+def of_crew(crew: Status, lead: str = "") -> str:
+    """Say where one of two crews is, and what it waits for; `lead`: who leads it."""
+    return f"{crew['crew']} crew{lead}: {_place(crew)}"
+
+
+def led_by(crew: Status) -> str:
+    """`, led by rank 2 (node-c), epoch 3`; nothing before a master was there."""
+    master: Node = crew["nodes"][MASTER]
+    if master["state"] == "never_seen":
+        return ""
+    host = f" ({master['host']})" if master["host"] else ""
+    return f", led by rank {master['rank']}{host}, epoch {crew['epoch']}"
+
+
+def _place(crew: Status) -> str:
+    if crew["nodes"][MASTER]["state"] == "never_seen":
+        return "no master yet"
+    if crew["state"] == "finished":
+        return f"finished, iteration {crew['iteration']}"
+    held = "holding" if crew["state"] == "holding" else ""
+    return ", ".join(filter(None, [held, where(crew), waiting(crew)]))
+
+
 def where(status: Status) -> str:
-    """Say where the run is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
+    """Say where a crew is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
     of = f" of {status['iterations']}" if status["iterations"] else ""
     text = f"iteration {status['iteration']}{of}"
+    if status["waits_for"]:
+        return text if status["iteration"] else "not begun"
     if status["state"] != "finished" and status["phase"]:
         text += f", {status['phase']}"
     if not is_going(status):
@@ -62,37 +87,45 @@ def where(status: Status) -> str:
     return text if left_s is None or left_s < WAITED_S else f"{text}, about {duration(left_s)} left"
 
 
-def waiting(status: Status) -> str:
-    """Say what the run waits for: `waiting for rank 2 (node-c) for 34 s`; an empty text for nothing."""
-    ranks: list[int] = status["waiting_for"]
-    if not ranks or not is_going(status):
+def waiting(crew: Status) -> str:
+    """Say what a crew waits for: `waiting for rank 2 (node-c) for 34 s`; an empty text for nothing."""
+    ranks: list[int] = crew["waiting_for"]
+    if not is_going(crew) or not (ranks or crew["waits_for"]):
         return ""
-    hosts = {node["rank"]: node["host"] for node in status["nodes"]}
+    hosts = {node["rank"]: node["host"] for node in crew["nodes"]}
     several = len(set(hosts.values())) > 1
     names = [
         f"{rank} ({hosts[rank]})" if several and hosts.get(rank) else f"{rank}" for rank in ranks[:NAMED]
     ]
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    since = f" for {duration(status['waiting_s'])}" if status["waiting_s"] >= WAITED_S else ""
-    return f"waiting for rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}{more}{since}"
+    whom = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}{more}" if ranks else crew["waits_for"]
+    comma = "" if ranks else ","
+    since = f"{comma} for {duration(crew['waiting_s'])}" if crew["waiting_s"] >= WAITED_S else ""
+    return f"waiting for {whom}{since}"
+
+
+def missing(status: Status) -> set[str]:
+    """Return the names of the nodes that are waited for."""
+    crews: list[Status] = status["crews"]
+    return {node["name"] for crew in crews for node in crew["nodes"] if node["rank"] in crew["waiting_for"]}
 
 
 def repairs(status: Status, root: Path) -> list[str]:
     """For each node that the run waits for, say why it did not start, and give the command that brings it
-    back.
+    there.
     """
-    if status["state"] != "holding":
-        return []
     path = shlex.quote(str(root))
-    missing = [node for node in status["nodes"] if node["rank"] in status["waiting_for"]]
     lines: list[str] = []
-    for node in missing:
-        if node["state"] == "alive":
-            continue
-        role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master"
-        lines += [node["error"]] if node.get("error") else []
-        place = f"on {node['host']}" if node["host"] else "on its machine"
-        lines.append(f"to bring rank {node['rank']} back, {place}: run {role} --log-path {path}")
+    for crew in status["crews"]:
+        for node in crew["nodes"] if crew["state"] == "holding" else ():
+            if node["state"] == "alive" or node["rank"] not in crew["waiting_for"]:
+                continue
+            role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master"
+            lines += [node["error"]] if node.get("error") else []
+            place = f"on {node['host']}" if node["host"] else "on its machine"
+            was_there = node["state"] != "never_seen"
+            what = f"to bring {node['name']} back" if was_there else f"to start {node['name']}"
+            lines.append(f"{what}, {place}: run {role} --log-path {path}")
     return lines
 
 
@@ -143,9 +176,9 @@ def render(status: Status, root: Path) -> str:
     """Write the state for a person, one line per node, with the columns that have something to show."""
     status = all_plain(status)
     going = is_going(status)
-    place = ", ".join(filter(None, [where(status), waiting(status)]))
     nodes = nodes_of(status)
     columns = [
+        _column("crew", [node["crew"] for node in nodes] if len(status["crews"]) > 1 else []),
         _column("rank", [str(node["rank"]) for node in nodes], ">"),
         _column("host", [node["host"][:20] for node in nodes]),
         _column("address", [node["address"] for node in nodes]),
@@ -158,9 +191,16 @@ def render(status: Status, root: Path) -> str:
         _column("silent", [_silence(node) for node in nodes], ">"),
     ]
     table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
+    crews: list[Status] = status["crews"]
+    epoch = f" (epoch {status['epoch']})"
+    places = [", ".join(filter(None, [where(crews[0]), waiting(crews[0])]))]
+    if len(crews) > 1:
+        epoch, places = "", [of_crew(crew, led_by(crew)) for crew in crews]
+    elif not going:
+        places = [f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {places[0]}"]
     lines = [
-        f"{one_line(str(root))}: run {status['run_id']} is {status['state']} (epoch {status['epoch']})",
-        place if going else f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {place}",
+        f"{one_line(str(root))}: run {status['run_id']} is {status['state']}{epoch}",
+        *places,
         *repairs(status, root),
         "",
         *table,

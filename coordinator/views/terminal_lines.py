@@ -63,21 +63,24 @@ def view(
         (one_line(root.name), "bold"),
         ": ",
         (state, "red" if state == "holding" and status["waiting_for"] else ""),
-        f", {words.where(status)}",
     )
-    epoch = f", epoch {status['epoch']}"
-    head.append(epoch if head.cell_len + len(epoch) <= width else "")
-    waits = Text(words.waiting(status), "red" if state == "holding" else "dim")
+    crews: list[Status] = status["crews"]
+    places = [Text(words.of_crew(crew), "red" if crew["state"] == "holding" else "") for crew in crews]
+    if len(crews) == 1:
+        head.append(f", {words.where(crews[0])}")
+        epoch = f", epoch {status['epoch']}"
+        head.append(epoch if head.cell_len + len(epoch) <= width else "")
+        places = [Text(words.waiting(crews[0]), "red" if state == "holding" else "dim")]
     notes = [Text(one_line(note), "red")] if note else []
     repairs = [Text(command) for command in words.repairs(status, root)][: max(1, height // 8)]
     curve = _rewards(lines, width, signs)
-    around = [head, *notes, waits, *repairs]
+    around = [head, *notes, *places, *repairs]
     room = height - sum(rows_of(line, width) for line in around)
     curve = curve if room - len(curve) >= LEAST_ROWS else []
     room -= len(curve)
     kept = shown if words.is_going(status) else ()
     table = _table(status, width, room, {*kept, *filled_columns(status)}, signs)
-    for line in (head, waits, *table, *curve):
+    for line in (head, *places, *table, *curve):
         line.truncate(width, overflow="crop")
     return [*around, *table, *curve]
 
@@ -116,14 +119,14 @@ def _table(status: Status, width: int, room: int, names: Collection[str], signs:
     nodes = words.nodes_of(status)
     rest: list[Node] = []
     if len(nodes) + 1 > room:
-        wanted: list[int] = status["waiting_for"]
-        nodes = sorted(
-            nodes, key=lambda node: (node["state"] == "alive", node["rank"] not in wanted, node["rank"])
-        )
+        wanted = words.missing(status)  # the sort is stable
+        nodes = sorted(nodes, key=lambda node: (node["state"] == "alive", node["name"] not in wanted))
         keep = max(1, room - 2)  # without the head and the line about the others
         nodes, rest = nodes[:keep], nodes[keep:]
     states = [_state(node, words.is_going(status)) for node in nodes]
+    crews = [Text(node["crew"]) for node in nodes]
     columns: dict[str, list[Text]] = {
+        **({"crew": crews} if len(status["crews"]) > 1 else {}),
         "rank": [Text(str(node["rank"])) for node in nodes],
         "host": [Text(node["host"]) for node in nodes],
         "state": [Text(f"{text:<11}", style) for text, style in states],

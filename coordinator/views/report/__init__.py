@@ -6,6 +6,8 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,15 @@ from coordinator.config import build, flatten
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings import SettingsError
-from coordinator.views.report import charts, curves, faults, figures, samples, summary
-from coordinator.views.report.sources import Events, newest_record, read_events
-from coordinator.views.report.timeline import Span, Timelines, spans_of
-from coordinator.views.report.values import is_number, seconds_of
+from coordinator.views.crew_status import crew_dirs
+from coordinator.views.report import charts, curves, faults, figures, figures_of_time, samples, summary
+from coordinator.views.report.sources import Told, newest_record, read_crews
+from coordinator.views.report.timeline import Span
+from coordinator.views.report.values import is_number
 from coordinator.views.run import Run
 from rollout.storage import files
 
 NAME = "report.html"
-SLOWEST = 2
-"""How many of the slowest iterations are shown beside the last ones."""
 BALANCED_OVER = 10
 """How many iterations suggested weights are computed from."""
 
@@ -78,13 +79,14 @@ def render(root: Path, status: dict[str, Any]) -> str:
 
 def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
     """Return the values that the template shows."""
-    run_dir = RunDir(root)
+    crews = read_crews(crew_dirs(root))
+    told, trainers = crews[0], crews[-1].run_dir
+    run_dir = told.run_dir
     lines = published.metrics_lines(run_dir)
-    events = read_events(run_dir)
-    spans = {rank: spans_of(rank, found) for rank, found in events.lines.items()}
-    weights = _balance(run_dir, spans, status)
+    spans = {crew.run_dir.name(rank): own for crew in crews for rank, own in sorted(crew.spans.items())}
+    weights = _balance(run_dir, told.spans, status) if len(crews) == 1 else None
     checkpoint = max(published.checkpoints(run_dir), default=None)
-    told = faults.all_faults(events.lines)
+    happened = _faults(crews)
     return {
         "name": root.name,
         "status": status,
@@ -93,27 +95,44 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
         "advice": summary.advice(root, status, lines, weights, checkpoint),
         "charts": curves.charts(lines),
         "size": (charts.WIDTH, charts.HEIGHT, charts.LEFT, charts.WIDTH - charts.RIGHT, charts.TOP),
-        "timelines": _timelines(spans, status, lines),
-        "events_skipped": events.skipped,
-        "unreadable": events.unreadable,
+        "timelines": figures_of_time.timelines(crews, status, lines),
+        "crews": figures_of_time.comparison(crews),
+        "events_skipped": any(crew.events.skipped for crew in crews),
+        "unreadable": sorted({name for crew in crews for name in crew.events.unreadable}),
         "node_iterations": figures.node_iterations(spans) or len(lines),
         "has_events": any(spans.values()),
         "shares": figures.time_shares(spans) if any(spans.values()) else figures.shares_by_metrics(lines),
         "meanings": figures.MEANINGS,
         "styles": {
-            name: {figures.WAITING: "waiting", figures.BROKEN: "held"}.get(name, name)
+            name: {figures.WAITING: "waiting", figures.OTHER_CREW: "idle", figures.BROKEN: "held"}.get(
+                name, name
+            )
             for name in figures.ORDER
         },
         "rows": figures.row_times(spans),
-        "waiting": figures.waiting(spans, lines),
-        "hosts": _hosts(events, status),
+        "waiting": figures.waiting(spans, lines, trainers.name),
+        "hosts": _hosts(crews, status),
         "weights": weights,
-        "faults": told[-faults.SHOWN :],
-        "faults_left_out": max(0, len(told) - faults.SHOWN),
-        "retries": faults.retries(events.lines),
+        "faults": happened[-faults.SHOWN :],
+        "faults_left_out": max(0, len(happened) - faults.SHOWN),
+        "retries": [
+            replace(one, rank=crew.run_dir.machine(one.rank), crew=crew.crew)
+            for crew in crews
+            for one in faults.retries(crew.events.lines)
+        ],
         "readings": _readings(run_dir, lines),
-        **_about(run_dir, events, status),
+        **_about(crews, status),
     }
+
+
+def _faults(crews: Sequence[Told]) -> list[faults.Fault]:
+    """Return the faults of all crews, in order; of two crews, by iteration."""
+    found = [
+        replace(fault, rank=crew.run_dir.machine(fault.rank), crew=crew.crew)
+        for crew in crews
+        for fault in faults.all_faults(crew.events.lines)
+    ]
+    return found if len(crews) == 1 else sorted(found, key=lambda fault: fault.iteration)
 
 
 def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, Any]) -> figures.Balance | None:
@@ -134,28 +153,10 @@ def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, An
     return figures.balance(seconds, tasks)
 
 
-def _timelines(
-    spans: dict[int, list[Span]], status: dict[str, Any], lines: list[dict[str, Any]]
-) -> list[charts.Lanes]:
-    """Return the current iteration, the last finished one, and the slowest of the others."""
-    running = status["state"] in {"running", "holding"}
-    here_s = {node["rank"]: seconds_of(node, "row_s") for node in status["nodes"]} if running else {}
-    all_nodes = Timelines(spans, here_s)
-    numbers = all_nodes.iterations
-    finished = {line["iteration"] for line in lines}
-    last = [number for number in numbers if number in finished][-1:]
-    present = [number for number in numbers[-1:] if number not in finished]
-    rest = sorted(set(numbers) - {*last, *present}, key=all_nodes.seconds, reverse=True)[:SLOWEST]
-    what = dict.fromkeys(rest, "among the slowest") | dict.fromkeys(last, "the last that was finished")
-    what |= dict.fromkeys(present, "going on" if running else "not finished")
-    chosen = [*present, *last, *rest]
-    return [charts.lanes(all_nodes.of(number), f"Iteration {number}, {what[number]}") for number in chosen]
-
-
-def _hosts(events: Events, status: dict[str, Any]) -> dict[int, str]:
-    """Return the host of each rank that was ever in the run; it may have fewer nodes now."""
-    told = {rank: faults.host_of(found) for rank, found in events.lines.items()}
-    return told | {node["rank"]: node["host"] for node in status["nodes"] if node["host"]}
+def _hosts(crews: Sequence[Told], status: dict[str, Any]) -> dict[str, str]:
+    """Return the host of each node that was ever in the run, by name; it may have fewer nodes now."""
+    told = {crew.run_dir.name(rank): host for crew in crews for rank, host in crew.hosts.items()}
+    return told | {node["name"]: node["host"] for node in status["nodes"] if node["host"]}
 
 
 def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.Reading]:
@@ -164,17 +165,22 @@ def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.Read
     return [samples.reading(run_dir, iteration) for iteration in dict.fromkeys([*sampled[:1], *sampled[-1:]])]
 
 
-def _about(run_dir: RunDir, events: Events, status: dict[str, Any]) -> dict[str, Any]:
+def _about(crews: Sequence[Told], status: dict[str, Any]) -> dict[str, Any]:
     """Settings, nodes and versions."""
+    run_dir = crews[0].run_dir
     record = newest_record(run_dir)
     settings = dict(flatten(record.settings)) if record else {}
     usual = dict(flatten(build({"model": settings.get("model") or "any"}).model_dump(mode="json")))
-    nodes = {rank: _about_node(found) for rank, found in events.lines.items()}
+    nodes = {
+        crew.run_dir.name(rank): _about_node(found)
+        for crew in crews
+        for rank, found in crew.events.lines.items()
+    }
     return {
         "settings": [
             (name, value, name == "model" or value != usual.get(name)) for name, value in settings.items()
         ],
-        "nodes": [(node, nodes.get(node["rank"], {})) for node in status["nodes"]],
+        "nodes": [(node, nodes.get(node["name"], {})) for node in status["nodes"]],
         "subject": _subject((published.read_json(run_dir.run_json) or {}).get("fixed", {})),
         "versions": sorted({_versions(line) for line in nodes.values()} - {""}),
     }

@@ -1,10 +1,12 @@
 """Compute the geometry of the page's charts, which the template draws as SVG. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from coordinator.views.report.timeline import CATEGORIES, Bar, Timeline
+from coordinator.directory.layout import MASTER
+from coordinator.views.report.timeline import CATEGORIES, IDLE, Bar, Timeline
 from coordinator.views.report.values import TINY, is_number
 
 WIDTH, HEIGHT = 360, 190
@@ -43,6 +45,8 @@ class Chart:
     title: str
     note: str
     unit: str
+    axis: str
+    """What a value stands at: `iteration`, or `policy of iteration`."""
     curves: list[Curve]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
@@ -72,7 +76,9 @@ def number_text(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 
-def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]]) -> Chart:
+def chart(
+    title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]], axis: str = "iteration"
+) -> Chart:
     """Return a chart of the lines (label, [(iteration, value)]). Lines without a value to draw
     are left out.
     """
@@ -108,7 +114,7 @@ def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]])
                 _path([(x(n), y(v)) for n, v in means]),
                 band,
                 [
-                    (round(x(n), 1), round(y(v), 1), f"iteration {n}: {label} {number_text(v)}{unit}")
+                    (round(x(n), 1), round(y(v), 1), f"{axis} {n}: {label} {number_text(v)}{unit}")
                     for n, v in marks
                 ],
                 [(round(x(n), 1), round(n), number_text(v)) for n, v in means],
@@ -118,6 +124,7 @@ def chart(title: str, note: str, unit: str, lines: Sequence[tuple[str, Points]])
         title,
         note,
         unit,
+        axis,
         curves,
         [(round(x(n), 1), str(n)) for n in _iteration_ticks(first, last)],
         [(round(y(tick), 1), number_text(tick)) for tick in ticks],
@@ -177,31 +184,48 @@ class Block:
     text: str
 
 
+class Node(NamedTuple):
+    """What a lane says of its node."""
+
+    name: str
+    """`rank 2`, `train rank 2`."""
+    host: str
+
+    @property
+    def number(self) -> str:
+        """The rank as a person types it."""
+        return self.name.rpartition(" ")[2]
+
+
 @dataclass(frozen=True)
 class Lanes:
-    """A timeline as drawn: a lane a rank."""
+    """The timeline of a crew as drawn: a lane a node."""
 
     title: str
     seconds: float
-    ranks: list[int]
+    nodes: list[Node]
     lane_px: int
     blocks: list[Block]
     ticks: list[tuple[float, str]]
     """(percent of the width, text)."""
-    missing: list[int]
-    """Ranks whose clock cannot be related to the master's."""
+    marks: list[tuple[float, str]]
+    """Where iterations begin, if there are several: (percent of the width, number)."""
+    missing: list[str]
+    """The numbers of nodes whose clock cannot be related to the master's."""
+    crew: str = ""
+    """Where there are two."""
 
     @property
     def height_px(self) -> int:
-        return self.lane_px * len(self.ranks)
+        return self.lane_px * len(self.nodes)
 
     @property
     def bar_px(self) -> int:
         return self.lane_px - (1 if self.lane_px < 12 else 4)
 
 
-def lanes(timeline: Timeline, title: str) -> Lanes:
-    """Return the timeline of an iteration. Lanes are thinner if there are more nodes."""
+def lanes(timeline: Timeline, title: str, nodes: Mapping[int, Node], crew: str = "") -> Lanes:
+    """Return the timeline of a crew. Lanes are thinner if there are more nodes. `nodes`: by rank."""
     ranks = sorted(timeline.bars)
     lane_px = 22 if len(ranks) <= 8 else 14 if len(ranks) <= 24 else 6
     scale = SCALE / max(timeline.seconds, 1e-6)
@@ -209,31 +233,56 @@ def lanes(timeline: Timeline, title: str) -> Lanes:
         block
         for lane, rank in enumerate(ranks)
         for bar in timeline.bars[rank]
-        for block in _blocks(bar, lane, scale)
+        for block in _blocks(bar, lane, scale, nodes[rank].name, bool(crew))
         if block.width >= VISIBLE
     ]
     ticks = [tick for tick in nice_ticks(0.0, timeline.seconds, 4) if tick <= 0.88 * timeline.seconds]
     return Lanes(
         title,
         timeline.seconds,
-        ranks,
+        [nodes[rank] for rank in ranks],
         lane_px,
         blocks,
         [(round(tick * scale / SCALE * 100, 2), f"{tick:g} s") for tick in ticks],
-        [rank for rank in ranks if not timeline.bars[rank]],
+        _marks(timeline, scale) if crew else [],
+        [nodes[rank].number for rank in ranks if not timeline.bars[rank]],
+        crew,
     )
 
 
-def _blocks(bar: Bar, lane: int, scale: float) -> list[Block]:
-    """Blocks for work, waiting, and the conclusion of the row. A row without an end is one block."""
+def _marks(timeline: Timeline, scale: float) -> list[tuple[float, str]]:
+    """Say where each iteration of the master is, unless the numbers would cover each other."""
+    begins: dict[int, float] = {}
+    for bar in timeline.bars.get(MASTER, []):
+        if bar.span.row != IDLE:
+            begins.setdefault(bar.span.iteration, bar.begin_s)
+    marks: list[tuple[float, str]] = []
+    for number, begin_s in sorted(begins.items()):
+        percent = round(begin_s * scale / SCALE * 100, 2)
+        if percent <= 94 and (not marks or percent - marks[-1][0] >= 6):
+            marks.append((percent, str(number)))
+    return marks
+
+
+def _blocks(bar: Bar, lane: int, scale: float, name: str, several: bool) -> list[Block]:
+    """Blocks for work, waiting, and the conclusion of the row. A row without an end is one block.
+
+    `several`: the timeline shows more than one iteration.
+    """
     span, category = bar.span, CATEGORIES.get(bar.span.row, "other")
     seconds = bar.end_s - bar.begin_s
+    row = f"{span.row}, iteration {span.iteration}" if several else span.row
 
     def block(begin_s: float, end_s: float, style: str, what: str) -> Block:
-        text = f"rank {span.rank} {span.row}: {what}"
+        text = f"{name} {row}: {what}"
+        begin_s, end_s = min(begin_s, bar.end_s), min(end_s, bar.end_s)
         width = round((end_s - begin_s) * scale, 1)
         return Block(round(begin_s * scale, 1), width, lane, f"{category} {style}".strip(), text)
 
+    if span.row == IDLE:
+        idle = block(bar.begin_s, bar.end_s, "", "")
+        text = f"{name}: {span.wait_s:.1f} s of waiting for the other crew before iteration {span.iteration}"
+        return [Block(idle.x, idle.width, lane, IDLE, text)]
     if span.state != "whole":
         said = "broken off after" if span.state == "broken" else "so far"
         return [block(bar.begin_s, bar.end_s, span.state, f"{said} {seconds:.1f} s")]

@@ -50,36 +50,69 @@ METRICS = 24
 PERCENT = {"truncated", "clip_fraction", "correction_fraction", "flat_groups", "busy_fraction"}
 
 
+OF_THE_POLICY = {
+    "reward",
+    "eval_reward",
+    "reward_by_source",
+    "sample_metrics",
+    "eval_sample_metrics",
+    "eval_pass_at",
+}
+"""What measures the policy that sampled an iteration. With cluster.max_async_level above 0 that is not the
+policy of the iteration before: then these stand at the policy.
+"""
+
+
 def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, float]]:
     """(iteration, value) of the lines that have the field; fractions in PERCENT are multiplied by 100."""
     scale = 100.0 if field in PERCENT else 1.0
     return [(line["iteration"], scale * line[field]) for line in lines if is_number(line.get(field))]
 
 
+def by_policy(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the lines with the iteration whose policy they measure as `iteration`, in that order; None where
+    each iteration is sampled by the policy of the one before.
+    """
+    policies = [line.get("policy_iteration") for line in lines]
+    known = [policy if isinstance(policy, int) else None for policy in policies]
+    if all(policy in {None, line["iteration"] - 1} for policy, line in zip(known, lines, strict=True)):
+        return None
+    moved = [
+        {**line, "iteration": policy} for policy, line in zip(known, lines, strict=True) if policy is not None
+    ]
+    return sorted(moved, key=lambda line: line["iteration"])
+
+
 def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return the charts that have data, with pass@k, and with curves by the names that tasks and rewards
     give.
     """
+    measured = by_policy(lines)
+    axis = "iteration" if measured is None else "policy of iteration"
+    measuring = lines if measured is None else measured
     found: list[Chart] = []
     for title, note, unit, fields in CHARTS:
-        drawn = [(label, data) for field, label in fields if (data := points(lines, field))]
+        is_of_policy = fields[0][0] in OF_THE_POLICY
+        of = measuring if is_of_policy else lines
+        drawn = [(label, data) for field, label in fields if (data := points(of, field))]
         if drawn:
-            found.append(chart(title, note, unit, drawn))
-    if passed := _pass_at(lines):
+            found.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
+    if passed := _pass_at(measuring, axis):
         found.insert(1, passed)
-    if sources := _curves(lines, "reward_by_source"):
-        found.append(chart("Reward by source", "mean of the groups", "", list(sources.items())[:SOURCES]))
-    return [*found, *_of_the_users(lines)]
+    if sources := _curves(measuring, "reward_by_source"):
+        drawn = list(sources.items())[:SOURCES]
+        found.append(chart("Reward by source", "mean of the groups", "", drawn, axis))
+    return [*found, *_of_the_users(measuring, axis)]
 
 
-def _of_the_users(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def _of_the_users(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
     """Return a chart for each metric that the reward or the environment has given, by its name."""
     train, evaluation = _curves(lines, "sample_metrics"), _curves(lines, "eval_sample_metrics")
     found: list[Chart] = []
     for name in sorted({*train, *evaluation})[:METRICS]:
         of = (("training", train.get(name)), ("evaluation", evaluation.get(name)))
         drawn = [(label, data) for label, data in of if data]
-        found.append(chart(name, "metric of the reward or the environment, mean", "", drawn))
+        found.append(chart(name, "metric of the reward or the environment, mean", "", drawn, axis))
     return found
 
 
@@ -92,12 +125,12 @@ def _curves(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, list[tu
     return curves
 
 
-def _pass_at(lines: Sequence[Mapping[str, Any]]) -> Chart | None:
+def _pass_at(lines: Sequence[Mapping[str, Any]], axis: str) -> Chart | None:
     """Return the chart of pass@k, if evaluations have several samples a task."""
     curves = _curves(lines, "eval_pass_at")
     drawn = [(f"pass@{k}", [(n, 100.0 * rate) for n, rate in data]) for k, data in curves.items()][-4:]
     return (
-        chart("Pass rate", "evaluation tasks solved by one of k samples", " %", drawn)
+        chart("Pass rate", "evaluation tasks solved by one of k samples", " %", drawn, axis)
         if len(curves) > 1
         else None
     )

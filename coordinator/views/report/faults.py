@@ -37,6 +37,8 @@ class Fault:
     """The iteration of the last time, if there were several."""
     went_on_s: float | None = None
     """Seconds until this node began a row in a newer epoch. None if it did not stop, or did not go on."""
+    crew: str = ""
+    """Where there are two."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Retries:
     seconds: float
     text: str
     """The text of the last one."""
+    crew: str = ""
+    """Where there are two."""
 
 
 def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:

@@ -2,17 +2,17 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.shares import share_sizes
-from coordinator.views.report.timeline import CATEGORIES, Span
+from coordinator.views.report.timeline import CATEGORIES, IDLE, Span
 from coordinator.views.report.values import numbers, rows_s
 
-WAITING, BROKEN = "wait", "held up"
-ORDER = ("rollout", "train", "load", "save", "other", WAITING, BROKEN)
+WAITING, OTHER_CREW, BROKEN = "wait", "other crew", "held up"
+ORDER = ("rollout", "train", "load", "save", "other", WAITING, OTHER_CREW, BROKEN)
 """What time is spent on. `held up`: rows that a fault broke off, and the time until the run went on."""
 MEANINGS = {
     "rollout": "samples of the policy, and evaluation",
@@ -21,6 +21,7 @@ MEANINGS = {
     "save": "the checkpoint, published",
     "other": "beginning and ending iterations",
     WAITING: "for other nodes",
+    OTHER_CREW: "waiting, between two iterations, for what the other crew publishes",
     BROKEN: "rows that a fault broke off, and until the run went on",
 }
 
@@ -56,19 +57,19 @@ def held_up(spans: Sequence[Span]) -> float:
     return seconds
 
 
-def time_shares(spans: Mapping[int, Sequence[Span]]) -> list[Share]:
+def time_shares(spans: Mapping[Any, Sequence[Span]]) -> list[Share]:
     """Return how all nodes together spent their time."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for found in spans.values():
         for span in found:
             seconds[CATEGORIES.get(span.row, "other")] += span.work_s - min(span.load_s, span.work_s)
             seconds["load"] += min(span.load_s, span.work_s)
-            seconds[WAITING] += span.wait_s
+            seconds[OTHER_CREW if span.row == IDLE else WAITING] += span.wait_s
         seconds[BROKEN] += held_up(found)
     return _shares(seconds)
 
 
-def node_iterations(spans: Mapping[int, Sequence[Span]]) -> int:
+def node_iterations(spans: Mapping[Any, Sequence[Span]]) -> int:
     """Return the number of iterations, counted once for each node that took part."""
     return sum(len({span.iteration for span in found}) for found in spans.values())
 
@@ -87,7 +88,7 @@ def _shares(seconds: Mapping[str, float]) -> list[Share]:
     return [Share(name, spent, spent / total) for name, spent in seconds.items() if spent > 0.0]
 
 
-def row_times(spans: Mapping[int, Sequence[Span]]) -> list[RowTime]:
+def row_times(spans: Mapping[Any, Sequence[Span]]) -> list[RowTime]:
     """Work and waiting by row, in the table's order."""
     work: dict[str, float] = defaultdict(float)
     wait: dict[str, float] = defaultdict(float)
@@ -101,9 +102,9 @@ def row_times(spans: Mapping[int, Sequence[Span]]) -> list[RowTime]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """How a rank spent its time, in seconds."""
+    """How a node spent its time, in seconds."""
 
-    rank: int
+    name: str
     work_s: float
     wait_s: float
 
@@ -112,12 +113,17 @@ class Waiting:
         return self.wait_s / max(self.work_s + self.wait_s, 1e-9)
 
 
-def waiting(spans: Mapping[int, Sequence[Span]], lines: Sequence[Mapping[str, Any]]) -> list[Waiting]:
-    """Work and waiting of each rank, from the spans; without spans, from the metrics."""
+def waiting(
+    spans: Mapping[str, Sequence[Span]], lines: Sequence[Mapping[str, Any]], name: Callable[[int], str]
+) -> list[Waiting]:
+    """Work and waiting of each node, from the spans, by name; without spans, from the metrics.
+
+    `name`: of a rank of the crew that writes the metrics.
+    """
     if any(spans.values()):
         return [
-            Waiting(rank, sum(span.work_s for span in found), sum(span.wait_s for span in found))
-            for rank, found in sorted(spans.items())
+            Waiting(node, sum(span.work_s for span in found), sum(span.wait_s for span in found))
+            for node, found in spans.items()
         ]
     waited: dict[int, float] = defaultdict(float)
     present: dict[int, float] = defaultdict(float)
@@ -126,7 +132,9 @@ def waiting(spans: Mapping[int, Sequence[Span]], lines: Sequence[Mapping[str, An
             if rank.isascii() and rank.isdecimal():
                 waited[int(rank)] += seconds
                 present[int(rank)] += rows_s(line)
-    return [Waiting(rank, max(0.0, present[rank] - waited[rank]), waited[rank]) for rank in sorted(waited)]
+    return [
+        Waiting(name(rank), max(0.0, present[rank] - waited[rank]), waited[rank]) for rank in sorted(waited)
+    ]
 
 
 def rollout_work(

@@ -12,8 +12,8 @@ for (const chart of document.querySelectorAll("svg.chart")) {
       (best, point) => Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best)]);
     const at = near.reduce((best, one) => Math.abs(one[1][0] - x) < Math.abs(best[1][0] - x) ? one : best)[1];
     const texts = near.map(([label, point]) =>
-      `${label} ${point[2]}${chart.dataset.unit}` + (point[1] === at[1] ? "" : ` (iteration ${point[1]})`));
-    out.textContent = `iteration ${at[1]}: ${texts.join(", ")}`;
+      `${label} ${point[2]}${chart.dataset.unit}` + (point[1] === at[1] ? "" : ` (${chart.dataset.axis} ${point[1]})`));
+    out.textContent = `${chart.dataset.axis} ${at[1]}: ${texts.join(", ")}`;
     cursor.setAttribute("x1", at[0]);
     cursor.setAttribute("x2", at[0]);
     cursor.style.visibility = "visible";

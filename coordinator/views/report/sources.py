@@ -2,15 +2,17 @@
 
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import whole_board
+from coordinator.views.report.faults import host_of
+from coordinator.views.report.timeline import Span, spans_of, with_idle
 from coordinator.views.report.values import is_number
 from rollout.storage.retry import retry
 
@@ -34,14 +36,46 @@ class Events:
     """The names of files that could not be read."""
 
 
+class Told(NamedTuple):
+    """What the nodes of a crew have told of their time."""
+
+    run_dir: RunDir
+    events: Events
+    spans: dict[int, list[Span]]
+    """By rank."""
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank that was ever in the crew."""
+        return {rank: host_of(found) for rank, found in self.events.lines.items()}
+
+    @property
+    def crew(self) -> str:
+        """Its name where there are two; else an empty text."""
+        return "" if self.run_dir.crew == "main" else self.run_dir.crew
+
+
+def read_crews(run_dirs: Sequence[RunDir]) -> list[Told]:
+    """Read what the nodes of each crew have told."""
+    found: list[Told] = []
+    for run_dir in run_dirs:
+        events = read_events(run_dir, BUDGET_BYTES // len(run_dirs))
+        spans = {rank: spans_of(rank, lines) for rank, lines in events.lines.items()}
+        if len(run_dirs) > 1:
+            spans = {rank: with_idle(own) for rank, own in spans.items()}
+        found.append(Told(run_dir, events, spans))
+    return found
+
+
 def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
-    """Read the events of all ranks. Lines that are torn or no events are left out."""
+    """Read the events of all ranks of a crew. Lines that are torn or no events are left out."""
     directory = run_dir.events(0).parent
     try:
         names = published.names(directory)
     except OSError:
         return Events({}, False, [directory.name])
-    ranks = {rank: path for name in names if (rank := _rank(path := directory / name)) >= 0}
+    of_nodes = [Path(name).stem for name in names if name.endswith(".jsonl")]
+    ranks = {rank: run_dir.events(rank) for name in of_nodes if (rank := run_dir.rank_of(name)) is not None}
     lines: dict[int, list[Line]] = {}
     unreadable: list[str] = []
     skipped = False
@@ -55,12 +89,6 @@ def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
         if found := list(_events(texts)):
             lines[rank] = found
     return Events(lines, skipped, unreadable)
-
-
-def _rank(path: Path) -> int:
-    """Return the rank in `rank_0001.jsonl`; -1 for another name."""
-    number = path.stem.removeprefix("rank_")
-    return int(number) if path.suffix == ".jsonl" and number.isascii() and number.isdecimal() else -1
 
 
 def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:

@@ -16,6 +16,8 @@ Lines = Sequence[Mapping[str, Any]]
 RECENT = 10
 """How many iterations advice is based on."""
 MUCH_TRUNCATED = 0.1
+HELD_FRACTION = 0.05
+"""Interruptions are mentioned if they took more than this part of the time."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,18 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
     found.append(Tile("Iterations", f"{done}{of}", f"with {nodes_text(status['num_nodes'])}"))
     seconds = [value for _, value in points(lines, "seconds")]
     if seconds:
-        each = f"{duration(sorted(seconds)[len(seconds) // 2])} an iteration"
+        each = f"median {duration(sorted(seconds)[len(seconds) // 2])} an iteration"
         found.append(Tile("Time", duration(sum(seconds)), each))
     busy = [(line["busy_fraction"], rows_s(line)) for line in lines if _has(line, "busy_fraction")]
     if total := sum(spent for _, spent in busy):
         share = sum(fraction * spent for fraction, spent in busy) / total
-        found.append(Tile("Nodes busy", f"{100 * share:.0f} %", "of the time; the rest they waited"))
+        held_s = sum(
+            line["seconds"] - rows_s(line) for line in lines if _has(line, "seconds") and rows_s(line)
+        )
+        is_worth_saying = held_s > HELD_FRACTION * sum(seconds)
+        without = f", without {duration(held_s)} of interruptions" if is_worth_saying else ""
+        note = f"of the time{without}; the rest they waited"
+        found.append(Tile("Nodes busy", f"{100 * share:.0f} %", note))
     if speeds := points(lines, "tokens_per_s"):
         found.append(Tile("Generated", f"{speeds[-1][1]:,.0f}", "tokens a second, last iteration"))
     return [tile for tile in found if tile is not None]

@@ -5,6 +5,7 @@ master's flag. So its clock is ahead of the master's by the smallest (worker's e
 of an iteration. Clocks drift, so this is computed for each iteration.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from coordinator.views.report.values import seconds_of
 
 CATEGORIES: dict[str, Category] = {phase.label: phase.category for phase in Phase}
 """What a row is counted as, by its label."""
+
+IDLE = "idle"
+"""The row of a span between two iterations, in which a crew waits for the other one."""
 
 BREAKS = frozenset({"epoch", "process", "exit", "begin"})
 """Events that end a row which has no end of its own."""
@@ -89,6 +93,20 @@ def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
     return [*found, span(last_s, "open")] if begun is not None else found
 
 
+def with_idle(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of a node of one of two crews, with one for each time between two iterations: then the
+    crew waits until the other one has published what the next iteration needs.
+    """
+    found = list(spans[:1])
+    for before, after in itertools.pairwise(spans):
+        same = (before.clock, before.process, before.epoch) == (after.clock, after.process, after.epoch)
+        if same and before.state == "whole" and before.iteration < after.iteration:
+            between = {"row": IDLE, "begin_s": before.end_s, "end_s": max(before.end_s, after.begin_s)}
+            found.append(after._replace(**between, work_s=0.0, load_s=0.0, then_s=0.0, state="whole"))
+        found.append(after)
+    return found
+
+
 class Bar(NamedTuple):
     """A span on the clock of its iteration: seconds since the iteration began."""
 
@@ -99,9 +117,9 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The nodes of an iteration side by side."""
+    """The nodes of a crew side by side."""
 
-    iteration: int
+    iterations: tuple[int, ...]
     seconds: float
     bars: dict[int, list[Bar]]
     """By rank; empty for a rank whose clock cannot be related to the master's."""
@@ -128,22 +146,48 @@ class Timelines:
 
     def seconds(self, iteration: int) -> float:
         """Return how long it took, by the master's clock."""
-        spans = self._masters(iteration)
-        return max(span.end_s for span in spans) - min(span.begin_s for span in spans)
+        begin_s, end_s = self.stretch([iteration])
+        return end_s - begin_s
+
+    def clock(self, iteration: int) -> str:
+        """Return the last clock that the master had in an iteration."""
+        return self._spans[iteration][MASTER][-1].clock
+
+    def masters(self, iteration: int, row: str) -> list[Span]:
+        """Return the master's spans of a row, on all its clocks."""
+        return [span for span in self._spans[iteration].get(MASTER, []) if span.row == row]
+
+    def stretch(self, iterations: Sequence[int]) -> tuple[float, float]:
+        """Return when the first of the iterations began and the last one ended, by the master's clock, which
+        they have in common.
+        """
+        spans = [span for number in iterations for span in self._masters(number)]
+        return min(span.begin_s for span in spans), max(span.end_s for span in spans)
 
     def of(self, iteration: int) -> Timeline:
         """Return the timeline of all nodes. If the master moved to another machine, it begins there."""
-        zero_s = min(span.begin_s for span in self._masters(iteration))
-        bars: dict[int, list[Bar]] = {}
-        for rank, spans in sorted(self._spans[iteration].items()):
-            ahead = {clock: self._ahead_s(iteration, rank, clock) for clock in {span.clock for span in spans}}
-            bars[rank] = [
-                Bar(max(0.0, span.begin_s - ahead_s - zero_s), span.end_s - ahead_s - zero_s, span)
-                for span in spans
-                if (ahead_s := ahead[span.clock]) is not None and span.end_s - ahead_s >= zero_s
-            ]
+        bars = self.bars([iteration], self.stretch([iteration])[0])
         seconds = max((bar.end_s for found in bars.values() for bar in found), default=0.0)
-        return Timeline(iteration, seconds, bars)
+        return Timeline((iteration,), seconds, bars)
+
+    def bars(self, iterations: Sequence[int], zero_s: float) -> dict[int, list[Bar]]:
+        """Return the spans of all nodes from `zero_s` of the master's clock on, which the iterations have in
+        common.
+        """
+        bars: dict[int, list[Bar]] = {
+            rank: [] for number in iterations for rank in sorted(self._spans[number])
+        }
+        for number in iterations:
+            for rank, spans in self._spans[number].items():
+                ahead = {
+                    clock: self._ahead_s(number, rank, clock) for clock in {span.clock for span in spans}
+                }
+                bars[rank] += [
+                    Bar(max(0.0, span.begin_s - ahead_s - zero_s), span.end_s - ahead_s - zero_s, span)
+                    for span in spans
+                    if (ahead_s := ahead[span.clock]) is not None and span.end_s - ahead_s >= zero_s
+                ]
+        return dict(sorted(bars.items()))
 
     def _masters(self, iteration: int) -> list[Span]:
         """Return the master's spans on the last clock that it had in this iteration."""

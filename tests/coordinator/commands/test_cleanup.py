@@ -1,6 +1,7 @@
 """What `run cleanup` removes and what it keeps; on a made-up run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import pytest
 from coordinator.commands import cleanup as module
 from coordinator.commands.cleanup import cleanup
 from coordinator.directory import parts, published
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import Record, RunDir, parse_protocol_name
 from coordinator.protocol.phases import Phase
+from coordinator.protocol.placed import Placement, publish_devices, publish_placement, run_dirs
 from coordinator.protocol.records import Records
 from coordinator.rows import resume
 from coordinator.views.run import Run
@@ -22,6 +24,7 @@ from tests.coordinator.commands.interrupted_run import (
     GIVEN,
     SETTINGS,
     N,
+    beat,
     everything,
     interrupted_run,
     mid_rollout,
@@ -30,6 +33,7 @@ from tests.coordinator.commands.interrupted_run import (
 )
 from tests.coordinator.made_up import (
     group,
+    opened,
     origin,
     tombstone,
     tree,
@@ -113,12 +117,87 @@ def test_epoch_is_claimed_before_anything_goes(run_dir: RunDir, monkeypatch: pyt
     assert (status["state"], status["epoch"]) == ("stopped", 4)
 
 
-def test_cleanup_twice_finds_nothing_to_do(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cleanup_twice_finds_nothing_to_do_and_says_so_at_once(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cleanup(run_dir.root, N)
     before = everything(run_dir.root)
+    monkeypatch.setattr(module.time, "sleep", lambda _s: pytest.fail("it waits for nothing"))
     cleanup(run_dir.root, N)
     assert "iteration 2 has left nothing" in capsys.readouterr().out
     assert everything(run_dir.root) == before
+
+
+def in_two_crews(root: Path) -> list[RunDir]:
+    """The run that was interrupted, with a machine that generates and one that trains."""
+    one = interrupted_run(root)
+    publish_placement(root, Placement(2, ("rollout=0", "train=1")))
+    for machine in (0, 1):
+        publish_devices(root, machine, f"node-{machine}", 1)
+    crews = list(run_dirs(root))
+    for crew in crews:
+        for directory in crew.protocol:
+            directory.mkdir(parents=True)
+    for path in [*one.master.iterdir(), *one.workers.iterdir()]:
+        entry = parse_protocol_name(path.name)
+        of_both = crews if isinstance(entry, Record) else crews[1:] if "r0001" in path.name else crews[:1]
+        for crew in of_both:
+            shutil.copy(path, crew.master / path.name.replace("r0001", "r0000"))
+    shutil.rmtree(one.master.parent)
+    return crews
+
+
+def test_cleanup_claims_an_epoch_of_each_crew_and_takes_the_leftovers_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
+    root = tmp_path / "run"
+    rollout, train = in_two_crews(root)
+    cleanup(root, N)
+    said = capsys.readouterr().out
+    assert "removed protocol/rollout/master/e0003.i000002.p04.r0000.ok" in said
+    assert "removed protocol/train/master/e0002.i000000.p00.r0000.enter" in said
+    assert "removed checkpoints/.iteration_000002.e0003" in said
+    for crew in (rollout, train):
+        claimed = Records(crew).newest([4])
+        assert claimed and claimed.members == {}, "a suspended node of either crew has to be replaced"
+    status = Run(root).status()
+    assert (status["state"], [crew["state"] for crew in status["crews"]]) == ("stopped", ["stopped"] * 2)
+
+
+def test_node_of_either_crew_that_beats_refuses_the_cleanup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
+    root = tmp_path / "run"
+    rollout, train = in_two_crews(root)
+    monkeypatch.setattr(module.time, "sleep", lambda _s: beat(train, 0, 2, 0, 3))
+    before = everything(root)
+    assert refused(rollout).startswith(
+        "train rank 1 (node-0) still beats: stop the run first: kill -INT 4711"
+    )
+    assert everything(root).items() >= before.items()
+
+
+def test_crew_that_nobody_has_started_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
+    root = tmp_path / "run"
+    _rollout, train = in_two_crews(root)
+    shutil.rmtree(train.master)
+    cleanup(root, N)
+    assert not train.master.exists()
+
+
+def test_keep_partial_keeps_groups_of_the_policy_that_samples_the_iteration(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mid_rollout(run_dir)
+    base = json.loads(run_dir.iteration_json(1).read_text())["policy"]
+    opening = run_dir.iteration_json(N)
+    opening.write_text(json.dumps(opened(N, origin(base), slots=4)))
+    write_parts(run_dir, N, 1, 3, [group(2)])
+    cleanup(run_dir.root, N, keep_partial=True)
+    assert "keeps 1 of 4 groups" in capsys.readouterr().out, "it was opened with max_async_level=1"
 
 
 @pytest.mark.parametrize("keep_partial", [False, True])

@@ -9,6 +9,7 @@ import yaml
 from coordinator.cli import main
 from coordinator.commands.export import export
 from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.protocol.placed import Placement, publish_devices, publish_placement
 from coordinator.settings import SettingsError
 from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
 
@@ -41,6 +42,20 @@ def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Pat
     export(run_dir.root, None, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights 2"
     assert "reward" not in (tmp_path / "out" / "README.md").read_text().partition("# adder")[2]
+
+
+def test_run_of_two_crews_is_exported_with_what_measured_the_policy(run_dir: RunDir, tmp_path: Path) -> None:
+    publish_placement(run_dir.root, Placement(2, ("rollout=0", "train=1")))
+    for machine in (0, 1):
+        publish_devices(run_dir.root, machine, f"node-{machine}", 1)
+    measured = {1: 0, 2: 0, 3: 1, 4: 2}  # max_async_level=1
+    lines = [
+        {"iteration": n, "kind": "both", "policy_iteration": policy, "reward": n / 10, "eval_reward": None}
+        for n, policy in measured.items()
+    ]
+    run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "model.safetensors" in export(run_dir.root, 2, tmp_path / "out")
+    assert "Mean reward of its samples: 0.4" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:

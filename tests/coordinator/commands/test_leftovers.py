@@ -18,7 +18,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def test_plan_names_all_that_the_iteration_left_what_was_made_last_first(run_dir: RunDir) -> None:
-    planned = plan(run_dir, N, 4, look(run_dir, N))
+    planned = plan({run_dir: 4}, N, look([run_dir], N))
     assert [(str(left.path.relative_to(run_dir.root)), left.what) for left in planned.leftovers] == [
         ("protocol/main/workers/e0002.i000000.p00.r0001.enter", What.ENDED),
         ("protocol/main/master/e0003.i000002.p04.r0000.ok", What.FLAG),
@@ -60,8 +60,8 @@ def test_plan_names_all_that_the_iteration_left_what_was_made_last_first(run_dir
 )
 def test_in_protocol_only_what_has_ended_goes(tmp_path: Path, name: str, what: What | None) -> None:
     run_dir = RunDir(tmp_path)
-    listed = look(run_dir, N) | {run_dir.workers: [Beat(3, 1, 1, 5).name, name]}
-    assert plan(run_dir, N, 4, listed).leftovers == ([(run_dir.workers / name, what)] if what else [])
+    listed = look([run_dir], N) | {run_dir.workers: [Beat(3, 1, 1, 5).name, name]}
+    assert plan({run_dir: 4}, N, listed).leftovers == ([(run_dir.workers / name, what)] if what else [])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_in_checkpoints_only_what_was_never_published_of_this_iteration_goes(
     tmp_path: Path, name: str, what: What | None
 ) -> None:
     run_dir = RunDir(tmp_path)
-    listed = look(run_dir, N) | {run_dir.checkpoints: [name]}
-    planned = plan(run_dir, N, 4, listed)
+    listed = look([run_dir], N) | {run_dir.checkpoints: [name]}
+    planned = plan({run_dir: 4}, N, listed)
     assert planned.leftovers == ([(run_dir.checkpoints / name, what)] if what else [])
     assert not planned.unknown

@@ -80,8 +80,8 @@ def test_node_of_a_crew_is_named_by_its_crew_and_its_machine() -> None:
 def test_loss_says_who_where_why_and_the_command_that_repairs_it(event: Event, why: str) -> None:
     text = messages(silent_s=94.0).of_verdict(Verdict(event, 2))
     assert text == (
-        "rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128, silent for 94 s) is lost "
-        f"in training, iteration 7: {why}. To bring it back, on that machine: "
+        "rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128, silent for 94 s) is lost: "
+        f"{why}. To bring it back, on that machine: "
         "run --worker 2 --log-path '/shared/my runs'"
     )
 

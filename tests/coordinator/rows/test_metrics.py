@@ -46,6 +46,15 @@ def test_seconds_count_what_was_interrupted_and_those_of_the_rows_do_not(tmp_pat
     assert line["phase_seconds"] == {"train_rollout": 2.0}
 
 
+def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
+    line = {"iteration": 3, "reward": 0.5, "eval_reward": None, "loss": None, "busy_fraction": 0.99}
+    held = line | {"seconds": 55.0, "phase_seconds": {"train_rollout": 9.0, "training": 6.0}}
+    said = "iteration 3/8 | reward 0.500 | 55.0 s, 40.0 s of them interrupted | nodes busy 99 % of the rest"
+    assert metrics.summary(held, 8) == said
+    whole = line | {"seconds": 55.0, "phase_seconds": {"train_rollout": 49.0, "training": 5.5}}
+    assert metrics.summary(whole, 8) == "iteration 3/8 | reward 0.500 | 55.0 s | nodes busy 99 %"
+
+
 def test_groups_of_an_epoch_before_make_no_speed(tmp_path: Path) -> None:
     line = line_of(tmp_path, epochs=[2, 3])
     assert (line["tokens_per_s"], line["length"]) == (None, 6.0)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.directory.layout import FORMAT, Beat, RunDir
+from coordinator.protocol.placed import Placement, publish_devices, publish_placement
 from coordinator.settings import SettingsError
+from coordinator.views.crew_status import crew_dirs
 from coordinator.views.logs import LogPrinter, show_logs, tail
 from tests.coordinator.made_up import run_dir_at, write_json
 
@@ -46,7 +48,7 @@ class Followed:
 
     def __init__(self, run_dir: RunDir, rank: int | None = None) -> None:
         self._out = io.StringIO()
-        self.printer = LogPrinter(run_dir, rank, self._out)
+        self.printer = LogPrinter([run_dir], rank, self._out)
 
     def taken(self) -> str:
         text = self._out.getvalue()
@@ -89,6 +91,34 @@ def test_of_engines_with_one_pid_the_one_that_was_written_last_counts(
     write(run_dir, 1, "engine.101.9.log", "of a process before, in a container\n", age_s=100)
     write(run_dir, 1, "engine.101.2.log", "of the newest process\n")
     assert shown(run_dir, capsys, rank=1).endswith("engine.101.2.log <==\nof the newest process\n")
+
+
+def test_machine_with_a_node_in_both_crews_shows_the_logs_of_both(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish_placement(run_dir.root, Placement(2, ("rollout=0", "train=1-2")))
+    for machine, count in ((0, 2), (1, 1)):
+        publish_devices(run_dir.root, machine, f"node-{machine}", count)
+    rollout, train = crew_dirs(run_dir.root)
+    for crew, rank, pid in ((rollout, 0, 7), (train, 0, 8), (train, 1, 9)):
+        crew.logs(rank).mkdir()
+        for number in (pid, 1000 + pid):
+            write(crew, rank, f"node.{number}.log", f"{number}\n")
+        for directory in crew.protocol:
+            directory.mkdir(parents=True, exist_ok=True)
+        write_json(crew.entry(Beat(2, rank, 1, 3)), {"pid": pid})
+    write(train, 1, "trainer.e0002.i000010.1.log", "steps\n")
+    heads = [line.split()[1] for line in shown(run_dir, capsys).splitlines() if line.startswith("==>")]
+    assert heads == [
+        "logs/rollout_0000/node.7.log",
+        "logs/train_0000/node.8.log",
+        "logs/train_0001/node.9.log",
+    ], "the newest processes, and not what was there before the devices were placed"
+    heads = [line for line in shown(run_dir, capsys, rank=0).splitlines() if line.startswith("==>")]
+    assert [head.split("/")[1] for head in heads] == ["rollout_0000", "train_0000"]
+    assert "steps" in shown(run_dir, capsys, rank=1)
+    with pytest.raises(SettingsError, match="no logs of rank 2; there are logs of 0, 1"):
+        show_logs(run_dir.root, 2, 9, follow=False)
 
 
 def test_what_a_log_says_cannot_move_the_cursor(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

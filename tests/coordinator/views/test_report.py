@@ -136,26 +136,36 @@ def test_interruptions_are_no_work_of_the_nodes() -> None:
         for n, seconds, busy in ((1, 10.0, 1.0), (2, 1000.0, 0.5))
     ]
     status = {"iterations": 2, "num_nodes": 2}
-    assert [tile.value for tile in tiles(status, lines) if tile.label == "Nodes busy"] == ["75 %"]
-    assert [(node.work_s, node.wait_s) for node in waiting({}, lines)] == [(20.0, 0.0), (12.0, 8.0)]
+    found = {tile.label: tile for tile in tiles(status, lines)}
+    assert (
+        found["Nodes busy"].value == "75 %" and "without 16 min of interruptions" in found["Nodes busy"].note
+    )
+    assert found["Time"].note == "median 17 min an iteration"
+    assert [(node.work_s, node.wait_s) for node in waiting({}, lines, str)] == [(20.0, 0.0), (12.0, 8.0)]
 
 
 def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path) -> None:
     root = tmp_path / "my run; rm"
-    nodes = [{"rank": rank, "state": "lost", "host": f"node-{rank}"} for rank in range(5)]
-    status: dict[str, Any] = {"iteration": 2, "nodes": nodes, "waiting_for": [1, 2, 3, 4]}
+    nodes = [
+        {"rank": rank, "name": f"rank {rank}", "state": "lost", "host": f"node-{rank}"} for rank in range(5)
+    ]
+
+    def in_one_crew(**said: Any) -> dict[str, Any]:
+        status = {"iteration": 2, "nodes": nodes, "waiting_for": [1, 2, 3, 4], **said}
+        return {**status, "crews": [status]}
+
     for state, count in (("holding", 4), ("stopped", 2), ("finished", 1)):
-        found = advice(root, status | {"state": state}, [], None, 2)
+        found = advice(root, in_one_crew(state=state), [], None, 2)
         assert len(found) == count
         assert all(str(root) in shlex.split(one.command) for one in found)
-    again = advice(root, status | {"state": "stopped"}, [], None, 2)[-1]
+    again = advice(root, in_one_crew(state="stopped"), [], None, 2)[-1]
     assert again.command.startswith("run --master --log-path ") and "--worker RANK" in again.text
-    local = status | {"state": "stopped", "nodes": [node | {"host": "a"} for node in nodes]}
+    local = in_one_crew(state="stopped", nodes=[node | {"host": "a"} for node in nodes])
     assert advice(root, local, [], None, 2)[-1].command.startswith("run local --log-path ")
-    first, *_, last = advice(root, status | {"state": "holding"}, [], None, 2)
+    first, *_, last = advice(root, in_one_crew(state="holding"), [], None, 2)
     assert "rank 1 back, on node-1" in first.text and first.command.startswith("run --worker 1 ")
     assert "1 node more" in last.text
-    (alone,) = advice(root, status | {"state": "holding", "waiting_for": []}, [], None, 2)
+    (alone,) = advice(root, in_one_crew(state="holding", waiting_for=[]), [], None, 2)
     assert alone.command.startswith("run status ")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from coordinator.views.report import write_report
+from tests.coordinator.made_up_crews import make_crews
 from tests.coordinator.made_up_run import make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -157,6 +158,21 @@ def test_page_loads_in_a_browser_without_a_word_and_shows_its_charts(
         keep(browser.screenshot(tmp_path / f"report-{name}.png"))
     assert "<script>alert(1)</script>" in browser.value("document.querySelector('#samples').textContent")
     assert browser.complaints() == []
+
+
+def test_both_crews_are_drawn_on_a_wide_screen_and_on_a_phone(tmp_path: Path, browser: Browser) -> None:
+    make_crews(tmp_path / "run", 12.0, 6.0)
+    page = write_report(tmp_path / "run")
+    said = len(browser.complaints())
+    for width in (1400, 390):
+        browser.open(page, width, 900)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        marks = "[...document.querySelector('.timeline').querySelectorAll('.marks')].map(m => m.textContent)"
+        assert browser.value(marks) == ["678", "678"]
+        idle = "[...document.querySelectorAll('.lanes rect.idle')].map(r => r.getBoundingClientRect().width)"
+        assert sum(drawn > 20 for drawn in browser.value(idle)) >= 4
+        assert browser.value(POINTED).startswith("policy of iteration 6: training 0.6")
+    assert len(browser.complaints()) == said
 
 
 CUT = """[...document.querySelectorAll("#time td, #faults td, #faults th, .bars em")].filter(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory.layout import RunDir
-from coordinator.views.report.charts import lanes
+from coordinator.views.report.charts import Lanes, Node, lanes
 from coordinator.views.report.faults import all_faults, retries
 from coordinator.views.report.figures import held_up, rollout_work, row_times
 from coordinator.views.report.sources import read_events
@@ -35,6 +35,11 @@ class Teller:
 
 def told(*tellers: Teller) -> Timelines:
     return Timelines({rank: spans_of(rank, teller.lines) for rank, teller in enumerate(tellers)})
+
+
+def drawn(timelines: Timelines, iteration: int = 1) -> Lanes:
+    nodes = {rank: Node(f"rank {rank}", "") for rank in range(2)}
+    return lanes(timelines.of(iteration), "", nodes)
 
 
 def test_clock_of_a_worker_is_aligned_by_the_ends_of_rows() -> None:
@@ -72,7 +77,7 @@ def test_node_whose_clock_is_unknown_is_named_and_not_drawn() -> None:
     master, stranger = Teller(), Teller(ahead_s=77.0, host="node-b")
     master.row(1.0, 2.0, 1.0)
     stranger.say(1.0, "begin", it=1, row="training")
-    assert lanes(told(master, stranger).of(1), "").missing == [1]
+    assert drawn(told(master, stranger)).missing == ["1"]
 
 
 def test_row_that_was_broken_off_lasts_to_the_next_line_and_is_neither_work_nor_waiting() -> None:
@@ -116,7 +121,7 @@ def test_start_of_an_engine_is_not_counted_as_rollout() -> None:
     master.say(100.0, "end", it=1, row="train_rollout", work_s=80.0)
     (span,) = spans_of(0, master.lines)
     assert (span.work_s, span.load_s, span.wait_s) == (80.0, 60.0, 20.0)
-    blocks = lanes(told(master).of(1), "").blocks
+    blocks = drawn(told(master)).blocks
     assert [(block.style, block.width) for block in blocks] == [
         ("load", 600),
         ("rollout", 200),
@@ -130,7 +135,7 @@ def test_masters_conclusion_is_work_that_follows_its_waiting() -> None:
     master.say(100.0, "end", it=1, row="train_rollout", work_s=50.0, then_s=10.0)
     (span,) = spans_of(0, master.lines)
     assert (span.work_s, span.then_s, span.wait_s) == (50.0, 10.0, 50.0)
-    assert [(block.style, block.x, block.width) for block in lanes(told(master).of(1), "").blocks] == [
+    assert [(block.style, block.x, block.width) for block in drawn(told(master)).blocks] == [
         ("rollout", 0, 400),
         ("rollout wait", 400, 500),
         ("rollout", 900, 100),

@@ -35,10 +35,13 @@ TOP_KEYS = {
     "rollout_left_s",
     "num_nodes",
     "nodes",
+    "crews",
     "last_metrics",
 }
 NODE_KEYS = {
+    "crew",
     "rank",
+    "name",
     "host",
     "address",
     "state",
@@ -120,7 +123,9 @@ def test_running_nodes_are_shown_where_they_are(run_dir: RunDir) -> None:
     assert (status["iteration"], status["phase"], status["waiting_for"]) == (5, "train_rollout", [2])
     assert status["num_nodes"] == 3 and status["iterations"] == 8
     assert status["nodes"][1] == {
+        "crew": "main",
         "rank": 1,
+        "name": "rank 1",
         "host": "node-1",
         "address": "10.0.0.1",
         "state": "alive",
@@ -171,7 +176,7 @@ def test_lobby_is_holding_and_shows_who_has_not_come(run_dir: RunDir) -> None:
     text = render(status, run_dir.root)
     assert "run abc is holding (epoch 2)" in text
     assert "waiting for ranks 1, 2 (node-2)" in text
-    assert f"to bring rank 1 back, on its machine: run --worker 1 --log-path {run_dir.root}" in text
+    assert f"to start rank 1, on its machine: run --worker 1 --log-path {run_dir.root}" in text
 
 
 def test_finished_run_is_finished_though_its_nodes_left(run_dir: RunDir) -> None:
@@ -305,7 +310,7 @@ def test_run_that_is_in_no_iteration_shows_the_last_finished_one(run_dir: RunDir
         (0, "gave_up", "stopped"),
         (0, "failed", "stopped"),
         (2, "failed", "stopped"),
-        (0, "left", "stopped"),
+        (0, "left", "holding"),
         (2, "left", "running"),
         (2, "trainer_failed", "running"),
         (2, "ok", "running"),
@@ -316,6 +321,35 @@ def test_calls_that_end_a_run_stop_it(run_dir: RunDir, rank: int, kind: str, sta
     running(run_dir)
     flag(run_dir, rank, kind)
     assert Run(run_dir.root).status()["state"] == state
+
+
+def test_master_that_left_stops_a_run_whose_workers_do_not_wait_for_it(run_dir: RunDir) -> None:
+    settings = SETTINGS.model_dump(mode="json")
+    settings["cluster"]["on_node_failure"] = "abort"
+    running(run_dir, record(2, settings=RunSettings.published(settings)))
+    flag(run_dir, 0, "left")
+    assert Run(run_dir.root).status()["state"] == "stopped"
+
+
+def test_workers_hold_for_a_master_that_has_taken_over_and_is_gone_before_it_let_them_in(
+    run_dir: RunDir,
+) -> None:
+    running(run_dir)
+    claim(run_dir, record(3, "lobby", {}, master_incarnation=2, settings=SETTINGS))
+    beat(run_dir, 0, incarnation=2, state="gathering", pid=GONE, pid_space=pid_space())
+    beat(run_dir, 2, counter=6, state=ENDED)
+    status = Run(run_dir.root).status()
+    assert (status["state"], status["waiting_for"]) == ("holding", [0])
+    beat(run_dir, 1, counter=6, state=ENDED)
+    assert Run(run_dir.root).status()["state"] == "stopped"
+
+
+def test_worker_that_left_and_came_again_is_alive(run_dir: RunDir) -> None:
+    running(run_dir)
+    flag(run_dir, 2, "left")
+    assert states(Run(run_dir.root).status())[2] == "left"
+    beat(run_dir, 2, incarnation=2, counter=0, state="pending")
+    assert states(Run(run_dir.root).status())[2] == "alive"
 
 
 def test_call_of_an_epoch_that_is_over_stops_nothing(run_dir: RunDir) -> None:
@@ -389,7 +423,7 @@ def test_master_of_another_machine_that_beats_no_more_is_silent_to_who_watches(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("coordinator.views.status.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("coordinator.views.crew_status.time.monotonic", lambda: now_s)
     running(run_dir, silent_s={"1": 1.0})
     reader = StatusReader(run_dir.root)
     for counter in range(6, 19):
@@ -408,7 +442,7 @@ def test_reader_that_was_frozen_takes_nobody_for_silent(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("coordinator.views.status.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("coordinator.views.crew_status.time.monotonic", lambda: now_s)
     running(run_dir)
     reader = StatusReader(run_dir.root)
     reader.read()

@@ -28,7 +28,8 @@ GPU = {"name": "H100", "used_bytes": 61 * 2**30, "total_bytes": 80 * 2**30, "bus
 
 def node(rank: int, **said: Any) -> dict[str, Any]:
     return {
-        "rank": rank, "host": f"node-{rank}", "address": "", "state": "alive", "iteration": 5,
+        "crew": "main", "rank": rank, "name": f"rank {rank}",
+        "host": f"node-{rank}", "address": "", "state": "alive", "iteration": 5,
         "phase": "train_rollout", "row_s": 12.0, "waiting_s": 0.0, "weight": 1.0, "tasks_assigned": 64,
         "tasks_done": 16, "tokens_per_s": None, "left_s": None, "gpu_count": 0, "gpus": [], "silent_s": 0.4,
         **said,
@@ -36,11 +37,12 @@ def node(rank: int, **said: Any) -> dict[str, Any]:
 
 
 def status(*nodes: dict[str, Any], **said: Any) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "run_id": "abc", "state": "running", "epoch": 2, "iteration": 5, "iterations": 16,
-        "phase": "train_rollout", "waiting_for": [], "waiting_s": 0.0, "rollout_left_s": None,
-        "num_nodes": len(nodes), "nodes": list(nodes), "last_metrics": None, **said,
+        "phase": "train_rollout", "waiting_for": [], "waits_for": "", "waiting_s": 0.0,
+        "rollout_left_s": None, "num_nodes": len(nodes), "nodes": list(nodes), "last_metrics": None, **said,
     }  # fmt: skip
+    return {**found, "crews": [{"crew": "main", **found}]}
 
 
 def text(found: dict[str, Any], width: int = 100, height: int = 24, **more: Any) -> list[str]:

@@ -30,6 +30,7 @@ from coordinator.node.messages import Messages
 from coordinator.node.other_crew import OtherCrew
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
+from coordinator.node.prefetch import Prefetch
 from coordinator.node.start import Start
 from coordinator.node.unresponsive import Unresponsive
 from coordinator.node.verdicts import Verdicts
@@ -81,6 +82,7 @@ class Node:
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(run_dir, settings)
         # ---- what is published
         self.policies = Policies(self.identity, self.store)
+        self.prefetch = Prefetch(run_dir, self.policies)
         self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)
         self._lock: BaseFileLock | None = None
         self._begun = (0, 0.0)
@@ -245,6 +247,7 @@ class Node:
         """End the children, then stop beating, with a last beat that says so."""
         self.pulse.close()
         self.children.close()
+        self.prefetch.close()
         self.store.close()
         self.sinks.close()
         self.remover.close()

@@ -27,6 +27,9 @@ from rollout.storage import files, once
 
 log = logging.getLogger(__name__)
 
+LOOK_RARELY = 4
+"""How much rarer a node looks for what it will need later than for what it waits for."""
+
 
 # ---- 0 iteration_start
 
@@ -135,7 +138,7 @@ def begin_to_fetch(node: Node, iteration: Iteration) -> None:
     is_last = number == settings.iterations
     comes = node.run_dir.crew == "rollout" or (settings.kind == "both" and sampler < number)
     if sampler and comes and not is_last and settings.engine.url is None:
-        node.prefetch.begin(sampler, settings.cluster.pause_bounds_s[1])
+        node.prefetch.begin(sampler, LOOK_RARELY * settings.cluster.pause_bounds_s[1])
 
 
 def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:

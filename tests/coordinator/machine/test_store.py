@@ -417,6 +417,16 @@ def test_full_disk_takes_what_nobody_uses_and_never_what_a_living_process_uses(
     assert hold(Store(str(local)), model("e")).is_dir() and not held.exists()
 
 
+def test_disk_with_room_for_what_is_held_is_enough(
+    model: Callable[[str], Path], local: Path, disk: SimpleNamespace
+) -> None:
+    disk.size = module.HELD * 1000
+    store = Store(str(local))
+    for name in "abcdef":
+        assert hold(store, model(name)).is_dir()
+    assert copies(local) == module.HELD
+
+
 def test_disk_that_fills_meanwhile_is_named(
     model: Callable[[str], Path], local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

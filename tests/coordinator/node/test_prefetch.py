@@ -180,6 +180,7 @@ def test_whole_policy_is_read_where_the_one_before_is_of_no_use(
         elif what == "other base":
             files.remove_tree(root.checkpoint(1))
             write_checkpoint(root.checkpoint(1), 1, b"others..1")
+            policies.hold(policies.of(1), unheard)
         elif what == "no checkpoint before":
             files.remove_tree(root.checkpoint(1))
         else:

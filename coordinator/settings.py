@@ -156,9 +156,9 @@ class CheckpointSettings(Settings):
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Also keep this many with the best evaluation (without evaluations: with the best sampled reward)."""
     delta: bool = False
-    """Write beside the weights what has changed in them, losslessly, if that is at most half as large: nodes
-    that hold a copy of the policy before read this alone. Training ranks keep what they have written in host
-    memory for it."""
+    """Write beside the weights what has changed in them, losslessly, if that is at most a quarter of their
+    size: nodes that have a copy of the policy before read this alone. Training ranks keep what they have
+    written in host memory for it."""
 
 
 class TrajectorySettings(Settings):

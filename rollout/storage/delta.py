@@ -1,8 +1,9 @@
 """Describe a file by another one of the same size, of which most numbers are the same.
 
-The delta of two files is the exclusive or of their bytes, packed: where they agree it is zero. Within a block
-all first bytes of the four-byte words come first, then all second ones and so on, since in numbers of two or
-four bytes the low ones change most. No value is rounded: `apply` gives the second file byte for byte.
+A delta lists the words of two bytes in which the files differ: numbers in bfloat16, halves of those in
+float32. No value is rounded: `apply` gives the second file byte for byte. Format: one zlib stream. For each
+block of the files it has the number of listed words (4 bytes, little endian), how many unlisted words come
+before each one (a byte), and the exclusive or of both files there (all low bytes, then all high bytes).
 """
 
 import zlib
@@ -14,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_BYTES = 1 << 20
-WORD_BYTES = 4
-"""A multiple of the size of the numbers in weights that are served."""
+STRIDE = 256
+"""Every so many words one is listed, whether it differs or not: so the numbers between fit in a byte."""
+SAMPLE_BYTES = 16 * BLOCK_BYTES
+"""After so much of the files it is certain enough whether a delta is going to be small."""
 
 Piece = bytes | memoryview
-Bytes = NDArray[np.uint8]
+Words = NDArray[np.uint16]
 
 
 class DamagedDelta(ValueError):
@@ -30,24 +33,26 @@ def delta_name(name: str) -> str:
     return f".{name}.delta"
 
 
-def encode(before: Iterable[Piece], after: Iterable[Piece], limit: int) -> bytes | None:
+def encode(before: Iterable[Piece], after: Iterable[Piece], worth: float) -> bytes | None:
     """Return the delta that makes `after` of `before`, two files in pieces of any size.
 
-    None if the files differ in size, or if the delta has more than `limit` bytes.
+    None if the files differ in size, or if the delta has more than `worth` of the bytes of a file; it is
+    given up as soon as that shows.
     """
-    # Runs of zeros and the frequencies of bytes are all that there is to find, and are found fast.
+    # There is nothing to find but runs of one byte and the frequencies of bytes, and these are found fast.
     packer = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed: list[bytes] = []
-    size = 0
-    for old, new in zip_longest(_blocks(before), _blocks(after)):
-        if old is None or new is None or old.size != new.size:
+    size = done = 0
+    for old, new in zip_longest(_blocks(before), _blocks(after), fillvalue=b""):
+        if len(old) != len(new):
             return None
-        packed.append(packer.compress(_by_place(old ^ new)))
+        packed.append(packer.compress(_list(_words(old) ^ _words(new))))
         size += len(packed[-1])
-        if size > limit:
+        done += len(new)
+        if size > worth * max(done, SAMPLE_BYTES):
             return None
     packed.append(packer.flush())
-    return b"".join(packed) if size + len(packed[-1]) <= limit else None
+    return b"".join(packed) if size + len(packed[-1]) <= worth * done else None
 
 
 def apply(before: IO[bytes], delta: Iterable[bytes], write: Callable[[bytes], object]) -> None:
@@ -55,37 +60,47 @@ def apply(before: IO[bytes], delta: Iterable[bytes], write: Callable[[bytes], ob
 
     A delta of other files gives other bytes, so compare the checksum.
     """
-    changes = _Unpacked(delta)
+    listed = _Unpacked(delta)
     while data := before.read(BLOCK_BYTES):
-        old = np.frombuffer(data, np.uint8)
-        write((old ^ _in_order(changes.read(old.size))).tobytes())
+        words = _words(data).copy()
+        count = int.from_bytes(listed.read(4), "little")
+        if count > words.size:
+            raise DamagedDelta(f"it lists {count} words of {words.size}")
+        gaps, low, high = np.frombuffer(listed.read(3 * count), np.uint8).astype(np.uint16).reshape(3, -1)
+        at = np.cumsum(gaps + np.int64(1)) - 1
+        if count and at[-1] >= words.size:
+            raise DamagedDelta(f"it lists word {at[-1]} of {words.size}")
+        words[at] ^= low | high << 8
+        write(words.astype("<u2").tobytes()[: len(data)])
 
 
-def _blocks(pieces: Iterable[Piece]) -> Iterator[Bytes]:
+def _list(differences: Words) -> bytes:
+    is_listed = differences != 0
+    is_listed[::STRIDE] = True
+    at = np.flatnonzero(is_listed)
+    gaps = np.diff(at, prepend=-1) - 1
+    found = differences[at]
+    columns = (gaps, found & 0xFF, found >> 8)
+    return b"".join(
+        [at.size.to_bytes(4, "little"), *(column.astype(np.uint8).tobytes() for column in columns)]
+    )
+
+
+def _words(data: bytes) -> Words:
+    return np.frombuffer(data + bytes(len(data) % 2), "<u2").astype(np.uint16, copy=False)
+
+
+def _blocks(pieces: Iterable[Piece]) -> Iterator[bytes]:
     """Yield the same bytes in blocks of BLOCK_BYTES; the last one may be shorter."""
     begun = bytearray()
     for piece in pieces:
         for begin in range(0, len(piece), BLOCK_BYTES):
             begun += piece[begin : begin + BLOCK_BYTES]
             if len(begun) >= BLOCK_BYTES:
-                yield np.frombuffer(bytes(begun[:BLOCK_BYTES]), np.uint8)
+                yield bytes(begun[:BLOCK_BYTES])
                 del begun[:BLOCK_BYTES]
     if begun:
-        yield np.frombuffer(bytes(begun), np.uint8)
-
-
-def _by_place(data: Bytes) -> bytes:
-    """Sort the bytes of whole words by their place in the word."""
-    whole = data.size - data.size % WORD_BYTES
-    return data[:whole].reshape(-1, WORD_BYTES).T.tobytes() + data[whole:].tobytes()
-
-
-def _in_order(data: bytes) -> Bytes:
-    """Undo `_by_place`."""
-    sorted_bytes = np.frombuffer(data, np.uint8)
-    whole = sorted_bytes.size - sorted_bytes.size % WORD_BYTES
-    words = sorted_bytes[:whole].reshape(WORD_BYTES, -1).T.reshape(-1)
-    return np.concatenate([words, sorted_bytes[whole:]])
+        yield bytes(begun)
 
 
 class _Unpacked:

@@ -99,7 +99,7 @@ def measure_delta(trainer: Trainer, rate: float, iteration: int) -> dict[str, An
         (trainer.run_dir.checkpoint(number) / WEIGHTS).read_bytes() for number in (iteration, iteration + 1)
     )
     began_s = time.perf_counter()
-    change = delta.encode([before], [after], len(after))
+    change = delta.encode([before], [after], worth=1.0)
     made_s = time.perf_counter() - began_s
     assert change is not None
     began_s = time.perf_counter()

@@ -114,7 +114,7 @@ def write_checkpoint(
     """
     (directory / "trainer_state").mkdir(parents=True)
     if before is not None:
-        change = delta.encode([(before / "model.safetensors").read_bytes()], [content], 1 << 20)
+        change = delta.encode([(before / "model.safetensors").read_bytes()], [content], worth=100.0)
         assert change is not None
         (directory / delta.delta_name("model.safetensors")).write_bytes(change)
     for name in (CONTENT, PROBE):

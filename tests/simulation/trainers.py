@@ -95,7 +95,7 @@ class Trainer:
         weights = f"weights after {base} and {self._content(request)}".encode()
         files = {"model.safetensors": weights, "config.json": b"{}", "trainer_state/optimizer": b"moments"}
         old = (Path(request.base_dir) / "model.safetensors").read_bytes()
-        if request.delta and (change := delta.encode([old], [weights], limit=1 << 10)) is not None:
+        if request.delta and (change := delta.encode([old], [weights], worth=10.0)) is not None:
             files[delta.delta_name("model.safetensors")] = change
         facts: dict[str, FileFacts] = {}
         for name, content in files.items():

@@ -26,7 +26,7 @@ WHOLE_BYTES = 1 << 26
 """A smaller model is one file, which rank 0 writes."""
 
 METADATA = {"format": "pt"}
-WORTH = 0.5
+WORTH = 0.25
 """A delta that has more than this fraction of its file's bytes is not written."""
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -75,8 +75,7 @@ def write_deltas(learner: Learner, writer: Writer, files: Mapping[str, Mapping[s
     for name, tensors in files.items():
         if before := learner.written.get(name):
             old, new = (tensor_pieces(each, METADATA) for each in (before, tensors))
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            if (data := delta.encode(old, new, int(WORTH * size))) is not None:
+            if (data := delta.encode(old, new, WORTH)) is not None:
                 writer.add(delta.delta_name(name), data)
     # Without a GPU they may be the parameters themselves.
     is_own = learner.device.type != "cpu"

@@ -239,7 +239,7 @@ def changed(model: Callable[[str], Path]) -> tuple[Path, Path]:
     """Two models' directories, the second one with a delta to the first."""
     before, after = model("a"), model("ab")
     old, new = ((path / "model.safetensors").read_bytes() for path in (before, after))
-    change = delta.encode([old], [new], 1 << 20)
+    change = delta.encode([old], [new], worth=10.0)
     assert change is not None
     (after / ".model.safetensors.delta").write_bytes(change)
     return before, after

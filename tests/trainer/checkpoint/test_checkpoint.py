@@ -213,8 +213,10 @@ def asked_for_delta(request: TrainRequest, **settings: Any) -> TrainRequest:
 
 @pytest.mark.parametrize("save_dtype", ["bfloat16", "float32"])
 def test_delta_makes_the_weights_of_those_before_and_stands_in_the_result(
-    batch: Batch, make_request: Callable[..., TrainRequest], save_dtype: str
+    batch: Batch, make_request: Callable[..., TrainRequest], save_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if save_dtype == "float32":  # nearly every number changes
+        monkeypatch.setattr(hub_weights, "WORTH", 1.0)
     first = asked_for_delta(make_request(batch), save_dtype=save_dtype)
     learner = load_base(first)
     run_phase(learner, batch, first)
@@ -228,7 +230,7 @@ def test_delta_makes_the_weights_of_those_before_and_stands_in_the_result(
     facts = files.file_facts(after / ".model.safetensors.delta")
     assert result.files[".model.safetensors.delta"] == facts
     share = facts["bytes"] / result.files["model.safetensors"]["bytes"]
-    assert share < (0.2 if save_dtype == "bfloat16" else hub_weights.WORTH)
+    assert (share < 0.2) == (save_dtype == "bfloat16")
     assert checkpoint.load(after, result.policy, CPU, second.settings).optimizer_step == 6
 
 
@@ -248,7 +250,7 @@ def test_delta_follows_an_iteration_without_a_step_and_is_not_carried_along(
 
 
 def test_no_delta_is_written_that_is_not_wanted_or_not_worth_it_or_has_nothing_before_it(
-    batch: Batch, make_request: Callable[..., TrainRequest], monkeypatch: pytest.MonkeyPatch
+    batch: Batch, make_request: Callable[..., TrainRequest]
 ) -> None:
     first = asked_for_delta(make_request(batch))
     learner = load_base(first)
@@ -258,10 +260,8 @@ def test_no_delta_is_written_that_is_not_wanted_or_not_worth_it_or_has_nothing_b
     run_phase(learner, batch, unwanted)
     after_it = asked_for_delta(make_request(batch, base=Path(unwanted.staging_dir)))
     run_phase(learner, batch, after_it)
-    monkeypatch.setattr(hub_weights, "WORTH", 0.001)
-    large = asked_for_delta(make_request(batch, base=Path(after_it.staging_dir)))
+    large = asked_for_delta(make_request(batch, base=Path(after_it.staging_dir)), learning_rate=0.01)
     run_phase(learner, batch, large)
-    monkeypatch.undo()
     loaded = asked_for_delta(make_request(batch, base=Path(large.staging_dir)))
     run_phase(load_base(loaded), batch, loaded)
     for request in (unwanted, after_it, large, loaded):

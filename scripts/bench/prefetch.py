@@ -152,8 +152,8 @@ def measure_served(run_dir: RunDir, directory: Path, rounds: int) -> dict[str, A
                 seconds[way].append((timed(lambda p=policies: serve(p, engine)), fetched_s))
     return {
         way: {
-            "seconds": round(statistics.median(served_s for served_s, _ in found), 2),
-            "fetch_s": round(statistics.median(fetched_s for _, fetched_s in found), 2),
+            "seconds": round(statistics.median(served_s for served_s, _ in found), 3),
+            "fetch_s": round(statistics.median(fetched_s for _, fetched_s in found), 3),
         }
         for way, found in seconds.items()
     }

@@ -170,6 +170,10 @@ class CheckpointSettings(Settings):
     """Also keep the checkpoint of every n-th iteration; null: none."""
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Also keep this many with the best evaluation (without evaluations: with the best sampled reward)."""
+    delta: bool = False
+    """Write beside the weights what has changed in them, losslessly, if that is at most a quarter of their
+    size: nodes that have a copy of the policy before read this alone. Training ranks keep what they have
+    written in host memory for it."""
 
 
 class TrajectorySettings(Settings):
@@ -271,6 +275,15 @@ class RunSettings(Settings):
             raise ValueError(
                 f"trainer.schedule={self.trainer.schedule} ends with the run, but the run has no end: give "
                 "--iterations, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _delta_is_of_a_whole_model(self) -> "RunSettings":
+        if self.checkpoints.delta and self.trainer.lora.rank:
+            raise ValueError(
+                f"checkpoints.delta=true with trainer.lora.rank={self.trainer.lora.rank}: a checkpoint holds "
+                "only the adapter, which is small; leave one of them out"
             )
         return self
 

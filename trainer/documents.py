@@ -82,6 +82,8 @@ class TrainRequest(_Document):
     state_dir: str | None = None
     """All ranks write the trainer state here in the background, its `state.json` last. It exists and is
     empty. Given if settings.save_interval is above 1 and divides the iteration."""
+    delta: bool = False
+    """Whether a delta to the policy before is written beside the weights."""
     offload: bool = False
     """Whether the ranks free the GPU for an engine afterwards."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]

@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import measured
-from coordinator.directory.published import Incomplete
+from coordinator.directory.published import Incomplete, is_part_of_model
 from coordinator.node.start import read_run_json
 from coordinator.settings import TINY, SettingsError
 from rollout.engines.admin import CONTENT, PROBE
@@ -43,7 +43,7 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
     except Incomplete as error:
         reason = str(error).splitlines()[0].rstrip(":")
         raise SettingsError(f"--iteration {iteration}: {reason}; export another one") from None
-    names = sorted(name for name in wanted if "/" not in name and name not in {PROBE, CONTENT, CARD})
+    names = sorted(name for name in wanted if is_part_of_model(name) and name not in {PROBE, CONTENT, CARD})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_staging_name
 from coordinator.directory.metrics_file import MetricsFile
+from rollout.engines.model_dir import is_model_file
 from rollout.storage import files
 from rollout.storage.files import Moved, unheard
 from trainer.documents import DamagedDocument, TrainResult
@@ -79,6 +81,11 @@ def checkpoints(run_dir: RunDir) -> list[int]:
     return sorted(iteration for iteration in found if iteration is not None)
 
 
+def is_part_of_model(name: str) -> bool:
+    """Return whether a file of a checkpoint, by its path below it, is loaded by engines."""
+    return "/" not in name and is_model_file(name)
+
+
 def policy_of(run_dir: RunDir, iteration: int) -> Policy:
     """Return the published checkpoint of `iteration`."""
     directory = run_dir.checkpoint(iteration)
@@ -110,12 +117,19 @@ def weigh_checkpoint(directory: Path) -> TrainResult:
     return result
 
 
-def verify_checkpoint(directory: Path, moved: Moved = unheard, threads: int = 8) -> TrainResult:
-    """Return the result, after size and checksum of every file in it were verified; reads all of it.
+def verify_checkpoint(
+    directory: Path,
+    moved: Moved = unheard,
+    threads: int = 8,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> TrainResult:
+    """Return the result, after size and checksum of every file in it whose name is wanted were verified;
+    reads all of these.
 
     `moved` gets the size of each piece that was read, in any thread. Raises Incomplete.
     """
     result = weigh_checkpoint(directory)
+    names = [name for name in result.files if wanted(name)]
 
     def verify(name: str) -> bool:
         try:
@@ -127,7 +141,7 @@ def verify_checkpoint(directory: Path, moved: Moved = unheard, threads: int = 8)
         each = map
         if threads > 1:  # a process does not end before the threads of a pool do
             each = stack.enter_context(ThreadPoolExecutor(min(threads, os.cpu_count() or 1))).map
-        for name, is_whole in zip(result.files, each(verify, result.files), strict=True):
+        for name, is_whole in zip(names, each(verify, names), strict=True):
             if not is_whole:
                 raise Incomplete(f"{directory / name} is missing or differs from {RESULT}")
     return result

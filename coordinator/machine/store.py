@@ -6,9 +6,12 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -16,13 +19,15 @@ from coordinator.directory.published import Incomplete
 from coordinator.machine.filesystems import LOCAL, find_mount
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.network import boot
+from rollout.storage import delta, files
 from rollout.storage.files import FileFacts, Moved, SharedFsError
 from rollout.storage.writer import THREADS, Sink, copy_of
 
 log = logging.getLogger(__name__)
 
-HELD = 2
-"""Copies that a node holds: what its engine serves, and the model that this is an adapter of."""
+HELD = 3
+"""Copies that a node holds: what its engine serves, what it will serve next, and the model that these are
+adapters of."""
 UNUSED = 2
 """Copies that stay although no process uses them: the next start of a run needs them."""
 LOOK_S = 0.1
@@ -51,33 +56,62 @@ class Store:
         self._below = below
         self._held: dict[str, int] = {}
         """Key -> descriptor that has the lock; the one that was asked for last comes last."""
+        self._lock = threading.Lock()
+        """For `_held`: one thread copies ahead of another."""
 
-    def hold(self, source: Path, files: Mapping[str, FileFacts], moved: Moved) -> Path:
+    def hold(
+        self,
+        source: Path,
+        files: Mapping[str, FileFacts],
+        moved: Moved,
+        before: Mapping[str, Path] | None = None,
+        threads: int = THREADS,
+    ) -> Path:
         """Return a directory of this machine that has these files of `source`, and keep it there.
 
         It is `source` itself where that is on a local filesystem. Otherwise it stays until HELD others were
         asked for. `moved` gets the size of each piece that is copied, 0 now and then while another process
-        copies, and may raise. Raises Incomplete if a file of `source` is not as `files` says, StoreError if
-        there is no room, SharedFsError.
+        or thread copies, and may raise. `before`: by name, the files of this machine that the deltas in
+        `source` change into these; what does not come to the right checksum is copied whole. Raises
+        Incomplete if a file of `source` is not as `files` says, StoreError if there is no room,
+        SharedFsError.
         """
         if _is_here(source, files):
             return source
         folder, key = own_folder("store", self._below), _key(files)
         _warn_if_shared(folder)
-        if (descriptor := self._held.pop(key, None)) is None:
-            descriptor = _acquire(folder / key, partial(_fill, folder / key, source, files, moved), moved)
-        self._held[key] = descriptor
-        while len(self._held) > HELD:
-            os.close(self._held.pop(next(iter(self._held))))
+        with self._lock:
+            descriptor = self._held.pop(key, None)
+            if descriptor is not None:
+                self._held[key] = descriptor
+        if descriptor is None:
+            self._let_go(HELD - 1)
+            copying = _Copying(source, files, moved, before or {}, threads)
+            descriptor = _acquire(folder / key, partial(_fill, folder / key, copying), moved)
+            with self._lock:
+                if key in self._held:  # another thread was faster
+                    os.close(self._held.pop(key))
+                self._held[key] = descriptor
+            self._let_go(HELD)
         os.utime(folder / key)  # the least recently used go first
         return folder / key / COPY
+
+    def find(self, files: Mapping[str, FileFacts]) -> Path | None:
+        """Return the copy of these files if there is one now. It may be removed unless it is held."""
+        copy = own_folder("store", self._below) / _key(files) / COPY
+        return copy if copy.is_dir() else None
 
     def close(self) -> None:
         """Let go of what is held, and leave no more than the next start needs."""
         if self._held:
-            for key in list(self._held):
-                os.close(self._held.pop(key))
+            self._let_go(0)
             _make_room(own_folder("store", self._below), 0)
+
+    def _let_go(self, left: int) -> None:
+        """Keep the last `left` copies that were asked for."""
+        with self._lock:
+            while len(self._held) > left:
+                os.close(self._held.pop(next(iter(self._held))))
 
 
 @cache
@@ -110,23 +144,32 @@ def _acquire(entry: Path, fill: Callable[[], None], moved: Moved) -> int:
         time.sleep(LOOK_S)
 
 
-def _fill(entry: Path, source: Path, files: Mapping[str, FileFacts], moved: Moved) -> None:
+@dataclass(frozen=True)
+class _Copying:
+    """What Store.hold was asked for."""
+
+    source: Path
+    files: Mapping[str, FileFacts]
+    moved: Moved
+    before: Mapping[str, Path]
+    threads: int
+
+
+def _fill(entry: Path, asked: _Copying) -> None:
     """Copy the files, in threads; `entry` goes if that fails. Raises as Store.hold."""
-    began_s, size = time.monotonic(), sum(facts["bytes"] for facts in files.values())
+    source = asked.source
+    began_s, size = time.monotonic(), sum(facts["bytes"] for facts in asked.files.values())
     part = entry / PART
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
     try:
         if (free := _make_room(entry.parent, size)) < size:
             raise StoreError(_no_room(source, entry.parent, size, free))
         part.mkdir()
-        with ThreadPoolExecutor(THREADS, "store") as pool:
-            copied = pool.map(partial(_copy, source, part, moved), files)
-            for (name, wanted), found in zip(files.items(), copied, strict=True):
-                if found != wanted:
-                    raise Incomplete(
-                        f"{source / name} was read as {found['bytes']} bytes with sha256 {found['sha256']}, "
-                        f"but it should have {wanted['bytes']} bytes with sha256 {wanted['sha256']}"
-                    )
+        with ExitStack() as stack:
+            each = map
+            if asked.threads > 1:  # a process does not end before the threads of a pool do
+                each = stack.enter_context(ThreadPoolExecutor(asked.threads)).map
+            rebuilt = sum(each(partial(_copy, asked, part), asked.files))
         part.rename(entry / COPY)
     except BaseException as error:
         shutil.rmtree(entry, ignore_errors=True)
@@ -137,14 +180,41 @@ def _fill(entry: Path, source: Path, files: Mapping[str, FileFacts], moved: Move
             raise StoreError(f"{error.strerror}: {_no_room(source, entry.parent, size, free)}") from error
         raise
     seconds = time.monotonic() - began_s
-    log.info("%s was copied to this machine: %.2f GB in %.1f s", source, size / 1e9, seconds)
+    how = f" ({rebuilt / 1e9:.2f} GB by a delta)" if rebuilt else ""
+    log.info("%s was copied to this machine: %.2f GB in %.1f s%s", source, size / 1e9, seconds, how)
 
 
-def _copy(source: Path, target: Path, moved: Moved, name: str) -> FileFacts:
+def _copy(asked: _Copying, target: Path, name: str) -> int:
+    """Make one file, by its delta if that can be had. Returns its size if it was; Incomplete if the file in
+    `source` is another one.
+    """
+    path, wanted = asked.source / name, asked.files[name]
+    if name in asked.before and _rebuild(asked, target, name):
+        return wanted["bytes"]
     with open(target / name, "wb") as file:
-        sink = Sink(file, moved)
-        copy_of(source / name)(sink)
-    return sink.facts
+        sink = Sink(file, asked.moved)
+        copy_of(path)(sink)
+    if (found := sink.facts) != wanted:
+        raise Incomplete(
+            f"{path} was read as {found['bytes']} bytes with sha256 {found['sha256']}, "
+            f"but it should have {wanted['bytes']} bytes with sha256 {wanted['sha256']}"
+        )
+    return 0
+
+
+def _rebuild(asked: _Copying, target: Path, name: str) -> bool:
+    """Make one file of its delta and the file before; return whether it has come to the right checksum."""
+    change, before = asked.source / delta.delta_name(name), asked.before[name]
+    try:
+        with open(before, "rb") as old, open(target / name, "wb") as file:
+            sink = Sink(file, asked.moved)
+            delta.apply(old, files.pieces(change), sink.write)
+        problem = "that comes to another checksum" if sink.facts != asked.files[name] else ""
+    except (OSError, delta.DamagedDelta) as error:
+        problem = str(error)
+    if problem:
+        log.warning("%s is of no use with %s: %s; the whole file is read", change, before, problem)
+    return not problem
 
 
 def _is_here(source: Path, files: Mapping[str, FileFacts]) -> bool:

@@ -31,6 +31,7 @@ from coordinator.node.messages import Messages
 from coordinator.node.other_crew import OtherCrew
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
+from coordinator.node.prefetch import Prefetch
 from coordinator.node.start import Start
 from coordinator.node.unresponsive import Unresponsive
 from coordinator.node.verdicts import Verdicts
@@ -86,6 +87,7 @@ class Node:
         """How long the crew waited for the other one before the present iteration."""
         # ---- what is published
         self.policies = Policies(self.identity, self.store)
+        self.prefetch = Prefetch(run_dir, self.policies)
         self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)
         self._lock: BaseFileLock | None = None
         self._begun = (0, 0.0)
@@ -258,6 +260,7 @@ class Node:
         """End the children, then stop beating, with a last beat that says so."""
         self.pulse.close()
         self.children.close()
+        self.prefetch.close()
         self.store.close()
         self.sinks.close()
         self.remover.close()

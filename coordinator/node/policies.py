@@ -1,16 +1,21 @@
 """The policies of a run as this node finds them: checkpoints, and the model that the run started from."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from coordinator.directory import published
-from coordinator.directory.published import Incomplete, Policy
+from coordinator.directory.published import Incomplete, Policy, is_part_of_model
 from coordinator.machine.store import Store
 from coordinator.node.identity import Identity
 from coordinator.node.inputs import base_model_dir
 from rollout.engines.model_dir import is_model_file, policy_digest
 from rollout.storage import known_files
-from rollout.storage.files import Moved, unheard
+from rollout.storage.delta import delta_name
+from rollout.storage.files import FileFacts, Moved, unheard
+from rollout.storage.writer import THREADS
+from trainer.documents import TrainResult
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +29,8 @@ class Policies:
         self._base_files = identity.inputs.model_files
         self._usable: set[int] = set()
         self._verified: set[int] = set()
+        self._fetched: dict[int, str] = {}
+        """Iteration -> digest of the policy whose model was read and compared with its checksums."""
 
     def of(self, iteration: int) -> Policy:
         """Return the policy that training of `iteration` made; of 0: the model that the run started from."""
@@ -33,28 +40,62 @@ class Policies:
         self._base_files = self._base_files or known_files.checksums(directory, is_model_file)
         return Policy(0, directory, policy_digest(self._base_files))
 
-    def hold(self, policy: Policy, moved: Moved) -> Policy:
+    def hold(self, policy: Policy, moved: Moved, threads: int = THREADS) -> Policy:
         """Return the policy from a directory of this machine, for engines and trainers; see Store.hold.
 
-        Of a checkpoint it is the model, without the trainer's state and what describes the training.
+        Of a checkpoint it is the model, without the trainer's state and what describes the training. Where
+        the trainer has written deltas to a policy that this machine has, these are read in place of it.
         """
-        wanted = self._base_files
+        wanted, before = self._base_files, None
         if policy.iteration > 0:
-            written = published.read_result(policy.directory).files
-            wanted = {name: facts for name, facts in written.items() if "/" not in name}
-        return replace(policy, directory=self._store.hold(policy.directory.absolute(), wanted, moved))
+            result = published.read_result(policy.directory)
+            wanted, before = _model_files(result), self._files_before(policy, result)
+        directory = self._store.hold(policy.directory.absolute(), wanted, moved, before, threads)
+        return replace(policy, directory=directory)
+
+    def _files_before(self, policy: Policy, result: TrainResult) -> Mapping[str, Path]:
+        """Return, by name, the files of this machine that deltas in this policy's checkpoint belong to."""
+        names = [name for name in result.files if delta_name(name) in result.files]
+        earlier = self._identity.run_dir.checkpoint(policy.iteration - 1)
+        if not names or earlier.name not in published.names(earlier.parent):
+            return {}
+        try:
+            older = published.read_result(earlier)
+        except Incomplete:
+            return {}
+        copy = self._store.find(_model_files(older)) if older.policy == result.base_policy else None
+        return {name: copy / name for name in names} if copy is not None else {}
+
+    def fetch(self, iteration: int, moved: Moved, threads: int = THREADS) -> None:
+        """Have the model of a checkpoint on this machine. The trainer's state is left alone.
+
+        It is verified while it is copied. If nothing has to be copied, a crew that only generates reads it to
+        verify it: no other row of its own does. Raises as Store.hold.
+        """
+        policy = self.of(iteration)
+        copies = self._identity.settings.engine.url is None
+        held = self.hold(policy, moved, threads) if copies else policy
+        is_copied = held.directory.absolute() != policy.directory.absolute()
+        if not is_copied and self._identity.run_dir.crew == "rollout":
+            published.verify_checkpoint(policy.directory, moved, threads, is_part_of_model)
+        self._fetched[iteration] = policy.digest
 
     def verify(self, iteration: int, moved: Moved = unheard) -> None:
         """Make sure that a checkpoint may be used; Incomplete says what is damaged.
 
         One that this process has published was weighed, and is verified in the background. Any other one is
-        read, unless somebody has verified it and it has not changed since.
+        read, unless somebody has verified it and it has not changed since. A crew that only generates needs
+        the model alone, and fetches that.
         """
         directory = self._identity.run_dir.checkpoint(iteration)
         if iteration > 0 and (text := published.damage(directory)) is not None:
             raise Incomplete(text)
-        if iteration > 0 and iteration not in self._usable and not self.is_verified(iteration):
+        if iteration == 0 or iteration in self._usable or self.is_verified(iteration):
+            return
+        if self._identity.run_dir.crew != "rollout":
             self.verify_now(iteration, moved)
+        elif self._fetched.get(iteration) != self.of(iteration).digest:
+            self.fetch(iteration, moved)
 
     def verify_now(self, iteration: int, moved: Moved = unheard) -> None:
         """Read all of a checkpoint; Incomplete says what is damaged."""
@@ -86,3 +127,8 @@ class Policies:
         """Take in that there is no such checkpoint any more."""
         self._usable.discard(iteration)
         self._verified.discard(iteration)
+        self._fetched.pop(iteration, None)
+
+
+def _model_files(result: TrainResult) -> dict[str, FileFacts]:
+    return {name: facts for name, facts in result.files.items() if is_part_of_model(name)}

@@ -27,6 +27,9 @@ from rollout.storage import files, once
 
 log = logging.getLogger(__name__)
 
+LOOK_RARELY = 4
+"""How much rarer a node looks for what it will need later than for what it waits for."""
+
 
 # ---- 0 iteration_start
 
@@ -108,9 +111,11 @@ def _chosen(node: Node) -> dict[str, Any]:
 def _verifier(node: Node, iteration: Iteration, base: Policy) -> int | None:
     """Return the rank that reads the newest policy back meanwhile; None: nobody has to.
 
-    The workers take turns: one that is slow, or has failed, is not asked again at once.
+    The workers take turns: one that is slow, or has failed, is not asked again at once. A crew that only
+    generates leaves it to the one that trains.
     """
-    if base.iteration == 0 or node.policies.is_verified(base.iteration):
+    generates_only = node.run_dir.crew == "rollout"
+    if base.iteration == 0 or generates_only or node.policies.is_verified(base.iteration):
         return None
     workers = sorted(set(node.record.members) - {MASTER})
     return workers[iteration.number % len(workers)] if workers else MASTER
@@ -120,6 +125,20 @@ def begin_to_verify(node: Node, iteration: Iteration) -> None:
     """Read the newest policy back in the background, if the master has asked this node to."""
     if iteration.header["verifier"] == node.rank:
         node.verifier.begin(node.run_dir.checkpoint(iteration.header["base_iteration"]))
+
+
+def begin_to_fetch(node: Node, iteration: Iteration) -> None:
+    """Fetch the policy that samples the next iteration in the background, while this one generates.
+
+    In one crew that generates and trains it is there already if max_async_level is above 0, and is copied
+    now instead of later; else it is still to be trained, from the samples of this iteration.
+    """
+    settings, number = node.settings, iteration.number
+    sampler = lineage.sampled_by(number + 1, settings)
+    is_last = number == settings.iterations
+    comes = node.run_dir.crew == "rollout" or (settings.kind == "both" and sampler < number)
+    if sampler and comes and not is_last and settings.engine.url is None:
+        node.prefetch.begin(sampler, LOOK_RARELY * settings.cluster.pause_bounds_s[1])
 
 
 def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:

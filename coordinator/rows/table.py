@@ -22,6 +22,7 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
     # fmt: off
     step(Phase.ITERATION_START,   rollout.open_iteration)
     rollout.begin_to_verify(node, iteration)
+    rollout.begin_to_fetch(node, iteration)
     step(Phase.TRAIN_PLAN,        rollout.plan_train)
     step(Phase.TRAIN_ROLLOUT,     rollout.collect_train,       then=rollout.sum_short)
     step(Phase.TRAIN_FILES_READY, rollout.name_parts,          then=rollout.merge_names)

@@ -88,6 +88,7 @@ def train(node: Node, iteration: Iteration) -> None:
         resume=resume,
         staging_dir=str((run_dir.checkpoints / config["staging"]).absolute()),
         state_dir=str((run_dir.trainer_states / config["state"]).absolute()) if config["state"] else None,
+        delta=published_settings.checkpoints.delta,
         offload=settings.rl_phase == "both",
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", number, 1),

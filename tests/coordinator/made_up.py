@@ -16,6 +16,7 @@ from coordinator.settings import RunSettings
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import policy_digest
 from rollout.origin import Code, Origin, Sampling, described
+from rollout.storage import delta
 from rollout.storage.files import FileFacts, checksums
 from rollout.trajectory import Group, Sample
 from trainer.documents import TrainResult
@@ -105,9 +106,17 @@ def tombstone(slot: int) -> Group:
     return Group(slot=slot, task_id=f"task-{slot}", prompt="1+2=", samples=[], given_up="it took too long")
 
 
-def write_checkpoint(directory: Path, iteration: int = 1, content: bytes = b"weights") -> TrainResult:
-    """A directory that looks like a checkpoint: a few files and the result that names them."""
+def write_checkpoint(
+    directory: Path, iteration: int = 1, content: bytes = b"weights", before: Path | None = None
+) -> TrainResult:
+    """A directory that looks like a checkpoint: a few files and the result that names them. `before`: the
+    checkpoint from which this one was trained, with a delta to it.
+    """
     (directory / "trainer_state").mkdir(parents=True)
+    if before is not None:
+        change = delta.encode([(before / "model.safetensors").read_bytes()], [content], worth=100.0)
+        assert change is not None
+        (directory / delta.delta_name("model.safetensors")).write_bytes(change)
     for name in (CONTENT, PROBE):
         (directory / name).write_text("{}")
     (directory / "model.safetensors").write_bytes(content)
@@ -118,7 +127,7 @@ def write_checkpoint(directory: Path, iteration: int = 1, content: bytes = b"wei
     result = TrainResult(
         iteration=iteration,
         policy=policy_digest(checksums(directory)),
-        base_policy=POLICY,
+        base_policy=POLICY if before is None else policy_digest(checksums(before)),
         batch_sha256="0" * 64,
         files=files | {f"trainer_state/{name}": FileFacts(**facts) for name, facts in state.items()},
         steps=1,

@@ -120,6 +120,7 @@ def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: st
         ("trainer.betas", [0.9], "trainer.betas"),
         ("rollout.top_p", 1.5, "rollout.top_p=1.5: input should be less than or equal to 1"),
         ("rollout.stop", [1], "rollout.stop=1: input should be a valid string"),
+        ("checkpoints.delta", "some", "checkpoints.delta=some: input should be a valid boolean"),
         ("checkpoints.keep_last", 1, "checkpoints.keep_last=1: input should be greater than or equal to 2"),
         ("engine.args", 5, "engine.args=5: input should be a valid dictionary"),
         ("model", None, "--model=not set: input should be a valid string"),
@@ -156,6 +157,13 @@ def test_building_leaves_what_was_given_as_it_was() -> None:
 def test_rollout_split_without_a_rollout_is_refused(split: str) -> None:
     assert refusal(rollout_split=split, rl_phase="update") == (
         f"--rollout-split {split} needs a rollout, but --rl-phase is update; leave one of them out"
+    )
+
+
+def test_delta_of_an_adapter_is_refused() -> None:
+    assert refusal(checkpoints__delta=True, trainer__lora__rank=8) == (
+        "checkpoints.delta=true with trainer.lora.rank=8: a checkpoint holds only the adapter, which is "
+        "small; leave one of them out"
     )
 
 

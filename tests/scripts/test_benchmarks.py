@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from coordinator.directory.layout import RunDir
+from coordinator.machine.filesystems import Mount
 from coordinator.node.iteration import Iteration
 from coordinator.protocol.phases import Phase
 from rollout.engines.client import Sampling
@@ -77,6 +79,28 @@ def test_collector_and_bare_client_generate_the_same_samples(monkeypatch: pytest
         row = collector.compare(sides, samples=24, n=4, tokens=5, rounds=3)
     low, high = row["collector_of_bare"]["range"]
     assert 0 < low <= row["collector_of_bare"]["median"] <= high
+
+
+def test_new_weights_are_served_in_each_way_and_deltas_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    prefetch, tiny = import_module("prefetch"), import_module("trainer.model.tiny")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.checkpoints.mkdir(parents=True)
+    monkeypatch.setattr(
+        prefetch.store,
+        "find_mount",
+        lambda path: Mount("nfs4" if run_dir.root in path.parents else "ext4", "", "/"),
+    )
+    tiny.build(seed=0, steps=0, out=tmp_path / "model")
+    trainer = prefetch.Trainer(tmp_path / "model", run_dir)
+    slow, fast = (prefetch.measure_delta(trainer, rate, 1 + 2 * k) for k, rate in enumerate((1e-6, 1e-2)))
+    assert 0 < slow["size"] < 0.1 < fast["size"] and 0 < slow["changed"] < 0.2 < fast["changed"]
+    assert slow["is_written"] and not fast["is_written"]
+    served = prefetch.measure_served(run_dir, tmp_path, rounds=1)
+    assert len(served) == 5 and all(found["seconds"] > 0 for found in served.values())
+    assert [way for way, found in served.items() if found["fetch_s"]] == ["fetched", "fetched, delta"]
 
 
 def test_filesystem_that_is_not_known_is_named_with_those_that_are() -> None:

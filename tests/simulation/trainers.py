@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollout.engines.admin import PROBE
 from rollout.engines.model_dir import policy_digest
+from rollout.storage import delta
 from rollout.storage.files import FileFacts, checksums
 from tests.simulation.disk import Disk
 from tests.simulation.engines import logprobs_of
@@ -71,7 +72,8 @@ class Trainer:
     def _train(self, number: int, request: TrainRequest) -> None:
         asked = self._job.asked.setdefault(number, {})
         asked[self._launch.node_rank] = request
-        if any(other != request for other in asked.values()):
+        own = {"base_dir", "model_dir"}  # each node may have copies
+        if any(other.model_dump(exclude=own) != request.model_dump(exclude=own) for other in asked.values()):
             self._scheduler.violate(f"ranks of one job were asked for different things: {asked}")
         self._until(lambda: len(asked) == self._launch.num_nodes)
         self._wait(self._scheduler.random.uniform(0.5, 4.0))
@@ -92,6 +94,9 @@ class Trainer:
         disk.mkdir(staging / "trainer_state")
         weights = f"weights after {base} and {self._content(request)}".encode()
         files = {"model.safetensors": weights, "config.json": b"{}", "trainer_state/optimizer": b"moments"}
+        old = (Path(request.base_dir) / "model.safetensors").read_bytes()
+        if request.delta and (change := delta.encode([old], [weights], worth=10.0)) is not None:
+            files[delta.delta_name("model.safetensors")] = change
         facts: dict[str, FileFacts] = {}
         for name, content in files.items():
             self._publish(staging / name, content)

@@ -2,6 +2,7 @@
 
 model.safetensors (or shards), config.json, tokenizer files ...   loads as it is in transformers and vLLM;
                                     if adapters are trained: what peft saves, see trainer.model.lora
+.model.safetensors.delta            if wanted: what makes model.safetensors of the base's, see storage.delta
 content.json                        sums of the tensors, by which an engine proves that it has them
 probe.json                          a few tokens, and the logprobs that an engine must find with these weights
 trainer_state/                      see `state`; with trainer.save_interval above 1 it is elsewhere
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, check_model_dir, is_model_file, policy_digest
@@ -153,11 +155,15 @@ def write(
     if lead and inside:
         files.make_directory(staging_dir / STATE_DIR)
     with Writer(staging_dir, progress.moved) as writer:
-        _write_parts(learner, writer, request, steps, probe)
+        weights = _write_parts(learner, writer, request, steps, probe)
         if inside:
             if not state.lead_writes_all(learner):
                 gather_json(None, "making the checkpoint's directories")
             state.write_pieces(state.pieces(learner), writer, f"{STATE_DIR}/")
+        if steps and not request.delta:
+            learner.written = {}
+        elif steps:
+            hub_weights.write_deltas(learner, writer, weights)  # while all else is being written
         shares = gather_json(writer.finish(), "writing the checkpoint")
     written: dict[str, FileFacts] = {name: facts for share in shares for name, facts in share.items()}
     document = SavedState(
@@ -207,32 +213,39 @@ def _state_dir(request: TrainRequest) -> Path | None:
 
 def _write_parts(
     learner: Learner, writer: Writer, request: TrainRequest, steps: int, probe: Sequence[int]
-) -> None:
-    """Write this rank's share of what serves the model. Collective."""
+) -> dict[str, dict[str, Tensor]]:
+    """Write this rank's share of what serves the model, and return the new weights in it. Collective."""
     lead = rank_and_world()[0] == 0
     if not steps:
         if lead:
             _copy_model(Path(request.base_dir), writer)
-        return
+        return {}
     dtype = save_dtype(request.settings, learner.device)
-    _write_model(learner, writer, request, dtype)
+    weights = _write_model(learner, writer, request, dtype)
     if probe:
         # The weights may still be being written. Rounding them for the probe does no harm: if `dtype` is not
         # the learner's own, what is being written is a copy.
         logprobs = probe_logprobs(learner, probe, dtype)
         if lead:
             write_probe(probe, logprobs, writer)
+    return weights
 
 
-def _write_model(learner: Learner, writer: Writer, request: TrainRequest, dtype: torch.dtype) -> None:
-    """Write the weights as `dtype`; everything else that serves the model is copied. Collective."""
+def _write_model(
+    learner: Learner, writer: Writer, request: TrainRequest, dtype: torch.dtype
+) -> dict[str, dict[str, Tensor]]:
+    """Write the weights as `dtype`; everything else that serves the model is copied. Collective.
+
+    Returns the tensors of a whole model's weights in this rank's share, by file.
+    """
     adapters = hasattr(learner.model, "peft_config")
+    weights: dict[str, dict[str, Tensor]] = {}
     if adapters:
         hub_weights.write_adapter(learner, writer, request.model_name, dtype)
     else:
-        hub_weights.write_weights(learner, writer, dtype)
+        weights = hub_weights.write_weights(learner, writer, dtype)
     if rank_and_world()[0] != 0:
-        return
+        return weights
     base_dir = Path(request.base_dir)
     companions = [name for name in _companions(base_dir) if name not in {"config.json", PROBE, CONTENT}]
     if not adapters:
@@ -242,6 +255,7 @@ def _write_model(learner: Learner, writer: Writer, request: TrainRequest, dtype:
     for name in companions:
         if not (adapters and name == ADAPTER_CONFIG):
             writer.add(name, files.read(base_dir / name))
+    return weights
 
 
 def _copy_model(base_dir: Path, writer: Writer) -> None:

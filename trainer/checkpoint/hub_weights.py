@@ -17,22 +17,28 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from rollout.engines.admin import CONTENT
 from rollout.engines.content import content_document, content_sum
 from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollout.storage import delta
 from rollout.storage.writer import Writer
-from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
+from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file, tensor_pieces
 from trainer.model.model import Learner
 
 WHOLE_BYTES = 1 << 26
 """A smaller model is one file, which rank 0 writes."""
 
+METADATA = {"format": "pt"}
+WORTH = 0.25
+"""A delta that has more than this fraction of its file's bytes is not written."""
+
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
-def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> None:
+def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """Write this rank's share of the weights as `dtype`.
 
     Collective. Each whole tensor goes to one rank, shared out by bytes. A rank holds its own share in host
     memory, and one tensor at a time of the others' shares. Rank 0 writes the index, and the sums by which an
-    engine proves that it has these weights.
+    engine proves that it has these weights. Returns what this rank's file holds, by the file's name; nothing
+    if it has none.
     """
     rank, world = rank_and_world()
     model = learner.model
@@ -48,7 +54,7 @@ def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> None:
         if owner[block] == rank:
             mine |= _reverted(model, whole)
     if rank < ranks:
-        writer.add(_file_name(rank, ranks), tensor_file(mine, {"format": "pt"}))
+        writer.add(_file_name(rank, ranks), tensor_file(mine, METADATA))
     sums = {name: content_sum(tensor) for name, tensor in mine.items() if tensor.is_floating_point()}
     shares = gather_json(sums, "adding up the weights")
     if rank == 0:
@@ -59,6 +65,24 @@ def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> None:
         }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         writer.add("model.safetensors.index.json", _json(index))
+    return {_file_name(rank, ranks): mine} if rank < ranks else {}
+
+
+def write_deltas(learner: Learner, writer: Writer, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write beside each of these files of weights its delta to the one that this learner has written before,
+    if there was one and the delta is WORTH it; and keep the files' tensors for the next time.
+    """
+    for name, tensors in files.items():
+        if before := learner.written.get(name):
+            old, new = (tensor_pieces(each, METADATA) for each in (before, tensors))
+            if (data := delta.encode(old, new, WORTH)) is not None:
+                writer.add(delta.delta_name(name), data)
+    # Without a GPU they may be the parameters themselves.
+    is_own = learner.device.type != "cpu"
+    learner.written = {
+        name: {key: tensor if is_own else tensor.clone() for key, tensor in tensors.items()}
+        for name, tensors in files.items()
+    }
 
 
 def write_adapter(learner: Learner, writer: Writer, base: str, dtype: torch.dtype) -> None:
@@ -70,7 +94,7 @@ def write_adapter(learner: Learner, writer: Writer, base: str, dtype: torch.dtyp
     from trainer.model import lora  # peft takes a while to import
 
     tensors, config = lora.saved_adapter(learner.model, whole, base)
-    writer.add(ADAPTER_WEIGHTS, tensor_file(tensors, {"format": "pt"}))
+    writer.add(ADAPTER_WEIGHTS, tensor_file(tensors, METADATA))
     writer.add(ADAPTER_CONFIG, _saved(config, ADAPTER_CONFIG))
 
 

@@ -2,7 +2,7 @@
 
 import heapq
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,9 +59,20 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Produce:
     """Return what writes a safetensors file of these CPU tensors, for storage's `Writer`, which hashes it
     meanwhile.
+    """
 
-    The library can write into a file or into memory, not piece by piece. Format: the header's length (8
-    bytes, little endian), the header (JSON, padded with spaces to 8 bytes), the tensors (little endian).
+    def produce(sink: Sink) -> None:
+        for piece in tensor_pieces(tensors, metadata):
+            sink.write(piece)
+
+    return produce
+
+
+def tensor_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file of these CPU tensors, piece by piece.
+
+    The library can write into a file or into memory only. Format: the header's length (8 bytes, little
+    endian), the header (JSON, padded with spaces to 8 bytes), the tensors (little endian).
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     # Wide items first, so that each tensor begins at a multiple of its item's size.
@@ -75,10 +86,6 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> P
         header[name] = {**kind, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
-    def produce(sink: Sink) -> None:
-        sink.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            sink.write(contiguous[name].reshape(-1).view(torch.uint8).numpy().data)
-
-    return produce
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        yield contiguous[name].reshape(-1).view(torch.uint8).numpy().data

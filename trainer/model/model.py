@@ -58,6 +58,8 @@ class Learner:
         self.device = scorer.device
         self.reference: Scorer | None = None
         self.arrangement = Arrangement()
+        self.written: dict[str, dict[str, Tensor]] = {}
+        """What the files of weights hold that this rank has written last, by name, for deltas to them."""
         self._partial = parallel.partial_parameters(self.model, layout)
         self._on_host = False
         self._make_room()

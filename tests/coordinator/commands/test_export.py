@@ -58,6 +58,13 @@ def test_run_of_two_crews_is_exported_with_what_measured_the_policy(run_dir: Run
     assert "Mean reward of its samples: 0.4" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_delta_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:
+    write_checkpoint(run_dir.checkpoint(3), 3, b"weights 3", before=run_dir.checkpoint(2))
+    assert any(name.endswith(".delta") for name in tree(run_dir.checkpoint(3)))
+    export(run_dir.root, 3, tmp_path / "out")
+    assert tree(tmp_path / "out") == {"config.json", "model.safetensors", "README.md"}
+
+
 def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:
     (run_dir.checkpoint(2) / "model.safetensors").write_bytes(b"weightz 2")
     before = tree(tmp_path)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.machine import store as module
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.store import Store, StoreError
-from rollout.storage import retry
+from rollout.storage import delta, retry
 from rollout.storage.files import FileFacts, SharedFsError, checksums, unheard
 
 HOLDS = """
@@ -230,6 +231,107 @@ def test_what_was_copied_before_the_machine_was_started_is_not_believed(
     assert hold(Store(str(local)), source) != before
 
 
+# ---- deltas
+
+
+@pytest.fixture
+def changed(model: Callable[[str], Path]) -> tuple[Path, Path]:
+    """Two models' directories, the second one with a delta to the first."""
+    before, after = model("a"), model("ab")
+    old, new = ((path / "model.safetensors").read_bytes() for path in (before, after))
+    change = delta.encode([old], [new], worth=10.0)
+    assert change is not None
+    (after / ".model.safetensors.delta").write_bytes(change)
+    return before, after
+
+
+def hold_after(local: Path, before: Path, after: Path, moved: Callable[[int], object] = unheard) -> Path:
+    """The copy of `after`, with the help of the copy of `before`."""
+    older = {"model.safetensors": before / "model.safetensors"}
+    return Store(str(local)).hold(after, files_of(after), moved, older)
+
+
+def test_file_is_made_of_the_copy_before_and_the_delta_and_not_read(
+    changed: tuple[Path, Path], local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = changed
+    wanted = files_of(after)
+    old = hold(Store(str(local)), before)
+    (after / "model.safetensors").unlink()
+    copy = Store(str(local)).hold(after, wanted, unheard, {"model.safetensors": old / "model.safetensors"})
+    assert checksums(copy) == wanted
+    assert "is of no use" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "what", ["copy is gone", "copy differs", "delta is damaged", "delta is cut", "delta is gone"]
+)
+def test_whole_file_is_read_where_copy_or_delta_is_of_no_use(
+    changed: tuple[Path, Path], local: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = changed
+    old = hold(Store(str(local)), before)
+    weights, change = old / "model.safetensors", after / ".model.safetensors.delta"
+    if what == "copy is gone":
+        shutil.rmtree(old)
+    elif what == "copy differs":
+        weights.write_bytes(b"x" + weights.read_bytes()[1:])
+    elif what == "delta is damaged":
+        change.write_bytes(b"?" + change.read_bytes()[1:])
+    elif what == "delta is cut":
+        change.write_bytes(change.read_bytes()[:-20])
+    else:
+        change.unlink()
+    assert files_of(hold_after(local, old, after)) == files_of(after)
+    (line,) = [line.getMessage() for line in caplog.records if "is of no use" in line.getMessage()]
+    assert str(change) in line and str(weights) in line and line.endswith("; the whole file is read")
+
+
+def test_delta_helps_to_no_file_that_is_not_as_it_should_be(changed: tuple[Path, Path], local: Path) -> None:
+    before, after = changed
+    wanted = files_of(after)
+    (after / "model.safetensors").write_bytes(b"c" * 990)
+    (after / ".model.safetensors.delta").unlink()
+    with pytest.raises(Incomplete, match="sha256"):
+        Store(str(local)).hold(after, wanted, unheard, {"model.safetensors": before / "model.safetensors"})
+    assert copies(local) == 0
+
+
+def test_copy_is_found_by_its_files_if_it_is_there(model: Callable[[str], Path], local: Path) -> None:
+    source, store = model("a"), Store(str(local))
+    assert store.find(files_of(source)) is None
+    assert hold(store, source) == store.find(files_of(source)) == Store(str(local)).find(files_of(source))
+
+
+# ---- several threads of a process
+
+
+def test_row_that_needs_what_is_being_fetched_waits_for_it_and_reads_nothing_twice(
+    model: Callable[[str], Path], local: Path
+) -> None:
+    source, store = model("a"), Store(str(local))
+    copying, go_on, sizes = threading.Event(), threading.Event(), list[int]()
+
+    def fetched(size: int) -> None:
+        sizes.append(size)
+        copying.set()
+        assert go_on.wait(30)
+
+    thread = threading.Thread(target=hold, args=(store, source, fetched))
+    thread.start()
+    assert copying.wait(30)
+
+    def waited(size: int) -> None:
+        sizes.append(size)
+        go_on.set()
+
+    copy = hold(store, source, waited)
+    thread.join()
+    assert sum(sizes) == 1000 and files_of(copy) == files_of(source)
+    store.close()
+    assert module._make_room(folder(local), 1 << 60) and copies(local) == 0, "no lock is left"
+
+
 # ---- several processes of one machine
 
 
@@ -313,6 +415,16 @@ def test_full_disk_takes_what_nobody_uses_and_never_what_a_living_process_uses(
         assert "cluster.local_dir=DIR" in text and "\n" not in text
     assert held.is_dir(), "its process has ended, but there was no need of room"
     assert hold(Store(str(local)), model("e")).is_dir() and not held.exists()
+
+
+def test_disk_with_room_for_what_is_held_is_enough(
+    model: Callable[[str], Path], local: Path, disk: SimpleNamespace
+) -> None:
+    disk.size = module.HELD * 1000
+    store = Store(str(local))
+    for name in "abcdef":
+        assert hold(store, model(name)).is_dir()
+    assert copies(local) == module.HELD
 
 
 def test_disk_that_fills_meanwhile_is_named(

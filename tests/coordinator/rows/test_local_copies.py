@@ -129,6 +129,11 @@ def test_model_of_the_start_is_copied_where_trainers_need_it_and_named_where_all
     assert again is None or request.resume.state_dir is None
 
 
+def test_trainers_are_asked_for_a_delta_if_the_run_wants_one(run_dir: RunDir, local: Path) -> None:
+    assert ask_to_train(node_at(run_dir, local, "checkpoints.delta=true")).delta
+    assert not ask_to_train(node_at(run_dir, local)).delta
+
+
 def test_policy_itself_stays_in_the_shared_directory(run_dir: RunDir, local: Path) -> None:
     policies = node_at(run_dir, local).policies
     before = policies.of(1)

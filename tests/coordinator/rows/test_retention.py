@@ -38,7 +38,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run_dir_at(tmp_path)
 
 
-def kept_after(run_dir: RunDir, lines: list[dict[str, Any]], **settings: int) -> set[int]:
+def kept_after(run_dir: RunDir, lines: list[dict[str, Any]], **settings: Any) -> set[int]:
     """Which of the checkpoints 1 to 6 stay after these lines of metrics.jsonl."""
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     score = Finished(run_dir, keeps_scores=True).look().score

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from rollout.engines.admin import CONTENT
 from rollout.engines.content import saved_sums
 from rollout.engines.model_dir import WeightsError, check_model_dir, policy_digest, tensor_names
-from rollout.storage import files, retry, writer
+from rollout.storage import delta, files, retry, writer
 from rollout.storage.files import checksums
 from rollout.storage.writer import Writer
 from tests.faultfs import FaultFs, unavailable
@@ -31,6 +32,7 @@ from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train
 
 CPU = torch.device("cpu")
+WORTH = hub_weights.WORTH
 
 
 def run_phase(learner: Learner, batch: Batch, request: TrainRequest) -> TrainResult:
@@ -190,6 +192,81 @@ def test_empty_batch_leaves_the_weights_byte_for_byte_and_the_digest(
     assert resumed.optimizer_step == 3
     for name, parameter in weights(learner).items():
         torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=0)
+
+
+def rebuilt(before: Path, directory: Path, name: str = "model.safetensors") -> bytes:
+    """What the delta in a checkpoint makes of the file in the one before."""
+    found: list[bytes] = []
+    change = (directory / delta.delta_name(name)).read_bytes()
+    delta.apply(io.BytesIO((before / name).read_bytes()), [change], found.append)
+    return b"".join(found)
+
+
+def deltas(directory: str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.endswith(".delta"))
+
+
+def asked_for_delta(request: TrainRequest, **settings: Any) -> TrainRequest:
+    """Updates that bfloat16 hardly shows."""
+    quiet = {"learning_rate": 1e-6, "save_dtype": "bfloat16", **settings}
+    return with_settings(request, **quiet).model_copy(update={"delta": True})
+
+
+@pytest.mark.parametrize("save_dtype", ["bfloat16", "float32"])
+def test_delta_makes_the_weights_of_those_before_and_stands_in_the_result(
+    batch: Batch, make_request: Callable[..., TrainRequest], save_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if save_dtype == "float32":  # nearly every number changes
+        monkeypatch.setattr(hub_weights, "WORTH", 1.0)
+    first = asked_for_delta(make_request(batch), save_dtype=save_dtype)
+    learner = load_base(first)
+    run_phase(learner, batch, first)
+    assert not deltas(first.staging_dir), "nothing was written before"
+    second = asked_for_delta(make_request(batch, base=Path(first.staging_dir)), save_dtype=save_dtype)
+    result = run_phase(learner, batch, second)
+    before, after = Path(first.staging_dir), Path(second.staging_dir)
+    assert deltas(second.staging_dir) == [".model.safetensors.delta"]
+    assert rebuilt(before, after) == (after / "model.safetensors").read_bytes()
+    assert (before / "model.safetensors").read_bytes() != (after / "model.safetensors").read_bytes()
+    facts = files.file_facts(after / ".model.safetensors.delta")
+    assert result.files[".model.safetensors.delta"] == facts
+    share = facts["bytes"] / result.files["model.safetensors"]["bytes"]
+    assert share < 0.1 if save_dtype == "bfloat16" else share > WORTH
+    assert checkpoint.load(after, result.policy, CPU, second.settings).optimizer_step == 6
+
+
+def test_delta_follows_an_iteration_without_a_step_and_is_not_carried_along(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    empty = build_batch([], manifest_sha256="m", policy="p", temperature=1.0, seed=0)
+    done = [asked_for_delta(make_request(batch))]
+    learner = load_base(done[0])
+    run_phase(learner, batch, done[0])
+    for trained_on in (batch, empty, batch):
+        done.append(asked_for_delta(make_request(trained_on, base=Path(done[-1].staging_dir))))
+        run_phase(learner, trained_on, done[-1])
+    assert [len(deltas(request.staging_dir)) for request in done] == [0, 1, 0, 1]
+    before, after = Path(done[2].staging_dir), Path(done[3].staging_dir)
+    assert rebuilt(before, after) == (after / "model.safetensors").read_bytes()
+
+
+def test_no_delta_is_written_that_is_not_wanted_or_not_worth_it_or_has_nothing_before_it(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    first = asked_for_delta(make_request(batch))
+    learner = load_base(first)
+    run_phase(learner, batch, first)
+    unwanted = asked_for_delta(make_request(batch, base=Path(first.staging_dir)))
+    unwanted = unwanted.model_copy(update={"delta": False})
+    run_phase(learner, batch, unwanted)
+    after_it = asked_for_delta(make_request(batch, base=Path(unwanted.staging_dir)))
+    run_phase(learner, batch, after_it)
+    large = asked_for_delta(make_request(batch, base=Path(after_it.staging_dir)), learning_rate=0.01)
+    run_phase(learner, batch, large)
+    loaded = asked_for_delta(make_request(batch, base=Path(large.staging_dir)))
+    run_phase(load_base(loaded), batch, loaded)
+    for request in (unwanted, after_it, large, loaded):
+        assert not deltas(request.staging_dir), request.staging_dir
 
 
 def test_weights_with_another_digest_are_refused(base_dir: Path) -> None:

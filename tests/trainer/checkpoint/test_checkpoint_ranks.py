@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollout.engines.model_dir import check_model_dir, policy_digest, tensor_names
+from rollout.storage.delta import delta_name
 from rollout.storage.files import checksums
 from tests.paths import REPOSITORY
+from tests.trainer.checkpoint.test_checkpoint import rebuilt
 from tests.trainer.checkpoint.test_probe import logprobs_of
 from trainer.batch.batch import Batch
 from trainer.documents import SavedState, TrainRequest, TrainResult
@@ -101,6 +103,14 @@ def test_result_names_the_files_of_all_ranks(root: Path) -> None:
     }
     assert {**result.files, "result.json": found["result.json"]} == found
     assert policy_digest(checksums(directory)) == result.policy
+
+
+def test_each_rank_writes_the_delta_of_its_own_file(root: Path) -> None:
+    names = [f"model-{k:05d}-of-00003.safetensors" for k in (1, 2, 3)]
+    result = TrainResult.from_json((root / "main_2" / "result.json").read_bytes())
+    assert {name for name in result.files if name.endswith(".delta")} == {delta_name(name) for name in names}
+    for name in names:
+        assert rebuilt(root / "main_1", root / "main_2", name) == (root / "main_2" / name).read_bytes()
 
 
 def test_ranks_write_only_their_part_of_the_trainer_state(root: Path) -> None:

@@ -1,0 +1,72 @@
+"""Fetching the policy that samples the next iteration to this machine, in a thread beside the run."""
+
+import logging
+import os
+import threading
+
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.directory.published import Incomplete
+from coordinator.machine.store import StoreError
+from coordinator.node.policies import Policies
+from rollout.storage.files import SharedFsError
+
+log = logging.getLogger(__name__)
+
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+"""The rollout wants the other cores."""
+CLOSE_TIMEOUT_S = 2.0
+
+
+class _Stopped(Exception):
+    """Nobody wants the policy any more."""
+
+
+class Prefetch:
+    """Fetches one policy at a time. A row that needs it sooner waits for the copy, and reads nothing twice;
+    whatever goes wrong here, the row meets it itself and acts on it.
+    """
+
+    def __init__(self, run_dir: RunDir, policies: Policies) -> None:
+        self._run_dir = run_dir
+        self._policies = policies
+        self._wanted = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, iteration: int, pause_s: float) -> None:
+        """Fetch the checkpoint of `iteration`, once it is published, unless that was begun before; give up
+        what was begun. `pause_s`: between two looks whether it is published.
+        """
+        if iteration != self._wanted:
+            self.stop()
+            self._wanted, self._stop = iteration, threading.Event()
+            arguments = (iteration, pause_s, self._stop)
+            self._thread = threading.Thread(target=self._run, args=arguments, name="prefetch", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Give up what was begun."""
+        self._wanted = 0
+        self._stop.set()
+
+    def close(self) -> None:
+        """Give up what was begun, and wait a moment until nothing of it is left."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self, iteration: int, pause_s: float, stop: threading.Event) -> None:
+        def moved(_size: int) -> None:
+            if stop.is_set():
+                raise _Stopped
+
+        try:
+            while iteration not in published.checkpoints(self._run_dir):
+                if stop.wait(pause_s):
+                    return
+            self._policies.fetch(iteration, moved, THREADS)
+        except _Stopped:
+            return
+        except (Incomplete, StoreError, SharedFsError, FileNotFoundError) as error:
+            log.warning("the policy of iteration %d was not fetched ahead: %s", iteration, error)

@@ -69,6 +69,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
     trained: dict[str, float] = {}
     if run_dir.checkpoint(number).name in published.names(run_dir.checkpoints):
         trained = published.read_result(run_dir.checkpoint(number)).metrics
+    generated: int = train.get("generated", train.get("tokens", 0))
     rollout_s = iteration.phase_s.get(Phase.TRAIN_ROLLOUT.label, 0.0)
     # After a fault the row may have found groups that took their time in an epoch before.
     is_of_now = bool(train) and all(part["epoch"] == node.record.epoch for part in train["parts"])
@@ -86,10 +87,11 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "eval_sample_metrics": evaluation.get("metrics") or None,
         "samples": train.get("samples"),
         "given_up": len(train["given_up"]) if train else None,
+        "unfinished": len(train.get("unfinished", ())) if train else None,
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
         "mixed_code": train.get("mixed_code"),
-        "tokens_per_s": round(train["tokens"] / rollout_s, 1) if is_of_now and rollout_s else None,
+        "tokens_per_s": round(generated / rollout_s, 1) if is_of_now and rollout_s else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),

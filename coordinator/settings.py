@@ -299,12 +299,34 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _older_samples_are_corrected(self) -> "RunSettings":
-        level, trainer = self.cluster.max_async_level, self.trainer
-        if level and trainer.engine_correction == "off" and trainer.clip != "likelihood":
+        level, segment, trainer = self.cluster.max_async_level, self.rollout.segment_tokens, self.trainer
+        option = f"--max-async-level {level}" if level else f"rollout.segment_tokens={segment}"
+        if (level or segment) and trainer.engine_correction == "off" and trainer.clip != "likelihood":
             raise ValueError(
-                f"--max-async-level {level} trains on samples of older policies, for which trainer."
+                f"{option} trains on samples of older policies, for which trainer."
                 "engine_correction=off does not correct; use truncated or masked, or leave one of them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_can_go_on(self) -> "RunSettings":
+        rollout = self.rollout
+        if rollout.segment_tokens is None:
+            return self
+        for is_given, other, reason in (
+            (rollout.environment != "single_turn", f"rollout.environment={rollout.environment}",
+             "only a single turn can go on in another iteration"),
+            (rollout.stop, "rollout.stop", "a stop string that is cut in two would not be seen"),
+            (rollout.over_sample > 1, f"rollout.over_sample={rollout.over_sample:g}",
+             "what was begun would be thrown away"),
+            (rollout.dynamic_sampling, "rollout.dynamic_sampling=true",
+             "an iteration would wait for the rewards of unfinished groups"),
+        ):  # fmt: skip
+            if is_given:
+                raise ValueError(
+                    f"rollout.segment_tokens={rollout.segment_tokens} with {other}: {reason}; leave one of "
+                    "them out"
+                )
         return self
 
     @model_validator(mode="after")

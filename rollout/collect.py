@@ -12,6 +12,7 @@ from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
 from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy, turns_of
+from rollout.environments.segments import Segment, advance
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.settings import RolloutSettings
 from rollout.tally import Tally
@@ -40,11 +41,14 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Slot:
-    """One group to make: the slot's number in the iteration, its task, its group seed."""
+    """One group to make: the slot's number in the iteration, its task, its group seed, and the group as the
+    iteration before has left it, if that has begun it.
+    """
 
     number: int
     task: Task
     seed: int
+    begun: Group | None = None
 
     def tombstone(self, reason: str) -> Group:
         """Return the group that says why the slot is given up for good."""
@@ -82,6 +86,7 @@ async def collect(
     reward: Reward,
     sampling: Sampling,
     settings: RolloutSettings,
+    segment: Segment | None = None,
     on_group: Callable[[Group], None],
     on_end: Callable[[], None] = lambda: None,
     stop: threading.Event,
@@ -99,6 +104,9 @@ async def collect(
     sample that is unfit (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises,
     or it ends the collection: see `on_reward_error`.
 
+    With `segment` the samples are single turns that are advanced by it, and `environment` is not used. A
+    group with a sample that is unfinished then is handed over without rewards.
+
     `sampling.seed` is not used. Raises EngineError when the engine fails, and Stopped within a second after
     `stop` is set; the rest is cancelled. An error of `on_group` ends the collection too. Raises AllGivenUp if
     there were several groups and all were given up: then no group was handed over.
@@ -106,7 +114,7 @@ async def collect(
     `tally` logs why samples and groups are lost; a process that keeps it shows each traceback once.
     """
     tally = tally or Tally(log)
-    group_maker = _GroupMaker(client, environment, reward, sampling, settings, tally)
+    group_maker = _GroupMaker(client, environment, reward, sampling, settings, tally, segment)
     collection = _Collection(
         slots, len(slots) if needed is None else needed, counts, settings, on_group, on_end
     )
@@ -228,6 +236,7 @@ class _GroupMaker:
     sampling: Sampling
     settings: RolloutSettings
     tally: Tally
+    segment: Segment | None
 
     async def make(self, slot: Slot) -> Group:
         """Return the slot's group, or its tombstone; EngineError if the engine fails."""
@@ -265,7 +274,10 @@ class _GroupMaker:
 
     async def _generate(self, slot: Slot) -> Group:
         policy = Policy(self.client, self.sampling, slot.seed)
-        made = await self.environment(slot.task, policy, self.sampling)
+        if self.segment is not None:
+            made = await advance(slot.task, policy, self.sampling, slot.begun, self.segment)
+        else:
+            made = await self.environment(slot.task, policy, self.sampling)
         if not isinstance(made, list) or not made or not all(isinstance(one, Sample) for one in made):
             raise ValueError(
                 f"the environment must return a non-empty list of Sample, got {type(made).__name__}"
@@ -273,11 +285,13 @@ class _GroupMaker:
         for sample in made:
             sample.finish_reason = finish_reason(sample.finish_reason)
         demonstrated = demonstrates(self.environment)
-        faults = [unfit(sample, demonstrated=demonstrated) for sample in made]
+        may_go_on = self.segment is not None
+        faults = [unfit(sample, demonstrated=demonstrated, unfinished=may_go_on) for sample in made]
         samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
         for sample in samples:
             sample.turns = slot.turns_after_prompt(sample, self.sampling.stop)
-        unscored = [sample for sample in samples if sample.reward is None]
+        group = Group(slot.number, slot.task["id"], slot.prompt, samples)
+        unscored = [sample for sample in samples if sample.reward is None and not group.is_unfinished]
         scored = await asyncio.gather(
             *(score(self.reward, slot.task, sample, self.settings) for sample in unscored),
             return_exceptions=True,
@@ -290,10 +304,11 @@ class _GroupMaker:
             if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
                 raise error
             self.tally.note("samples", f"slot {slot.number} loses a sample", error, error.__cause__)
-        failed = [str(error) for error in failures]
-        whole = [sample for sample in samples if sample.reward is not None]
-        given_up = None if whole else f"no sample is left: {failed[0]}"
-        return Group(slot.number, slot.task["id"], slot.prompt, whole, given_up, failed)
+        group.failed = [*(slot.begun.failed if slot.begun else ()), *map(str, failures)]
+        if not group.is_unfinished:
+            group.samples = [sample for sample in samples if sample.reward is not None]
+            group.given_up = None if group.samples else f"no sample is left: {group.failed[0]}"
+        return group
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_2_64 = 2**64
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -17,6 +18,26 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
+
+
+def later(seed: int, draws: int) -> int:
+    """Return the seed, as a signed 64-bit number, of the stream that begins at draw `draws` of the stream of
+    `seed`: draw j of the one is draw `draws` + j of the other. So an engine that always counts from 0 can go
+    on where another request has stopped.
+    """
+    mixed = int(mix64(np.array([seed % _2_64], dtype=np.uint64))[0])
+    there = _unmix64((mixed + draws * int(_GOLDEN)) % _2_64)
+    return there - _2_64 if there >= _2_64 // 2 else there
+
+
+def _unmix64(x: int) -> int:
+    """Return the y for which mix64(y) is x."""
+    x ^= (x >> 31) ^ (x >> 62)
+    x = x * pow(int(_MIX_2), -1, _2_64) % _2_64
+    x ^= (x >> 27) ^ (x >> 54)
+    x = x * pow(int(_MIX_1), -1, _2_64) % _2_64
+    x ^= (x >> 30) ^ (x >> 60)
+    return (x - int(_GOLDEN)) % _2_64
 
 
 def random_bits(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.uint64]:

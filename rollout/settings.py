@@ -25,6 +25,10 @@ class RolloutSettings(Settings):
     max_tokens: Annotated[int, Field(ge=1)] = 4096
     """Longest completion, in tokens. The default is less where the model's context is shorter: one token
     of it is left for a prompt."""
+    segment_tokens: Annotated[int, Field(ge=1)] | None = None
+    """An iteration adds at most so many tokens to a sample. The next iteration goes on with what is
+    unfinished then, by its own policy. A group is trained in the iteration in which its last sample ends.
+    null: a sample is made in one iteration. Only for environment=single_turn without `stop`."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

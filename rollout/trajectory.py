@@ -28,6 +28,9 @@ _NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "F32": np.dtype("<f4"), 
 _HEADER_LIMIT_BYTES = 100_000_000
 _ZEROS = "0" * 64
 
+UNFINISHED = "unfinished"
+"""The finish_reason of a sample that a later iteration goes on with (rollout.segment_tokens)."""
+
 
 class DamagedPart(ValueError):
     """The bytes are not a whole, unaltered part; the message says what is wrong."""
@@ -47,6 +50,17 @@ class Turn:
     """If it is generated: `stop`, or `length` if it was cut."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """The tokens [begin:end] of a sample, which one iteration has generated."""
+
+    begin: int
+    end: int
+    iteration: int
+    policy_iteration: int
+    """The iteration whose training made the policy that they were sampled by."""
+
+
 @dataclass
 class Sample:
     """One trajectory: the prompt's tokens, then what was generated (and, over several turns, observed)."""
@@ -62,7 +76,7 @@ class Sample:
     NaN: a trained token that nothing has sampled, in demonstrations only.
     """
     finish_reason: str
-    """`stop` (it ended by itself) or `length` (it was cut)."""
+    """`stop` (it ended by itself), `length` (it was cut), or UNFINISHED."""
     text: str
     """The completion."""
     reward: float | None = None
@@ -71,6 +85,13 @@ class Sample:
     turns: list[Turn] = field(default_factory=list)
     """The conversation after the group's prompt; empty if that is `text` alone. A conversation that an
     environment has opened with another prompt begins with that one.
+    """
+    spans: list[Span] = field(default_factory=list)
+    """Which iterations have generated it, in order, if several may have; empty: the one that its part is of.
+    """
+    index: int = 0
+    """Where it has spans: its number among the samples that its group was asked for, which its draws follow
+    from.
     """
 
 
@@ -86,6 +107,11 @@ class Group:
     given_up: str | None = None
     failed: list[str] = field(default_factory=list)
     """For each sample that is missing, because its reward raised or it was unfit: the reason."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the next iteration goes on with some of its samples. None has a reward then."""
+        return any(sample.finish_reason == UNFINISHED for sample in self.samples)
 
 
 @dataclass(frozen=True)
@@ -119,12 +145,22 @@ class _TurnRecord(TypedDict):
 
 
 @with_config(extra="forbid", strict=True)
+class _SpanRecord(TypedDict):
+    begin: int
+    end: int
+    iteration: int
+    policy_iteration: int
+
+
+@with_config(extra="forbid", strict=True)
 class _SampleRecord(TypedDict):
     finish_reason: str
     text: str
     reward: float | None
     metrics: dict[str, float]
     turns: NotRequired[list[_TurnRecord]]
+    spans: NotRequired[list[_SpanRecord]]
+    index: NotRequired[int]
 
 
 class _GroupRecord(BaseModel):
@@ -141,9 +177,10 @@ _RECORDS = TypeAdapter(list[_GroupRecord])
 _HEADER = TypeAdapter(PartHeader)
 
 
-def unfit(sample: Sample, *, demonstrated: bool) -> str | None:
+def unfit(sample: Sample, *, demonstrated: bool, unfinished: bool = False) -> str | None:
     """Return why the sample can be neither trained nor stored; None if it can, and then its arrays are arrays
-    and its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN.
+    and its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN. `unfinished`: another
+    iteration may go on with it.
     """
     try:
         ids, mask = np.asarray(sample.token_ids), np.asarray(sample.loss_mask)
@@ -173,11 +210,21 @@ def unfit(sample: Sample, *, demonstrated: bool) -> str | None:
             return f"its {name} is {value}"
     if not isinstance(sample.text, str):
         return f"its text is {type(sample.text).__name__}"
-    if sample.finish_reason not in ("stop", "length"):
+    if sample.finish_reason not in ("stop", "length", *([UNFINISHED] if unfinished else [])):
         return f"its finish_reason is {sample.finish_reason!r}, neither stop nor length"
     if not isinstance(sample.turns, list) or not all(isinstance(turn, Turn) for turn in sample.turns):
         return "its turns are no list of Turn"
     return None
+
+
+def generated_tokens(group: Group, iteration: int) -> int:
+    """Count the tokens of a group in a part of `iteration` that this iteration has generated."""
+    return sum(
+        sum(span.end - span.begin for span in sample.spans if span.iteration == iteration)
+        if sample.spans
+        else int(sample.loss_mask.sum())
+        for sample in group.samples
+    )
 
 
 def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
@@ -265,7 +312,11 @@ def _length(sample: Sample) -> int:
 
 def _record(sample: Sample) -> dict[str, Any]:
     record = {name: getattr(sample, name) for name in ("finish_reason", "text", "reward", "metrics")}
-    return record | ({"turns": [asdict(turn) for turn in sample.turns]} if sample.turns else {})
+    if sample.turns:
+        record["turns"] = [asdict(turn) for turn in sample.turns]
+    if sample.spans:
+        record |= {"spans": [asdict(span) for span in sample.spans], "index": sample.index}
+    return record
 
 
 def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any) -> Group:
@@ -282,6 +333,8 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
                 reward=sample["reward"],
                 metrics=sample["metrics"],
                 turns=[Turn(**turn) for turn in sample.get("turns", ())],
+                spans=[Span(**span) for span in sample.get("spans", ())],
+                index=sample.get("index", 0),
             )
         )
     return Group(record.slot, record.task_id, record.prompt, samples, record.given_up, record.failed)

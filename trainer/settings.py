@@ -73,7 +73,7 @@ class TrainerSettings(Settings):
     reward_threshold: float | None = None
     """Train only on samples with this reward or more; null: on all."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] | None = None
-    """Do not train on samples of a policy that is more trainings old than this; null: on all."""
+    """Do not train on tokens of a policy that is more trainings old than this; null: on all."""
     replay_window: Annotated[int, Field(ge=1)] = 1
     """Draw a batch from the groups of this many iterations, this one included; 1: on-policy."""
     replay_power: Annotated[float, Field(ge=0)] = 1.0

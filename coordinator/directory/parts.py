@@ -21,6 +21,7 @@ from rollout.trajectory import (
     PartHeader,
     decode_part,
     encode_part,
+    generated_tokens,
     line_for_people,
 )
 
@@ -165,7 +166,8 @@ def manifest(
     named: Mapping[str, str] | None = None,
     short: int | None = 0,
 ) -> tuple[dict[str, Any], list[Group]]:
-    """Return the manifest of an iteration, and its groups by slot. It takes the needed groups that come first
+    """Return the manifest of an iteration, and its groups by slot, without those that are `unfinished` and
+    count only as `generated` tokens. It takes the needed groups that come first
     by (epoch, rank, part). Its `origin` has the code of its first part; `mixed_code` counts the groups that
     were made or scored by other code.
 
@@ -195,6 +197,9 @@ def manifest(
         raise Incomplete(
             f"{directory}: {missing - short} groups are not finished, e.g. of slots {unfinished[:5]}"
         )
+    unfinished = sorted(group.slot for group in groups if group.is_unfinished)
+    generated = sum(generated_tokens(group, iteration) for group in groups)
+    groups = [group for group in groups if not group.is_unfinished]
     given_up = [{"slot": group.slot, "reason": group.given_up} for group in groups if group.given_up]
     document = {
         "iteration": iteration,
@@ -206,6 +211,8 @@ def manifest(
         "parts": entries,
         "mixed_code": mixed,
         "given_up": sorted(given_up, key=lambda entry: entry["slot"]),
+        "unfinished": unfinished,
+        "generated": generated,
         "short": missing,
         "failed_samples": sum(len(group.failed) for group in groups),
         "rewards": {str(group.slot): mean for group in groups if (mean := _mean_reward(group)) is not None},
@@ -247,7 +254,9 @@ def _rewards(group: Group) -> list[float]:
 
 
 def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
-    """Read the groups that a manifest names, by slot. Raises Incomplete if a part is missing or altered."""
+    """Read the groups that a manifest names, by slot, without the unfinished ones. Raises Incomplete if a
+    part is missing or altered.
+    """
     groups: list[Group] = []
     for entry in manifest["parts"]:
         path = directory / entry["file"]
@@ -259,7 +268,7 @@ def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
         except (FileNotFoundError, DamagedPart) as error:
             raise Incomplete(f"{path}: {error}") from None
         wanted = set(entry["slots"])
-        groups += [group for group in found if group.slot in wanted]
+        groups += [group for group in found if group.slot in wanted and not group.is_unfinished]
     return _by_slot(groups)
 
 

@@ -75,6 +75,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
     trained: dict[str, float] = {}
     if run_dir.checkpoint(number).name in published.names(run_dir.checkpoints):
         trained = published.read_result(run_dir.checkpoint(number)).metrics
+    generated: int = train.get("generated", train.get("tokens", 0))
     times, idle_s = _times(node, iteration, payloads), None
     rollout_epoch = node.record.epoch
     if node.run_dir.crew == "train":
@@ -98,10 +99,11 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "eval_sample_metrics": evaluation.get("metrics") or None,
         "samples": train.get("samples"),
         "given_up": len(train["given_up"]) if train else None,
+        "unfinished": len(train.get("unfinished", ())) if train else None,
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
         "mixed_code": train.get("mixed_code"),
-        "tokens_per_s": round(train["tokens"] / rollout_s, 1) if is_of_now and rollout_s else None,
+        "tokens_per_s": round(generated / rollout_s, 1) if is_of_now and rollout_s else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),

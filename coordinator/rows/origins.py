@@ -72,6 +72,7 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         "rollout.environment": (opened["environment"]["name"], now["environment"]["name"]),
         "rollout.tasks_per_iteration": (opened["groups"], now["groups"]),
         "rollout.dynamic_sampling": (opened["replace_flat"], now["replace_flat"]),
+        "rollout.segment_tokens": (opened.get("segment_tokens"), now.get("segment_tokens")),
         "cluster.max_async_level": (opened.get("max_async_level", 0), now["max_async_level"]),
     }
     return [

@@ -51,4 +51,5 @@ def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: st
 
 def quota(opened: Mapping[str, Any]) -> Quota:
     """Return how many groups an iteration needs; `opened` is its iteration.json."""
-    return Quota(opened["groups"], len(opened["tasks"]), opened["replace_flat"])
+    needed = opened["groups"] + len(opened.get("begun", ()))  # it goes on with all that are begun
+    return Quota(needed, len(opened["tasks"]), opened["replace_flat"])

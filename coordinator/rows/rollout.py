@@ -17,10 +17,12 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows import lineage, resume, trajectories
+from coordinator.rows import lineage, prefixes, resume, trajectories
 from coordinator.rows.origins import agreed_functions, changes, chosen, functions_of, is_begun, origin_of
+from coordinator.rows.prefixes import Begun
 from coordinator.rows.tasks import draw_tasks
 from coordinator.rows.trajectories import Share
+from rollout.environments.segments import Segment
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import files, once
@@ -79,7 +81,10 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
         return opened, base
     begun = opened is not None and is_begun(run_dir, number)
     policy = lineage.sampler_of(node, iteration, base, opened if begun else None)
-    if opened is not None and (changed := changes(opened, _chosen(node))):
+    changed = changes(opened, _chosen(node)) if opened is not None else []
+    if opened is not None and not begun and Begun.all_of(opened) != _left_over(node, iteration)[0]:
+        changed.append("groups that are begun")  # an evaluation alone has opened it early
+    if changed:
         if begun:
             log.warning("iteration %d is finished as it was begun: %s; the changes hold from the next one",
                         number, ", ".join(changed))  # fmt: skip
@@ -105,6 +110,7 @@ def _chosen(node: Node) -> dict[str, Any]:
         **chosen(node.settings, node.identity.inputs),
         **needed,
         "max_async_level": node.settings.cluster.max_async_level,
+        "segment_tokens": node.settings.rollout.segment_tokens,
     }
 
 
@@ -143,16 +149,24 @@ def begin_to_fetch(node: Node, iteration: Iteration) -> None:
 
 def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
     settings, tasks = node.settings.rollout, node.identity.inputs.tasks
-    drawn = draw_tasks(node.run_dir, iteration.number, settings, tasks, Quota.of(settings).slots)
+    begun, going_on, again = _left_over(node, iteration)
+    drawn = draw_tasks(node.run_dir, iteration.number, settings, tasks, Quota.of(settings).slots, again)
     return {
         "iteration": iteration.number,
         "policy": policy.digest,
         "policy_iteration": policy.iteration,
         **_chosen(node),
         **drawn,
+        "tasks": [*going_on, *drawn["tasks"]],
+        "begun": [asdict(one) for one in begun],
         "eval_slots": _eval_slots(node) if _is_eval_due(node, iteration) else 0,
         "eval_tasks": _eval_digest(node),
     }
+
+
+def _left_over(node: Node, iteration: Iteration) -> tuple[list[Begun], list[int], list[int]]:
+    """Return what the iteration before has left unfinished; see prefixes.left_by."""
+    return prefixes.left_by(node.run_dir, iteration.number - 1, _chosen(node))
 
 
 def _is_eval_due(node: Node, iteration: Iteration) -> bool:
@@ -196,8 +210,14 @@ def collect_train(node: Node, iteration: Iteration) -> Payload:
         origin=_origin(iteration, opened, "train"),
         functions=agreed_functions(node, iteration, opened),
         settings=node.settings.rollout,
+        begun=(begun := Begun.all_of(opened)),
+        segment=_segment(iteration, opened) if begun or opened.get("segment_tokens") else None,
     )
     return trajectories.collect_share(node, iteration, share)
+
+
+def _segment(iteration: Iteration, opened: Mapping[str, Any]) -> Segment:
+    return Segment(opened.get("segment_tokens"), iteration.number, iteration.header["policy_iteration"])
 
 
 def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:

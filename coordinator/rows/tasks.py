@@ -1,6 +1,6 @@
 """Which tasks an iteration is made of: a function of what the iterations before have left."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from coordinator.directory import published
@@ -14,16 +14,21 @@ LATEST_SHARE = 0.5
 
 
 def draw_tasks(
-    run_dir: RunDir, iteration: int, settings: RolloutSettings, tasks: TaskSet, count: int
+    run_dir: RunDir,
+    iteration: int,
+    settings: RolloutSettings,
+    tasks: TaskSet,
+    count: int,
+    again: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Choose the tasks of a new `iteration` from the run directory alone.
+    """Choose `count` tasks of a new `iteration` from the run directory alone; those of `again` come first.
 
     Returns `tasks`, one for each slot; `drawn`, how many each stream of tasks has given; `waiting`, tasks
     that were drawn and for which there is no slot yet; in a curriculum `success`, the average reward by task.
     """
     before = published.read_json(run_dir.iteration_json(iteration - 1)) or {}
     first = (iteration - 1) * settings.tasks_per_iteration
-    deferred = _deferred(run_dir, iteration - 1, before)
+    deferred = [*again, *_deferred(run_dir, iteration - 1, before)]
     success = _success(run_dir, iteration) if settings.task_sampling == "curriculum" else None
     drawn = draw(
         tasks,

@@ -16,12 +16,15 @@ from coordinator.node.inputs import Functions
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.shares import split_slots
+from coordinator.rows import prefixes
+from coordinator.rows.prefixes import Begun
 from coordinator.rows.serving import serve
 from rollout.collect import Slot, Stopped, collect
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
 from rollout.environments.demonstration import demonstration, end_of_sequence
 from rollout.environments.environment import Environment, demonstrates, single_turn
+from rollout.environments.segments import Segment
 from rollout.evaluation import evaluate
 from rollout.origin import Origin
 from rollout.quota import Quota
@@ -29,7 +32,7 @@ from rollout.settings import RolloutSettings
 from rollout.storage import once
 from rollout.tally import Tally
 from rollout.tasks.task_set import TaskSet, group_seed
-from rollout.trajectory import Group
+from rollout.trajectory import Group, generated_tokens
 
 log = logging.getLogger(__name__)
 _tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration
@@ -70,6 +73,10 @@ class Share:
     origin: Origin
     functions: Functions
     settings: RolloutSettings
+    begun: Sequence[Begun] = ()
+    """What the first slots go on with."""
+    segment: Segment | None = None
+    """What the iteration adds to a sample, if that may be less than all of it."""
 
     @classmethod
     def of(cls, plan: Payload, rank: int, **more: Any) -> Self:
@@ -108,16 +115,12 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
     """Collect the share; meanwhile make finished groups durable, and keep the engine alive."""
     counted = tokens = 0
     node.position.reach(0, share.needed)  # again: starting an engine is no part of the speed
-    seed, tasks = share.settings.seed, share.tasks.tasks
-    slots = [
-        Slot(slot, tasks[share.order[slot]], group_seed(seed, share.kind, iteration.number, slot))
-        for slot in share.slots
-    ]
+    slots = _slots(node, iteration.number, share)
 
     def on_group(group: Group) -> None:
         nonlocal counted, tokens
         writer.add(group)
-        tokens += sum(int(sample.loss_mask.sum()) for sample in group.samples)
+        tokens += generated_tokens(group, iteration.number)
         counted += share.quota.counts(group)
         node.position.reach(counted, share.needed, tokens)
 
@@ -137,6 +140,7 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
                 reward=share.functions.reward,
                 sampling=share.origin.sampling,
                 settings=share.settings,
+                segment=share.segment,
                 on_group=on_group,
                 on_end=node.position.step,
                 stop=node.watch.stop,
@@ -157,6 +161,19 @@ async def _collect(node: Node, iteration: Iteration, share: Share, writer: parts
         for task in (collecting, *minding):
             task.cancel()
         await asyncio.gather(collecting, *minding, return_exceptions=True)
+
+
+def _slots(node: Node, iteration: int, share: Share) -> list[Slot]:
+    """Return the slots of a share, each with its task, its seed, and what the iteration before has made."""
+    groups = prefixes.read(node.run_dir, iteration, share.begun, share.slots)
+    slots: list[Slot] = []
+    for slot in share.slots:
+        first = (iteration, slot - len(share.begun))  # as if nothing had been begun before
+        if slot < len(share.begun):
+            first = (share.begun[slot].iteration, share.begun[slot].slot)
+        seed = group_seed(share.settings.seed, share.kind, *first)
+        slots.append(Slot(slot, share.tasks.tasks[share.order[slot]], seed, groups.get(slot)))
+    return slots
 
 
 def _generates(node: Node, share: Share) -> bool:

@@ -275,6 +275,13 @@ def finish_reason(said: str) -> str:
     return _FINISH_REASONS.get(said, said)
 
 
+def whole_characters(text: str) -> str:
+    """Return a text without the replacement characters at its end, which may be bytes of a character that the
+    next tokens complete.
+    """
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
 def _completion(choice: dict[str, Any]) -> Completion:
     token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not isinstance(token_ids, list) or not isinstance(logprobs, list):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import TypeIs
 
+from rollout.counter_rng import later
 from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
 from rollout.environments.chat import ChatTemplate, Message
 from rollout.trajectory import Sample, Turn
@@ -44,6 +45,13 @@ class Policy:
         call for all samples.
         """
         return Policy(self._client, self.sampling, self._seed + j, template=self._template)
+
+    def resumed(self, j: int, drawn: int) -> "Policy":
+        """Return a policy for sample j, of which `drawn` tokens are there: its first call, with n=1 and the
+        tokens so far as the prompt, draws as if the sample had not been interrupted.
+        """
+        seed = later(self._seed + j, drawn)
+        return Policy(self._client, self.sampling, seed, template=self._template)
 
     def derived(self, name: str) -> "Policy":
         """Return a policy whose seed depends only on this one's seed and on `name`, not on earlier calls."""

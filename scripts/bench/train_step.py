@@ -84,7 +84,7 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
         rewards=np.zeros(count, np.float32),
         slots=np.arange(count, dtype=np.int32),
         temperatures=np.ones(count, np.float32),
-        ages=np.zeros(count, np.int32),
+        ages=np.zeros(len(trained), np.int32),
         counts=Counts(count, count, count, count, 0, 0.0, 0.0),
         manifest_sha256="",
         policy="",

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coordinator.directory import published
 from coordinator.directory.layout import Record
 from coordinator.protocol.records import EpochRecord
+from coordinator.rows.prefixes import Begun
 from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.netns import Hosts, unavailable
 
@@ -92,6 +94,38 @@ def test_same_trajectories_from_one_node_and_from_three(tmp_path: Path, cache: P
             cluster.close()
     assert found[0] == found[1]
     assert found[0][1] != found[0][2]
+
+
+def test_one_policy_makes_the_same_samples_in_segments_and_at_once(
+    tmp_path: Path, cache: Path, engine_url: str
+) -> None:
+    """Two nodes pass samples of eight tokens on to each other, three tokens an iteration."""
+    found: list[dict[tuple[int, int], list[list[int]]]] = []
+    for nodes, segment in ((1, "null"), (2, "3")):
+        logs = tmp_path / segment
+        logs.mkdir()
+        cluster = Cluster(logs / "run", cache, logs)
+        options = (*FAST, "--rl-phase", "rollout", "--eval-interval", "0", "--engine-url", engine_url)
+        options += ("rollout.max_tokens=8", f"rollout.segment_tokens={segment}")
+        try:
+            codes = cluster.run(nodes, *options, "--iterations", "4")
+            assert codes == [0] * nodes, cluster.everything_said()
+            found.append({})
+            for iteration in range(1, 5):
+                opened = published.read_json(cluster.run_dir.iteration_json(iteration)) or {}
+                begun = Begun.all_of(opened)
+                for slot, group in cluster.groups(iteration).items():
+                    first = (iteration, slot - len(begun))
+                    if slot < len(begun):
+                        first = (begun[slot].iteration, begun[slot].slot)
+                    if not group.is_unfinished:
+                        assert first not in found[-1]
+                        found[-1] |= {first: [sample.token_ids.tolist() for sample in group.samples]}
+        finally:
+            cluster.close()
+    uncut, cut = found
+    assert len(uncut) == 32 and {first: uncut[first] for first in cut} == cut
+    assert {(iteration, slot) for iteration in (1, 2) for slot in range(8)} <= cut.keys()
 
 
 def test_task_file_is_split_by_weight(cluster: Cluster, tmp_path: Path, engine_url: str) -> None:

@@ -134,6 +134,34 @@ def test_samples_are_of_the_policy_of_so_many_iterations_before(cluster: Cluster
         assert made[iteration]["base_policy"] == made[iteration - 1]["policy"]
 
 
+def test_samples_in_segments_are_trained_once_they_have_ended(cluster: Cluster, engine_url: str) -> None:
+    """A node that is killed goes on with what it has begun."""
+    options = (*FAST, "--eval-interval", "0", "--engine-url", engine_url, "trainer.learning_rate=0.01")
+    options += (
+        "rollout.max_tokens=3",
+        "rollout.segment_tokens=1",
+        "trainer.warmup_steps=0",
+        "checkpoints.keep_last=4",
+    )
+    cluster.start(0, *options, "--iterations", "4")
+    cluster.until(lambda: len(cluster.metrics()) >= 2, "iteration 2", 120)
+    cluster.kill(0)
+    cluster.nodes[0].wait()
+    assert cluster.run(1, *options, "--iterations", "4") == [0], cluster.output(0)
+
+    lines = cluster.metrics()
+    assert [line["samples"] for line in lines] == [0, 0, 32, 32]
+    assert [line["unfinished"] for line in lines] == [8, 16, 16, 16]
+    assert [line["age_max"] for line in lines[2:]] == [2, 2]
+    assert all(0 < line["age"] < 2 for line in lines[2:])
+    for iteration in (3, 4):
+        for group in cluster.groups(iteration).values():
+            for span in (span for sample in group.samples for span in sample.spans):
+                assert span.policy_iteration == span.iteration - 1 and span.end - span.begin == 1
+    made = {iteration: result(cluster, iteration)["policy"] for iteration in (1, 2, 3)}
+    assert made[1] == made[2] == cluster.manifest(1)["policy"] != made[3], "nothing had ended before"
+
+
 def test_adapters_are_served_resumed_sharded_and_exported(cluster: Cluster, tmp_path: Path) -> None:
     adapters = (*FAST, SLOW, "--eval-interval", "0", "trainer.warmup_steps=0", "trainer.learning_rate=0.01")
     rank = "trainer.lora.rank=4"

@@ -147,11 +147,17 @@ class EngineClient:
 
 
 def completion(prompt: str | Sequence[int], sampling: Sampling, j: int, policy: str) -> Completion:
-    """Sample j of a group; its text says how it was sampled."""
+    """Sample j of a group; its text is a line that says how it was sampled. It goes on for four tokens, on
+    average.
+    """
     draw = random.Random(f"{prompt} {sampling.seed} {j} {policy}")
-    tokens = [draw.randrange(1, 50) for _ in range(3)]
+    tokens: list[int] = []
+    while len(tokens) < sampling.max_tokens and (not tokens or tokens[-1] > 12):
+        tokens.append(draw.randrange(1, 50))
     text = json.dumps({"j": j, "policy": policy, "tokens": tokens, "sampling": asdict(sampling)})
-    return Completion([1, 2], tokens, [-1.0] * len(tokens), text, "stop")
+    prompt_ids = [1, 2] if isinstance(prompt, str) else list(prompt)
+    finish_reason = "stop" if tokens[-1] <= 12 else "length"
+    return Completion(prompt_ids, tokens, [-1.0] * len(tokens), f"{text}\n", finish_reason)
 
 
 def logprobs_of(token_ids: Sequence[int], policy: str) -> list[float]:
@@ -162,7 +168,7 @@ def logprobs_of(token_ids: Sequence[int], policy: str) -> list[float]:
 
 async def reward(_task: Mapping[str, Any], text: str) -> float:
     """Of a completion, for the settings of a simulated run."""
-    return float(sum(json.loads(text)["tokens"]) % 3)
+    return float(sum(sum(json.loads(line)["tokens"]) for line in text.splitlines()) % 3)
 
 
 async def other_reward(task: Mapping[str, Any], text: str) -> float:

@@ -9,6 +9,9 @@
   groups that were durable when the nodes entered an epoch are in no share of its plan, and in the manifest,
   unless an earlier part has their slots or they are spare.
 - Iteration i is sampled by the policy of iteration max(0, i - 1 - K), and trained from that of i - 1.
+- With segments, an iteration goes on with all that the one before has left unfinished; each span of a sample
+  is by the policy of its iteration; a group ends once, after as many iterations as its longest sample needs.
+  No evaluation is cut.
 - metrics.jsonl has every iteration once, in order; checkpoints follow from the trajectories as they do in a
   run that nobody disturbs.
 """
@@ -17,6 +20,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +43,10 @@ from coordinator.node.flags import Flags
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.rows import resume
+from coordinator.rows.prefixes import Begun
 from coordinator.settings import Crew
 from rollout.quota import Quota
-from rollout.trajectory import decode_part
+from rollout.trajectory import UNFINISHED, Group, Sample, Span, decode_part
 from tests.simulation.scheduler import Process
 from tests.simulation.world import NodeProcess, World
 
@@ -73,6 +78,8 @@ class Invariants:
         self._late_rows: Counter[tuple[Crew, int]] = Counter()
         self._parts: dict[tuple[str, PartName], tuple[float, str, set[int]]] = {}
         """(directory, name) of each part: when it was published, its policy, its slots."""
+        self._ended: set[tuple[int, int]] = set()
+        """Where the groups were begun (iteration and slot) that have ended."""
         self._disk.after = self._after
         world.patches.append(self._watch_waits)
 
@@ -280,6 +287,10 @@ class Invariants:
             if not set(entry["slots"]) <= self._parts[str(path.parent), name][2]:
                 self._violate(process, f"{path} takes slots from {file} that are not in it")
         self._check_sampler(process, path, manifest)
+        if path.parent.parent.name == "train_trajectories":
+            self._check_segments(process, manifest, groups)
+        elif any(sample.spans or sample.finish_reason == UNFINISHED for g in groups for sample in g.samples):
+            self._violate(process, f"{path}: an evaluation was cut")
         assert isinstance(process, NodeProcess) and process.node is not None
         entered_s = self._entered_s[process.node.run_dir.crew, process.node.record.epoch]
         for (where, name), (published_s, policy, slots) in self._parts.items():
@@ -287,6 +298,38 @@ class Invariants:
                 late = [slot for slot in slots if self._comes_later(taken.get(slot), name, quota)]
                 if late:
                     self._violate(process, f"{path} loses the groups {late} of {name.name}")
+
+    def _check_segments(self, process: Process, manifest: dict[str, Any], groups: list[Group]) -> None:
+        number, run_dir = manifest["iteration"], self._run_dir
+        opened = published.read_json(run_dir.iteration_json(number)) or {}
+        before = published.read_manifest(run_dir, "train", number - 1) or {}
+        begun = Begun.all_of(opened)
+        if [one.file_slot for one in begun] != before.get("unfinished", []):
+            self._violate(process, f"iteration {number} goes on with {begun}, and not with all of {before}")
+        left = {g.slot for g in groups if UNFINISHED in {sample.finish_reason for sample in g.samples}}
+        if manifest["unfinished"] != sorted(left):
+            self._violate(process, f"the manifest of {number} says {manifest['unfinished']}, not {left}")
+        for group in groups:
+            one = begun[group.slot] if group.slot < len(begun) else None
+            first = (number, group.slot - len(begun)) if one is None else (one.iteration, one.slot)
+            if first in self._ended:
+                self._violate(process, f"the group begun in {first} is made again in iteration {number}")
+            if group.slot not in left:
+                self._ended.add(first)
+            for sample in group.samples:
+                self._check_spans(process, number, first[0], sample)
+
+    def _check_spans(self, process: Process, number: int, begun_in: int, sample: Sample) -> None:
+        segment: int = self._world.settings.get("rollout.segment_tokens", 0)
+        ruled = [
+            Span(2 + k * segment, 0, i, max(0, i - 1 - self._level))
+            for k, i in enumerate(range(begun_in, number + 1))
+            if segment and 2 + k * segment < len(sample.token_ids)
+        ]
+        if [replace(span, end=0) for span in sample.spans] != ruled:
+            self._violate(process, f"a sample of iteration {number} has {sample.spans}, and not {ruled}")
+        if sample.finish_reason == UNFINISHED and len(sample.token_ids) - 2 != len(ruled) * segment:
+            self._violate(process, f"a sample has only {len(sample.token_ids) - 2} tokens after {ruled}")
 
     @staticmethod
     def _comes_later(entry: dict[str, Any] | None, name: PartName, quota: Quota) -> bool:
@@ -319,12 +362,26 @@ class Invariants:
         there = sorted(filter(None, map(parse_iteration_name, published.names(run_dir.batch(0).parent))))
         if there != list(range(last - keep_last + 1, last + 1)):
             world.scheduler.violate(f"the run has ended with the batches {there}")
+        if self._disk.has_links:  # else no manifest was looked at when it was made
+            self._check_all_have_ended(last)
         if published.checkpoints(run_dir)[-1:] != [last]:
             world.scheduler.violate(
                 f"the run has ended with the checkpoints {published.checkpoints(run_dir)}"
             )
             return ""
         return published.policy_of(run_dir, last).digest
+
+    def _check_all_have_ended(self, last: int) -> None:
+        """Whether all groups have ended that had time for it."""
+        settings = self._world.settings
+        longest = settings.get("rollout.max_tokens", 1)
+        segments = -(-longest // settings.get("rollout.segment_tokens", longest))
+        slots = range(settings["rollout.tasks_per_iteration"])
+        for number in range(1, last - segments + 2):
+            opened = published.read_json(self._run_dir.iteration_json(number)) or {}
+            new = {(number, slot) for slot in slots}
+            if opened and not opened["replace_flat"] and not new <= self._ended:
+                self._world.scheduler.violate(f"of iteration {number} {new - self._ended} have not ended")
 
     def _record(self, crew: Crew, epoch: int) -> EpochRecord | None:
         path = RunDir(self._run_dir.root, crew).entry(Record(epoch))

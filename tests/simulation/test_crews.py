@@ -19,7 +19,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.rows import lineage, retention, training
 from tests.simulation.faults import ACTIONS, Fault, faults
-from tests.simulation.test_simulation import NODES, run, searching, undisturbed
+from tests.simulation.test_simulation import NODES, SEGMENTS, run, searching, undisturbed
 from tests.simulation.world import World
 
 ITERATIONS = 4
@@ -46,6 +46,21 @@ def test_two_crews_come_through_all_faults(
 ) -> None:
     options: dict[str, Any] = {"iterations": ITERATIONS, "cluster__max_async_level": level}
     assert run(NODES, seed, happens, trainers=trainers, **options) == undisturbed(ITERATIONS, level)
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(
+    seed=st.integers(0, 1000),
+    happens=st.lists(faults(NODES, ACTIONS), min_size=1, max_size=5),
+    level=st.sampled_from([0, 1]),
+    trainers=IN_CREWS,
+)
+def test_two_crews_come_through_all_faults_in_segments(
+    seed: int, happens: list[Fault], level: int, trainers: int
+) -> None:
+    options: dict[str, Any] = {"iterations": 5, "cluster__max_async_level": level, **SEGMENTS}
+    assert run(NODES, seed, happens, trainers=trainers, **options) == undisturbed(5, level, in_segments=True)
 
 
 @pytest.mark.parametrize("machine", range(NODES))

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from coordinator.directory import parts
 from coordinator.directory.layout import RunDir
 from coordinator.node.flags import Flags
-from coordinator.rows import lineage, retention
+from coordinator.rows import lineage, prefixes, retention
 from rollout.storage import files
+from rollout.trajectory import Group
 from tests.simulation.disk import Disk
 from tests.simulation.faults import ACTIONS, Fault, Injector, faults
 from tests.simulation.invariants import Invariants
@@ -31,6 +32,8 @@ NODES = 3
 EXAMPLES = os.environ.get("FLAGPOST_EXAMPLES")
 LINES = 200
 """Of the story, in a failure."""
+SEGMENTS: dict[str, Any] = {"rollout__segment_tokens": 2, "rollout__max_tokens": 6}
+"""A sample takes up to three iterations."""
 LINE = 1000
 """Bytes of a line of metrics.jsonl here, at least."""
 
@@ -64,9 +67,10 @@ def run(
 
 
 @cache
-def undisturbed(iterations: int = 2, level: int = 0) -> str:
+def undisturbed(iterations: int = 2, level: int = 0, in_segments: bool = False) -> str:
     """The policy that a run of one node comes to if nothing happens."""
-    return run(1, 0, (), iterations=iterations, cluster__max_async_level=level)
+    more = SEGMENTS if in_segments else {}
+    return run(1, 0, (), iterations=iterations, cluster__max_async_level=level, **more)
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
@@ -119,6 +123,14 @@ def test_samples_of_older_policies_come_through_all_faults(
 ) -> None:
     policy = run(NODES, seed, happens, iterations=5, cluster__max_async_level=level)
     assert policy == undisturbed(5, level) != undisturbed(5)
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=sequences, level=st.sampled_from([0, 1]))
+def test_samples_in_segments_come_through_all_faults(seed: int, happens: list[Fault], level: int) -> None:
+    policy = run(NODES, seed, happens, iterations=5, cluster__max_async_level=level, **SEGMENTS)
+    assert policy == undisturbed(5, level, in_segments=True) != undisturbed(5, level)
 
 
 @pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
@@ -256,6 +268,18 @@ def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(retention, "kept", kept)
 
 
+def what_was_begun_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefixes, "left_by", lambda *_: ([], [], []))
+
+
+def samples_begin_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefixes, "read", lambda *_: {})
+
+
+def what_is_unfinished_is_trained(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Group, "is_unfinished", property(lambda _: False))
+
+
 BROKEN: dict[Callable[[pytest.MonkeyPatch], None], list[Fault]] = {
     everything_is_unfinished: [Fault("kill", 1, 1, 3, 5, 3.0)],
     groups_count_twice: [Fault("replace", 0, 1, 2, 7, 4.0)],
@@ -277,3 +301,11 @@ def test_a_broken_rule_is_found(broken: Callable[[pytest.MonkeyPatch], None]) ->
 def test_a_broken_rule_of_asynchrony_is_found(broken: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
         run(1, 0, (), broken, iterations=6, cluster__max_async_level=3)
+
+
+@pytest.mark.parametrize(
+    "broken", [what_was_begun_is_forgotten, samples_begin_again, what_is_unfinished_is_trained]
+)
+def test_a_broken_rule_of_segments_is_found(broken: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
+        run(1, 0, (), broken, iterations=4, **SEGMENTS)

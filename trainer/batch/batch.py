@@ -16,11 +16,18 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from rollout.trajectory import Group
-from trainer.batch.selection import Lesson, batch_advantages, draw, lessons, shuffled
+from rollout.trajectory import Group, Sample
+from trainer.batch.selection import (
+    Lesson,
+    batch_advantages,
+    draw,
+    lessons,
+    policy_iterations,
+    shuffled,
+)
 from trainer.settings import TrainerSettings
 
-FORMAT = 3
+FORMAT = 4
 
 _DEFAULTS = TrainerSettings()
 
@@ -86,8 +93,8 @@ class Batch:
     temperatures: NDArray[np.float32]
     """(S,), above 0: at which the sequence was sampled; the trainer divides its logits by it."""
     ages: NDArray[np.int32]
-    """(S,), how many iterations of training lie between the policy that sampled the sequence and the policy
-    that the batch's iteration starts from; 0: it is the same policy."""
+    """(T,), how many iterations of training lie between the policy that sampled a token and the policy that
+    the batch's iteration starts from; 0: it is the same policy, or the token is not trained."""
     counts: Counts
     manifest_sha256: str
     policy: str
@@ -133,13 +140,8 @@ class Batch:
 
     def age(self) -> dict[str, float]:
         """Return mean (`age`) and largest (`age_max`) of `ages` over the trained tokens, 0 without any."""
-        if not self.loss_mask.any():
-            return {"age": 0.0, "age_max": 0.0}
-        trained = np.add.reduceat(self.loss_mask, self.offsets[:-1], dtype=np.int64)
-        return {
-            "age": float(np.average(self.ages, weights=trained)),
-            "age_max": float(self.ages[trained > 0].max()),
-        }
+        ages = self.ages[self.loss_mask == 1]
+        return {"age": _mean(ages), "age_max": float(ages.max(initial=0))}
 
     def encode(self) -> bytes:
         """One safetensors file. Equal batches have equal bytes."""
@@ -185,12 +187,12 @@ class Batch:
                 )
         tokens = len(self.token_ids)
         sequences = len(self.advantages)
-        if not (len(self.loss_mask) == len(self.logprobs) == tokens):
-            raise DamagedBatch("token_ids, loss_mask and logprobs differ in length")
-        of_sequences = (self.rewards, self.slots, self.groups, self.temperatures, self.ages, self.offsets[1:])
+        if not (len(self.loss_mask) == len(self.logprobs) == len(self.ages) == tokens):
+            raise DamagedBatch("token_ids, loss_mask, logprobs and ages differ in length")
+        of_sequences = (self.rewards, self.slots, self.groups, self.temperatures, self.offsets[1:])
         if any(len(array) != sequences for array in of_sequences):
             raise DamagedBatch(
-                "advantages, rewards, slots, groups, temperatures, ages and offsets do not describe the same "
+                "advantages, rewards, slots, groups, temperatures and offsets do not describe the same "
                 "sequences"
             )
         if not (np.isfinite(self.temperatures).all() and (self.temperatures > 0).all()):
@@ -213,8 +215,8 @@ class Older(NamedTuple):
     temperature: float = 1.0
     max_tokens: int | None = None
     """The longest completion that could be sampled; a penalty for length needs it."""
-    age: int = 0
-    """As Batch.ages."""
+    policy_iteration: int = 0
+    """The iteration whose training made the policy that sampled them; spans say it themselves."""
 
 
 def build_batch(
@@ -226,14 +228,16 @@ def build_batch(
     seed: int,
     settings: TrainerSettings = _DEFAULTS,
     max_tokens: int | None = None,
-    age: int = 0,
+    iteration: int = 1,
+    policy_iteration: int = 0,
     older: Sequence[Older] = (),
 ) -> Batch:
     """Select, score and shuffle the sequences of an iteration's `groups`.
 
     `settings` decide which are dropped and what their advantages are (trainer.batch.selection). Tombstones
     and samples without a reward are always dropped. The groups were sampled at `temperature`; `max_tokens`
-    limited a completion, and a penalty for length needs it; `age`: as Batch.ages. `older` are the replay
+    limited a completion, and a penalty for length needs it. The batch is trained in `iteration`, its samples
+    are made by the policy of `policy_iteration` where they do not say another one. `older` are the replay
     window's other iterations, oldest first. If there are any, the batch is drawn from all of them, as many
     lessons as the iteration itself has. The sequences are shuffled by `seed`, so that each optimizer step
     mixes many groups.
@@ -241,10 +245,13 @@ def build_batch(
     Raises ValueError for two groups of one slot, for a penalty without `max_tokens`, or if samples without
     logprobs (demonstrations) are to be trained by another loss than their likelihood.
     """
-    sources = [*older, Older(groups, temperature, max_tokens, age)]
+    sources = [*older, Older(groups, temperature, max_tokens, policy_iteration)]
     limit = settings.max_off_policy_steps
+    oldest = None if limit is None else iteration - 1 - limit
     window = [
-        lessons(source.groups, settings, source.max_tokens) if limit is None or source.age <= limit else []
+        lessons(source.groups, settings, source.max_tokens, oldest)
+        if oldest is None or source.policy_iteration >= oldest
+        else []
         for source in sources
     ]
     if older:
@@ -272,7 +279,7 @@ def build_batch(
         absent_at=np.array([place for place, _ in absent], np.int64),
         absent_tokens=np.array([tokens for _, tokens in absent], np.int32),
         temperatures=np.array([source.temperature for _, _, (_, source) in chosen], np.float32),
-        ages=np.array([source.age for _, _, (_, source) in chosen], np.int32),
+        ages=_flat([_ages(one.sample, source, iteration) for one, _, (_, source) in chosen], np.int32),
         counts=_counts(groups, window),
         manifest_sha256=manifest_sha256,
         policy=policy,
@@ -312,10 +319,15 @@ def _counts(groups: Sequence[Group], used: Sequence[Sequence[Lesson]]) -> Counts
     )
 
 
+def _ages(sample: Sample, source: Older, iteration: int) -> NDArray[np.int32]:
+    """(T,), as Batch.ages."""
+    return (iteration - 1 - policy_iterations(sample, source.policy_iteration)) * sample.loss_mask
+
+
 def _flat(arrays: list[NDArray], dtype: type) -> NDArray:
     """Return the arrays one after another; an empty one when there are none."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
+def _mean(values: Sequence[float] | NDArray[np.int32]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

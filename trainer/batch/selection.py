@@ -10,8 +10,12 @@ most papers have it. A sample that has no gradient only counts: nothing of it is
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollout.trajectory import Group, Sample
 from trainer.batch.advantages import group_advantages, whiten
@@ -50,9 +54,20 @@ class Trained(NamedTuple):
 Lesson = list[Trained]
 
 
-def lessons(groups: Iterable[Group], settings: TrainerSettings, max_tokens: int | None) -> list[Lesson]:
+def policy_iterations(sample: Sample, policy_iteration: int) -> NDArray[np.int32]:
+    """(T,) the iteration whose policy has sampled each token: that of its span, else `policy_iteration`."""
+    made_by = np.full(len(sample.token_ids), policy_iteration, np.int32)
+    for span in sample.spans:
+        made_by[span.begin : span.end] = span.policy_iteration
+    return made_by
+
+
+def lessons(
+    groups: Iterable[Group], settings: TrainerSettings, max_tokens: int | None, oldest: int | None = None
+) -> list[Lesson]:
     """Return the lessons of one iteration's groups, in the order of their slots.
 
+    `oldest`: the spans of policies of an earlier iteration are not trained; None: all are.
     Raises ValueError for two groups of one slot, or a penalty for length without `max_tokens`.
     """
     ordered = sorted(groups, key=lambda group: group.slot)
@@ -61,11 +76,11 @@ def lessons(groups: Iterable[Group], settings: TrainerSettings, max_tokens: int 
             raise ValueError(
                 f"slot {one.slot} has two groups ({one.task_id}, {other.task_id}); a slot is one group"
             )
-    found = [_lesson(group, settings, max_tokens) for group in ordered if group.given_up is None]
+    found = [_lesson(group, settings, max_tokens, oldest) for group in ordered if group.given_up is None]
     return [lesson for lesson in found if lesson]
 
 
-def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None) -> Lesson:
+def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None, oldest: int | None) -> Lesson:
     scored = [(sample, sample.reward) for sample in group.samples if sample.reward is not None]
     shaped = [reward - _overlong_penalty(sample, settings, max_tokens) for sample, reward in scored]
     advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups)
@@ -74,7 +89,8 @@ def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None) -> 
     # What is whitened has an advantage, and a KL term teaches without one.
     has_gradient = bool(advantages.any()) or settings.advantage == "whitened" or settings.kl != "off"
     lesson: list[Trained] = []
-    for (sample, reward), advantage in zip(scored, advantages.tolist(), strict=True):
+    for (whole, reward), advantage in zip(scored, advantages.tolist(), strict=True):
+        sample = whole if oldest is None else _since(whole, oldest)
         trained = _is_trained(sample, reward, settings)
         if trained or settings.keep_flat_groups:
             tokens = int(sample.loss_mask.sum()) if trained else 0
@@ -82,6 +98,16 @@ def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None) -> 
                 Trained(group.slot, sample, reward, advantage, tokens, computed=trained and has_gradient)
             )
     return lesson
+
+
+def _since(sample: Sample, oldest: int) -> Sample:
+    """Return the sample with only those spans trained that are of a policy of iteration `oldest` or later."""
+    is_old = policy_iterations(sample, oldest) < oldest
+    return replace(
+        sample,
+        loss_mask=np.where(is_old, 0, sample.loss_mask),
+        logprobs=np.where(is_old, 0, sample.logprobs),
+    )
 
 
 def _is_trained(sample: Sample, reward: float, settings: TrainerSettings) -> bool:

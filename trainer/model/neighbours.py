@@ -337,7 +337,7 @@ def _two_sequences(vocabulary: int) -> Batch:
         rewards=nothing,
         slots=np.zeros(2, np.int32),
         temperatures=np.ones(2, np.float32),
-        ages=np.zeros(2, np.int32),
+        ages=np.zeros(sum(TOKENS), np.int32),
         counts=Counts(0, 0, 0, 0, 0, 0.0, 0.0),
         manifest_sha256="",
         policy="",

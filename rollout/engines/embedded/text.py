@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer
 
 from rollout.engines.bodies import BadRequest
+from rollout.engines.client import whole_characters
 from rollout.engines.embedded.protocol import TokenizeBody
 
 if TYPE_CHECKING:  # a tokenizer needs no torch
@@ -23,6 +24,7 @@ class Texts:
         self._model_dir = model_dir
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self._token_text: dict[int, str] = {}
+        self._prompt: list[int] = []
         self._context: list[int] = []
         self._before = ""
 
@@ -49,13 +51,26 @@ class Texts:
         return self.encode(text, bool(body.add_special_tokens))
 
     def completion(self, row: "Row") -> str:
-        """Return the text that a finished row adds to its prompt, up to its stop string."""
-        context = row.generation.prompt_ids[-_CONTEXT_TOKENS:]
-        if context != self._context:  # the samples of a group have the same context
-            self._context = list(context)
-            self._before = self._tokenizer.decode(context, skip_special_tokens=True)
-        text = self._tokenizer.decode(context + row.token_ids, skip_special_tokens=True)[len(self._before) :]
+        """Return the text that a finished row adds to the whole characters of its prompt, up to its stop
+        string.
+        """
+        if row.generation.prompt_ids is not self._prompt:  # the samples of a group share it
+            self._prompt = row.generation.prompt_ids
+            self._set_context(self._prompt)
+        text = self._decode([*self._context, *row.token_ids])[len(self._before) :]
         return text if row.stop_string is None else text.partition(row.stop_string)[0]
+
+    def _set_context(self, prompt: list[int]) -> None:
+        tokens = _CONTEXT_TOKENS
+        while True:
+            self._context = prompt[-tokens:]
+            self._before = whole_characters(self._decode(self._context))
+            if self._before or tokens >= len(prompt):
+                return
+            tokens *= 2  # all of it may belong to characters that are not whole
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def of_each(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token by itself."""

@@ -58,6 +58,8 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
         },
         "mixed_code": 0,
         "given_up": [{"slot": 3, "reason": "it took too long"}],
+        "unfinished": [],
+        "generated": 18,
         "short": 0,
         "failed_samples": 0,
         "rewards": {"0": 0.5, "2": 1.0, "1": pytest.approx(1 / 3, abs=1e-6)},

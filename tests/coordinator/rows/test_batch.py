@@ -201,7 +201,8 @@ def test_replayed_sequences_keep_their_temperature_and_have_their_age(run_dir: R
     for seed in range(4):
         batch, _ = make(run_dir, 5, trainer__replay_window=3, rollout__seed=seed)
         marks = (batch.token_ids[batch.offsets[:-1] + 2] // 10).tolist()
-        seen |= set(zip(marks, batch.temperatures.tolist(), batch.ages.tolist(), strict=True))
+        ages = batch.ages[batch.offsets[1:] - 1].tolist()  # of the last tokens, which are trained
+        seen |= set(zip(marks, batch.temperatures.tolist(), ages, strict=True))
     assert seen == {(5, 0.25, 0), (4, 0.5, 1), (3, 1.0, 2)}
 
 

@@ -18,11 +18,18 @@ from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.rows import rollout
-from coordinator.rows.origins import agreed_functions, changes, chosen, is_begun, refuse_changed_code
+from coordinator.rows.origins import (
+    agreed_functions,
+    changes,
+    chosen,
+    is_begun,
+    origin_of,
+    refuse_changed_code,
+)
 from coordinator.settings import SettingsError
 from rollout.origin import Code, Origin, Sampling
 from rollout.quota import Quota
-from rollout.trajectory import Group
+from rollout.trajectory import UNFINISHED, Group
 from tests.coordinator import made_up
 from tests.coordinator.made_up import POLICY, group, opened, run_dir_at, write_json
 
@@ -183,6 +190,28 @@ def test_iteration_of_which_nothing_is_finished_is_opened_anew(run_dir: RunDir) 
     node = master_of(run_dir)
     node.settings = build({"rollout.max_tokens": 5})
     assert rollout._open(node, Iteration(1), base) == (made, base)
+
+
+def test_iteration_that_an_evaluation_has_opened_early_takes_what_is_left_unfinished_since(
+    run_dir: RunDir,
+) -> None:
+    """Its settings are those of today, but iteration 1 had no manifest then."""
+    base = Policy(0, run_dir.base_model, POLICY)
+    first, _ = rollout._open(master_of(run_dir), Iteration(1), base)
+    run_dir.trajectories("train", 2).mkdir()
+    early, _ = rollout._open(master_of(run_dir), Iteration(2), base)
+    assert (early["begun"], len(early["tasks"])) == ([], 4)
+    made = origin_of(first, "train", POLICY, 0)
+    cut = group(3)
+    for sample in cut.samples:
+        sample.reward, sample.finish_reason = None, UNFINISHED
+    finish(run_dir, "train", made, group(0), group(1), group(2), cut)
+    document = manifest(run_dir.trajectories("train", 1), 1, Quota(4, 4), made)
+    publish_manifest(run_dir.manifest("train", 1), *document)
+    opened_now, _ = rollout._open(master_of(run_dir), Iteration(2), base)
+    assert [one["file_slot"] for one in opened_now["begun"]] == [3]
+    assert opened_now["tasks"] == [first["tasks"][3], *early["tasks"]]
+    assert rollout._open(master_of(run_dir), Iteration(2), base)[0] == opened_now
 
 
 def test_master_that_was_replaced_opens_nothing_anew(run_dir: RunDir) -> None:

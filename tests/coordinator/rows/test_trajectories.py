@@ -114,6 +114,7 @@ def test_requests_go_on_while_a_part_is_written(
     share = SimpleNamespace(
         settings=RolloutSettings(part_interval_s=0.01), tasks=TaskSet((), "none"), slots=[], order=[],
         needed=1, quota=Quota(1, 1), functions=SimpleNamespace(reward=None), origin=ORIGIN, kind="train",
+        begun=[], segment=None,
     )  # fmt: skip
     writer: Any = SlowFilesystem()
     steps = asyncio.run(trajectories._collect(node, iteration, cast(Any, share), writer))

@@ -3,14 +3,13 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollout.trajectory import Group
+from rollout.trajectory import Group, Span
 from trainer.batch.batch import _DTYPES, Batch, DamagedBatch, Older, build_batch
 from trainer.settings import TrainerSettings
 
@@ -149,8 +148,8 @@ def test_batch_whose_arrays_contradict_each_other_is_damaged(
 
 def test_batch_of_another_format_is_named_so(monkeypatch: pytest.MonkeyPatch, batch: Batch) -> None:
     data = batch.encode()
-    monkeypatch.setattr("trainer.batch.batch.FORMAT", 4)
-    with pytest.raises(DamagedBatch, match="has format 3, this version reads 4"):
+    monkeypatch.setattr("trainer.batch.batch.FORMAT", 5)
+    with pytest.raises(DamagedBatch, match="has format 4, this version reads 5"):
         Batch.decode(data)
 
 
@@ -347,12 +346,12 @@ def test_each_sequence_keeps_the_temperature_and_the_age_of_its_iteration(
     group: Callable[..., Group],
 ) -> None:
     *older, own = window(group)
-    sampled = [Older(groups, 0.5 + p / 4, age=2 - p) for p, groups in enumerate(older)]
-    batch = Batch.decode(build_batch(own, older=sampled, **{**ABOUT, "temperature": 1.5}).encode())
-    of_lesson = {1.5: 0, 0.75: 1, 0.5: 2}
-    assert {(t, a) for t, a in zip(batch.temperatures.tolist(), batch.ages.tolist(), strict=True)} == set(
-        of_lesson.items()
-    )
+    sampled = [Older(groups, 0.5 + p / 4, policy_iteration=p) for p, groups in enumerate(older)]
+    about = {**ABOUT, "temperature": 1.5, "iteration": 3, "policy_iteration": 2}
+    batch = Batch.decode(build_batch(own, older=sampled, **about).encode())
+    temperatures = np.repeat(batch.temperatures, batch.lengths())[batch.loss_mask == 1]
+    ages = batch.ages[batch.loss_mask == 1]
+    assert set(zip(temperatures.tolist(), ages.tolist(), strict=True)) == {(1.5, 0), (0.75, 1), (0.5, 2)}
     for temperature, p in ((0.5, 0.0), (0.75, 1.0), (1.5, 2.0)):  # a winner's reward says whose it is
         assert set(batch.temperatures[batch.rewards == p].tolist()) == {temperature}
 
@@ -372,8 +371,42 @@ def test_penalty_for_length_knows_how_long_a_replayed_completion_could_be(
 
 def test_age_is_over_the_trained_tokens(group: Callable[..., Group]) -> None:
     made = of_length(group(0, [1.0, 0.0], np.random.default_rng(0)), 3, 9)
-    batch = build_batch([made], age=4, **ABOUT)
+    batch = build_batch([made], iteration=6, policy_iteration=1, **ABOUT)
     assert batch.age() == {"age": 4.0, "age_max": 4.0}
-    ages = np.where(batch.lengths() == 12, 2, 0).astype(np.int32)  # that of the nine tokens
-    assert replace(batch, ages=ages).age() == pytest.approx({"age": 2 * 9 / 12, "age_max": 2.0})
+    assert not batch.ages[batch.loss_mask == 0].any()
     assert build_batch([], **ABOUT).age() == {"age": 0.0, "age_max": 0.0}
+
+
+def spanned(made: Group) -> Group:
+    """The same group: three tokens of a sample are by the policy of iteration 1, the others by that of 3."""
+    for sample in made.samples:
+        begin, end = int(sample.loss_mask.argmax()), len(sample.token_ids)
+        sample.spans = [Span(begin, begin + 3, 2, 1), Span(begin + 3, end, 4, 3)]
+    return made
+
+
+def test_age_of_a_token_counts_from_its_span(group: Callable[..., Group]) -> None:
+    made = spanned(of_length(group(0, [1.0, 0.0], np.random.default_rng(0)), 9, 9))
+    batch = build_batch([made], iteration=5, policy_iteration=3, **ABOUT)
+    assert batch.ages[batch.loss_mask == 1].tolist() == 2 * [3, 3, 3, 1, 1, 1, 1, 1, 1]
+    assert batch.age() == pytest.approx({"age": 5 / 3, "age_max": 3.0})
+
+
+def test_spans_that_are_too_old_are_not_trained_on_and_count_for_the_reward(
+    group: Callable[..., Group],
+) -> None:
+    made = spanned(of_length(group(0, [1.0, 0.0], np.random.default_rng(0)), 9, 7))
+    settings = {
+        limit: TrainerSettings(max_off_policy_steps=limit, overlong="penalise", overlong_buffer=0.5)
+        for limit in (0, 1, 3)
+    }
+    about = {**ABOUT, "iteration": 5, "policy_iteration": 3, "max_tokens": 12}
+    trained = {limit: build_batch([made], settings=one, **about) for limit, one in settings.items()}
+    assert len(trained[0]) == 0
+    assert [int(trained[limit].loss_mask.sum()) for limit in (1, 3)] == [10, 16]
+    assert trained[1].age() == {"age": 1.0, "age_max": 1.0}
+    assert not trained[1].logprobs[trained[1].loss_mask == 0].any()
+    # The whole sample was generated, so all of it is in its penalty for length, and in its context.
+    assert trained[1].token_ids.tolist() == trained[3].token_ids.tolist()
+    penalised = pytest.approx([-1 / 3, 1 / 3])
+    assert sorted(trained[1].advantages.tolist()) == sorted(trained[3].advantages.tolist()) == penalised

@@ -51,7 +51,7 @@ def one_answer() -> tuple[Batch, Microbatch]:
         slots=np.zeros(1, np.int32),
         groups=np.zeros(1, np.int32),
         temperatures=np.ones(1, np.float32),
-        ages=np.zeros(1, np.int32),
+        ages=np.zeros(TOKENS + 1, np.int32),
         **{"counts": None, "manifest_sha256": "", "policy": "", "seed": 0},
     )
     return batch, fill(batch, [[Bundle([0], TOKENS)]])

@@ -1,0 +1,93 @@
+"""Single turns in segments: an iteration adds at most so many tokens to a sample, and the next one goes on.
+
+So a long sample does not hold up its whole iteration (rollout.segment_tokens).
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rollout.engines.client import Completion, RequestRefused, Sampling, whole_characters
+from rollout.environments.policy import Policy, sample_of, warn_once
+from rollout.tasks.task_set import Task
+from rollout.trajectory import UNFINISHED, Group, Sample, Span
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What an iteration adds to a sample."""
+
+    tokens: int | None
+    """At most so many; None: all that are left."""
+    iteration: int
+    policy_iteration: int
+    """As in Span."""
+
+
+async def advance(
+    task: Task, policy: Policy, sampling: Sampling, begun: Group | None, segment: Segment
+) -> list[Sample]:
+    """Begin the samples of a task, or go on with those of `begun` that are unfinished. What has neither ended
+    by itself nor reached `sampling.max_tokens` or the engine's context is unfinished afterwards.
+
+    The embedded engine draws the same tokens as without interruption, as long as the policy is the same.
+    """
+    if begun is not None:
+        return list(
+            await asyncio.gather(*(_go_on(sample, policy, sampling, segment) for sample in begun.samples))
+        )
+    prompt = task["prompt"] if "prompt" in task else task["messages"]
+    asked = min(segment.tokens or sampling.max_tokens, sampling.max_tokens)
+    completions = await policy.generate(prompt, n=sampling.n, max_tokens=asked)
+    return [
+        replace(
+            sample_of(completion),
+            finish_reason=_finish_reason(completion, asked, sampling.max_tokens),
+            spans=_spans(completion, segment),
+            index=index,
+        )
+        for index, completion in enumerate(completions)
+    ]
+
+
+async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Segment) -> Sample:
+    if sample.finish_reason != UNFINISHED:
+        return replace(sample)
+    drawn = int(sample.loss_mask.sum())
+    left = sampling.max_tokens - drawn
+    asked = min(segment.tokens or left, left)
+    try:
+        (completion,) = await policy.resumed(sample.index, drawn).generate(
+            sample.token_ids.tolist(), max_tokens=asked
+        )
+    except RequestRefused as error:  # the tokens so far fill the context: all of them are of this model
+        warn_once("segment", f"a sample ends after {drawn} tokens: {error}")
+        return replace(sample, finish_reason="length")
+    if completion.prompt_ids != sample.token_ids.tolist():
+        raise ValueError("the engine has gone on with other tokens than it was given")
+    added = sample_of(completion)
+    return replace(
+        added,
+        loss_mask=np.concatenate([sample.loss_mask, added.loss_mask[len(sample.loss_mask) :]]),
+        logprobs=np.concatenate([sample.logprobs, added.logprobs[len(sample.logprobs) :]]),
+        finish_reason=_finish_reason(completion, asked, left),
+        text=whole_characters(sample.text) + completion.text,
+        turns=[],
+        spans=[*sample.spans, *_spans(completion, segment)],
+        index=sample.index,
+    )
+
+
+def _finish_reason(completion: Completion, asked: int, left: int) -> str:
+    """Return UNFINISHED for a completion that has ended only because no more than `asked` were asked for, of
+    the `left` ones that the sample may still have.
+    """
+    is_cut = completion.finish_reason == "length" and len(completion.token_ids) == asked < left
+    return UNFINISHED if is_cut else completion.finish_reason
+
+
+def _spans(completion: Completion, segment: Segment) -> list[Span]:
+    begin = len(completion.prompt_ids)
+    end = begin + len(completion.token_ids)
+    return [Span(begin, end, segment.iteration, segment.policy_iteration)] if end > begin else []

@@ -94,7 +94,7 @@ def start_master(
     given = with_kept(absolute(given), last, reset)
     settings = config.build(given).of_crew(crew)
     run_dir = RunDir(root, crew)
-    inputs = load_inputs(settings, given)
+    inputs = load_inputs(settings, given, run_dir.machine(MASTER))
     settings = fit_max_tokens(settings, given, inputs.context)
     check_sinks(settings.metrics)
     if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
@@ -142,7 +142,7 @@ def start_worker(
     settings = config.overlay(settings, local)
     run = read_run_json(run_dir)
     try:
-        inputs = load_inputs(settings, local)
+        inputs = load_inputs(settings, local, run_dir.machine(rank))
         _refuse_changes(run, _fixed(settings, inputs))
         if text := difference(inputs.codes(), published.inputs, published.master_host):
             raise SettingsError(text)

@@ -7,10 +7,9 @@ order.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from coordinator.ranges import parse_ranges
 from coordinator.settings import Crew, SettingsError
 
-MOST = 1_000_000
-"""No device has a higher number."""
 HALVES: tuple[Crew, Crew] = ("rollout", "train")
 
 
@@ -42,18 +41,10 @@ def parse_place(given: Sequence[str]) -> dict[Crew, frozenset[int]]:
 
 
 def _devices(text: str, ranges: str) -> list[int]:
-    devices: list[int] = []
-    for item in ranges.split(","):
-        first, dash, last = (part.strip() for part in item.partition("-"))
-        if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise SettingsError(f"--place {text}: '{item}' is no range of devices; e.g. 0-5, or 6,7")
-        end = int(last) if dash else int(first)
-        if end > MOST:
-            raise SettingsError(f"--place {text}: there are no {end} devices; the first one is device 0")
-        if end < int(first):
-            raise SettingsError(f"--place {text}: '{item}' ends before it begins; e.g. {end}-{first}")
-        devices += range(int(first), end + 1)
-    return devices
+    try:
+        return parse_ranges(ranges, "devices")
+    except ValueError as error:
+        raise SettingsError(f"--place {text}: {error}") from None
 
 
 def _text(devices: frozenset[int]) -> str:

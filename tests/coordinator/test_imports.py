@@ -22,6 +22,8 @@ FLOORS = (
     {"coordinator.config"},
     {"coordinator.names"},
     {"coordinator.settings"},
+    {"coordinator.groups"},
+    {"coordinator.ranges"},
     {"trainer.__main__"},
     {"trainer.job"},
     {"trainer.checkpoint", "trainer.update"},

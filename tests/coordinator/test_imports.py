@@ -14,6 +14,7 @@ HEAVY = {"torch", "transformers", "vllm"}
 FLOORS = (
     {"coordinator.cli"},
     {"coordinator.main", "coordinator.commands"},
+    {"coordinator.commands.plan"},
     {"coordinator.commands.doctor", "coordinator.rows", "coordinator.views.report"},
     {"coordinator.node", "coordinator.views"},
     {"coordinator.machine"},
@@ -30,7 +31,7 @@ FLOORS = (
     {"trainer.model"},
     {"trainer.batch"},
     {"trainer.peers", "trainer.progress", "trainer.resume", "trainer.statistics"},
-    {"trainer.documents"},
+    {"trainer.documents", "trainer.memory"},
     {"trainer.settings"},
     {"trainer.algorithms"},
     {"rollout.collect"},

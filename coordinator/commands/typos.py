@@ -35,6 +35,8 @@ def refuse_word(word: str) -> None:
 def of_option(error: typer.TyperException) -> str:
     """Return what an error of the command line says, and the option or setting that was meant."""
     text, typed = str(error) or error.format_message(), getattr(error, "option_name", None)
+    if typed == "--worker" and "requires an argument" in text:
+        return "--worker: give the rank of this machine, e.g. --worker 1"
     if typed is None or not text.startswith("No such option"):
         return text
     known = known_keys()

@@ -21,6 +21,7 @@ def announcement(start: Start, first: int) -> list[str]:
     settings, inputs = start.settings, start.inputs
     gpus = count_gpus()
     said = {
+        "demo": "" if start.given else "nothing was given: the built-in model learns to add",
         "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
         "engine": _engine(settings, gpus, python_of(settings, start.run_dir.machine(start.rank))),
         "algorithm": _algorithm(settings),

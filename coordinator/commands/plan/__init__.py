@@ -9,10 +9,12 @@ from pathlib import Path
 from statistics import fmean
 
 from coordinator.commands.plan.measure import Findings, iterations_text, measure, spread
-from coordinator.commands.plan.propose import Device, Measured, Option, propose, rank_weights
+from coordinator.commands.plan.propose import Device, Measured, Option, propose, rank_weights, slowness
 from coordinator.settings import SettingsError
 from trainer.memory import least_bytes
 
+WORTH = 1.05
+"""Other weights are proposed where those of now take so many times as long."""
 SHOWN = 8
 """How many options are printed; --json has all."""
 ASSUMPTION = (
@@ -86,8 +88,9 @@ def command(found: Findings, measured: Measured, best: Option) -> str:
         words += ["--reset-settings", "cluster.place", "--reset-settings", "cluster.max_async_level"]
     weights = rank_weights(measured, best)
     now = cluster.rank_weights if machines == cluster.num_nodes else None
-    now = [weight / min(now) for weight in now] if now else [1.0] * machines
-    if any(abs(weight - was) > 0.1 for weight, was in zip(weights, now, strict=True)):
+    then, now = dict(enumerate(weights)), dict(enumerate(now or [1.0] * machines))
+    crews = (best.rollout, best.train)
+    if any(slowness(measured, crew, now) > WORTH * slowness(measured, crew, then) for crew in crews):
         words += ["--rank-weights", ",".join(f"{weight:g}" for weight in weights)]
     return shlex.join(["run", "--master", "--log-path", str(found.root), *words]) if words else ""
 
@@ -97,14 +100,13 @@ def _text(found: Findings, measured: Measured, options: Sequence[Option], words:
     same = len(measured.devices) == len(found.measured.devices)
     lines = [
         f"measured: {iterations_text(found.numbers)} of {found.root}, in {crews} of "
-        f"{_count(found.measured)}; {found.now_s:.1f} s from begin to end of one"
+        f"{_count(found.measured)}; {_seconds(found.now_s)} s from begin to end of one"
     ]
     lines += [
         f"  rank {rank}: {rate:,.0f} tokens a busy second" for rank, rate in found.machine_rates.items()
     ]
-    lines += [
-        f"  sleep {measured.sleep_s:.1f} s, load {measured.load_s:.1f} s, other {measured.other_s:.1f} s"
-    ]
+    rest = {"sleep": measured.sleep_s, "load": measured.load_s, "other": measured.other_s}
+    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in rest.items()))
     lines += ["", f"expected seconds{'' if same else f' with {_count(measured)}'}:", _row("", *COLUMNS)]
     # The one crew is always among what is shown: the others are compared with it.
     shown = [n for n, option in enumerate(options) if n < SHOWN - 1 or option.is_collocated]
@@ -113,7 +115,7 @@ def _text(found: Findings, measured: Measured, options: Sequence[Option], words:
             lines.append(f"{_name(option):<42}  {option.refused}")
             continue
         seconds = (option.rollout_s, option.train_s, option.swap_s, option.seconds)
-        lines.append(_row(_name(option), *(f"{value:.1f}" for value in seconds)))
+        lines.append(_row(_name(option), *map(_seconds, seconds)))
     if len(options) > len(shown):
         lines.append(f"and {len(options) - len(shown)} more: --json")
     lines += ["", *ASSUMPTION.splitlines(), "", _verdict(found, measured, options)]
@@ -123,6 +125,10 @@ def _text(found: Findings, measured: Measured, options: Sequence[Option], words:
         others = "" if len(found.machine_rates) < 2 and not found.in_crews else ", on the others as before"
         lines += [f"stop the run, then type on the master's machine{others}:", f"  {words}"]
     return lines
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 COLUMNS = ("rollout", "training", "swap", "iteration")
@@ -147,12 +153,16 @@ def _verdict(found: Findings, measured: Measured, options: Sequence[Option]) -> 
         return f"best: two crews, {times:.2f} times as fast as one crew on the same devices"
     others = [option for option in options[1:] if not option.refused]
     if found.in_crews:
-        return f"go back to one crew: {others[0].seconds:.1f} s in two" if others else "go back to one crew"
+        return (
+            f"go back to one crew: {_seconds(others[0].seconds)} s in two"
+            if others
+            else "go back to one crew"
+        )
     if len(measured.devices) == 1:
         return "stay collocated: with one device nothing is gained by two crews"
     if not others:
         return "stay collocated: no split of the devices is possible"
-    return f"stay collocated: the best split would take {others[0].seconds:.1f} s"
+    return f"stay collocated: the best split would take {_seconds(others[0].seconds)} s"
 
 
 def _count(measured: Measured) -> str:

@@ -6,7 +6,7 @@ over devices of equal speed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -145,6 +145,22 @@ def seconds_each(rollouts_s: Sequence[float], trainings_s: Sequence[float], leve
     return (trained_s[-1] - trained_s[half]) / (len(trained_s) - 1 - half)
 
 
+def slowness(measured: Measured, devices: Sequence[int], weights: Mapping[int, float]) -> float:
+    """Return how many times longer these devices work with weights, by machine, than with the best ones."""
+    rates = machine_rates(measured, devices)
+    longest = max(weights[machine] / rate for machine, rate in rates.items())
+    return longest * sum(rates.values()) / sum(weights[machine] for machine in rates)
+
+
+def machine_rates(measured: Measured, devices: Sequence[int]) -> dict[int, float]:
+    """Return what the devices of each machine generate together."""
+    found: dict[int, float] = {}
+    for number in devices:
+        device = measured.devices[number]
+        found[device.machine] = found.get(device.machine, 0.0) + device.tokens_per_s
+    return found
+
+
 def rank_weights(measured: Measured, option: Option) -> tuple[float, ...]:
     """Return a weight for each machine by what its devices do in the option; the smallest is 1.
 
@@ -152,15 +168,7 @@ def rank_weights(measured: Measured, option: Option) -> tuple[float, ...]:
     machine that is in both has its weight of the rollout crew, and those that only train are compared with
     it.
     """
-
-    def rates(devices: Sequence[int]) -> dict[int, float]:
-        found: dict[int, float] = {}
-        for number in devices:
-            device = measured.devices[number]
-            found[device.machine] = found.get(device.machine, 0.0) + device.tokens_per_s
-        return found
-
-    weights, training = rates(option.rollout), rates(option.train)
+    weights, training = (machine_rates(measured, crew) for crew in (option.rollout, option.train))
     shared = weights.keys() & training.keys()
     scale = min(weights.values()) / min(training.values())
     for machine in shared:

@@ -137,18 +137,18 @@ def test_fast_machine_may_generate_or_train_wherever_it_stands() -> None:
 
 
 def test_weights_hold_in_both_crews() -> None:
-    rates = ((0, 100.0), (0, 100.0), (1, 100.0), (1, 100.0), (2, 50.0), (2, 50.0))
+    rates = ((0, 100.0), (0, 100.0), (1, 100.0), (1, 100.0), (1, 100.0), (2, 50.0), (2, 50.0))
     devices = tuple(Device(machine, rate) for machine, rate in rates)
     measured = Measured(devices, (Work(1.0, 1.0),) * 3, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def weights(rollout: tuple[int, ...], train: tuple[int, ...]) -> tuple[float, ...]:
         return rank_weights(measured, Option(rollout, train, 1, 0.0, 0.0, 0.0, 0.0))
 
-    every = tuple(range(6))
-    assert weights(every, every) == (2.0, 2.0, 1.0)
-    assert weights((0, 1), (2, 3, 4, 5)) == (1.0, 2.0, 1.0)
-    # Machine 1 generates with one device and trains with the other: 2 to 1, and as much as all of machine 2.
-    assert weights((0, 1, 2), (3, 4, 5)) == (2.0, 1.0, 1.0)
+    every = tuple(range(7))
+    assert weights(every, every) == (2.0, 3.0, 1.0)
+    assert weights((0, 1), (2, 3, 4, 5, 6)) == (1.0, 3.0, 1.0)
+    # Machine 1 generates half as much as machine 0, with one device, and trains twice as much as machine 2.
+    assert weights((0, 1, 2), (3, 4, 5, 6)) == (4.0, 2.0, 1.0)
 
 
 def test_devices_are_typed_as_ranges() -> None:

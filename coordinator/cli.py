@@ -72,6 +72,8 @@ def node(
 
         print(f"flagpost {installed('flagpost')}")
         return 0
+    if worker is not None and worker.startswith("--"):
+        raise SettingsError(f"--worker {worker}: give the rank of this machine, e.g. --worker 1 {worker}")
     given = _given(words or [], config, debug_mode, typed)
     for_the_master = {"--accept-code-change": accept_code_change, RESET: reset_settings}
     for name in [name for name, is_given in for_the_master.items() if is_given and worker is not None]:

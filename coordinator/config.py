@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from coordinator import names
+from coordinator.groups import GroupSettings, refuse_absent
 from coordinator.settings import TINY, RunSettings, SettingsError
 
 TINY_DEFAULTS: dict[str, Any] = {
@@ -28,8 +29,10 @@ TINY_DEFAULTS: dict[str, Any] = {
 }
 """Defaults for builtin:tiny, in place of the general ones: the demo's recipe."""
 _SECRET = re.compile(r"(^|[._-])(token|key|secret|password)$", re.IGNORECASE)
-OPEN = ("engine.args", "rollout.ratio")
-"""Settings whose keys the user chooses: arguments of the server, classes of tasks."""
+OPEN = ("engine.args", "rollout.ratio", "cluster.groups")
+"""Settings whose keys the user chooses: arguments of the server, classes of tasks, groups of nodes."""
+ENV = re.compile(r"cluster\.groups\.[^.]+\.env\.", re.ASCII)
+"""How the name of a variable begins that a group of nodes is given: its value is a text, whatever it is."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -67,7 +70,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise SettingsError(f"'{text}' is neither an option nor key=value, e.g. trainer.learning_rate=1e-6")
-    return key.strip(), parse_value(value)
+    key = key.strip()
+    return key, value if ENV.match(key) else parse_value(value)
 
 
 def parse_value(value: str) -> Any:
@@ -84,7 +88,12 @@ def build(given: Mapping[str, Any]) -> RunSettings:
     """Build settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
     refuse_unknown(given)
     base = TINY_DEFAULTS if given.get("model", TINY) == TINY else {}
-    return _validate({**base, **given})
+    settings = _validate({**base, **given})
+    try:  # not by the settings themselves: a crew of the run has fewer nodes
+        refuse_absent(settings.cluster.groups, settings.cluster.num_nodes)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    return settings
 
 
 def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
@@ -97,12 +106,22 @@ def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str
     """List what a worker was given that differs from what the master published, one line each."""
     actual = dict(flatten(published.model_dump(mode="json")))
     for name in OPEN:
-        actual |= {f"{name}.{key}": value for key, value in actual[name].items()}
+        actual |= _by_name(actual[name], f"{name}.")
     return [
         f"{option_name(key)} is {show(here)} here, but the master published {show(actual.get(key))}"
         for key, here in check_each(given).items()
         if here != actual.get(key)
     ]
+
+
+def _by_name(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values of a tree by dotted name, its inner trees too."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found[f"{prefix}{key}"] = value
+        if isinstance(value, Mapping):
+            found |= _by_name(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+    return found
 
 
 def check_each(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +217,12 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if not key:
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-        key = key if key in known_keys() else key.rpartition(".")[0] or key
+        in_group = key.startswith("cluster.groups.")
+        if in_group and first["type"] == "extra_forbidden":
+            return f"unknown setting {key}; a group has {', '.join(GroupSettings.model_fields)}"
+        if in_group and first["type"] == "missing":
+            return f"{key} is missing; give the ranks of the group, e.g. {key}=2,4-7"
+        key = key if key in known_keys() or in_group else key.rpartition(".")[0] or key
     if first["type"] == "tuple_type":
         wanted = f"{key}={json.dumps([first['input']])}"
         return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(wanted)}"
@@ -217,13 +241,13 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_secret(key: str, value: Any) -> None:
-    """Raise SettingsError for an argument of the server that is a secret, at any depth."""
-    if key.startswith("engine.args.") and _SECRET.search(key):
+    """Raise SettingsError for an argument of the server, or a variable of a group, that is a secret."""
+    if (key.startswith("engine.args.") or ENV.match(key)) and _SECRET.search(key):
         raise SettingsError(
             f"{key} is a secret: settings are published in the run directory, and `ps` shows the arguments "
             "of servers; set an environment variable on each node in its place, e.g. HF_TOKEN"
         )
-    if key.startswith("engine.args") and isinstance(value, Mapping):
+    if key.startswith(("engine.args", "cluster.groups")) and isinstance(value, Mapping):
         for name, inner in cast("Mapping[str, Any]", value).items():
             _refuse_secret(f"{key}.{name}", inner)
 

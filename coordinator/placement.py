@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from coordinator.ranges import parse_ranges
+
 Crew = Literal["main", "rollout", "train"]
 """The nodes that go through rows together: through all 14, or those that generate, and those that train."""
 CREWS: tuple[Crew, ...] = ("main", "rollout", "train")
 
-MOST = 1_000_000
-"""No device has a higher number."""
 HALVES: tuple[Crew, Crew] = ("rollout", "train")
 
 
@@ -45,18 +45,10 @@ def parse_place(given: Sequence[str]) -> dict[Crew, frozenset[int]]:
 
 
 def _devices(text: str, ranges: str) -> list[int]:
-    devices: list[int] = []
-    for item in ranges.split(","):
-        first, dash, last = (part.strip() for part in item.partition("-"))
-        if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise ValueError(f"--place {text}: '{item}' is no range of devices; e.g. 0-5, or 6,7")
-        end = int(last) if dash else int(first)
-        if end > MOST:
-            raise ValueError(f"--place {text}: there are no {end} devices; the first one is device 0")
-        if end < int(first):
-            raise ValueError(f"--place {text}: '{item}' ends before it begins; e.g. {end}-{first}")
-        devices += range(int(first), end + 1)
-    return devices
+    try:
+        return parse_ranges(ranges, "devices")
+    except ValueError as error:
+        raise ValueError(f"--place {text}: {error}") from None
 
 
 def _text(devices: frozenset[int]) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from coordinator.groups import Groups, GroupSettings, nested, refuse_misfits
 from coordinator.placement import Crew, parse_place
 from rollout.settings import GENERATED, EngineSettings, EvalSettings, RolloutSettings, Settings
 from trainer.settings import TrainerSettings
@@ -93,6 +94,8 @@ class ClusterSettings(Settings):
     the newest."""
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
     """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
+    groups: Annotated[Groups, BeforeValidator(nested)] = Field(default={})
+    """Nodes that differ from the others, by a name of your own: see `cluster.groups.NAME`."""
 
     @property
     def beat_interval_s(self) -> float:
@@ -148,6 +151,11 @@ class ClusterSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _groups_fit(self) -> "ClusterSettings":
+        refuse_misfits(self.groups)
+        return self
+
+    @model_validator(mode="after")
     def _timeout_fits(self) -> "ClusterSettings":
         if self.node_timeout_s <= 2 * self.beat_s:
             raise ValueError(
@@ -159,6 +167,10 @@ class ClusterSettings(Settings):
     def weight(self, rank: int) -> float:
         """Return the weight of `rank`, 1 if no weights are set."""
         return self.rank_weights[rank] if self.rank_weights else 1.0
+
+    def group_of(self, machine: int) -> GroupSettings | None:
+        """Return the group that a machine is in, by its number in --worker; None: in none."""
+        return next((group for group in self.groups.values() if machine in group.ranks), None)
 
 
 class CheckpointSettings(Settings):

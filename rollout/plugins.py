@@ -30,6 +30,10 @@ def load_function(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise PluginError(f"{name!r} is not of the form module:function")
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+        where = "" if file.parent == Path() else f", with {file.parent} on PYTHONPATH"
+        raise PluginError(f"{module_name} is a file; name its module: {file.stem}:{function_name}{where}")
     if os.getcwd() not in sys.path:  # an installed command does not search there; `python -m` does
         sys.path.append(os.getcwd())
     try:
@@ -52,7 +56,8 @@ def load_function(name: str) -> Callable[..., Any]:
     except Exception as error:  # as of the module
         said = " ".join(str(error).split())
         raise PluginError(
-            f"class {name!r} cannot be made without arguments: {type(error).__name__}: {said}"
+            f"class {name!r} cannot be made without arguments: {type(error).__name__}: {said}; make an "
+            f"object of it in {module_name}, and name that"
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from coordinator.commands.options import docstrings
 from coordinator.config import OPTIONS, TINY_DEFAULTS, option_name
@@ -64,6 +65,7 @@ KINDS = {
     float: "number",
     Any: "anything",
 }
+ANY_NAME = "NAME"
 SIGNS: dict[type, tuple[str, str]] = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 
 
@@ -80,6 +82,8 @@ def models(model: type[BaseModel] = RunSettings, prefix: str = "") -> Iterator[t
         inner: Any = field.annotation
         if is_section(inner):
             yield from models(inner, f"{prefix}.{name}" if prefix else name)
+        elif get_origin(inner) is dict and is_section(get_args(inner)[1]):
+            yield from models(get_args(inner)[1], f"{prefix}.{name}.{ANY_NAME}")
 
 
 def is_section(annotation: Any) -> bool:
@@ -127,6 +131,8 @@ def type_words(annotation: Any, metadata: Any = ()) -> str:
     if origin is tuple:
         many = "list" if arguments[-1] is Ellipsis else str(len(arguments))
         return f"{many} of: {type_words(arguments[0])}"
+    if is_section(annotation):
+        return "table of " + ", ".join(f"`{name}`" for name in annotation.model_fields)
     if origin is dict:
         return f"by name: {type_words(arguments[1])}"
     signs = [(*SIGNS[type(bound)], bound) for bound in metadata if type(bound) in SIGNS]
@@ -155,7 +161,7 @@ def typed(value: Any) -> str:
 def default(key: str, value: Any) -> str:
     """Write the default, and in brackets the default of the built-in model if it is different."""
     tiny = f" (`{typed(TINY_DEFAULTS[key])}`)" if key in TINY_DEFAULTS else ""
-    return f"`{typed(value)}`{tiny}"
+    return "" if value is PydanticUndefined else f"`{typed(value)}`{tiny}"
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ doctor_app = new_app()
 cleanup_app = new_app()
 export_app = new_app()
 launch_app = new_app()
+plan_app = new_app()
 
 
 @status_app.command()
@@ -89,6 +90,21 @@ def report(
     from coordinator.views.report import write_report
 
     print(write_report(log_path.absolute(), out.absolute() if out else None))
+    return 0
+
+
+@plan_app.command()
+def plan(
+    log_path: LogPath = Path("runs/default"),
+    devices: Annotated[
+        int | None, option("--devices", metavar="N", help="For N devices; default: those of the run.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> int:
+    """Say whether two crews would be faster than one, and with which devices, by what a run has measured."""
+    from coordinator.commands.plan import show_plan
+
+    show_plan(log_path.absolute(), devices, as_json)
     return 0
 
 
@@ -191,6 +207,7 @@ COMMANDS = {
     "status": status_app,
     "logs": logs_app,
     "report": report_app,
+    "plan": plan_app,
     "doctor": doctor_app,
     "cleanup": cleanup_app,
     "export": export_app,
@@ -205,6 +222,7 @@ GROUPS = {
         "status": "where each node is, and what it waits for; --watch: live",
         "logs": "what the nodes, their engines and trainers print",
         "report": "one page: rewards, where the time goes, faults, samples",
+        "plan": "would two crews be faster, with which devices and weights?",
     },
     "Before and after": {
         "doctor": "is this directory, node and network fit for a run?",

@@ -46,6 +46,8 @@ def of_option(error: typer.TyperException) -> str:
         return f"{param.opts[-1]} {param.metavar} is missing: {help_text}"
     if extra := _EXTRA.fullmatch(text):
         return f"{text}; a run directory is given as --log-path {extra[1]}"
+    if typed == "--worker" and "requires an argument" in text:
+        return "--worker: give the rank of this machine, e.g. --worker 1"
     if typed is None or not text.startswith("No such option"):
         return text
     known = known_keys()

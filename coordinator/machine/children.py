@@ -44,6 +44,7 @@ from typing import Self
 
 import psutil
 
+from coordinator.groups import GroupSettings
 from coordinator.machine import keeper
 from coordinator.machine.child_output import Output
 from coordinator.machine.host_lock import own_folder
@@ -170,6 +171,8 @@ class Children:
     """The child processes of this node and their keeper. A context manager: leaving it ends them all."""
 
     def __init__(self) -> None:
+        self.group: GroupSettings | None = None
+        """The node's group of machines, if it is in one: it has an environment, or a Python, for children."""
         self.spool = _new_spool()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -177,6 +180,11 @@ class Children:
         self._is_ending = False
         self._closed = False
         self._keeper = self._start_keeper()
+
+    @property
+    def python(self) -> str:
+        """The Python that runs engine and trainer."""
+        return (self.group and self.group.program) or sys.executable
 
     def new_spool(self, name: str) -> Path:
         """Make the spool of a child that is about to start, for arguments that must name it."""
@@ -196,14 +204,15 @@ class Children:
     ) -> Child:
         """Start a program in a session of its own; its stdout and stderr go to `tail`, `log` and `echo`.
 
-        `env` is added to this process's environment. `log` is appended to and may be on the shared mount:
-        if that hangs, neither the child nor the node does. `echo` is called with each line, in a thread of
-        its own. `spool` is from `new_spool`; without it one is made. ChildError if there is no such
-        program.
+        `env` is added to this process's environment, and to what the group says. `log` is appended to and
+        may be on the shared mount: if that hangs, neither the child nor the node does. `echo` is called with
+        each line, in a thread of its own. `spool` is from `new_spool`; without it one is made. ChildError if
+        there is no such program.
         """
         # PyTorch would run what it finds in a folder of /tmp whose name other users can guess.
         compiled = {"TORCHINDUCTOR_CACHE_DIR": str(own_folder("compiled"))}
-        environment = {**PASSIVE_THREADS, **compiled, **os.environ, **(env or {})}
+        theirs = self.group.env if self.group else {}
+        environment = {**PASSIVE_THREADS, **compiled, **os.environ, **theirs, **(env or {})}
         if shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise ChildError(f"cannot start {name}: no program {argv[0]!r}; is it installed, and in PATH?")
         with self._lock:

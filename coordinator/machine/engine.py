@@ -105,13 +105,18 @@ class EngineHost:
         running = Running(self._admin, self.url, replicas, start, proves)
         self._loader.load(running, policy, settings.probe_tolerance)
 
+    def end(self) -> None:
+        """End this node's own server, if there is one; `ensure` starts another."""
+        if self._child is not None:
+            self._child.stop(STOP_S)
+
     def sleep(self, settings: EngineSettings) -> None:
         """Free the accelerator, if the server is this node's and has one; `restart` ends it in any case."""
         if self._child is None or self._child.poll() is not None:
             return
         assert self._admin is not None and self._server is not None
         if settings.sleep == "restart":
-            self._child.stop(STOP_S)
+            self.end()
         elif self._server.on_gpu:
             try:
                 self._admin.sleep(settings.sleep)
@@ -200,7 +205,8 @@ class EngineHost:
         self._socket.unlink(missing_ok=True)  # a server that was killed has left it
         model, adapters = self._loader.model_of(policy), self._loader.adapters
         rank = adapters.rank if adapters is not None else 0
-        self._server = server_command(settings, model.directory.absolute(), self._socket, count_gpus(), rank)
+        directory, gpus, python = model.directory.absolute(), count_gpus(), self._children.python
+        self._server = server_command(settings, directory, self._socket, gpus, rank, python)
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
         self._say("engine_start")
         self._started_s = time.monotonic()

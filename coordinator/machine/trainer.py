@@ -77,6 +77,7 @@ class TrainerHost:
             start_timeout_s=settings.start_timeout_s,
             collective_timeout_s=settings.collective_timeout_s,
             ranks=tuple(sorted(map(int, config["node_ranks"]))),
+            python=self._children.python,
         )
         self._bell = Doorbell(spool / launch.NODE_BELL)
         self._launches += 1

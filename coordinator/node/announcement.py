@@ -6,7 +6,7 @@ import socket
 
 from coordinator.config import show
 from coordinator.machine.gpus import count_gpus
-from coordinator.node.inputs import Inputs
+from coordinator.node.inputs import Inputs, python_of
 from coordinator.node.refusals import evaluates
 from coordinator.node.start import Start
 from coordinator.settings import RunSettings
@@ -21,8 +21,9 @@ def announcement(start: Start, first: int | None) -> list[str]:
     settings, inputs = start.of_run, start.inputs
     gpus = count_gpus()
     said = {
+        "demo": "" if start.given else "nothing was given: the built-in model learns to add",
         "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
-        "engine": _engine(settings, gpus),
+        "engine": _engine(settings, gpus, python_of(settings, start.run_dir.machine(start.rank))),
         "algorithm": _algorithm(settings),
         "tasks": _tasks(settings, inputs),
         "samples": _samples(settings, first),
@@ -41,12 +42,12 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
-def _engine(settings: RunSettings, gpus: int) -> str:
+def _engine(settings: RunSettings, gpus: int, python: str) -> str:
     if settings.rl_phase == "update":
         return "none (--rl-phase update)"
     if settings.engine.url is not None:
         return f"the server at {settings.engine.url}"
-    return server_reason(settings.engine, gpus)
+    return server_reason(settings.engine, gpus, python)
 
 
 def _algorithm(settings: RunSettings) -> str:

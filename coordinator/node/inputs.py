@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from coordinator import config
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
+from coordinator.machine.interpreter import lacks_flagpost
 from coordinator.node import refusals
 from coordinator.settings import TINY, RunSettings, SettingsError
 from rollout.engines.model_dir import (
@@ -130,8 +132,25 @@ def difference(mine: Mapping[str, Code], theirs: Mapping[str, Code], where: str)
     return None
 
 
-def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
-    """Tasks, reward, environment; SettingsError says what is wrong with which."""
+def python_of(settings: RunSettings, machine: int) -> str:
+    """Return the Python that runs the engine and the trainer of a machine; SettingsError if this machine does
+    not have it, or it has not the same flagpost.
+    """
+    group = settings.cluster.group_of(machine)
+    if group is None or group.program is None:
+        return sys.executable
+    if lacks := lacks_flagpost(group.program, group.env):
+        name = next(name for name, other in settings.cluster.groups.items() if other is group)
+        where = f"rank {machine} ({socket.gethostname()})"
+        raise SettingsError(f"cluster.groups.{name}.python={group.python} on {where}: {lacks}")
+    return group.program
+
+
+def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 0) -> Inputs:
+    """Tasks, reward, environment; SettingsError says what is wrong with which. `machine`: its number, as in
+    --worker.
+    """
+    python = python_of(settings, machine)
     local_dir = settings.cluster.local_dir
     for option, path in (("--data-path ", settings.data_path), ("cluster.local_dir=", local_dir)):
         if path is not None and not is_directory(Path(path)):
@@ -140,7 +159,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
     if settings.engine.url is None and settings.rl_phase != "update":
         try:
-            check_server(settings.engine, count_gpus())
+            check_server(settings.engine, count_gpus(), python)
         except ServerSettingError as error:
             raise SettingsError(str(error)) from None
     processes, size = local_processes(settings), settings.trainer.tensor_parallel_size

@@ -61,6 +61,7 @@ class Node:
         run_dir, rank, settings = self.run_dir, self.rank, start.settings
         # ---- this machine
         self.children = Children()
+        self.children.group = settings.cluster.group_of(run_dir.machine(rank))
         self.events = Events()
         self.engine = EngineHost(self.children, run_dir, rank, self.events.add)
         self.trainer = TrainerHost(self.children, run_dir, rank, self.events.add)
@@ -193,6 +194,7 @@ class Node:
         lost = self.joining.lost
         self.joining.lost = {rank: mark for rank, mark in lost.items() if rank not in record.members}
         self.identity.adopt(record.settings)
+        self._take_over_group()
         self.watch.admit(record, self.settings)
         self.flags.forget()
         self.position.move("running")
@@ -209,6 +211,13 @@ class Node:
             run = name_of_run(self.run_dir.run_json, self.identity.run_id)
             crew = "" if self.run_dir.crew == "main" else f".{self.run_dir.crew}"
             self._lock = hold_for_process(f"{run}{crew}.rank{self.rank}", self.identity.name, self.check)
+
+    def _take_over_group(self) -> None:
+        """End an engine that runs as the group of this node was before: its settings may be others now."""
+        group = self.settings.cluster.group_of(self.run_dir.machine(self.rank))
+        if group != self.children.group:
+            self.engine.end()
+        self.children.group = group
 
     def take_over_inputs(self, record: EpochRecord) -> None:
         """Load what the record's settings name: the master may have been started again with others."""

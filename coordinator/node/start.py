@@ -103,7 +103,7 @@ def check_master(
     given = with_kept(absolute(given), last, reset)
     settings = config.build(given)
     run_dir = RunDir(root)
-    inputs = load_inputs(settings, given)
+    inputs = load_inputs(settings, given, MASTER)
     settings = fit_max_tokens(settings, given, inputs.context)
     check_sinks(settings.metrics)
     if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
@@ -168,7 +168,7 @@ def start_worker(
     for directory in () if rank else run_dir.fixed_directories:
         files.make_directory(directory)
     try:
-        inputs = load_inputs(settings.of_crew(crew), local)
+        inputs = load_inputs(settings.of_crew(crew), local, machine)
         refuse_changes(run, fixed_of(settings, inputs))
         if text := difference(inputs.codes(), found.inputs, found.master_host):
             raise SettingsError(text)

@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def _from_cache(node: Node) -> Path:
 def _build(node: Node, made: Path, seed: int, steps: int) -> None:
     log.info("making the built-in model: %d warm-up steps, once for this seed", steps)
     argv = [
-        sys.executable,
+        node.children.python,
         "-m",
         "trainer.model.tiny",
         "--seed",

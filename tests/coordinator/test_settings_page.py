@@ -3,6 +3,7 @@
 import tomllib
 
 from coordinator.config import OPTIONS, build, flatten, option_name
+from coordinator.groups import GroupSettings
 from scripts import settings_page
 
 DEFAULTS = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
@@ -17,7 +18,8 @@ def test_page_is_fresh() -> None:
 
 def test_page_names_every_setting_and_every_option() -> None:
     rows = [line.split(" | ") for line in settings_page.page().splitlines() if line.startswith("| `")]
-    assert {row[0].strip("|` ") for row in rows} == set(DEFAULTS)
+    of_a_group = {f"cluster.groups.NAME.{name}" for name in GroupSettings.model_fields}
+    assert {row[0].strip("|` ") for row in rows} == set(DEFAULTS) | of_a_group
     assert {row[-1].strip("|` ") for row in rows} - {""} == set(map(option_name, OPTIONS))
 
 

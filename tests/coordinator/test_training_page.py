@@ -19,6 +19,15 @@ from coordinator.rows import metrics
 from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
 from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
+from trainer.memory import (
+    ENDS_BYTES,
+    LOGITS_BYTES,
+    Shape,
+    gathered_bytes,
+    held_bytes,
+    inputs_bytes,
+    least_bytes,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 COMMANDS = re.findall(r"^ {4,6}((?:run|hf) .+)$", PAGE, re.MULTILINE)
@@ -96,21 +105,51 @@ ALL = LAYERS * LAYER + ENDS + HIDDEN
 ADAPTERS = LAYERS * 16 * (2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + INTERMEDIATE))
 
 
-def test_table_of_memory_is_computed_from_the_shape_of_the_model() -> None:
-    shared_by_two = LAYERS * (LAYER - 2 * HIDDEN - HIDDEN)  # not the norms, nor the bias behind a row split
-    gathered = 2 * (2 * LAYER + ENDS)
+TENSORS = {
+    f"model.layers.{number}.{name}": shape
+    for number in range(LAYERS)
+    for name, shape in {
+        "q.weight": (HIDDEN, HIDDEN),
+        "o.weight": (HIDDEN, HIDDEN),
+        "k.weight": (KEYS, HIDDEN),
+        "v.weight": (KEYS, HIDDEN),
+        "q.bias": (HIDDEN,),
+        "k.bias": (KEYS,),
+        "v.bias": (KEYS,),
+        "gate.weight": (INTERMEDIATE, HIDDEN),
+        "up.weight": (INTERMEDIATE, HIDDEN),
+        "down.weight": (HIDDEN, INTERMEDIATE),
+        "before.weight": (HIDDEN,),
+        "after.weight": (HIDDEN,),
+    }.items()
+} | {
+    "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+    "lm_head.weight": (VOCABULARY, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+}
+
+
+def test_table_of_memory_is_what_run_plan_computes() -> None:
+    """`run plan` refuses a crew whose trainer does not fit by the same arithmetic."""
+    whole, adapted = Shape.of(TENSORS), Shape.of(TENSORS, ADAPTERS)
+    assert (whole.all, whole.layer, whole.ends) == (ALL, LAYER, ENDS)
+
+    def bytes_of(shape: Shape, gpus: int, **settings: Any) -> tuple[float, float]:
+        trainer = build({"model": "any", **settings}).trainer
+        return held_bytes(shape, trainer, gpus), gathered_bytes(shape, trainer, gpus)
+
+    replicated, sharded = ({"trainer.layout": layout} for layout in ("replicated", "sharded"))
     expected = {
-        ("replicated", "any"): (16 * ALL, 2 * (LAYERS * LAYER + ENDS / 2)),
-        ("sharded", "8"): (16 * ALL / 8, gathered),
-        ("sharded", "16"): (16 * ALL / 16, gathered),
-        ("sharded, `cpu_offload`", "8"): (0, gathered),
-        ("sharded, `tensor_parallel_size=2`", "8"): (
-            16 * (ALL - shared_by_two / 2) / 4,
-            2 * (LAYER + ENDS),
-        ),
-        ("sharded, `lora.rank=16`", "8"): ((16 * ADAPTERS + 2 * ALL) / 8, gathered),
-        ("replicated, `lora.rank=16`", "any"): (16 * ADAPTERS + 2 * ALL, 2 * ADAPTERS),
+        ("replicated", "any"): bytes_of(whole, 8, **replicated),
+        ("sharded", "8"): bytes_of(whole, 8),
+        ("sharded", "16"): bytes_of(whole, 16),
+        ("sharded, `cpu_offload`", "8"): bytes_of(whole, 8, **sharded, **{"trainer.cpu_offload": True}),
+        ("sharded, `tensor_parallel_size=2`", "8"): bytes_of(whole, 8, **{"trainer.tensor_parallel_size": 2}),
+        ("sharded, `lora.rank=16`", "8"): bytes_of(adapted, 8),
+        ("replicated, `lora.rank=16`", "any"): bytes_of(adapted, 8, **replicated),
     }
+    assert bytes_of(whole, 1) == expected["replicated", "any"]
+    assert expected["sharded", "8"] == (16 * ALL / 8, 2 * (2 * LAYER + ENDS))
     stated = {
         (layout, gpus): (float(held.split()[0]), float(also)) for layout, gpus, held, also in rows("layout")
     }
@@ -123,8 +162,12 @@ def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
     flat = PAGE.replace("\n", " ")
     assert f"({ALL / 1e9:.2f}e9 parameters; a layer {LAYER / 1e8:.2f}e8" in flat.replace("  ", " ")
     assert f"embeddings and head {ENDS / 1e9:.2f}e9" in flat
-    assert f"(8192: {2 * HIDDEN * 8192 * LAYERS / 1e9:.1f} GB for all layers)" in flat
-    assert f"6 bytes a parameter of embeddings and head ({6 * ENDS / 1e9:.1f} GB)" in flat
+    trainer = build({"model": "any"}).trainer
+    inputs, ends = inputs_bytes(Shape.of(TENSORS), trainer), ENDS_BYTES * ENDS
+    assert f"(8192: {inputs / 1e9:.1f} GB for all layers)" in flat
+    assert f"({ends / 1e9:.1f} GB) while their" in flat
+    needed = least_bytes(Shape.of(TENSORS), trainer, 8)
+    assert needed == pytest.approx(16 * ALL / 8 + 2 * (2 * LAYER + ENDS) + inputs + LOGITS_BYTES + ends)
     assert f"({12 * ALL / 1e9:.1f} GB where one node has them all" in flat
     assert f"holds all of it in float32 ({4 * ALL / 1e9:.1f} GB)" in flat
     assert f"has {14 * ALL / 1e9:.0f} GB, {12 * ALL / 1e9:.0f} of them the state" in flat

@@ -17,6 +17,7 @@ from coordinator.cli import main
 from coordinator.commands.parse import COMMANDS
 from coordinator.config import build, flatten
 from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
+from tests.coordinator.commands.planned_run import write_run
 from tests.scripts.documented_run import make_run
 from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands
 
@@ -169,6 +170,16 @@ def test_command_about_a_run_works_on_one(
     monkeypatch.setattr("coordinator.commands.cleanup.patience_s", lambda _cluster: 0.06)
     assert run(words, monkeypatch) == (130 if follows else 0), capsys.readouterr().err
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("command", of("plan"))
+def test_plan_is_made_of_a_run(
+    command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = here(command)
+    write_run(Path(words[words.index("--log-path") + 1]), [2, 2], [250.0, 250.0], train_s=8.0)
+    assert run(words, monkeypatch) == 0, capsys.readouterr().err
+    assert "--place" in capsys.readouterr().out
 
 
 def interrupt(_seconds: float) -> None:

@@ -145,7 +145,7 @@ _NOTHING_IS_KEPT = SimpleNamespace(open=lambda *_: None, add=lambda _what, **_mo
 _loaded: dict[str, Inputs] = {}
 
 
-def _load_inputs_once(settings: RunSettings, given: Mapping[str, Any]) -> Inputs:
+def _load_inputs_once(settings: RunSettings, given: Mapping[str, Any], _machine: int) -> Inputs:
     key = f"{settings.model_dump_json()} {sorted(given.items())}"
     if key not in _loaded:
         _loaded[key] = load_inputs(settings, given)

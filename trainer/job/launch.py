@@ -81,6 +81,8 @@ class Launch:
     """A rank fails that waits longer than this for its peers."""
     ranks: tuple[int, ...] | None = None
     """For messages: the cluster's rank of each node, by node rank; default: the node rank itself."""
+    python: str = sys.executable
+    """What runs the agent and its workers."""
 
 
 def argv(launch: Launch) -> list[str]:
@@ -88,7 +90,7 @@ def argv(launch: Launch) -> list[str]:
     ranks = ":".join(map(str, launch.ranks or range(launch.num_nodes)))
     timeout_s = max(1, round(launch.start_timeout_s))
     return [
-        sys.executable,
+        launch.python,
         *("-m", "trainer.job.agent"),
         *("--nnodes", str(launch.num_nodes)),
         *("--nproc-per-node", str(launch.processes)),
@@ -101,7 +103,7 @@ def argv(launch: Launch) -> list[str]:
         # Not -m: a rank must be named in the spool before Python starts, which may take seconds or hang.
         # torchrun takes $ for the beginning of a name of its own, and $$ for $.
         *("--no-python", "/bin/sh", "-c", LAUNCHER.replace("$", "$$"), str(launch.spool / "pgid")),
-        *(sys.executable, "-u", "-m", "trainer"),
+        *(launch.python, "-u", "-m", "trainer"),
         *("--spool", str(launch.spool)),
         *("--collective-timeout-s", str(launch.collective_timeout_s)),
     ]

@@ -46,6 +46,11 @@ def test_demo_says_what_it_starts(tmp_path: Path) -> None:
     assert all(PREFIX + 10 + len(text) <= 80 for title, text in lines.items() if title not in free)
 
 
+def test_start_without_settings_says_that_it_is_the_demo(tmp_path: Path) -> None:
+    text = said(tmp_path, {})["demo"]
+    assert "the built-in model learns to add" in text and PREFIX + 10 + len(text) <= 80
+
+
 def test_model_directory_says_its_size_and_its_own_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,7 +253,11 @@ def test_decorated_environment_is_judged_by_what_its_decorator_takes() -> None:
         ("too_few", r"takes \(task, policy\), but is called with \(task, policy, sampling\)"),
         ("too_many", r"takes \(task, policy, sampling, depth\), but"),
         ("yields", "yields; it must return"),
-        ("Needs", "class 'users_games:Needs' cannot be made without arguments: TypeError: .*'depth'"),
+        (
+            "Needs",
+            "class 'users_games:Needs' cannot be made without arguments: TypeError: .*'depth'; make an "
+            "object of it in users_games, and name that",
+        ),
     ],
 )
 def test_environment_that_cannot_be_played_is_refused(name: str, reason: str) -> None:

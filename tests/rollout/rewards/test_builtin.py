@@ -187,6 +187,8 @@ def test_function_that_fails_is_named_with_the_task(user_code: str, function: st
         ("{user}:named_only", "takes (*, task, completion), but"),
         ("{user}:yields", "yields; it must return"),
         (":f", "is not of the form module:function"),
+        ("scores.py:f", "scores.py is a file; name its module: scores:f"),
+        ("code/scores.py:f", "name its module: scores:f, with code on PYTHONPATH"),
     ],
 )
 def test_name_that_is_no_reward_is_an_error(user_code: str, name: str, reason: str) -> None:

@@ -1,5 +1,6 @@
 """The 14 rows of the protocol table, and what is known of each: stated here once."""
 
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import Literal
 
@@ -62,3 +63,15 @@ class Phase(IntEnum):
 def rows_of(kind: RunKind) -> frozenset[Phase]:
     """Return the rows of a kind of run: all, or 0-6 and 13 (eval: without 1-4), or 0 and 7-13."""
     return frozenset(phase for phase in Phase if kind in phase.kinds)
+
+
+def spent_s(rows: Mapping[str, float], idle: Mapping[str, float]) -> float:
+    """Return the seconds of an iteration that were no interruption, on the master that wrote its line.
+
+    `rows` and `idle`: `phase_seconds` and `idle_seconds` of the metrics line. With two crews (`idle` is not
+    empty) the rows of the other crew stand there too, which go on at the same time.
+    """
+    if not idle:
+        return sum(rows.values())
+    own = {phase.label for phase in rows_of("update")}
+    return sum(seconds for name, seconds in rows.items() if name in own) + idle.get("train", 0.0)

@@ -11,7 +11,7 @@ from coordinator.directory import published
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phases import Phase, spent_s
 from coordinator.rows.old_iterations import retire_iterations
 from coordinator.rows.retention import retire_checkpoints, verify_last
 from coordinator.rows.trainer_states import retire_states
@@ -51,8 +51,8 @@ def report_timings(_node: Node, iteration: Iteration) -> Payload:
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
     """Write the metrics line, unless a valid one is there, and remove what is no longer kept."""
     if node.run_dir.crew == "rollout":  # the crew that trains writes the line, with what this one measured
-        times = json.dumps({**_times(node, iteration, payloads), "idle_seconds": round(node.idle_s, 3)})
-        files.publish(node.run_dir.rollout_times(iteration.number), times.encode(), durable=False)
+        times = json.dumps(_times(node, iteration, payloads)).encode()
+        files.publish(node.run_dir.rollout_times(iteration.number), times, durable=False)
         return
     kind = "both" if node.run_dir.crew == "train" else node.settings.kind
     if node.finished.look().last(kind) < iteration.number:
@@ -76,12 +76,12 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
     if run_dir.checkpoint(number).name in published.names(run_dir.checkpoints):
         trained = published.read_result(run_dir.checkpoint(number)).metrics
     generated: int = train.get("generated", train.get("tokens", 0))
-    times, idle_s = _times(node, iteration, payloads), None
-    rollout_epoch = node.record.epoch
+    times = _times(node, iteration, payloads)
+    rollout_epoch, idle_s = times["epoch"], None
     if node.run_dir.crew == "train":
         theirs = published.read_json(run_dir.rollout_times(number)) or {}
         rollout_epoch = theirs.get("epoch", 0)
-        idle_s = {"rollout": theirs.get("idle_seconds"), "train": round(node.idle_s, 3)}
+        idle_s = {"rollout": theirs.get("idle_seconds", 0.0), "train": times["idle_seconds"]}
         times = _both(theirs, times)
     rollout_s = times["phase_seconds"].get(Phase.TRAIN_ROLLOUT.label, 0.0)
     # After a fault the row may have found groups that took their time in an epoch before.
@@ -124,6 +124,7 @@ def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) ->
     return {
         "epoch": node.record.epoch,
         "seconds": round(time.monotonic() - iteration.begun_s + idle_s, 3),
+        "idle_seconds": round(idle_s, 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in iteration.phase_s.items()},
         "wait_seconds": {names[rank]: round(seconds, 4) for rank, seconds in waited_s.items()},
         "busy_fraction": round(sum(busy) / len(busy), 3),
@@ -191,7 +192,7 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
     text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
     text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
     seconds: float = line["seconds"]
-    interrupted_s = seconds - sum(line["phase_seconds"].values())
+    interrupted_s = seconds - spent_s(line["phase_seconds"], line.get("idle_seconds") or {})
     is_worth_saying = interrupted_s > max(INTERRUPTED_S, INTERRUPTED_FRACTION * seconds)
     interrupted = f", {interrupted_s:.1f} s of them interrupted" if is_worth_saying else ""
     busy = f"nodes busy {100 * line['busy_fraction']:.0f} %{' of the rest' if interrupted else ''}"

@@ -174,7 +174,8 @@ def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
 
 
 def test_table_of_metrics_names_what_a_line_has(tmp_path: Path) -> None:
-    node = SimpleNamespace(run_dir=run_dir_at(tmp_path), settings=SimpleNamespace(kind="both"))
+    settings, record = SimpleNamespace(kind="both"), SimpleNamespace(epoch=1)
+    node = SimpleNamespace(run_dir=run_dir_at(tmp_path), settings=settings, record=record, idle_s=0.0)
     line: dict[str, Any] = metrics._metrics(
         cast(Node, node), Iteration(1), {0: {"work_s": 1.0, "wait_s": 0.0}}
     )

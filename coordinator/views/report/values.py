@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.protocol.phases import spent_s
+
 HUGE, TINY = 1e100, 1e-100
 """Larger values are no measurements and cannot be drawn; smaller ones are drawn as 0."""
 
@@ -20,7 +22,7 @@ def seconds_of(line: Mapping[str, Any], name: str) -> float:
 
 def rows_s(line: Mapping[str, Any]) -> float:
     """Return the seconds of an iteration's rows on the master, without those of its interruptions."""
-    return sum(numbers(line, "phase_seconds").values())
+    return spent_s(numbers(line, "phase_seconds"), numbers(line, "idle_seconds"))
 
 
 def numbers(line: Mapping[str, Any], name: str) -> dict[str, float]:

@@ -29,7 +29,8 @@ def line_of(tmp_path: Path, epochs: list[int], **iteration: Any) -> dict[str, An
     write_json(run_dir.manifest("train", 1), document)
     phase_s = {Phase.TRAIN_ROLLOUT.label: 2.0}
     settings = SimpleNamespace(kind="both")
-    node = SimpleNamespace(run_dir=run_dir, settings=settings, record=SimpleNamespace(epoch=3))
+    record = SimpleNamespace(epoch=3)
+    node = SimpleNamespace(run_dir=run_dir, settings=settings, record=record, idle_s=0.0)
     return metrics._metrics(
         cast(Node, node), Iteration(1, phase_s=phase_s, **iteration), {0: {"work_s": 1.0, "wait_s": 1.0}}
     )
@@ -86,6 +87,7 @@ def sampled(tmp_path: Path, groups: list[Group], tasks: list[dict[str, Any]]) ->
         run_dir=run_dir,
         settings=SimpleNamespace(kind="both", rollout=SimpleNamespace(ratio_field="source")),
         record=SimpleNamespace(epoch=1),
+        idle_s=0.0,
         identity=SimpleNamespace(
             inputs=SimpleNamespace(
                 tasks=SimpleNamespace(tasks=tasks), eval_tasks=SimpleNamespace(tasks=tasks[:-1])

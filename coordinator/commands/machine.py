@@ -141,7 +141,9 @@ def _await_crews(typed: Typed, placement: Placement) -> Crews | Exit:
             path = shlex.quote(str(typed.root))
             roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
             commands = "; ".join(f"run {role} --log-path {path}" for role in roles)
-            log.info("waiting for %s to say its devices; on that machine: %s", ranks_text(absent), commands)
+            log.info(
+                "waiting for %s, which devices there are; on that machine: %s", ranks_text(absent), commands
+            )
     log.error("not all machines came within %.0f s", timeout_s)
     return Exit.LOST
 

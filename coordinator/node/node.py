@@ -84,6 +84,8 @@ class Node:
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
+        self.said: int | None = None
+        """The last iteration whose line was said here, where another crew writes them."""
         self.idle_s = 0.0
         """How long the crew waited for the other one before the present iteration."""
         # ---- what is published

@@ -4,6 +4,7 @@ The rollout crew opens iteration r once the policy that samples it is there, tha
 train crew opens iteration t once its manifest is there. So at most K + 1 iterations wait to be trained.
 """
 
+import logging
 import time
 
 from coordinator.directory import published
@@ -12,6 +13,9 @@ from coordinator.protocol.exits import EpochChanged
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import Board
 from coordinator.rows import lineage, resume
+from coordinator.rows.metrics import summary
+
+log = logging.getLogger(__name__)
 
 
 def open_next(node: Node) -> int | None:
@@ -43,6 +47,7 @@ def open_when_ready(node: Node) -> int | None:
 
     def ready(_board: Board) -> tuple[int | None] | None:
         other.check()
+        _say_news(node)
         if (record := other.other_settings()) is not None:
             node.follow(record)
         if node.joining.returned():
@@ -55,6 +60,16 @@ def open_when_ready(node: Node) -> int | None:
     assert answer is not None  # without a time limit
     node.idle_s = time.monotonic() - since_s
     return answer[0]
+
+
+def _say_news(node: Node) -> None:
+    """Say at the master's terminal what iterations have come to, where the train crew is another one."""
+    if node.run_dir.crew != "rollout" or not node.identity.leads_run:
+        return
+    line = node.finished.look().newest or {"iteration": 0}
+    if node.said is not None and line["iteration"] > node.said:
+        log.info("%s", summary(line, node.settings.iterations))
+    node.said = line["iteration"]
 
 
 def lacks(node: Node, number: int | None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.cluster import ClusterSettings
 from coordinator.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import parts, published
 from coordinator.directory.layout import MASTER, REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
@@ -27,7 +28,7 @@ from coordinator.protocol.records import EpochRecord, Records, claim, new_token
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.rows import resume
 from coordinator.rows.origins import origin_of
-from coordinator.settings import ClusterSettings, RunSettings, SettingsError
+from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files, once
 from rollout.trajectory import Group
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import config
+from coordinator.cluster import ClusterSettings
 from coordinator.commands.interrupts import Interrupts
 from coordinator.commands.local import as_overrides
 from coordinator.directory.layout import MASTER
@@ -32,7 +33,6 @@ from coordinator.protocol.exits import Exit
 from coordinator.protocol.placed import Placement
 from coordinator.protocol.records import move_away
 from coordinator.protocol.snapshot import ranks_text
-from coordinator.settings import ClusterSettings
 from coordinator.views.terminal import LiveView
 
 log = logging.getLogger(__name__)
@@ -141,9 +141,8 @@ def _await_crews(typed: Typed, placement: Placement) -> Crews | Exit:
             path = shlex.quote(str(typed.root))
             roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
             commands = "; ".join(f"run {role} --log-path {path}" for role in roles)
-            log.info(
-                "waiting for %s, which devices there are; on that machine: %s", ranks_text(absent), commands
-            )
+            who = ranks_text(absent)
+            log.info("waiting for %s to say what devices they have; on that machine: %s", who, commands)
     log.error("not all machines came within %.0f s", timeout_s)
     return Exit.LOST
 

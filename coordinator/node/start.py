@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import config
+from coordinator.cluster import ClusterSettings
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
@@ -27,7 +28,7 @@ from coordinator.protocol import placed
 from coordinator.protocol.complaints import complain
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import whole_board
-from coordinator.settings import ClusterSettings, RunSettings, SettingsError
+from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
 
 log = logging.getLogger(__name__)

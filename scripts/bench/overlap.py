@@ -6,10 +6,17 @@ iteration to that of the next (median, worst), as a multiple of --seconds too, a
 for the other; then how many times as fast the second one is.
 
     python scripts/bench/overlap.py --seconds 10 --iterations 12 --dir /tmp/overlap
+
+With --lengths, level 1 alone: generating lasts as long as SAMPLES samples of lognormal lengths (sigma 1)
+would take in SLOTS slots, whose work would fill --seconds if none was ever empty. `whole`: each sample in its
+iteration; `segments`: the mean length at most in one. Prints which part of the time the slots were busy.
 """
 
 import argparse
+import heapq
 import json
+import math
+import random
 import statistics
 import subprocess
 import sys
@@ -31,6 +38,8 @@ from coordinator.rows import rollout, training
 WARM_UP = 3
 """First iterations, which do not count: the crews are not yet one apart."""
 CREWS: tuple[Crew, ...] = ("rollout", "rollout", "train")
+SLOTS, SAMPLES = 64, 512
+"""How many samples are generated at once, and in an iteration, with --lengths."""
 SETTINGS = {
     "cluster.num_nodes": 3,
     "cluster.place": ["rollout=0-1", "train=2"],
@@ -43,11 +52,13 @@ SETTINGS = {
 }
 
 
-def at_least(seconds: float, act: Callable[[Node, Iteration], Any]) -> Callable[[Node, Iteration], Any]:
-    """Return a row's action that lasts so long."""
+def at_least(
+    seconds: Callable[[int], float], act: Callable[[Node, Iteration], Any]
+) -> Callable[[Node, Iteration], Any]:
+    """Return a row's action that lasts so long in each iteration."""
 
     def acted(node: Node, iteration: Iteration) -> Any:
-        ends_s = time.monotonic() + seconds
+        ends_s = time.monotonic() + seconds(iteration.number)
         payload = act(node, iteration)
         while time.monotonic() < ends_s:
             node.check()
@@ -57,10 +68,34 @@ def at_least(seconds: float, act: Callable[[Node, Iteration], Any]) -> Callable[
     return acted
 
 
+def rollouts(lengths: str, iterations: int, seconds: float) -> list[tuple[float, float]]:
+    """Return how long the rollout of each iteration lasts, and how long if no slot was ever empty."""
+    drawn, left, found = random.Random(0), list[float](), list[tuple[float, float]]()
+    mean = math.exp(0.5)
+    unit_s = seconds * SLOTS / (SAMPLES * mean)
+    most = math.inf if lengths == "whole" else mean
+    for _ in range(iterations):
+        samples = [
+            *left,
+            *(drawn.lognormvariate(0.0, 1.0) for _ in range(SAMPLES)),
+        ]  # what was begun is first
+        slots = [0.0] * SLOTS
+        for sample in samples:
+            heapq.heapreplace(slots, slots[0] + min(sample, most))
+        left = [sample - most for sample in samples if sample > most]
+        work = sum(min(sample, most) for sample in samples)
+        found.append((max(slots) * unit_s, work / SLOTS * unit_s))
+    return found
+
+
 def run_one(root: Path, machine: int, level: int, options: argparse.Namespace) -> int:
     """Run one node; returns its exit code."""
-    rollout.collect_train = at_least(options.seconds, rollout.collect_train)
-    training.train = at_least(options.seconds, training.train)
+    count = options.iterations + WARM_UP
+    lasts = [options.seconds] * count
+    if options.lengths:
+        lasts = [taken for taken, _ in rollouts(options.lengths, count, options.seconds)]
+    rollout.collect_train = at_least(lambda number: lasts[number - 1], rollout.collect_train)
+    training.train = at_least(lambda _number: options.seconds, training.train)
     more = {"iterations": options.iterations + WARM_UP, "cluster.max_async_level": level}
     crew = CREWS[machine]
     return run_node(
@@ -85,6 +120,15 @@ def measure(root: Path, level: int, options: argparse.Namespace) -> dict[str, An
         for crew in ("rollout", "train")
     }
     median_s = statistics.median(seconds)
+    if options.lengths:
+        works = [work for _, work in rollouts(options.lengths, options.iterations + WARM_UP, options.seconds)]
+        mean_s, busy = statistics.mean(seconds), sum(works[WARM_UP:]) / sum(seconds)
+        return {
+            "lengths": options.lengths,
+            "codes": codes,
+            "seconds": round(mean_s, 3),
+            "busy": round(busy, 3),
+        }
     return {
         "level": level,
         "codes": codes,
@@ -101,12 +145,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of generating, and of training")
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--dir", type=Path, required=True, help="a directory that is not there yet")
+    parser.add_argument("--lengths", choices=("whole", "segments"))
     parser.add_argument("--level", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--machine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     root = options.dir.absolute()
     if options.machine is not None:
-        return run_one(root / f"level_{options.level}", options.machine, options.level, options)
+        where = root if options.lengths else root / f"level_{options.level}"
+        return run_one(where, options.machine, options.level, options)
+    if options.lengths:
+        print(json.dumps(measure(root, 1, options)))
+        return 0
     said = [measure(root / f"level_{level}", level, options) for level in (0, 1)]
     for line in said:
         print(json.dumps(line))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.cluster import parse_weights
 from coordinator.commands.local import as_overrides
 from coordinator.config import (
     OPTIONS,
@@ -21,7 +22,7 @@ from coordinator.config import (
     parse_override,
     read_file,
 )
-from coordinator.settings import RunSettings, SettingsError, parse_weights
+from coordinator.settings import RunSettings, SettingsError
 
 
 def refusal(**settings: Any) -> str:

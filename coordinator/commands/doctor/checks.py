@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from coordinator.cluster import ClusterSettings
 from coordinator.machine.filesystems import Mount
-from coordinator.settings import CheckpointSettings, ClusterSettings
+from coordinator.settings import CheckpointSettings
 
 Verdict = Literal["ok", "slow", "warn", "fail"]
 

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.cluster import ClusterSettings
 from coordinator.commands.doctor.probe import versions
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
-from coordinator.settings import ClusterSettings
 from rollout.storage import files
 
 STEP_S = 240.0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cluster import ClusterSettings
 from coordinator.commands import cleanup as module
 from coordinator.commands.cleanup import cleanup, moved
 from coordinator.directory.layout import Beat, Record, RunDir
@@ -12,7 +13,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import parse
 from coordinator.rows import resume
-from coordinator.settings import ClusterSettings, SettingsError
+from coordinator.settings import SettingsError
 from rollout.storage import files
 from tests.coordinator.commands.interrupted_run import (
     SETTINGS,

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster import ClusterSettings
 from coordinator.config import build, contradictions, overlay
 from coordinator.node import identity
 from coordinator.node.joining import gpu_shortfall
 from coordinator.protocol.exits import Exit
-from coordinator.settings import ClusterSettings, SettingsError
+from coordinator.settings import SettingsError
 from tests.simulation.world import World
 
 HOSTS = {0: "node-a", 1: "node-b", 2: "node-c"}

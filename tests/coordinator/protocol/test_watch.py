@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from watchdog.events import FileMovedEvent
 
+from coordinator.cluster import ClusterSettings
 from coordinator.config import build
 from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
 from coordinator.protocol import heartbeat, watch
@@ -24,7 +25,7 @@ from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import Board, parse, ranks_text
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import SAY_AGAIN_S, Watch
-from coordinator.settings import ClusterSettings, RunSettings
+from coordinator.settings import RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
 from tests.coordinator.made_up import record, run_dir_at

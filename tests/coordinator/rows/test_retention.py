@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster import ClusterSettings
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
@@ -23,7 +24,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.rows import lineage, metrics, retention, rollout
 from coordinator.rows.retention import kept, old_copies, retire_checkpoints
-from coordinator.settings import CheckpointSettings, ClusterSettings
+from coordinator.settings import CheckpointSettings
 from rollout.storage import files
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
 

@@ -39,19 +39,19 @@ def run(*words: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def measure(root: Path, level: int, seed: int) -> dict[str, float]:
-    """Train, evaluate, and return the line."""
+def measure(root: Path, level: int, seed: int, words: list[str]) -> dict[str, float]:
+    """Train, with more `words` for `run`, evaluate, and return the line."""
     name, seeded = f"level_{level}_seed_{seed}", f"rollout.seed={seed}"
     trained = root / name
     more = (*CREWS, "--max-async-level", str(level)) if level else ()
-    run("local", *NODES, *more, seeded, "--log-path", str(trained))
+    run("local", *NODES, *more, *words, seeded, "--log-path", str(trained))
     lines = Run(trained).metrics()
     checkpoint = trained / "checkpoints" / f"iteration_{lines[-1]['iteration']:06d}"
     found: dict[str, float] = {}
     for how, settings in HELD_OUT.items():
         evaluated = root / f"{name}_{how}"
-        words = (*EVALUATION, *settings, seeded, "--log-path", str(evaluated))
-        run("--master", "--model", str(checkpoint), *words)
+        how_to = (*EVALUATION, *settings, seeded, "--log-path", str(evaluated))
+        run("--master", "--model", str(checkpoint), *how_to)
         (line,) = Run(evaluated).metrics()
         found[how] = line["eval_reward"]
     return {"level": level, "seed": seed, "reward": lines[-1]["reward"], **found}
@@ -63,12 +63,13 @@ def main() -> None:
     parser.add_argument("--levels", default="0,1,3")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--dir", type=Path, required=True, help="a directory that is not there yet")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="settings of the runs that train")
     options = parser.parse_args()
     options.dir.mkdir(parents=True)
     found: list[dict[str, float]] = []
     for seed in map(int, options.seeds.split(",")):
         for level in map(int, options.levels.split(",")):
-            found.append(measure(options.dir.absolute(), level, seed))
+            found.append(measure(options.dir.absolute(), level, seed, options.words))
             print(json.dumps(found[-1]), flush=True)
     for level in sorted({line["level"] for line in found}):
         of = [line for line in found if line["level"] == level]

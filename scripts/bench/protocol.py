@@ -36,7 +36,7 @@ class EmptyRows:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.rank = node.rank
+        self.rank, self.settings, self.run_dir = node.rank, node.settings, node.run_dir
 
     def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None) -> None:
         """Run the row without its action; its flags, its waits and its payloads are real."""

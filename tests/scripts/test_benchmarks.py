@@ -39,6 +39,33 @@ def test_overhead_of_the_collector_is_one_line_of_json() -> None:
         assert row["samples_per_s"] > 0 and row["server_samples_per_s"] > 0
 
 
+def test_two_crews_are_measured_with_rollouts_of_uneven_lengths(tmp_path: Path) -> None:
+    words = ("--lengths", "segments", "--seconds", "0.5", "--iterations", "2", "--dir", str(tmp_path / "run"))
+    ended = run("overlap.py", *words)
+    assert ended.returncode == 0, ended.stderr
+    line = json.loads(ended.stdout)
+    assert line["codes"] == [0, 0, 0] and line["seconds"] >= 0.5 and 0 < line["busy"] < 1
+
+
+def test_rollouts_in_segments_leave_fewer_slots_empty() -> None:
+    overlap = import_module("scripts.bench.overlap")
+    busy = {}
+    for lengths in ("whole", "segments"):
+        taken = overlap.rollouts(lengths, 40, 10.0)
+        assert all(work <= seconds for seconds, work in taken)
+        busy[lengths] = sum(work for _, work in taken) / sum(seconds for seconds, _ in taken)
+    assert busy["segments"] > 0.9 > busy["whole"]
+
+
+def test_what_a_level_does_to_learning_is_measured_on_held_out_tasks(tmp_path: Path) -> None:
+    words = ("--levels", "1", "--seeds", "0", "--dir", str(tmp_path / "made"), "iterations=1")
+    ended = run("asynchrony.py", *words, "tiny.warmup_steps=0")
+    assert ended.returncode == 0, ended.stderr
+    line, means = map(json.loads, ended.stdout.splitlines())
+    assert (line["level"], line["seed"]) == (1, 0) and 0 <= line["greedy"] <= 1
+    assert means == {name: line[name] for name in ("level", "reward", "sampled", "greedy")}
+
+
 def test_endurance_notes_every_tenth_of_a_real_run() -> None:
     ended = run("endurance.py", "--iterations", "20", "trajectories.keep_last=5")
     line = json.loads(ended.stdout)

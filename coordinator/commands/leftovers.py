@@ -9,6 +9,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import (
     GROUPS,
     REMOVED,
+    ROLLOUT_TIMES,
     Beat,
     Flag,
     Record,
@@ -34,6 +35,7 @@ class What(StrEnum):
     BATCH = "batch"
     MANIFEST = "manifest"
     GROUPS = "groups of the manifest, for people"
+    TIMES = "times of the rollout"
     PART = "part"
     OPENING = "opening of the iteration"
 
@@ -146,6 +148,8 @@ def _in_own_directory(name: str) -> What | None:
         return What.MANIFEST
     if name == GROUPS:
         return What.GROUPS
+    if name == ROLLOUT_TIMES:
+        return What.TIMES
     stem, _, suffix = name.rpartition(".")
     is_part = suffix in {"safetensors", "damaged"} and parse_part_name(f"{stem}.safetensors")
     return What.PART if is_part else None

@@ -175,15 +175,16 @@ def _visible(place: Place) -> dict[str, str]:
 def _follow(start: Callable[[Crew], Child], crews: Sequence[Crew], interrupts: Interrupts) -> list[int]:
     """Pass on signals until the nodes of all crews have ended; return their exit codes."""
     nodes: dict[Crew, Child] = {crew: start(crew) for crew in crews}
-    restarts = Counter[Crew]()
+    restarts, refused = Counter[Crew](), False
     while any(node.poll() is None for node in nodes.values()) and not interrupts.end_waiting:
         if interrupts.has_new():
             _signal(nodes, interrupts.received[-1])
         for crew, node in list(nodes.items()):
             code = node.poll()
             others = [other for other in nodes.values() if other.poll() is None]
-            if code == Exit.USAGE:
-                _signal(nodes, signal.SIGTERM)
+            if code == Exit.USAGE and not refused:
+                refused = True
+                _signal(nodes, signal.SIGTERM)  # once: at a second one a node ends out of order
             if code is not None and code < 0 and others and not interrupts.received:
                 restarts[crew] += 1
                 if restarts[crew] <= MAX_RESTARTS:

@@ -20,6 +20,9 @@ REMOVED = ".removed_"
 GROUPS = "groups.jsonl"
 """The name of the file beside a manifest that holds its groups, for people."""
 
+ROLLOUT_TIMES = "rollout_times.json"
+"""The name of the file beside a manifest in which the rollout crew says how long it took."""
+
 Kind = Literal["train", "eval"]
 
 
@@ -226,7 +229,7 @@ class RunDir:
         return self.trajectories(kind, iteration) / GROUPS
 
     def rollout_times(self, iteration: int) -> Path:
-        return self.trajectories("train", iteration) / "rollout_times.json"
+        return self.trajectories("train", iteration) / ROLLOUT_TIMES
 
     def batch(self, iteration: int) -> Path:
         return self.root / "batches" / f"iteration_{iteration:06d}"

@@ -84,6 +84,7 @@ class Node:
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
+        self.watch.hear_others = self._hear_other_crew
         self.said: int | None = None
         """The last iteration whose line was said here, where another crew writes them."""
         self.idle_s = 0.0
@@ -136,6 +137,15 @@ class Node:
             self.check()
 
         return moved
+
+    def _hear_other_crew(self) -> None:
+        """Hear whether the other crew has ended. A worker hears it from its master, while it
+        has one.
+        """
+        silent_s = self.watch.silence.silent_s.get(MASTER, 0.0)
+        hears = self.is_master or silent_s >= self.settings.cluster.node_timeout_s
+        if self.other_crew is not None and hears:
+            self.other_crew.hear()
 
     # ---- life
 

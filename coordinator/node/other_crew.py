@@ -1,12 +1,13 @@
-"""What a master sees of the other crew of its run: whether that has ended, and whether its master beats."""
+"""What a node sees of the other crew of its run: whether that has ended, and whether its master beats."""
 
 import logging
 import shlex
 import time
 
-from coordinator.directory.layout import MASTER, Flag
+from coordinator.directory.layout import MASTER
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
+from coordinator.node.inputs import difference
 from coordinator.node.verdicts import CODES
 from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
@@ -25,7 +26,7 @@ CALLS = {event.name.lower(): code for event, code in CODES.items()}
 
 
 class OtherCrew:
-    """Follows the other crew's master. What that said before the first look is of an earlier start."""
+    """Follows the other crew's master. What that said before this process is of an earlier start."""
 
     def __init__(self, identity: Identity) -> None:
         crews = run_dirs(identity.root)
@@ -36,26 +37,27 @@ class OtherCrew:
         self._identity = identity
         self._cluster = identity.settings.cluster
         self._silence = Silence(self._cluster.beat_interval_s)
-        self._old: frozenset[Flag] | None = None
         self._is_lost = False
         self._host = ""
+        self._old = frozenset(self._look().calls)
         self._complaints = Complaints(self._run_dir)
 
-    def check(self) -> None:
-        """Raise Ended if the other crew has ended or given up, or is away for too long. Log when it is lost,
-        and when it is back.
+    def hear(self) -> None:
+        """Raise Ended if the other crew has ended or given up. Log why a machine of it could not start. In
+        whatever row this crew is, or while it gathers: it must not work on, or hold, for a run that is over.
         """
-        board = self._look()
-        if self._old is None:
-            self._old = frozenset(board.calls)
-        for flag in board.calls:
+        for flag in self._look().calls:
             if flag.rank != MASTER or flag in self._old:
                 continue
             if flag.kind == NOT_STARTED and (said := self._complaints.new(flag)):
                 log.error("%s. Then, on that machine: %s", said, self._command())
             if flag.kind in CALLS:
                 text = f"the {self.crew} crew has ended: {read_call(self._run_dir, flag)}"
-                raise Ended(CALLS[flag.kind], text, flag.kind)
+                raise Ended(CALLS[flag.kind], text, flag.kind if self._identity.is_master else "left")
+
+    def check(self) -> None:
+        """Raise Ended if the other crew is away for too long. Log when it is lost, and when it is back."""
+        board = self._look()
         self._silence.observe(board, [MASTER], time.monotonic())
         silent_s = self._silence.silent_s.get(MASTER, 0.0)
         is_lost = silent_s >= self._cluster.node_timeout_s
@@ -70,13 +72,15 @@ class OtherCrew:
             raise Ended(Exit.LOST, text, "gave_up")
 
     def other_settings(self) -> EpochRecord | None:
-        """Return the newest record of the run's master, if that leads the other crew, and if its settings are
-        not those that this crew goes by.
+        """Return the newest record of the run's master, if that leads the other crew, and if its settings, or
+        the code behind them, are not those that this crew goes by.
         """
         record = self._records.newest(self._look().records) if self._leads else None
-        if record is None or RunSettings.published(record.settings) == self._identity.of_run:
+        if record is None:
             return None
-        return record
+        me = self._identity
+        is_other = difference(me.inputs.codes(), record.inputs, record.master_host) is not None
+        return record if is_other or RunSettings.published(record.settings) != me.of_run else None
 
     def _command(self) -> str:
         machine = self._run_dir.machine(MASTER)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from coordinator.cluster import ClusterSettings
 from coordinator.directory.layout import MASTER, Flag, RunDir
 from coordinator.protocol import file_events
+from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away
 from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
 from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
@@ -79,6 +80,8 @@ class Watch:
         self.signal: int | None = None
         self.stop = threading.Event()
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
+        self.hear_others: Callable[[], None] = lambda: None
+        """Called at each heartbeat; an Ended that it raises ends this node, whatever it does."""
         self._describe = describe
         self._end_training = end_training
         self.away: str | None = None
@@ -324,7 +327,13 @@ class Watch:
                     self.beat()
                     if time.monotonic() - self._looked_s > self._beat_interval_s() / 2:
                         self.look()  # else the main thread looks often enough while it waits
+                    if self.error is None:
+                        self.hear_others()
                     self.away = None
+                except Ended as error:
+                    self.error = error
+                    self.stop.set()
+                    self._wake.set()
                 except SharedFsError as error:
                     if not is_away(error):
                         raise

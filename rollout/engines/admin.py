@@ -129,11 +129,11 @@ class EngineAdmin:
     ) -> None:
         """Replace the weights by those of a model directory. From then on `policy()` is `digest`.
 
-        The files are verified first. If `like` is given, they must have the tensors (names and shapes) of
-        that model directory: vLLM accepts a directory that lacks tensors, and then generates garbage. After a
-        WeightsError the engine serves as before. After an EngineError it may have half of the weights: it
-        stays paused and has no policy, so that it cannot serve them. Then reload a good checkpoint, or
-        restart it. A sleeping engine is woken.
+        The files are verified first. If `like` is given, and whole, they must have the tensors (names and
+        shapes) of that model directory: vLLM accepts a directory that lacks tensors, and then generates
+        garbage. After a WeightsError the engine serves as before. After an EngineError it may have half of
+        the weights: it stays paused and has no policy, so that it cannot serve them. Then reload a good
+        checkpoint, or restart it. A sleeping engine is woken.
         """
         if is_adapter(path):
             raise WeightsError(f"{os.fspath(path)}: is an adapter, not a whole model; load its model first")
@@ -360,7 +360,10 @@ def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) ->
 
 def _check_same_tensors(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
     found = {name: shape for name, (_, shape) in tensor_names(path).items()}
-    wanted = {name: shape for name, (_, shape) in tensor_names(like).items()}
+    try:
+        wanted = {name: shape for name, (_, shape) in tensor_names(like).items()}
+    except WeightsError:  # what the engine served before was damaged since: these files may be whole
+        return
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise WeightsError(

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.directory import published
 from coordinator.protocol import placed
+from coordinator.protocol.exits import Exit
 from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.cluster.faults import (
     ENGINE,
@@ -19,6 +20,7 @@ from tests.cluster.faults import (
     repeated_groups,
     unsound_manifests,
 )
+from tests.cluster.test_changed_inputs import write_rewards
 
 ITERATIONS, LEVEL = 6, 1
 SETTINGS = (
@@ -117,6 +119,42 @@ def test_node_of_one_crew_dies_and_the_processes_of_the_other_live_on(cluster: C
     assert all(psutil.pid_exists(pid) is False for of in engines.values() for pid in of)
     assert "the train crew (led by rank 2, " in said[0] and " is back" in said[0]
     assert cluster.output(2).count("Traceback") == 0
+
+
+@pytest.mark.parametrize(("dead", "living"), [(2, 1), (1, 2)])
+def test_crew_that_holds_ends_at_once_when_the_run_is_interrupted(
+    cluster: Cluster, dead: int, living: int
+) -> None:
+    cluster.start(0, "--num-nodes", "3", *SETTINGS, "--place", "train=0", "--place", "rollout=1-2")
+    for rank in (1, 2):
+        start(cluster, rank)
+    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1", 120)
+    end(cluster, dead)
+    cluster.until(lambda: f"rollout rank {dead} (" in cluster.output(living), "the loss", 120)
+    cluster.kill(0, signal.SIGINT)
+    codes = cluster.wait(60)
+    assert codes[0] == codes[living] == Exit.INTERRUPTED
+    assert "the train crew has ended: train rank 0 (" in cluster.output(living)
+    assert "was interrupted by SIGINT" in cluster.output(living)
+
+
+def test_crew_that_lives_does_not_go_on_with_code_that_the_master_has_replaced(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    def begin(rank: int, value: str) -> None:
+        given = [*SETTINGS, "--place", "train=0", "--place", "rollout=1", "--accept-code-change"]
+        given += ["--num-nodes", "2", "rollout.reward=my_rewards:score"]
+        cluster.start(rank, *(() if rank else given), prefix=write_rewards(tmp_path / "code", value))
+
+    begin(0, "1.0")
+    begin(1, "1.0")
+    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1", 120)
+    end(cluster, 0)
+    begin(0, "2.0")
+    assert cluster.wait() == [Exit.FAILED, Exit.FAILED]
+    said = cluster.output(0)
+    assert "the rollout crew has ended: rollout rank 1 (" in said
+    assert "--reward my_rewards:score is not the same on " in said
 
 
 def test_machine_whose_devices_are_divided_has_a_node_in_each_crew(

@@ -75,6 +75,16 @@ def test_damaged_checkpoint_is_refused_and_the_engine_serves_on(
     assert engine.ask(LONG_PROMPT, SAMPLING) == before
 
 
+def test_new_weights_are_loaded_although_those_served_before_were_damaged_since(
+    engine: Engine, model_dir: Path, other_model_dir: Path, tmp_path: Path
+) -> None:
+    served = shutil.copytree(model_dir, tmp_path / "served")
+    file = served / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    engine.admin.reload(other_model_dir, "other", like=served)
+    assert engine.admin.policy() == "other"
+
+
 def test_engine_whose_reload_failed_serves_nothing_until_one_succeeds(
     engine: Engine, model_dir: Path, other_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.commands.leftovers import What, look, plan
+from coordinator.commands.leftovers import Leftover, What, look, plan
 from coordinator.directory.layout import Beat, Flag, Record, RunDir
 from tests.coordinator.commands.interrupted_run import (
     N,
@@ -37,6 +37,12 @@ def test_plan_names_all_that_the_iteration_left_what_was_made_last_first(run_dir
         ("train_trajectories/iteration_000002/iteration.json", What.OPENING),
     ]
     assert not planned.unknown
+
+
+def test_what_a_rollout_crew_has_measured_goes_with_its_iteration(run_dir: RunDir) -> None:
+    run_dir.rollout_times(N).write_text("{}")
+    planned = plan({run_dir: 4}, N, look([run_dir], N))
+    assert Leftover(run_dir.rollout_times(N), What.TIMES) in planned.leftovers and not planned.unknown
 
 
 @pytest.mark.parametrize(

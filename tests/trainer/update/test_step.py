@@ -108,10 +108,10 @@ def of_temperature(batch: Batch, temperature: float) -> Batch:
     of = np.repeat(kept, batch.lengths())
     return replace(
         batch,
-        **{name: getattr(batch, name)[of] for name in ("token_ids", "loss_mask", "logprobs")},
+        **{name: getattr(batch, name)[of] for name in ("token_ids", "loss_mask", "logprobs", "ages")},
         **{
             name: getattr(batch, name)[kept]
-            for name in ("advantages", "rewards", "slots", "temperatures", "ages")
+            for name in ("advantages", "rewards", "slots", "temperatures")
         },
         offsets=np.concatenate([[0], np.cumsum(batch.lengths()[kept])]),
     )

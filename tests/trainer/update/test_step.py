@@ -109,10 +109,7 @@ def of_temperature(batch: Batch, temperature: float) -> Batch:
     return replace(
         batch,
         **{name: getattr(batch, name)[of] for name in ("token_ids", "loss_mask", "logprobs", "ages")},
-        **{
-            name: getattr(batch, name)[kept]
-            for name in ("advantages", "rewards", "slots", "temperatures")
-        },
+        **{name: getattr(batch, name)[kept] for name in ("advantages", "rewards", "slots", "temperatures")},
         offsets=np.concatenate([[0], np.cumsum(batch.lengths()[kept])]),
     )
 

@@ -150,7 +150,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
 def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     """Join the others in an epoch, and iterate to the end of the run."""
     joining = node.joining
-    record = joining.gather(partial(prepare_base_model, node)) if node.is_master else joining.pend()
+    record = joining.gather(partial(_prepare, node)) if node.is_master else joining.pend()
     node.enter(record)
     log.info("epoch %d: %d nodes", record.epoch, len(record.members))
     iterate(node)
@@ -158,6 +158,16 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
         if Phase.TRAINING in rows_of(node.settings.kind):
             wait_for_newest(node)
         _finish(node)
+
+
+def _prepare(node: Node) -> None:
+    """Do what can be done before the others are there. Raises Ended if another master has come to the end of
+    the run since this one looked: its workers have ended, and nobody would come.
+    """
+    if is_finished(node):
+        node.joining.finish()
+        raise Ended(Exit.DONE, _farewell(node))
+    prepare_base_model(node)
 
 
 def _hold(node: Node, loss: NodeLost) -> None:
@@ -211,8 +221,12 @@ def first_cause(texts: Sequence[str]) -> str:
 def _finish(node: Node) -> None:
     """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
     node.joining.finish()
+    log.info("%s", _farewell(node))
+
+
+def _farewell(node: Node) -> str:
     done = node.settings.iterations if node.run_dir.crew == "rollout" else None
-    log.info("%s", node.messages.finished(done or next_iteration(node.finished, node.settings) - 1))
+    return node.messages.finished(done or next_iteration(node.finished, node.settings) - 1)
 
 
 def _allow_many_files() -> None:

@@ -106,7 +106,7 @@ def test_node_of_one_crew_dies_and_the_processes_of_the_other_live_on(cluster: C
         return {process.pid for process in children(cluster.nodes[rank].pid, kind)}
 
     trainer = cluster.until(lambda: pids(2, TRAINER_RANK), "the trainer")
-    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1")
+    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1", 180)
     end(cluster, 1)
     cluster.until(
         lambda: "rollout rank 1 (" in cluster.output(0) and "is lost" in cluster.output(0), "the loss"
@@ -114,7 +114,7 @@ def test_node_of_one_crew_dies_and_the_processes_of_the_other_live_on(cluster: C
     assert f"run --worker 1 --log-path {cluster.root}" in cluster.output(0)
     assert pids(2, TRAINER_RANK) == trainer
     start(cluster, 1)
-    cluster.until(lambda: len(cluster.metrics()) >= 2, "iteration 2")
+    cluster.until(lambda: len(cluster.metrics()) >= 2, "iteration 2", 180)
     engines = {rank: cluster.until(lambda at=rank: pids(at, ENGINE), "an engine") for rank in (0, 1)}
     assert pids(2, TRAINER_RANK) == trainer
     end(cluster, 2)
@@ -172,7 +172,7 @@ def test_machine_whose_devices_are_divided_has_a_node_in_each_crew(
     nodes = cluster.until(lambda: children(cluster.nodes[0].pid, "--crew "), "the nodes")
     seen = {process.environ()["CUDA_VISIBLE_DEVICES"] for process in nodes}
     killed = next(process for process in nodes if "train" in process.cmdline())
-    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1")
+    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1", 180)
     killed.send_signal(signal.SIGKILL)
     assert cluster.wait() == [0], cluster.everything_said()
     assert seen == {"3", "5"}
@@ -189,10 +189,10 @@ def test_devices_are_placed_anew_at_a_start_and_living_workers_follow(
     begin()
     for rank in (1, 2):
         start(cluster, rank)
-    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1")
+    cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1", 180)
     end(cluster, 0)
     begin(*PLACE)
-    cluster.until(lambda: len(cluster.metrics()) >= 3, "iteration 3")
+    cluster.until(lambda: len(cluster.metrics()) >= 3, "iteration 3", 180)
     end(cluster, 0)
     begin("--reset-settings", "cluster.place")
     assert cluster.wait() == [0, 0, 0], cluster.everything_said()

@@ -21,13 +21,13 @@ from coordinator import config
 from coordinator.cluster import ClusterSettings
 from coordinator.commands.interrupts import Interrupts
 from coordinator.commands.local import as_overrides
-from coordinator.directory.layout import MASTER
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal import logs
 from coordinator.machine.children import Child, Children
 from coordinator.machine.gpus import count_gpus
 from coordinator.node.awaiting import patience
 from coordinator.node.start import check_log_path, check_master, refuse_rank, resume_given
-from coordinator.placement import Crew, Crews, Place
+from coordinator.placement import CREWS, Crew, Crews, Place
 from coordinator.protocol import placed
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.placed import Placement
@@ -88,10 +88,9 @@ def _place_devices(typed: Typed) -> Mapping[str, Any]:
         placed.check(root, placement, {MASTER: _count_devices()})
         placed.publish_devices(root, MASTER, socket.gethostname(), _count_devices())
     if placement != before:
-        old = placed.run_dirs(root)
+        for crew in CREWS:  # first: killed in between, this is done again, and no node stays in an old crew
+            move_away(RunDir(root, crew))
         placed.publish_placement(root, placement)
-        for run_dir in old:
-            move_away(run_dir)
     return checked.given
 
 
@@ -100,7 +99,7 @@ def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> 
     logs.set_up(typed.rank)
     refuse_rank(typed.rank, placement.num_nodes, "the master's ")
     placed.publish_devices(typed.root, typed.rank, socket.gethostname(), _count_devices())
-    crews = _await_crews(typed, placement)
+    crews = _await_crews(typed, given, placement)
     if isinstance(crews, Exit):
         return crews
     places: dict[Crew, Place] = {
@@ -126,24 +125,24 @@ def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> 
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
-def _await_crews(typed: Typed, placement: Placement) -> Crews | Exit:
+def _await_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> Crews | Exit:
     """Wait until each machine has said which devices it has; returns an exit code if one does not come."""
-    said_s, default_s = float("-inf"), ClusterSettings().rejoin_timeout_s
-    timeout_s = config.check_each(typed.given).get("cluster.rejoin_timeout_s", default_s)
+    said_s, who, default_s = float("-inf"), "", ClusterSettings().rejoin_timeout_s
+    timeout_s = config.check_each(given).get("cluster.rejoin_timeout_s", default_s)
     for waited_s in patience(timeout_s):
         if placed.read_placement(typed.root) != placement:
             return Exit.MOVED
         if (crews := placed.placed_crews(typed.root, placement)) is not None:
             return crews
         absent = sorted(set(range(placement.num_nodes)) - placed.device_counts(typed.root).keys())
+        path = shlex.quote(str(typed.root))
+        roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
+        commands = "; ".join(f"run {role} --log-path {path}" for role in roles)
+        who = f"{ranks_text(absent)} to say what devices they have; on that machine: {commands}"
         if waited_s >= said_s + SAY_AGAIN_S:
             said_s = waited_s
-            path = shlex.quote(str(typed.root))
-            roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
-            commands = "; ".join(f"run {role} --log-path {path}" for role in roles)
-            who = ranks_text(absent)
-            log.info("waiting for %s to say what devices they have; on that machine: %s", who, commands)
-    log.error("not all machines came within %.0f s", timeout_s)
+            log.info("waiting for %s", who)
+    log.error("waited %.0f s for %s. Then start this one again", timeout_s, who)
     return Exit.LOST
 
 

@@ -33,7 +33,8 @@ def await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> Ep
             first = beat
         newest = records.newest(board.records)
         moved = beat is not None and (first is None or beat[2:] > first[2:])
-        if newest and beat and moved and newest.master_incarnation == beat.incarnation:
+        is_its = newest and beat and newest.master_incarnation == beat.incarnation
+        if newest and moved and is_its and newest.kind != "moved":
             return newest
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")

@@ -33,6 +33,8 @@ class Identity:
     """The highest incarnation of this rank before this process."""
     newest_epoch: int
     """The highest epoch before this process."""
+    followed_epoch: int = 0
+    """The epoch in which START found the master whose settings it takes."""
     host: str = field(default_factory=lambda: socket.gethostname())
     pid_space: str = field(default_factory=lambda: network.pid_space())
     """Where its pid means its process."""
@@ -56,6 +58,7 @@ class Identity:
             settings=start.settings,
             incarnation_floor=start.incarnation_floor,
             newest_epoch=start.newest_epoch,
+            followed_epoch=start.followed_epoch,
             processes=local_processes(start.settings),
             gpu_count=count_gpus(),
         )

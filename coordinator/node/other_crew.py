@@ -39,7 +39,10 @@ class OtherCrew:
         self._silence = Silence(self._cluster.beat_interval_s)
         self._is_lost = False
         self._host = ""
-        self._old = frozenset(self._look().calls)
+        calls = self._look().calls
+        if self._leads and identity.is_master:  # its master lived at our START: it may have ended meanwhile
+            calls = [flag for flag in calls if flag.epoch < identity.followed_epoch]
+        self._old = frozenset(calls)
         self._complaints = Complaints(self._run_dir)
 
     def hear(self) -> None:
@@ -61,15 +64,15 @@ class OtherCrew:
         self._silence.observe(board, [MASTER], time.monotonic())
         silent_s = self._silence.silent_s.get(MASTER, 0.0)
         is_lost = silent_s >= self._cluster.node_timeout_s
-        if is_lost and not self._is_lost:
+        if is_lost and not self._is_lost and self._cluster.on_node_failure != "abort":
             text = "holding: %s is silent for %.0f s; to bring it back, on that machine: %s"
             log.error(text, self.describe(), silent_s, self._command())
         if self._is_lost and not is_lost:
             log.info("%s is back", self.describe())
         self._is_lost = is_lost
         if silent_s > self._cluster.master_patience_s:
-            text = f"{self.describe()} was silent for {silent_s:.0f} s"
-            raise Ended(Exit.LOST, text, "gave_up")
+            text = f"{self.describe()} was silent for {silent_s:.0f} s. To resume, start all again; there: "
+            raise Ended(Exit.LOST, f"{text}{self._command()}", "gave_up")
 
     def other_settings(self) -> EpochRecord | None:
         """Return the newest record of the run's master, if that leads the other crew, and if its settings, or

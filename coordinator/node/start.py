@@ -53,6 +53,8 @@ class Start:
     """The highest incarnation of this rank so far."""
     newest_epoch: int
     """The highest number of all crews."""
+    followed_epoch: int = 0
+    """The one in which this node found the master whose settings it takes; 0 for that master itself."""
     left_behind: tuple[Path, ...] = ()
     """Heartbeats and flags of earlier processes of this rank."""
     given: Mapping[str, Any] | None = None
@@ -179,7 +181,8 @@ def start_worker(
             text = f"{run_dir.name(rank)} ({host}) could not start: {error}"
             complain(run_dir, found.epoch, rank, host, text)
         raise
-    return _begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
+    start = _begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
+    return replace(start, followed_epoch=found.epoch)
 
 
 def absolute(given: Mapping[str, Any]) -> dict[str, Any]:

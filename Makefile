@@ -19,8 +19,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	bash scripts/demo.sh
 
+# Tests start some thousand processes, which must not compile the packages anew; many wait for each other, or
+# for a limit to pass, so more of them run than there are cores.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_PYTHON) -m pytest tests/engines tests/cluster/test_vllm.py

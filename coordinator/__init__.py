@@ -2,18 +2,20 @@
 
 Beside it only training ranks write there, into directories that they are given; all use `rollout.storage`.
 
-Users import from here: `from coordinator import Run` reads a run. A name is loaded when it is asked for.
+Users import from here: `from coordinator import Run` reads a run, `Server` submits jobs to `run serve`. A
+name is loaded when it is asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coordinator.client import Server
     from coordinator.views.run import Run
 
-__all__ = ["Run"]
+__all__ = ["Run", "Server"]
 
-_PLACES = {"Run": "coordinator.views.run"}
+_PLACES = {"Run": "coordinator.views.run", "Server": "coordinator.client"}
 
 
 def __getattr__(name: str) -> Any:

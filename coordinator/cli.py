@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,7 +113,6 @@ def local(
 
     The same command again resumes. What is not given stays as it was at the last start.
     """
-    from coordinator.commands.local import run_local
     from coordinator.settings import SettingsError
 
     if master or worker is not None:
@@ -123,7 +121,15 @@ def local(
     root, reset = log_path.absolute(), reset_settings or []
     if dry_run:
         return _show(root, given, reset)
-    return run_local(root, given, reset, accept_code_change, allow_shared_dir)
+    from coordinator.machine.children import Children
+
+    with Children() as children:
+        children.share_imports()
+        from coordinator.commands.local import (
+            run_local,
+        )  # half a second: what is shared is imported beside it
+
+        return run_local(children, root, given, reset, accept_code_change, allow_shared_dir)
 
 
 def _given(
@@ -145,17 +151,14 @@ def _given(
 def _rank(root: Path, given: dict[str, Any], reset: Sequence[str], master: bool, worker: str | None) -> int:
     """Return which rank this is; add to `given` the number of nodes that a scheduler says."""
     from coordinator.config import build
-    from coordinator.machine import network
+    from coordinator.machine.network import own_names
     from coordinator.node.rank import nodes_from, resolve_rank
     from coordinator.node.start import resume_given
 
     if "cluster.num_nodes" not in given and worker is None and (nodes := nodes_from(os.environ)):
         given["cluster.num_nodes"] = nodes
-    host = socket.gethostname()
-    own_names = {host, host.partition(".")[0], "localhost", network.LOOPBACK}
-    own_names |= {address.ip for address in network.local_addresses()}
     num_nodes = build(resume_given(root, given, reset)).cluster.num_nodes if worker is None else 0
-    return resolve_rank(master, worker, num_nodes, os.environ, own_names)
+    return resolve_rank(master, worker, num_nodes, os.environ, own_names())
 
 
 def _show(root: Path, given: dict[str, Any], reset: Sequence[str]) -> int:

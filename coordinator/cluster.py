@@ -1,12 +1,13 @@
 """Settings of the nodes: how many there are, what each does, and how long they wait for each other."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from coordinator.groups import Groups, GroupSettings, nested, refuse_misfits
+from coordinator.groups import Groups, GroupSettings, refuse_misfits
 from coordinator.placement import parse_place
-from rollout.settings import Settings
+from rollout.settings import Settings, nested
 
 BEATS_PER_S = 50.0
 """How many heartbeats a second all nodes together write, unless they must beat more often to be believed."""
@@ -61,7 +62,8 @@ class ClusterSettings(Settings):
     num_nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes of the run, the master included."""
     rank_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
-    """One positive number per node: its share of the tasks and of the training tokens; default: equal."""
+    """One positive number per node: its share of the tasks and of the training tokens. Default: nodes claim
+    the tasks (`rollout.claims`), and train by their numbers of GPUs."""
     expect_gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_gpus)] = None
     """GPUs that must be there before work starts: the total of all nodes, or one number per node."""
     place: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
@@ -82,7 +84,7 @@ class ClusterSettings(Settings):
     the newest."""
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
     """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
-    groups: Annotated[Groups, BeforeValidator(nested)] = Field(default={})
+    groups: Annotated[Groups, BeforeValidator(partial(nested, "cluster.groups"))] = Field(default={})
     """Nodes that differ from the others, by a name of your own: see `cluster.groups.NAME`."""
 
     @property

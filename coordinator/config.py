@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from coordinator import names
 from coordinator.groups import GroupSettings, refuse_absent
 from coordinator.settings import TINY, RunSettings, SettingsError
+from rollout.settings import EvalSetSettings
 
 TINY_DEFAULTS: dict[str, Any] = {
     "iterations": 16,
@@ -29,8 +30,17 @@ TINY_DEFAULTS: dict[str, Any] = {
 }
 """Defaults for builtin:tiny, in place of the general ones: the demo's recipe."""
 _SECRET = re.compile(r"(^|[._-])(token|key|secret|password)$", re.IGNORECASE)
-OPEN = ("engine.args", "rollout.ratio", "cluster.groups")
-"""Settings whose keys the user chooses: arguments of the server, classes of tasks, groups of nodes."""
+OPEN = (
+    *("engine.args", "rollout.ratio", "rollout.chat_template", "cluster.groups"),
+    *("columns", "eval.columns", "eval.sets"),
+)
+"""Settings whose keys the user chooses: arguments of the server, classes of tasks, variables of the chat
+template, groups of nodes, fields of a task, sets of evaluation tasks."""
+TABLES = {
+    "cluster.groups": (GroupSettings, "a group", "nodes", "the ranks of the group, e.g. {}=2,4-7"),
+    "eval.sets": (EvalSetSettings, "a set", "tasks", "the tasks of the set, e.g. {}=test.jsonl"),
+}
+"""The OPEN settings that hold tables: what a table has, its word, and the setting that each needs."""
 ENV = re.compile(r"cluster\.groups\.[^.]+\.env\.", re.ASCII)
 """How the name of a variable begins that a group of nodes is given: its value is a text, whatever it is."""
 
@@ -160,7 +170,7 @@ OPTIONS = {
     "tasks": "--tasks FILE",
     "eval_tasks": "--eval-tasks FILE",
     "data_path": "--data-path DIR",
-    "rollout.reward": "--reward NAME",
+    "rollout.reward": "--reward NAME[=WEIGHT]",
     "rollout.environment": "--environment NAME",
     "iterations": "--iterations",
     "eval.interval": "--eval-interval",
@@ -181,6 +191,10 @@ OPTIONS = {
 
 `coordinator.commands.options` takes everything else from the settings.
 """
+
+
+REPEATED = ("rollout.reward",)
+"""Texts whose option may be given several times; the setting joins them."""
 
 
 def _opened(key: str) -> str:
@@ -217,12 +231,13 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if not key:
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-        in_group = key.startswith("cluster.groups.")
-        if in_group and first["type"] == "extra_forbidden":
-            return f"unknown setting {key}; a group has {', '.join(GroupSettings.model_fields)}"
-        if in_group and first["type"] == "missing":
-            return f"{key} is missing; give the ranks of the group, e.g. {key}=2,4-7"
-        key = key if key in known_keys() or in_group else key.rpartition(".")[0] or key
+        table = TABLES.get(_opened(key))
+        if table and first["type"] == "extra_forbidden":
+            return f"unknown setting {key}; {table[1]} has {', '.join(table[0].model_fields)}"
+        if table and first["type"] in ("missing", "model_type"):
+            wanted = key if first["type"] == "missing" else f"{key}.{table[2]}"
+            return f"{wanted} is missing; give {table[3].format(wanted)}"
+        key = key if key in known_keys() or table else key.rpartition(".")[0] or key
     if first["type"] == "tuple_type":
         wanted = f"{key}={json.dumps([first['input']])}"
         return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(wanted)}"

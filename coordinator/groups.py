@@ -2,7 +2,6 @@
 or a Python, of their own.
 """
 
-import copy
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, Field
 
 from coordinator.ranges import parse_ranges
-from rollout.settings import Settings
+from rollout.settings import NAME, Settings
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 _OWN = """
@@ -28,7 +27,6 @@ OWN = frozenset(_OWN.split())
 """Variables that an engine (rollout.engines.servers), a training job (trainer.job.launch) or torchrun sets,
 whatever a group says. torchrun has more, which begin with TORCHELASTIC_.
 """
-_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -92,28 +90,11 @@ class GroupSettings(Settings):
 Groups = dict[str, GroupSettings]
 
 
-def nested(given: Any) -> Any:
-    """Return the groups as a tree: `fast.env.NAME`, as it is typed, stands for a value in a group's table."""
-    if not isinstance(given, Mapping):
-        return given
-    items = cast("Mapping[str, Any]", given)
-    found: dict[str, Any] = {}
-    for key, value in items.items():
-        *parents, leaf = key.split(".")
-        place: Any = found
-        for parent in parents:
-            place = cast("dict[str, Any]", place).setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"cluster.groups.{key}: {parent} is no table; leave one of them out")
-        place[leaf] = copy.deepcopy(value)
-    return found
-
-
 def refuse_misfits(groups: Mapping[str, GroupSettings]) -> None:
     """Raise ValueError, with the setting, for what is wrong in a group, and for a rank in two of them."""
     group_of: dict[int, str] = {}
     for name, group in groups.items():
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ValueError(f"cluster.groups.{name}: name a group with letters, digits, _ and - only")
         for what, why in group.problems():
             raise ValueError(f"cluster.groups.{name}.{what}: {why}")

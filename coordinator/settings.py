@@ -7,7 +7,16 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from coordinator.cluster import ClusterSettings
 from coordinator.placement import Crew
-from rollout.settings import GENERATED, EngineSettings, EvalSettings, RolloutSettings, Settings
+from rollout.settings import (
+    GENERATED,
+    NAME,
+    WRITTEN,
+    EngineSettings,
+    EvalSetSettings,
+    EvalSettings,
+    RolloutSettings,
+    Settings,
+)
 from trainer.settings import TrainerSettings
 
 TINY = "builtin:tiny"
@@ -29,6 +38,8 @@ class CheckpointSettings(Settings):
     """Also keep the checkpoint of every n-th iteration; null: none."""
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Also keep this many with the best evaluation (without evaluations: with the best sampled reward)."""
+    best_by: str | None = None
+    """The best by the score of this set of `eval.sets`; null: by `eval_reward`."""
     delta: bool = False
     """Write beside the weights what has changed in them, losslessly, if that is at most a quarter of their
     size: nodes that have a copy of the policy before read this alone. Training ranks keep what they have
@@ -54,7 +65,7 @@ class TrajectorySettings(Settings):
         return self
 
 
-SinkName = Literal["tensorboard", "wandb", "trackio"]
+SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 def _names(given: Any) -> Any:
@@ -65,9 +76,11 @@ class MetricsSettings(Settings):
     """Where the metrics are sent, in addition to metrics.jsonl."""
 
     sinks: Annotated[tuple[SinkName, ...], BeforeValidator(_names)] = ()
-    """tensorboard, wandb, trackio; several separated by commas."""
+    """tensorboard, wandb, trackio, mlflow; several separated by commas."""
     project: str = "flagpost"
-    """The run's project at W&B or trackio; the run is named after its log path."""
+    """The run's project at W&B or trackio, its experiment at MLflow; the run is named after its log path."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """Send the samples of this many groups of each iteration, and of each evaluation, as a table too."""
 
 
 class TinySettings(Settings):
@@ -83,7 +96,10 @@ class RunSettings(Settings):
     model: str = TINY
     """Hugging Face directory or id, or builtin:tiny."""
     tasks: str = "builtin:arithmetic"
-    """JSON lines of the training tasks, builtin:arithmetic, or reasoning_gym:NAME,PARAMETER=VALUE,..."""
+    """The training tasks: a file (JSON lines, .csv, .parquet, .arrow), a directory or a pattern of such
+    files, hf:NAME:CONFIG:SPLIT, builtin:arithmetic, or reasoning_gym:NAME,PARAMETER=VALUE,..."""
+    columns: dict[str, str] = Field(default={})
+    """Which column of the data is a field of the task: columns.prompt=question, columns.answer=solution."""
     eval_tasks: str | None = None
     """As `tasks`, for evaluation; default: what `tasks` generates for evaluation, if it is not a file."""
     data_path: str | None = None
@@ -106,12 +122,59 @@ class RunSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _sft_demonstrates(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Supervised fine-tuning trains on one demonstration a task, unless the rollout says otherwise."""
+    def _answers_are_written(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Fine-tuning and DPO train on what the tasks have, unless the rollout says otherwise."""
         trainer, rollout = (given.get(name, {}) for name in ("trainer", "rollout"))
-        if isinstance(trainer, Mapping) and trainer.get("algorithm") == "sft":  # pyright: ignore
-            return {**given, "rollout": {"environment": "demonstration", "samples_per_task": 1, **rollout}}
-        return given
+        written: dict[Any, tuple[str, int]] = {"sft": ("demonstration", 1), "dpo": ("preference", 2)}
+        algorithm = trainer.get("algorithm") if isinstance(trainer, Mapping) else None  # pyright: ignore
+        if algorithm not in written:
+            return given
+        environment, samples = written[algorithm]
+        return {**given, "rollout": {"environment": environment, "samples_per_task": samples, **rollout}}
+
+    @model_validator(mode="after")
+    def _columns_are_of_data(self) -> "RunSettings":
+        for key, columns, option, source in (
+            ("columns", self.columns, "--tasks", self.tasks),
+            ("eval.columns", self.eval.columns, "--eval-tasks", self.evaluation_tasks),
+        ):
+            if columns and (source is None or source.startswith(GENERATED)):
+                raise ValueError(
+                    f"{key}.{next(iter(columns))} names a column of data, but {option} is "
+                    f"{source or 'not given'}, which has none; give {option} FILE, or leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sets_have_names(self) -> "RunSettings":
+        for name, one in self.eval.sets.items():
+            if not NAME.fullmatch(name):
+                raise ValueError(f"eval.sets.{name}: name a set with letters, digits, _ and - only")
+            if one.columns and one.tasks.startswith(GENERATED):
+                raise ValueError(
+                    f"eval.sets.{name}.columns.{next(iter(one.columns))} names a column of data, but "
+                    f"eval.sets.{name}.tasks is {one.tasks}, which has none; leave it out"
+                )
+        best_by = self.checkpoints.best_by
+        if best_by is not None and best_by not in self.eval.sets:
+            there = ", ".join(self.eval.sets) or "none"
+            raise ValueError(
+                f"checkpoints.best_by={best_by} is no set of eval.sets (there is {there}); name one"
+            )
+        return self
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSetSettings]:
+        """The named sets of the evaluation, by name in this order, each with what it inherits."""
+        columns = self.eval.columns or self.columns
+        sets = sorted(self.eval.sets.items())
+        return {name: one.filled(self.eval, self.rollout, columns) for name, one in sets}
+
+    @property
+    def eval_columns(self) -> dict[str, str]:
+        """Which column of the evaluation's data is a field of its tasks."""
+        is_generated = (self.evaluation_tasks or "").startswith(GENERATED)
+        return {} if is_generated else self.eval.columns or self.columns
 
     @model_validator(mode="after")
     def _split_fits(self) -> "RunSettings":
@@ -189,8 +252,27 @@ class RunSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _reasoning_has_an_end(self) -> "RunSettings":
+        rollout = self.rollout
+        if rollout.thinking_tokens is None:
+            return self
+        for is_given, other, reason in (
+            (rollout.reasoning_end is None, "without rollout.reasoning_end",
+             "nothing says how reasoning ends; add e.g. rollout.reasoning_end='</think>'"),
+            (rollout.environment != "single_turn", f"with rollout.environment={rollout.environment}",
+             "it is for single_turn; leave one of them out"),
+            (rollout.segment_tokens is not None, f"with rollout.segment_tokens={rollout.segment_tokens}",
+             "a sample that is cut goes on in the next iteration; leave one of them out"),
+            (rollout.thinking_tokens >= rollout.max_tokens, f"with rollout.max_tokens={rollout.max_tokens}",
+             "nothing is left for the answer; give fewer"),
+        ):  # fmt: skip
+            if is_given:
+                raise ValueError(f"rollout.thinking_tokens={rollout.thinking_tokens} {other}: {reason}")
+        return self
+
+    @model_validator(mode="after")
     def _groups_have_advantages(self) -> "RunSettings":
-        alone = self.rollout.samples_per_task < 2 and self.trainer.advantage != "one"
+        alone = self.rollout.samples_per_task < 2 and self.trainer.advantage not in ("one", "zero")
         if self.rl_phase == "both" and alone:
             raise ValueError(
                 f"rollout.samples_per_task={self.rollout.samples_per_task}: a group of one has no "
@@ -199,24 +281,55 @@ class RunSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _demonstrations_are_not_sampled(self) -> "RunSettings":
-        if self.rollout.environment == "demonstration" and self.rollout.temperature != 1:
+    def _written_answers_are_not_sampled(self) -> "RunSettings":
+        environment, trainer = self.rollout.environment, self.trainer
+        if environment not in WRITTEN:
+            return self
+        preset = {"demonstration": "sft", "preference": "dpo"}[environment]
+        if self.rollout.temperature != 1:
             raise ValueError(
-                f"rollout.temperature={self.rollout.temperature:g}: demonstrations are not sampled, and "
-                "their likelihood is trained at temperature 1; leave it out"
+                f"rollout.temperature={self.rollout.temperature:g}: what rollout.environment={environment} "
+                "gives is not sampled, and its likelihood is trained at temperature 1; leave it out"
             )
-        likely = self.trainer.clip == "likelihood" and self.trainer.engine_correction == "off"
-        if self.rollout.environment == "demonstration" and not likely:
+        if trainer.clip != "likelihood" or trainer.engine_correction != "off":
             raise ValueError(
-                f"rollout.environment=demonstration has no logprobs of an engine, which trainer.algorithm="
-                f"{self.trainer.algorithm} needs (trainer.clip={self.trainer.clip}, "
-                f"trainer.engine_correction={self.trainer.engine_correction}); add trainer.algorithm=sft"
+                f"rollout.environment={environment} has no logprobs of an engine, which trainer.algorithm="
+                f"{trainer.algorithm} needs (trainer.clip={trainer.clip}, "
+                f"trainer.engine_correction={trainer.engine_correction}); add trainer.algorithm={preset}"
+            )
+        if environment == "preference" and trainer.advantage == "one" and trainer.reward_threshold is None:
+            raise ValueError(
+                f"rollout.environment=preference with trainer.algorithm={trainer.algorithm} would train on "
+                "the rejected answers too; add trainer.algorithm=dpo, or trainer.reward_threshold=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_asked(self) -> "RunSettings":
+        rollout, trainer, level = self.rollout, self.trainer, self.cluster.max_async_level
+        if trainer.kl == "off" or trainer.kl_to != "teacher":
+            return self
+        if rollout.teacher is None and self.rl_phase == "both":
+            raise ValueError(
+                "trainer.kl_to=teacher needs a teacher; give rollout.teacher=http://HOST:PORT/v1, a server "
+                "whose model has the same tokenizer"
+            )
+        if rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature={rollout.temperature:g}: the teacher's logprobs are of temperature 1, "
+                "and cannot be compared with the policy's; leave it out"
+            )
+        if (level or rollout.segment_tokens) and trainer.kl_in == "loss":
+            raise ValueError(
+                "trainer.kl_to=teacher with samples of older policies, for whose age trainer.kl_in=loss does "
+                "not correct; add trainer.kl_in=token_reward, trainer.clip=ppo and "
+                "trainer.engine_correction=truncated"
             )
         return self
 
     @model_validator(mode="after")
     def _flat_groups_count(self) -> "RunSettings":
-        if self.rollout.dynamic_sampling and self.trainer.advantage == "one":
+        if self.rollout.dynamic_sampling and self.trainer.advantage in ("one", "zero"):
             raise ValueError(
                 f"rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
                 f"{self.trainer.algorithm} learns from; leave one of them out"
@@ -260,6 +373,12 @@ class RunSettings(Settings):
             own = tuple(weights[machine] for machine in machines) if weights else None
             cluster = cluster.model_copy(update={"num_nodes": len(machines), "rank_weights": own})
         return self.model_copy(update={"rl_phase": half, "cluster": cluster})
+
+    @property
+    def claims(self) -> bool:
+        """Whether nodes claim their groups; else these are split by weight."""
+        is_chosen = self.rollout.claims
+        return is_chosen if is_chosen is not None else self.cluster.rank_weights is None
 
     @property
     def kind(self) -> RunKind:

@@ -1,23 +1,26 @@
-"""The collector: makes the groups of slots, as many at once as the engine should see."""
+"""Make the groups of slots, as many at once as the engine should see."""
 
 import asyncio
 import logging
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NotRequired, Self
+
+from typing_extensions import TypedDict, Unpack
 
 from rollout.blocking import end, interrupting
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
-from rollout.environments.environment import Environment, demonstrates
-from rollout.environments.policy import Policy, turns_of
-from rollout.environments.segments import Segment, advance
-from rollout.rewards.builtin import Reward, RewardError, score
+from rollout.engines.client import EngineClient, Sampling
+from rollout.environments.environment import Environment
+from rollout.environments.segments import Segment
+from rollout.group_maker import GroupMaker, Recipe
+from rollout.rewards.builtin import Reward
+from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
+from rollout.slots import Listed, Meter, Slot, Source
 from rollout.tally import Tally
-from rollout.tasks.task_set import Task
-from rollout.trajectory import Group, Sample, Turn, unfit
+from rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
 
@@ -31,168 +34,225 @@ class AllGivenUp(RuntimeError):
     """No group was made; the message says why the first one was given up."""
 
 
-class UnfitSample(ValueError):
-    """A sample of an environment can be neither trained nor stored; the message says why."""
-
-
 class Stopped(Exception):
     """`stop` was set before all groups were made."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One group to make: the slot's number in the iteration, its task, its group seed, and the group as the
-    iteration before has left it, if that has begun it.
-    """
-
-    number: int
-    task: Task
-    seed: int
-    begun: Group | None = None
-
-    def tombstone(self, reason: str) -> Group:
-        """Return the group that says why the slot is given up for good."""
-        return Group(self.number, self.task["id"], self.prompt, [], given_up=reason)
-
-    @property
-    def prompt(self) -> str:
-        """For people: the task's prompt, or its messages, with their roles if there are several."""
-        first, *more = self._opening
-        if not more:
-            return first.text
-        return "\n\n".join(f"{turn.role}: {turn.text}" for turn in self._opening)
-
-    @property
-    def _opening(self) -> list[Turn]:
-        return turns_of(self.task["prompt"] if "prompt" in self.task else self.task["messages"])
-
-    def turns_after_prompt(self, sample: Sample, stop: Sequence[str]) -> list[Turn]:
-        """Return what a sample says beyond the prompt; nothing if that is its text alone, which ends before
-        the string of `stop` that ended it.
-        """
-        opening, turns = self._opening, sample.turns
-        turns = turns[len(opening) :] if turns[: len(opening)] == opening else turns
-        texts = [sample.text, *(sample.text + end for end in stop)]
-        return [] if len(turns) == 1 and turns[0].text in texts else turns
 
 
 async def collect(
     slots: Sequence[Slot],
     *,
     needed: int | None = None,
-    counts: Callable[[Group], bool] = lambda group: True,
-    client: EngineClient,
-    environment: Environment,
-    reward: Reward,
-    sampling: Sampling,
-    settings: RolloutSettings,
-    segment: Segment | None = None,
     on_group: Callable[[Group], None],
-    on_end: Callable[[], None] = lambda: None,
     stop: threading.Event,
-    tally: Tally | None = None,
+    **made_with: Unpack["MadeWith"],
 ) -> int:
-    """Make groups of `sampling.n` samples until `needed` of them count (default: one for each slot), or until
-    no slot is left. `counts` says whether a group counts. Each group goes to `on_group` when it is finished,
-    in any order. `on_end` is called at the end of each, also of one that is given up and handed over later.
-    Returns how many of the needed groups were not made.
+    """Make groups of `slots` until `needed` of them count (default: one for each slot), or until no slot is
+    left; see `Collector`. Whatever ends it, nothing of it goes on.
+    """
+    collector = Collector(**made_with)
+    try:
+        return await collector.run(Listed(slots, needed), on_group, stop)
+    finally:
+        await collector.end()
 
-    These settings apply. `concurrency` bounds the samples in flight; a larger group runs alone. `over_sample`
-    times the needed groups are begun. Once `completion_threshold` of the needed groups is finished, the
-    others have `grace_period_s` left, and are then given up. A group is handed over as a tombstone if it
-    takes longer than `group_timeout_s`, if its environment raises, or if the engine refuses its request. A
-    sample that is unfit (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises,
-    or it ends the collection: see `on_reward_error`.
+
+class MadeWith(TypedDict):
+    """What a collector makes groups with."""
+
+    client: EngineClient
+    environment: Environment
+    reward: Reward
+    sampling: Sampling
+    settings: RolloutSettings
+    counts: NotRequired[Callable[[Group], bool]]
+    segment: NotRequired[Segment | None]
+    others: NotRequired[Mapping[str, Recipe]]
+    on_end: NotRequired[Callable[[], None]]
+    tally: NotRequired[Tally | None]
+
+
+class Collector:
+    """Makes groups of `sampling.n` samples, as many at once as `concurrency` allows.
+
+    These settings apply. `concurrency` (null: what the engine can) bounds the samples that are generated at
+    the same time; a larger group runs alone. `over_sample` times the needed groups are begun. Once
+    `completion_threshold` of the needed groups is finished, the others have `grace_period_s` left, and are
+    then given up. A group is handed over as a tombstone if it takes longer than `group_timeout_s`, if its
+    environment raises, or if the engine refuses its request. A sample that is unfit
+    (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises, or it ends the
+    collection: see `on_reward_error`.
+
+    The slots of a kind are made by the recipe that `others` has for it.
 
     With `segment` the samples are single turns that are advanced by it, and `environment` is not used. A
     group with a sample that is unfinished then is handed over without rewards.
 
-    `sampling.seed` is not used. Raises EngineError when the engine fails, and Stopped within a second after
-    `stop` is set; the rest is cancelled. An error of `on_group` ends the collection too. Raises AllGivenUp if
-    there were several groups and all were given up: then no group was handed over.
-
-    `tally` logs why samples and groups are lost; a process that keeps it shows each traceback once.
+    `counts` says whether a group counts as one of the needed groups. `on_end` is called at the end of each
+    group, also of one that is given up and handed over later. `sampling.seed` is not used. `tally` logs why
+    samples and groups are lost; a process that keeps it shows each traceback once.
     """
-    tally = tally or Tally(log)
-    group_maker = _GroupMaker(client, environment, reward, sampling, settings, tally, segment)
-    collection = _Collection(
-        slots, len(slots) if needed is None else needed, counts, settings, on_group, on_end
-    )
-    limit = max(1, settings.concurrency // sampling.n)
-    others = asyncio.all_tasks()
-    workers = {
-        asyncio.create_task(collection.work(group_maker))
-        for _ in range(min(limit, len(slots), collection.begin))
-    }
-    pending = workers
-    try:
-        with interrupting(settings.group_timeout_s, "group_timeout_s") as say_free:
-            while pending and not collection.is_over():
+
+    def __init__(
+        self,
+        *,
+        client: EngineClient,
+        environment: Environment,
+        reward: Reward,
+        sampling: Sampling,
+        settings: RolloutSettings,
+        counts: Callable[[Group], bool] = lambda group: True,
+        segment: Segment | None = None,
+        others: Mapping[str, Recipe] = MappingProxyType({}),
+        on_end: Callable[[], None] = lambda: None,
+        tally: Tally | None = None,
+    ) -> None:
+        self._tally = tally or Tally(log)
+        self._teacher = Teacher(settings.teacher) if settings.teacher else None
+        recipes = {"": Recipe(environment, reward, sampling), **others}
+        self._makers = {
+            kind: GroupMaker(
+                client, of.environment, of.reward, of.sampling, settings, self._tally, segment, self._teacher
+            )
+            for kind, of in recipes.items()
+        }
+        self._settings = settings
+        at_once = settings.concurrency or client.facts.samples
+        most = max(of.sampling.n for of in recipes.values())
+        self.meter = Meter(width=max(1, at_once // most))
+        self._places = asyncio.Semaphore(self.meter.width)
+        """Of the engine: a group has one while it is generated, not while it waits for its rewards."""
+        self._rewards = [of.reward for of in recipes.values()]
+        is_instant = all(maker.is_instant for maker in self._makers.values())
+        self._most_groups = self.meter.width * (1 if is_instant else 2)
+        self._counts = counts
+        self._on_end = on_end
+        self._source: Source = Listed([])
+        self._on_group: Callable[[Group], None] = lambda _: None
+        self._workers: set[asyncio.Task[None]] = set()
+        self._in_flight: dict[int, tuple[Slot, asyncio.Task[None]]] = {}
+        """By slot: the groups that are being made, each with its worker."""
+        self._held: list[Group] = []
+        """Tombstones: they are final, so they wait for a group that shows that the reward works."""
+        self._finished = self._counted = self._given_up = self._failed = 0
+        self._grace_ends_s = math.inf
+        self._others: set[asyncio.Task[Any]] | None = None
+        """The tasks of the event loop that are no environment's."""
+        self._paused: set[asyncio.Task[Any]] = set()
+        """All tasks that there were when the collector was stopped."""
+
+    @property
+    def open_slots(self) -> list[int]:
+        """The slots whose groups are begun and not handed over."""
+        return sorted([*self._in_flight, *(group.slot for group in self._held)])
+
+    async def run(
+        self, source: Source, on_group: Callable[[Group], None], stop: threading.Event, kept: int = 0
+    ) -> int:
+        """Make groups of the slots of `source` until enough of them count, or until no slot is left. Each
+        goes to `on_group` when it is finished, in any order. Returns how many needed groups were not made.
+
+        Raises Stopped within a second after `stop` is set: groups in flight go on when `run` is called
+        again, in the same event loop; `kept`: how many of these `source` counts as needed. Raises EngineError
+        when the engine fails. An error of `on_group` ends the collection too. Raises AllGivenUp if there
+        were several groups and all were given up: then no group was handed over.
+        """
+        self._source, self._on_group = source, on_group
+        self._counted = sum(map(self._counts, self._held))
+        self._grace_ends_s = math.inf
+        tasks = asyncio.all_tasks()
+        self._others = tasks if self._others is None else self._others | (tasks - self._paused)
+        # ---- a worker for each group that may be in flight
+        at_once = min(self._most_groups, source.total + kept)
+        more = max(0, at_once - len(self._workers))
+        self._workers |= {asyncio.create_task(self._work()) for _ in range(more)}
+        pending = set(self._workers)
+        with interrupting(self._settings.group_timeout_s, "group_timeout_s") as say_free:
+            while pending and not self._is_over():
                 say_free()
                 if stop.is_set():
-                    raise Stopped(f"stopped with {len(collection.in_flight)} groups in flight")
+                    self._pause()
+                    raise Stopped(f"stopped with {len(self._in_flight)} groups in flight")
                 done, pending = await asyncio.wait(
                     pending, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
                 )
                 for task in done:
                     task.result()
-    finally:
-        for task in workers:
+        return self._conclude()
+
+    def _pause(self) -> None:
+        """Begin no further group."""
+        busy = {worker for _, worker in self._in_flight.values()}
+        for worker in self._workers - busy:
+            worker.cancel()
+        self._workers &= busy
+        self._paused = asyncio.all_tasks()
+
+    def keep(self, slots: Collection[int]) -> None:
+        """Give up what is in flight, or held, of other slots than these: nobody needs it any more."""
+        for slot in self._in_flight.keys() - set(slots):
+            _, worker = self._in_flight.pop(slot)
+            worker.cancel()
+            self._workers.discard(worker)
+        self._held = [group for group in self._held if group.slot in slots]
+
+    async def end(self) -> None:
+        """Cancel what is in flight, and whatever environments have left running."""
+        for task in self._workers:
             task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)  # the first error was raised
-        await end(asyncio.all_tasks() - others, "tasks of environments")
-        tally.say_counts()
-    return collection.conclude()
+        await asyncio.gather(*self._workers, return_exceptions=True)  # the first error was raised
+        ours = {asyncio.current_task(), *(asyncio.all_tasks() if self._others is None else self._others)}
+        await end(asyncio.all_tasks() - ours, "tasks of environments")
+        for reward in self._rewards:
+            await reward.close()
+        if self._teacher is not None:
+            await self._teacher.close()
+        self._tally.say_counts()
 
-
-class _Collection:
-    """Which slots are begun and finished, and when to stop."""
-
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        needed: int,
-        counts: Callable[[Group], bool],
-        settings: RolloutSettings,
-        on_group: Callable[[Group], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        self.in_flight: dict[int, Slot] = {}
-        self.begin = math.ceil(needed * settings.over_sample)
-        self._queue: Iterator[Slot] = iter(slots)  # shared: a worker that is done takes the next slot
-        self._needed = needed
-        self._counts = counts
-        self._settings = settings
-        self._on_group = on_group
-        self._on_end = on_end
-        self._finished = self._counted = self._given_up = self._failed = 0
-        self._held: list[Group] = []
-        self._grace_ends_s = math.inf
-
-    async def work(self, maker: "_GroupMaker") -> None:
-        """Make one group after another, until enough are begun."""
-        while len(self.in_flight) + self._counted < self.begin and (slot := next(self._queue, None)):
-            self.in_flight[slot.number] = slot
-            group = await maker.make(slot)
-            if self.is_over():
+    async def _work(self) -> None:
+        """Make one group after another, until no slot is left."""
+        worker: Any = asyncio.current_task()
+        while True:
+            async with _Place(self._places) as place:
+                if (slot := await self._source.take(self._wants_spare)) is None:
+                    return
+                self._in_flight[slot.number] = (slot, worker)
+                place.begin()
+                group = await self._makers[slot.kind].make(slot, place.leave)
+            if self._is_over() or slot.number not in self._in_flight:
                 return  # too late: the group is spare, or is given up with the others
-            del self.in_flight[slot.number]
+            del self._in_flight[slot.number]
+            self.meter.add(group, place.busy_s)
             self._take(group)
 
-    def is_over(self) -> bool:
-        """Return whether the groups that are still in flight are no longer needed."""
-        return self._counted >= self._needed or time.monotonic() >= self._grace_ends_s
+    def _wants_spare(self) -> bool:
+        """Return whether so few groups are made, or being made, that a spare slot is begun."""
+        begin = math.ceil(self._source.needed * self._settings.over_sample)
+        return len(self._in_flight) + self._counted < begin
 
-    def conclude(self) -> int:
+    def _is_over(self) -> bool:
+        """Return whether the groups that are still in flight are no longer needed."""
+        if self._source.is_open:
+            return False
+        if self._counted >= self._source.needed:
+            return True
+        now_s = asyncio.get_running_loop().time()
+        is_enough = self._counted >= self._settings.completion_threshold * self._source.needed
+        if is_enough and self._grace_ends_s == math.inf:
+            self._grace_ends_s = now_s + self._settings.grace_period_s
+        return now_s >= self._grace_ends_s
+
+    def _conclude(self) -> int:
         """Give up the groups that are in flight. Returns how many of the needed groups are missing."""
-        short = self._needed - self._counted
-        if self.in_flight and short > 0:
+        self._tally.say_counts()
+        needed = self._source.needed
+        short = needed - self._counted
+        if self._in_flight and short > 0:
             reason = (
                 f"cancelled: not finished {self._settings.grace_period_s:g} s after {self._counted} of "
-                f"{self._needed} groups were (grace_period_s, completion_threshold)"
+                f"{needed} groups were (grace_period_s, completion_threshold)"
             )
-            log.warning("%d groups are %s", len(self.in_flight), reason)
-            for slot in self.in_flight.values():
+            log.warning("%d groups are %s", len(self._in_flight), reason)
+            for slot, _ in self._in_flight.values():
                 self._take(slot.tombstone(reason))
         if len(self._held) >= ALL_FAILED_MIN:
             first = self._held[0]
@@ -209,11 +269,12 @@ class _Collection:
                 made,
                 self._failed,
             )
-        return max(0, self._needed - self._counted)
+        return max(0, needed - self._counted)
 
     def _take(self, group: Group) -> None:
-        """Hand a group over. Tombstones are final: they wait for a group that shows that the reward works."""
+        """Hand a group over, or hold it."""
         self._on_end()
+        self._source.end(group)
         self._finished += group.given_up is None
         self._given_up += group.given_up is not None
         self._failed += len(group.failed)
@@ -221,100 +282,34 @@ class _Collection:
         self._held.append(group)
         while self._finished and self._held:
             self._on_group(self._held.pop(0))
-        settings = self._settings
-        if self._grace_ends_s == math.inf and self._counted >= settings.completion_threshold * self._needed:
-            self._grace_ends_s = time.monotonic() + settings.grace_period_s
 
 
-@dataclass
-class _GroupMaker:
-    """Makes the group of a slot, also if the user's environment or reward fails."""
+class _Place:
+    """A place in the engine: taken from a semaphore by `async with`, and left once, at its end or before."""
 
-    client: EngineClient
-    environment: Environment
-    reward: Reward
-    sampling: Sampling
-    settings: RolloutSettings
-    tally: Tally
-    segment: Segment | None
+    busy_s = 0.0
+    """Seconds from `begin` until it was left."""
 
-    async def make(self, slot: Slot) -> Group:
-        """Return the slot's group, or its tombstone; EngineError if the engine fails."""
-        timeout_s = self.settings.group_timeout_s
-        attempt = asyncio.create_task(self._attempt(slot))
-        try:
-            is_late = not (await asyncio.wait({attempt}, timeout=timeout_s))[0]
-        finally:
-            await end({attempt}, "groups")
-        is_over = attempt.done() and not attempt.cancelled()
-        made = attempt.result() if is_over else asyncio.CancelledError()
-        if isinstance(made, Group):
-            return made
-        reason = _first_cause(made)
-        if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
-            raise reason from None
-        if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
-            what = "a reward ends the run (rollout.on_reward_error=run)"
-            self.tally.note("samples", what, reason, reason.__cause__)
-            raise reason from None
-        if is_late:
-            reason = TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
-        what = f"slot {slot.number}, task {slot.task['id']!r} is given up"
-        self.tally.note("groups", what, reason, None if isinstance(reason, EngineError) else reason)
-        return slot.tombstone(f"{type(reason).__name__}: {reason}")
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._is_taken = False
+        self._begun_s = math.inf
 
-    async def _attempt(self, slot: Slot) -> Group | BaseException:
-        """Return the group, or what the user's environment or reward has raised: anything, also the
-        CancelledError of tasks of their own.
-        """
-        try:
-            return await self._generate(slot)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
-            return error
+    async def __aenter__(self) -> Self:
+        await self._places.acquire()
+        self._is_taken = True
+        return self
 
-    async def _generate(self, slot: Slot) -> Group:
-        policy = Policy(self.client, self.sampling, slot.seed)
-        if self.segment is not None:
-            made = await advance(slot.task, policy, self.sampling, slot.begun, self.segment)
-        else:
-            made = await self.environment(slot.task, policy, self.sampling)
-        if not isinstance(made, list) or not made or not all(isinstance(one, Sample) for one in made):
-            raise ValueError(
-                f"the environment must return a non-empty list of Sample, got {type(made).__name__}"
-            )
-        for sample in made:
-            sample.finish_reason = finish_reason(sample.finish_reason)
-        demonstrated = demonstrates(self.environment)
-        may_go_on = self.segment is not None
-        faults = [unfit(sample, demonstrated=demonstrated, unfinished=may_go_on) for sample in made]
-        samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
-        for sample in samples:
-            sample.turns = slot.turns_after_prompt(sample, self.sampling.stop)
-        group = Group(slot.number, slot.task["id"], slot.prompt, samples)
-        unscored = [sample for sample in samples if sample.reward is None and not group.is_unfinished]
-        scored = await asyncio.gather(
-            *(score(self.reward, slot.task, sample, self.settings) for sample in unscored),
-            return_exceptions=True,
-        )
-        failures = [UnfitSample(fault) for fault in faults if fault is not None]
-        failures += [error for error in scored if error is not None]
-        for error in failures:
-            if not isinstance(error, RewardError | UnfitSample):
-                raise error
-            if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
-                raise error
-            self.tally.note("samples", f"slot {slot.number} loses a sample", error, error.__cause__)
-        group.failed = [*(slot.begun.failed if slot.begun else ()), *map(str, failures)]
-        if not group.is_unfinished:
-            group.samples = [sample for sample in samples if sample.reward is not None]
-            group.given_up = None if group.samples else f"no sample is left: {group.failed[0]}"
-        return group
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.leave()
 
+    def begin(self) -> None:
+        """Begin to use it. The loop's time is counted: it stands still between two epochs."""
+        self._begun_s = asyncio.get_running_loop().time()
 
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the first error in the exception groups of asyncio.TaskGroup; an engine's failure comes before
-    all others.
-    """
-    if isinstance(error, ExceptionGroup):
-        return _first_cause((error.subgroup(EngineError) or error).exceptions[0])
-    return error
+    def leave(self) -> None:
+        """Let another group have it."""
+        if self._is_taken:
+            self._is_taken = False
+            self.busy_s = asyncio.get_running_loop().time() - self._begun_s
+            self._places.release()

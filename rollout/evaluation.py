@@ -1,5 +1,6 @@
-"""Compute the figures of an evaluation: mean reward and pass@k."""
+"""Compute the figures of an evaluation: mean reward with its standard error, and pass@k."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +24,27 @@ def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> float:
     return 1.0 - sum(none_solves) / len(none_solves)
 
 
+def standard_error(rewards: Sequence[Sequence[float]]) -> float | None:
+    """Return the standard error of the mean over all samples, whose rewards are given by task; None for fewer
+    than two tasks. The mean +- 1.96 of it is an interval that covers the score on all such tasks with 95 %.
+
+    Tasks are drawn independently, and the samples of one task are not: it is clustered by task (Miller 2024,
+    arXiv 2411.00640, with the factor G / (G - 1) for G tasks).
+    """
+    tasks = [task for task in rewards if task]
+    if len(tasks) < 2:
+        return None
+    count = sum(map(len, tasks))
+    mean = sum(map(sum, tasks)) / count
+    squares = sum(sum(reward - mean for reward in task) ** 2 for task in tasks)
+    return math.sqrt(squares * len(tasks) / (len(tasks) - 1)) / count
+
+
 def evaluate(groups: Sequence[Group], success: float) -> dict[str, Any]:
-    """`reward`: the mean over all samples that have a reward. `pass_at`: {"1": ..., "8": ...}, pass@k for
-    k = 1 and for k = the samples of the largest group. A sample with a reward of at least `success` has
-    solved its task. `short`: how many groups have lost samples; such a group counts for pass@1 only.
+    """`reward`: the mean over all samples that have a reward; `error`: its standard error, if there is one.
+    `pass_at`: {"1": ..., "8": ...}, pass@k for k = 1 and for k = the samples of the largest group. A sample
+    with a reward of at least `success` has solved its task. `short`: how many groups have lost samples; such
+    a group counts for pass@1 only.
 
     Groups that were given up and lost samples are left out; they do not count as failed.
     """
@@ -37,11 +55,12 @@ def evaluate(groups: Sequence[Group], success: float) -> dict[str, Any]:
     ]
     solved = [(len(group), sum(reward >= success for reward in group)) for group in rewards if group]
     if not solved:
-        return {"reward": None, "pass_at": {}, "short": 0}
+        return {"reward": None, "error": None, "pass_at": {}, "short": 0}
     most = max(n for n, _ in solved)
     whole = [(n, c) for n, c in solved if n == most]
     return {
         "reward": float(np.mean(np.concatenate([group for group in rewards if group]))),
+        "error": standard_error(rewards),
         "pass_at": {str(k): pass_at_k(whole if k > 1 else solved, k) for k in sorted({1, most})},
         "short": len(solved) - len(whole),
     }

@@ -1,7 +1,8 @@
 """What samples are made with: a policy, how it is sampled, and the code of an environment and a reward."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Self
 
 from pydantic import TypeAdapter
@@ -17,6 +18,16 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
+    tool_parser: str = "auto"
+    """What reads tool calls from the text; see rollout.environments.tool_calls."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that the model's chat template gets."""
+    reasoning_end: str | None = None
+    """What ends the reasoning of a completion; its answer follows."""
+    thinking_tokens: int | None = None
+    """Longest reasoning of a single turn, in tokens."""
+    history: str = "sampled"
+    """How an agent's earlier turns look to the model: `sampled`, or as the chat `template` renders them."""
     seed: int | None = None
 
 
@@ -45,7 +56,7 @@ class Origin:
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
         """Return the origin that a document holds, maybe among other things."""
-        return TypeAdapter(cls).validate_python(document)
+        return _adapter(cls).validate_python(document)
 
     def difference(self, other: "Origin") -> str | None:
         """Say in what `other` differs so that no manifest may hold samples of both; None: in nothing.
@@ -59,6 +70,12 @@ class Origin:
     def _fixed(self) -> dict[str, Any]:
         named = {"reward": self.reward.name, "environment": self.environment.name}
         return {"policy": self.policy, **described(self.sampling), **named}
+
+
+@cache
+def _adapter(kind: type[Origin]) -> TypeAdapter[Any]:
+    """Return what validates documents; to make it takes ten times as long as to use it."""
+    return TypeAdapter(kind)
 
 
 def described(record: Any) -> dict[str, Any]:

@@ -1,18 +1,57 @@
 """Settings of generation. Importing this never imports torch, vLLM or transformers."""
 
+import copy
+import re
 import urllib.parse
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 GENERATED = ("builtin:", "reasoning_gym:")
 """A source of tasks that begins so is not a file; it has tasks for training and for evaluation."""
+NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
+"""A name that the user gives to a table of settings."""
+TEMPLATE_ARGUMENTS = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
+    *("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+)
+"""What engines themselves hand to a chat template, or to the tokenizer that applies it."""
+JOIN = " + "
+"""Joins the rewards of a run in the setting `reward`."""
+
+
+def _joined(given: Any) -> Any:
+    """Return several rewards, each a text, as one text: it names them in all documents of a run."""
+    is_several = isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given)
+    return JOIN.join(given) if is_several else given
 
 
 class Settings(BaseModel):
     """One part of the settings tree, frozen; an unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def nested(name: str, given: Any) -> Any:
+    """Return the setting `name`, which holds tables by names of the user's, as a tree: `fast.env.NAME`, as it
+    is typed, stands for a value in a table of a table.
+    """
+    if not isinstance(given, Mapping):
+        return given
+    items = cast("Mapping[str, Any]", given)
+    found: dict[str, Any] = {}
+    for key, value in items.items():
+        *parents, leaf = key.split(".")
+        place: Any = found
+        for parent in parents:
+            place = cast("dict[str, Any]", place).setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{name}.{key}: {parent} is no table; leave one of them out")
+        place[leaf] = copy.deepcopy(value)
+    return found
 
 
 class RolloutSettings(Settings):
@@ -35,10 +74,28 @@ class RolloutSettings(Settings):
     """Nucleus sampling; below 1 the engine's logprobs can no longer be compared with the trainer's."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, in addition to the end-of-sequence token."""
-    concurrency: Annotated[int, Field(ge=1)] = 256
-    """Most samples that one node generates at the same time."""
+    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
+    """How tool calls are found in what the model writes. auto: as the model's chat template writes them."""
+    chat_template: dict[str, Any] = {}
+    """Variables for the model's chat template, e.g. rollout.chat_template.enable_thinking=false."""
+    reasoning_end: Annotated[str, Field(min_length=1)] | None = None
+    """What ends a model's reasoning, e.g. </think>. The reward then gets only what follows it, and the
+    reasoning as the field `reasoning` of the task. null: the reward gets the whole text."""
+    thinking_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest reasoning: one that is longer is ended by `reasoning_end`, so that the rest of `max_tokens` is
+    left for the answer. Only for environment=single_turn."""
+    history: Literal["sampled", "template"] = "sampled"
+    """What the model sees of earlier turns behind an agent's base_url. sampled: the tokens as they were
+    sampled. template: what the chat template makes of the messages; if that has another beginning, a new
+    sample begins."""
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Most samples that one node generates at the same time. null: as many as its engine can, which are
+    vLLM's `max_num_seqs` for each replica, or `engine.max_batch`."""
+    claims: bool | None = None
+    """Nodes claim their groups while the rollout goes on, so that none waits for another; false: the groups
+    are split by weight beforehand. null: true without `cluster.rank_weights`."""
     group_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """A group that takes longer is given up."""
+    """A group whose samples take longer to generate, or longer to score, is given up."""
     completion_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Once this fraction of a node's groups is finished, the rest have `grace_period_s` left."""
     grace_period_s: Annotated[float, Field(ge=0)] = 60.0
@@ -70,10 +127,80 @@ class RolloutSettings(Settings):
     """Finished groups are made durable at least this often."""
     seed: int = 0
     """Seed of the run; it decides the tasks, the samples and the built-in model."""
-    reward: str = "exact"
-    """exact, numeric, regex, length, math, reasoning_gym, or module:function."""
+    reward: Annotated[str, BeforeValidator(_joined)] = "exact"
+    """exact, numeric, regex, length, math, reasoning_gym, code, module:function, http://HOST:PORT/PATH, or
+    judge:URL,model=NAME. Several are added up, each with its weight: --reward math=1 --reward length=-0.1, in
+    a file ["math=1", "length=-0.1"]."""
+    teacher: str | None = None
+    """http://HOST:PORT/v1, a server with another model and the same tokenizer, which gives its logprobs of
+    the samples' tokens (trainer.algorithm=distill)."""
     environment: str = "single_turn"
-    """single_turn, calculator, demonstration (for trainer.algorithm=sft), or module:function."""
+    """single_turn, calculator, demonstration (for trainer.algorithm=sft), preference (for dpo), or
+    module:function."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _check_chat_template(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        """Refuse variables that are not the user's to set."""
+        taken = [name for name in variables if name in TEMPLATE_ARGUMENTS or not name.isidentifier()]
+        if taken:
+            raise ValueError(
+                f"rollout.chat_template.{taken[0]}: is no variable of the template, the engine sets it; "
+                "leave it out"
+            )
+        return variables
+
+
+WRITTEN = ("demonstration", "preference")
+"""The environments whose samples are written in the tasks."""
+
+
+class EvalSetSettings(Settings):
+    """A named set of evaluation tasks, with a score of its own, evaluated whenever `eval_tasks` are. What is
+    not given is as in `eval`, then as in `rollout`. NAME is any name.
+    """
+
+    tasks: Annotated[str, Field(min_length=1)]
+    """As `eval_tasks`."""
+    columns: dict[str, str] = {}
+    """As `eval.columns`; default: the same."""
+    reward: Annotated[str | None, BeforeValidator(_joined)] = None
+    """As `rollout.reward`."""
+    environment: str | None = None
+    """As `rollout.environment`."""
+    samples_per_task: Annotated[int, Field(ge=1)] | None = None
+    """As `eval.samples_per_task`."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """As `eval.temperature`."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Nucleus sampling; null: 1, as in every evaluation."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """As `eval.max_tokens`."""
+    success: float | None = None
+    """As `eval.success`."""
+    max_tasks: Annotated[int, Field(ge=1)] | None = None
+    """As `eval.max_tasks`."""
+
+    def filled(self, evaluation: "EvalSettings", rollout: RolloutSettings, columns: dict[str, str]) -> Self:
+        """Return the set with what it inherits; only generated tasks have no columns. Demonstrations do not
+        measure a policy: in their place it answers in a single turn.
+        """
+        inherited = {
+            "columns": {} if self.tasks.startswith(GENERATED) else columns,
+            "reward": rollout.reward,
+            "environment": rollout.environment,
+            "samples_per_task": evaluation.samples_per_task,
+            "temperature": evaluation.temperature,
+            "top_p": 1.0,
+            "max_tokens": evaluation.max_tokens or rollout.max_tokens,
+            "success": evaluation.success,
+            "max_tasks": evaluation.max_tasks,
+        }
+        own = {name: value for name in inherited if (value := getattr(self, name)) not in (None, {})}
+        filled = {**inherited, **own}
+        if filled["environment"] in WRITTEN:
+            filled["environment"] = "single_turn"
+        return self.model_copy(update=filled)
 
 
 class EvalSettings(Settings):
@@ -91,6 +218,10 @@ class EvalSettings(Settings):
     """Longest completion of an evaluation; null: as in training."""
     max_tasks: Annotated[int, Field(ge=1)] = 512
     """Evaluate on the first `max_tasks` tasks at most."""
+    columns: dict[str, str] = {}
+    """As the setting `columns`, for the evaluation tasks; default: the same."""
+    sets: Annotated[dict[str, EvalSetSettings], BeforeValidator(partial(nested, "eval.sets"))] = {}
+    """Further sets of tasks, each with a score of its own, by a name of your own: see `eval.sets.NAME`."""
 
 
 class EngineSettings(Settings):

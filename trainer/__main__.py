@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import traceback
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def main() -> None:
     parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--collective-timeout-s", type=float, default=1800.0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork of the agent has the agent's handler
     launch.watch(args.spool)
 
     import logging

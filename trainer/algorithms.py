@@ -2,7 +2,7 @@
 
 A preset is a function that returns settings of `trainer` by name, and its name in PRESETS is what
 `trainer.algorithm` takes. Settings that are given themselves win over a preset's, a preset's over the
-defaults of TrainerSettings. What is common to all but rft and sft is the truncated correction for the engine
+defaults of TrainerSettings. All but rft, sft, dpo and distill have the truncated correction for the engine
 (arXiv 2402.03300 and its successors assume one that samples with the trainer's own numerics).
 """
 
@@ -150,6 +150,32 @@ def sft() -> dict[str, Any]:
     return {"advantage": "one", "clip": "likelihood", "aggregation": "token", "engine_correction": "off"}
 
 
+def dpo() -> dict[str, Any]:
+    """Direct preference optimization: Rafailov et al. 2023, arXiv 2305.18290.
+
+    -log sigmoid(beta (D_better - D_worse)), where D is the log ratio of an answer between the policy and the
+    base model; the mean over pairs. The pairs are written in the tasks; of sampled groups they are the best
+    and the worst sample.
+    """
+    return {"advantage": "pair", "clip": "likelihood", "aggregation": "sum", "engine_correction": "off"}
+
+
+def distill() -> dict[str, Any]:
+    """On-policy distillation: Agarwal et al. 2024 (GKD), arXiv 2306.13649, with the reverse KL.
+
+    The policy's own samples, and at each of their tokens KL(policy || teacher). Rewards are only measured.
+    """
+    return {
+        "advantage": "zero",
+        "clip": "likelihood",
+        "aggregation": "token",
+        "engine_correction": "off",
+        "kl": "k1",
+        "kl_to": "teacher",
+        "kl_coefficient": 1.0,
+    }
+
+
 PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "default": default,
     "grpo": grpo,
@@ -161,4 +187,6 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "reinforce++": reinforce_pp,
     "rft": rft,
     "sft": sft,
+    "dpo": dpo,
+    "distill": distill,
 }

@@ -27,10 +27,16 @@ class TrainerSettings(Settings):
     algorithm: str = "default"
     """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
     are given themselves."""
-    advantage: Literal["centred", "standardised", "leave_one_out", "whitened", "one"] = "centred"
+    advantage: Literal["centred", "standardised", "leave_one_out", "whitened", "one", "zero", "pair"] = (
+        "centred"
+    )
     """How a reward r becomes an advantage: r - mean of its group; the same over the group's standard
     deviation; r - mean of the others; r - mean of its group, whitened over the tokens of the batch; 1 for
-    every sample."""
+    every sample; 0 for every sample; only the best and the worst sample of a group are trained, as a pair
+    (`pair_beta`)."""
+    pair_beta: Annotated[float, Field(gt=0)] = 0.1
+    """With advantage=pair: how much of a distance from the base model it takes to prefer the better sample
+    (beta of DPO, arXiv 2305.18290)."""
     ratio: Literal["token", "sequence"] = "token"
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
     clip: Literal["ppo", "dual", "cispo", "none", "likelihood"] = "ppo"
@@ -42,9 +48,9 @@ class TrainerSettings(Settings):
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens of an optimizer step; mean over sequences of the mean over their tokens; the sum
-    over sequences and tokens, divided by sequences x rollout.max_tokens."""
+    aggregation: Literal["token", "sequence", "sum", "constant"] = "token"
+    """Mean over all tokens of an optimizer step; mean over sequences of the mean, or of the sum, over their
+    tokens; the sum over sequences and tokens, divided by sequences x rollout.max_tokens."""
     engine_correction: Literal["off", "truncated", "masked"] = "truncated"
     """Weight of a token that corrects for the engine's own numerics, w = pi_old / mu_engine: none; min(w,
     cap); w, but 0 above the cap or below its inverse."""
@@ -54,7 +60,9 @@ class TrainerSettings(Settings):
     """Mask a whole sequence, beside `engine_correction`, whose geometric mean of w over its tokens lies above
     this or below its inverse, e.g. 1.01; null: none."""
     kl: Literal["off", "k1", "k2", "k3"] = "off"
-    """Estimate of KL(policy || base model), for `kl_in` (joschu.net/blog/kl-approx)."""
+    """Estimate of KL(policy || `kl_to`), for `kl_in` (joschu.net/blog/kl-approx)."""
+    kl_to: Literal["base", "teacher"] = "base"
+    """What `kl` holds the policy close to: the model that the run started from, or rollout.teacher."""
     kl_in: Literal["loss", "token_reward", "reward"] = "loss"
     """Where `kl` goes: added to the loss of each token (GRPO); taken from the reward of each token, so that
     its advantage falls by the sum over itself and later tokens (PPO); the sum over all tokens taken from the
@@ -144,8 +152,18 @@ class TrainerSettings(Settings):
         """`save_interval`; 1 where nobody has chosen it."""
         return self.save_interval or 1
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with the model that the run started from."""
+        return (self.kl != "off" and self.kl_to == "base") or self.advantage == "pair"
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        if self.advantage == "pair" and self.keep_flat_groups:
+            raise ValueError(
+                "trainer.keep_flat_groups=true with trainer.advantage=pair: a group of equal rewards has no "
+                "pair; leave one of them out"
+            )
         if self.layout == "replicated" and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"trainer.tensor_parallel_size={self.tensor_parallel_size} shards the model, which "
@@ -160,7 +178,7 @@ class TrainerSettings(Settings):
                 f"trainer.save_interval={self.save_interval} with trainer.keep_alive=false would repeat the "
                 "training since the last saved state in every iteration; leave one of them out"
             )
-        if self.kl != "off" and self.kl_in != "loss" and self.advantage in {"standardised", "one"}:
+        if self.kl != "off" and self.kl_in != "loss" and self.advantage in {"standardised", "one", "pair"}:
             raise ValueError(
                 f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "
                 "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"

@@ -1,92 +1,110 @@
-"""`run launch`: start a node on each of several hosts over ssh, in one terminal.
+"""`run launch`: start a node on each of several machines, in one terminal.
 
-The launcher starts nothing before it has understood the options and every host has answered. The nodes then
-work as if each was started by hand: they tell each other how the run goes, and a person may bring a lost node
-back by hand. The launcher passes on signals and output, and ends nodes that wait for one that cannot come.
+The launcher starts nothing before it has understood the options and every machine has answered. The nodes
+then work as if each was started by hand: they tell each other how the run goes, and a person may bring a lost
+node back by hand. The launcher passes on signals and output, and ends nodes that wait for one that cannot
+come. How it reaches the machines: `coordinator.commands.launch_ssh`, `coordinator.commands.launch_ray`.
 """
 
-import os
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from coordinator.commands.interrupts import Interrupts
-from coordinator.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE, Remote
+from coordinator.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE
 from coordinator.directory.layout import MASTER
+from coordinator.machine.own_command import settings_of
 from coordinator.protocol.exits import Exit
 from coordinator.settings import SettingsError
 
-SSH = "ssh"
 POLL_S = 0.1
 PING_S = 10.0
-"""How often the launcher tells the hosts that it is still there."""
+"""How often the launcher tells the machines that it is still there."""
 ANSWER_S = 60.0
-"""How long a host may take until its shell answers."""
+"""How long a machine may take until its shell answers."""
 CUT_OFF_S = 5.0
 """How long ssh may take, beyond GRACE_S, to report that a node was killed."""
 GIVEN = {"--master", "--worker", "--num-nodes", "--log-path", "cluster.num_nodes", "--version"}
-"""What --hosts decides, and what does not start a node."""
+"""What --hosts and --ray decide, and what does not start a node."""
 
 
-def launch(hosts: str, root: Path, words: Sequence[str], ssh: str = SSH, program: str | None = None) -> int:
-    """Start a node on each host and show their output; return the first exit code that is not 0.
-
-    `words` are options of `run` and `key=value`. `program` is the path of `run` on the hosts, `ssh` a
-    command with options. After a SettingsError nothing was started.
+class Node(Protocol):
+    """A node on another machine, from the connection to its exit code; `coordinator.commands.ssh.Remote`
+    says what each name means.
     """
-    names = _parse_hosts(hosts)
-    settings = _understood(words, len(names), root)
+
+    name: str
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def words(self) -> str: ...
+    @property
+    def is_ending(self) -> bool: ...
+    def poll(self) -> int | None: ...
+    def tell(self, word: str) -> None: ...
+    def cut_off(self) -> None: ...
+    def kill(self) -> None: ...
+    def flush(self, timeout_s: float) -> None: ...
+
+
+class Machines(Protocol):
+    """Where the nodes of a run are started; one for each of `names`, the first is the master's."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def options(self) -> Sequence[str]:
+        """The options of `run launch` that name them again."""
+        ...
+
+    def connect(self, root: Path) -> None:
+        """Look whether all is there that the run in `root` needs; SettingsError says what is missing."""
+        ...
+
+    def start(self, rank: int, command: Sequence[str]) -> Node: ...
+
+    def close(self) -> None:
+        """Give back what `connect` took."""
+        ...
+
+
+def launch(machines: Machines, root: Path, words: Sequence[str], program: str | None = None) -> int:
+    """Start a node on each machine and show their output; return the first exit code that is not 0.
+
+    `words` are options of `run` and `key=value`. `program` is the path of `run` on the machines. After a
+    SettingsError nothing was started.
+    """
+    number = len(machines.names)
+    settings = _understood(words, number, root)
     typed = [word for word in words if word != "--dry-run"]
-    commands = node_commands(program or _this_program(), len(names), root, typed)
+    commands = node_commands(program or _this_program(), number, root, typed)
     if "--dry-run" in words:
-        for host, command in zip(names, commands, strict=True):
-            print(f"{host}: {shlex.join(command)}", file=sys.stderr)
+        for name, command in zip(machines.names, commands, strict=True):
+            print(f"{name}: {shlex.join(command)}", file=sys.stderr)
         print(settings, end="")
         return Exit.DONE
-    client, interrupts, nodes = _parse_client(ssh), Interrupts(), list[Remote]()
     try:
-        for rank, (host, command) in enumerate(zip(names, commands, strict=True)):
-            nodes.append(Remote(f"rank {rank}, {host}", host, command, os.getcwd(), client, _show))
-        if code := _connect(nodes, interrupts):
-            return code
-        code = _follow(nodes, interrupts)
+        machines.connect(root)
+        interrupts, nodes = Interrupts(), list[Node]()
+        try:
+            for rank, command in enumerate(commands):
+                nodes.append(machines.start(rank, command))
+            if code := _connect(nodes, interrupts):
+                return code
+            code = _follow(nodes, interrupts)
+        finally:
+            _close(nodes, interrupts)
     finally:
-        _close(nodes, interrupts)
+        machines.close()
     if code in {Exit.FAILED, Exit.LOST, Exit.INTERRUPTED}:
-        _say(f"to resume: {_again(hosts, root, ssh, program)}")
+        again = ["--run", program or ""] * (program is not None)
+        say(f"to resume: {shlex.join(['run', 'launch', *machines.options, '--log-path', str(root), *again])}")
     return code
-
-
-def _again(hosts: str, root: Path, ssh: str, program: str | None) -> str:
-    """Return the command that goes on with the run: settings stay as they were, and this says the rest."""
-    more = ["--ssh", ssh] * (ssh != SSH) + ["--run", program or ""] * (program is not None)
-    return shlex.join(["run", "launch", "--hosts", hosts, "--log-path", str(root), *more])
-
-
-def _parse_client(ssh: str) -> list[str]:
-    """Split --ssh into words; SettingsError if there is no such program."""
-    try:
-        words = shlex.split(ssh)
-    except ValueError as error:
-        raise SettingsError(f"--ssh '{ssh}': {error}") from None
-    if not words or shutil.which(words[0]) is None:
-        raise SettingsError(f"--ssh '{ssh}': no such program here; install an ssh client, or name one")
-    return words
-
-
-def _parse_hosts(hosts: str) -> list[str]:
-    """Split --hosts, in order of rank; a host that is named twice gets two nodes."""
-    names = [name.strip() for name in hosts.split(",")]
-    for name in names:
-        if not name or name.startswith("-") or len(name.split()) > 1:
-            raise SettingsError(
-                f"--hosts {hosts}: '{name}' is no host; give what ssh takes, e.g. node-a,me@node-b"
-            )
-    return names
 
 
 def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
@@ -95,14 +113,9 @@ def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
         name = word.partition("=")[0]
         if name in GIVEN:
             raise SettingsError(
-                f"run launch: leave {name} out; each of --hosts has a node, the first the master"
+                f"run launch: leave {name} out; each machine has a node, the first the master"
             )
-    command = [sys.executable, "-m", "coordinator.cli", "--master", "--num-nodes", str(nodes)]
-    command += ["--log-path", str(root)]
-    asked = subprocess.run([*command, *words, "--dry-run"], capture_output=True, text=True, check=False)
-    if asked.returncode != 0:
-        raise SettingsError((asked.stderr.strip() or "run --dry-run failed").removeprefix("run: "))
-    return asked.stdout
+    return settings_of(["--master", "--num-nodes", str(nodes), "--log-path", str(root), *words])
 
 
 def _this_program() -> str:
@@ -121,8 +134,8 @@ def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) ->
     ]
 
 
-def _connect(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
-    """Wait until every host has answered, then start all nodes; return 0, or an exit code if one did not."""
+def _connect(nodes: Sequence[Node], interrupts: Interrupts) -> int:
+    """Wait until every machine has answered, then start all nodes; return 0, or the exit code if not."""
     deadline_s = time.monotonic() + ANSWER_S
     while any(not node.is_ready and node.poll() is None for node in nodes) and time.monotonic() < deadline_s:
         if interrupts.received:
@@ -132,16 +145,16 @@ def _connect(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
     for node in nodes:
         if not node.is_ready:
             codes.append(_exit_code(node.poll() or LOST_CODE))
-            _say(f"{node.name}: {node.words}")
+            say(f"{node.name}: {node.words}")
     if codes:
-        _say("no node was started")
+        say("no node was started")
         return codes[0]
     for node in nodes:
         node.tell("go")
     return Exit.DONE
 
 
-def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
+def _follow(nodes: Sequence[Node], interrupts: Interrupts) -> int:
     """Pass on signals until all nodes have ended; return the first exit code that is not 0.
 
     After SIGTERM from here a node has GRACE_S to end; then it is cut off.
@@ -158,7 +171,7 @@ def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
             if MASTER in codes or interrupts.end_all:
                 over_s = float("-inf")
             else:
-                _say("interrupted: the master ends the run on all nodes; once more ends every node at once")
+                say("interrupted: the master ends the run on all nodes; once more ends every node at once")
                 nodes[MASTER].tell("INT")
         if over_s is None and is_over(codes, passed_on):
             over_s = now_s
@@ -166,7 +179,7 @@ def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
         if told_s is None and (hopeless or (over_s is not None and now_s - over_s >= GRACE_S)):
             told_s = now_s
             if interrupts.received:
-                _say(f"ending every node, which may take {GRACE_S} s; once more: without waiting for it")
+                say(f"ending every node, which may take {GRACE_S} s; once more: without waiting for it")
             _tell(nodes, "TERM")
         if now_s - pinged_s >= PING_S:
             pinged_s = now_s
@@ -175,12 +188,12 @@ def _follow(nodes: Sequence[Remote], interrupts: Interrupts) -> int:
     for rank, node in enumerate(nodes):
         if rank not in codes:
             waited = "is not waited for" if interrupts.end_waiting else f"has not ended within {GRACE_S} s"
-            _say(f"{node.name}: {waited} after SIGTERM, and is killed there")
+            say(f"{node.name}: {waited} after SIGTERM, and is killed there")
             codes[rank] = Exit.LOST
     return next((code for code in codes.values() if code), Exit.DONE)
 
 
-def _close(nodes: Sequence[Remote], interrupts: Interrupts) -> None:
+def _close(nodes: Sequence[Node], interrupts: Interrupts) -> None:
     """End the nodes that still run: all at once, so that their waits do not add up."""
     for node in nodes:
         node.cut_off()
@@ -206,16 +219,16 @@ def is_over(codes: Mapping[int, int], interrupted: bool) -> bool:
     return Exit.FAILED in codes.values() or (interrupted and MASTER in codes)
 
 
-def _note_ended(nodes: Sequence[Remote], codes: dict[int, int]) -> None:
+def _note_ended(nodes: Sequence[Node], codes: dict[int, int]) -> None:
     """Add the exit codes of nodes that have ended, and say what they could not say themselves."""
     for rank, node in enumerate(nodes):
         if rank in codes or (code := node.poll()) is None:
             continue
         codes[rank] = _exit_code(code)
         if codes[rank] == Exit.LOST and code != Exit.LOST:
-            _say(f"{node.name}: was killed, or the connection is lost (then it is ended there)")
+            say(f"{node.name}: was killed, or the connection is lost (then it is ended there)")
         if codes[rank] == Exit.USAGE:
-            _say(f"{node.name}: cannot take part; the others are ended")
+            say(f"{node.name}: cannot take part; the others are ended")
 
 
 def _exit_code(code: int) -> int:
@@ -225,16 +238,17 @@ def _exit_code(code: int) -> int:
     return Exit.USAGE if code in {126, NO_PROGRAM_CODE} else code
 
 
-def _tell(nodes: Sequence[Remote], word: str) -> None:
+def _tell(nodes: Sequence[Node], word: str) -> None:
     for node in nodes:
         node.tell(word)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line of the launcher itself."""
     print(f"run: {text}", file=sys.stderr, flush=True)
 
 
-def _show(line: str) -> None:
-    """A line of a node; several threads call it."""
+def show(line: str) -> None:
+    """Print a line of a node; several threads call it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

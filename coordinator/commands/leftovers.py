@@ -14,6 +14,7 @@ from coordinator.directory.layout import (
     Flag,
     Record,
     RunDir,
+    parse_claim_name,
     parse_part_name,
     parse_protocol_name,
     parse_staging_name,
@@ -28,6 +29,7 @@ class What(StrEnum):
 
     FLAG = "flag of the iteration"
     ENDED = "flag of an ended epoch"
+    CLAIM = "claim of an ended epoch"
     BEAT = "heartbeat before the newest"
     TEMPORARY = "temporary"
     STAGING = "unpublished checkpoint"
@@ -40,7 +42,7 @@ class What(StrEnum):
     OPENING = "opening of the iteration"
 
 
-BY_THE_WAY = {What.ENDED, What.BEAT, What.TEMPORARY}
+BY_THE_WAY = {What.ENDED, What.CLAIM, What.BEAT, What.TEMPORARY}
 """Leftovers that are removed too, but may belong to other iterations."""
 
 
@@ -68,7 +70,7 @@ def look(crews: Sequence[RunDir], iteration: int) -> dict[Path, list[str]]:
     """
     run_dir = crews[0]
     directories = (
-        *(directory for crew in crews for directory in crew.protocol),
+        *(directory for crew in crews for directory in (*crew.protocol, crew.claims)),
         run_dir.checkpoints,
         run_dir.trainer_states,
         run_dir.batch(iteration),
@@ -91,7 +93,7 @@ def plan(
     """
     run_dir = next(iter(claimed))
     boards = {crew: parse(name for path in crew.protocol for name in listed[path]) for crew in claimed}
-    crew_of = {directory: crew for crew in claimed for directory in crew.protocol}
+    crew_of = {directory: crew for crew in claimed for directory in (*crew.protocol, crew.claims)}
     leftovers: list[Leftover] = []
     unknown: list[Path] = []
     for directory, names in listed.items():
@@ -115,6 +117,8 @@ def plan(
 
 def _in_protocol(name: str, iteration: int, claimed: int, board: Board) -> What | None:
     """Epoch records and the newest beat of each rank stay: they show which numbers were used."""
+    if claim := parse_claim_name(files.published_name(name)):
+        return What.CLAIM if claim.epoch < claimed else None
     if files.is_temporary(name):
         entry = parse_protocol_name(files.published_name(name))
         if isinstance(entry, Beat):  # of an older process, not of one that is just starting

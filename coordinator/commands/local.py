@@ -37,6 +37,7 @@ GRACE_S = 15.0
 
 
 def run_local(
+    children: Children,
     root: Path,
     given: Mapping[str, Any],
     reset: Sequence[str] = (),
@@ -44,11 +45,12 @@ def run_local(
     allow_shared_dir: bool = False,
 ) -> int:
     """Start all nodes, show them live, print the results; return the first exit code that is not 0.
+    `children` is closed then.
 
     SettingsError if another `run local` has nodes in the directory: it would end when they are superseded.
     """
     with _alone(root):
-        return _run_local(root, given, reset, accept_code_change, allow_shared_dir)
+        return _run_local(children, root, given, reset, accept_code_change, allow_shared_dir)
 
 
 @contextlib.contextmanager
@@ -76,6 +78,7 @@ def _alone(root: Path) -> Generator[None]:
 
 
 def _run_local(
+    children: Children,
     root: Path,
     given: Mapping[str, Any],
     reset: Sequence[str],
@@ -93,11 +96,11 @@ def _run_local(
     again = f"run local --log-path {shlex.quote(str(root))}"
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", STARTED_BY: again}
     interrupts = Interrupts()
-    with LiveView(root, sys.stdout) as shown, Children() as children:
-        overrides = ["--reset-settings=all", *as_overrides({**given, "cluster.num_nodes": nodes})]
-        overrides += ["--accept-code-change"] if accept_code_change else []
-        shared = ["--allow-shared-dir"] if allow_shared_dir else []
-        started: list[Child] = []
+    overrides = ["--reset-settings=all", *as_overrides({**given, "cluster.num_nodes": nodes})]
+    overrides += ["--accept-code-change"] if accept_code_change else []
+    shared = ["--allow-shared-dir"] if allow_shared_dir else []
+    started: list[Child] = []
+    with LiveView(root, sys.stdout) as shown:
 
         def echo(line: str) -> None:
             shown.say_line(plain(line))
@@ -106,13 +109,14 @@ def _run_local(
             role = ["--worker", str(rank)] if rank else ["--master", *overrides]
             argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
-        codes = _follow(started, interrupts)
+        codes = follow(started, interrupts)
+        children.close()
     _say_results(root)
     failed = [code for code in codes if code != 0]
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
-def _follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
+def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
     """Pass on signals until all nodes have ended; return their exit codes. An interrupt is the master's to
     tell the others, while there is one.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
-from coordinator.config import OPTIONS, TINY_DEFAULTS, option_name, show
+from coordinator.config import OPTIONS, REPEATED, TINY_DEFAULTS, option_name, show
 from coordinator.settings import TINY, RunSettings
 
 
@@ -68,7 +68,8 @@ def _annotation(key: str) -> Any:
         show_default=False,
         autocompletion=(lambda: choices) if choices else None,
     )
-    several = get_origin(field.annotation) is tuple and get_args(field.annotation)[0] is str
+    is_tuple = get_origin(field.annotation) is tuple and get_args(field.annotation)[0] is str
+    several = is_tuple or key in REPEATED
     return Annotated[list[str] | None, made] if several else Annotated[str | None, made]
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from coordinator.placement import Crew
 
-FORMAT = 4
+FORMAT = 5
 """Version of this layout. A directory of another version is refused."""
 
 MASTER = 0
@@ -22,6 +22,11 @@ GROUPS = "groups.jsonl"
 
 ROLLOUT_TIMES = "rollout_times.json"
 """The name of the file beside a manifest in which the rollout crew says how long it took."""
+
+OK, ENTER = "ok", "enter"
+"""The kinds of a flag with which a row is done, and an epoch entered."""
+DOCUMENT = ".json"
+"""What the kind of these ends in if the flag has a document. Else its file is empty. All others have one."""
 
 Kind = Literal["train", "eval"]
 
@@ -52,6 +57,29 @@ class Flag(NamedTuple):
     def name(self) -> str:
         return f"e{self.epoch:04d}.i{self.iteration:06d}.p{self.phase:02d}.r{self.rank:04d}.{self.kind}"
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it says that the rank has done its part of the row."""
+        return self.kind.removesuffix(DOCUMENT) == OK
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it says anything else than that the row is done, or the epoch entered."""
+        return self.kind.removesuffix(DOCUMENT) not in {OK, ENTER}
+
+
+class Claim(NamedTuple):
+    """A claim's name: of a chunk of what `row` (2: training, 6: evaluation) generates."""
+
+    epoch: int
+    iteration: int
+    row: int
+    chunk: int
+
+    @property
+    def name(self) -> str:
+        return f"e{self.epoch:04d}.i{self.iteration:06d}.p{self.row:02d}.c{self.chunk:06d}"
+
 
 class Record(NamedTuple):
     """An epoch record's name."""
@@ -67,7 +95,8 @@ _4 = r"(\d{4}|[1-9]\d{4,})"
 _6 = r"(\d{6}|[1-9]\d{6,})"
 # Each number has only one spelling, so that two names never mean the same.
 _BEAT = re.compile(rf"e{_4}\.r{_4}\.n(0|[1-9]\d*)\.b{_6}", re.ASCII)
-_FLAG = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.r{_4}\.([a-z_]+)", re.ASCII)
+_FLAG = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.r{_4}\.([a-z_]+|(?:ok|enter)\.json)", re.ASCII)
+_CLAIM = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.c{_6}", re.ASCII)
 _RECORD = re.compile(rf"e{_4}\.epoch\.json", re.ASCII)
 _PART = re.compile(rf"r{_4}\.e{_4}\.part{_4}\.safetensors", re.ASCII)
 _ITERATION = re.compile(rf"iteration_{_6}", re.ASCII)
@@ -84,6 +113,12 @@ def parse_protocol_name(name: str) -> Beat | Flag | Record | None:
     if match := _RECORD.fullmatch(name):
         return Record(int(match[1]))
     return None
+
+
+def parse_claim_name(name: str) -> Claim | None:
+    """Parse the name of a claim; None for any other name."""
+    match = _CLAIM.fullmatch(name)
+    return Claim(*map(int, match.groups())) if match else None
 
 
 class PartName(NamedTuple):
@@ -133,8 +168,10 @@ class RunDir:
         master/                     all that a worker lists while it waits, however many workers there are
           e0002.epoch.json            epoch record: kind, master, settings, members
           e0002.r0000.n3.b000123      heartbeat 123 of incarnation 3 of the master
-          e0002.i000005.p07.r0000.ok  flag (or .failed, .lost, .stopped ...); its content: the row's document
+          e0002.i000005.p07.r0000.ok  flag: row 7 is over (.ok.json: with a document; or .failed, .lost ...)
         workers/                    heartbeats and flags of the others, which the master lists
+        claims/                     who makes which chunk of a rollout
+          e0002.i000005.p02.c000017
       base_model/                 builtin:tiny, made by the master
       train_trajectories/iteration_000005/
         iteration.json              slots, sampling, reward, environment, policy; made once
@@ -190,6 +227,10 @@ class RunDir:
     def protocol(self) -> tuple[Path, Path]:
         """The directories in which nodes say where they are and what they have done."""
         return self.workers, self.master
+
+    @property
+    def claims(self) -> Path:
+        return self.root / "protocol" / self.crew / "claims"
 
     def protocol_of(self, rank: int) -> Path:
         """Return the directory in which a rank writes its heartbeats and flags."""
@@ -284,4 +325,4 @@ class RunDir:
             "events",
             "logs",
         )
-        return (*(self.root / name for name in names), *self.protocol)
+        return (*(self.root / name for name in names), *self.protocol, self.claims)

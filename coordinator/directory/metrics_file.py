@@ -11,6 +11,8 @@ Line = dict[str, Any]
 
 MEASURES = ("eval_reward", "reward")
 """What of a line says how good a policy is; the first that the run has counts."""
+SCORES = "eval"
+"""What a line has of the named sets of an evaluation, by name."""
 
 
 class NewLines:
@@ -91,10 +93,11 @@ class Finished:
     at most a number each.
     """
 
-    def __init__(self, run_dir: RunDir, keeps_scores: bool = False) -> None:
-        """`keeps_scores`: whether `score` will be asked."""
+    def __init__(self, run_dir: RunDir, keeps_scores: bool = False, by: str | None = None) -> None:
+        """`keeps_scores`: whether `score` will be asked; `by`: for the score of this set of an evaluation."""
         self._new = NewLines(run_dir)
         self._keeps_scores = keeps_scores
+        self._by = by
         self._forget()
 
     def _forget(self) -> None:
@@ -119,9 +122,13 @@ class Finished:
         self._last[kind] = iteration
         if self.newest is None or iteration >= self.newest["iteration"]:
             self.newest = line
-        for name in MEASURES if self._keeps_scores else ():
-            if line.get(name) is not None:
-                self._scores[name][measured(line)] = line[name]
+        of: dict[str, Any] = {name: line.get(name) for name in MEASURES}
+        if self._by is not None:
+            sets: dict[str, Line] = line.get(SCORES) or {}
+            of = {MEASURES[0]: sets.get(self._by, {}).get("reward")}
+        for name, value in of.items() if self._keeps_scores else ():
+            if value is not None:
+                self._scores[name][measured(line)] = value
 
     def last(self, *kinds: str) -> int:
         """Return the last iteration that a run of one of these kinds had finished at the last look; 0 for
@@ -132,6 +139,7 @@ class Finished:
     def score(self, checkpoint: int) -> float | None:
         """Return how good the policy of a checkpoint is. An iteration that it sampled has measured that: by
         its evaluation, or, in a run without evaluations, by the reward of its samples. None: nothing has yet.
+        With `by` only that set counts.
         """
         by_evaluation, by_samples = (self._scores[name] for name in MEASURES)
         return (by_evaluation or by_samples).get(checkpoint)

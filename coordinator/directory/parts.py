@@ -5,25 +5,20 @@ which holds its groups for people.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.directory.decoded import Decode, decoded
 from coordinator.directory.layout import GROUPS, Kind, PartName, RunDir, parse_part_name
 from coordinator.directory.published import Incomplete, names, read_json
 from rollout.origin import Origin, described
+from rollout.part_file import DamagedPart, PartHeader, check_part, decode_part, encode_part
 from rollout.quota import Quota
 from rollout.storage import files, once
-from rollout.trajectory import (
-    DamagedPart,
-    Group,
-    PartHeader,
-    decode_part,
-    encode_part,
-    generated_tokens,
-    line_for_people,
-)
+from rollout.trajectory import Group, generated_tokens, group_length, line_for_people
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +26,7 @@ log = logging.getLogger(__name__)
 class PartWriter:
     """Writes the finished groups of one share as immutable parts, numbered within an epoch.
 
-    Groups may be added while another thread writes.
+    Groups may be added, and another flush may begin, while a thread writes.
     """
 
     def __init__(
@@ -51,6 +46,7 @@ class PartWriter:
         self._directory = run_dir.trajectories(kind, iteration)
         self._header = PartHeader(kind, iteration, rank, epoch, 0, **vars(origin))
         self._waiting: list[Group] = []
+        self._writing = threading.Lock()
 
     def add(self, group: Group) -> None:
         """Take a finished group."""
@@ -59,18 +55,19 @@ class PartWriter:
 
     def flush(self) -> None:
         """Write the waiting groups as a part."""
-        if not self._waiting:
-            return
-        self.is_writing = True
-        try:
-            self._verify()
-            groups = list(self._waiting)
-            header = self._header = replace(self._header, part=self._header.part + 1)
-            name = PartName(header.epoch, header.rank, header.part).name
-            files.publish(self._directory / name, encode_part(groups, header))
-            del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
-        finally:
-            self.is_writing = False
+        with self._writing:
+            if not self._waiting:
+                return
+            self.is_writing = True
+            try:
+                self._verify()
+                groups = list(self._waiting)
+                header = self._header = replace(self._header, part=self._header.part + 1)
+                name = PartName(header.epoch, header.rank, header.part).name
+                files.publish(self._directory / name, encode_part(groups, header))
+                del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
+            finally:
+                self.is_writing = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,7 @@ def read_parts(
     named: Mapping[str, str] | None = None,
     rank: int | None = None,
     set_aside: bool = True,
+    decode: Decode = decoded,
 ) -> Iterator[Part]:
     """Read the parts of `origin` (maybe with other code), by (epoch, rank, part). A damaged part is logged,
     and set aside unless `set_aside` is False. `rank`: read the parts of this rank only. `named`: the parts
@@ -129,7 +127,7 @@ def read_parts(
         try:
             if named.get(name.name, sha256 := hashlib.sha256(data).hexdigest()) != sha256:
                 raise DamagedPart("it differs from what its node has named")
-            header, groups = decode_part(data)
+            header, groups = decode(data, sha256)
         except DamagedPart as error:
             if not set_aside:
                 log.warning("%s is damaged: left out: %s", path, error)
@@ -141,6 +139,12 @@ def read_parts(
             log.warning("%s was made with %s: left out", path, difference)
             continue
         yield Part(name, len(data), sha256, header.origin, groups)
+
+
+def names_of(directory: Path, origin: Origin, rank: int) -> dict[str, str]:
+    """Return name -> sha256 of the parts of `origin` that `rank` has written, whose checksums hold."""
+    found = read_parts(directory, origin, rank=rank, decode=lambda data, _sha256: (check_part(data), []))
+    return {part.name.name: part.sha256 for part in found}
 
 
 def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
@@ -215,18 +219,20 @@ def manifest(
         "generated": generated,
         "short": missing,
         "failed_samples": sum(len(group.failed) for group in groups),
-        "rewards": {str(group.slot): mean for group in groups if (mean := _mean_reward(group)) is not None},
-        **_figures(groups),
+        "lengths": {str(group.slot): group_length(group) for group in groups if group.samples},
+        "rewards": {str(group.slot): mean for group in groups if (mean := mean_reward(group)) is not None},
+        **figures(groups),
     }
     return document, _by_slot(groups)
 
 
-def _mean_reward(group: Group) -> float | None:
+def mean_reward(group: Group) -> float | None:
+    """Return the mean reward of a group's samples; None if none has one."""
     rewards = _rewards(group)
     return round(sum(rewards) / len(rewards), 6) if rewards else None
 
 
-def _figures(groups: list[Group]) -> dict[str, Any]:
+def figures(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the figures of the samples for the metrics line.
 
     `flat_groups`: the fraction of groups, of those with at least two rewards, whose rewards are all equal.
@@ -253,7 +259,11 @@ def _rewards(group: Group) -> list[float]:
     return [sample.reward for sample in group.samples if sample.reward is not None]
 
 
-def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
+def read_groups(
+    directory: Path,
+    manifest: Mapping[str, Any],
+    decode: Decode = lambda data, _sha256: decode_part(data),
+) -> list[Group]:
     """Read the groups that a manifest names, by slot, without the unfinished ones. Raises Incomplete if a
     part is missing or altered.
     """
@@ -264,7 +274,7 @@ def read_groups(directory: Path, manifest: Mapping[str, Any]) -> list[Group]:
             data = files.read(path)
             if hashlib.sha256(data).hexdigest() != entry["sha256"]:
                 raise Incomplete(f"{path} differs from the manifest's checksum")
-            _header, found = decode_part(data)
+            _header, found = decode(data, entry["sha256"])
         except (FileNotFoundError, DamagedPart) as error:
             raise Incomplete(f"{path}: {error}") from None
         wanted = set(entry["slots"])

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,8 @@ class Policy:
     iteration: int
     directory: Path
     digest: str
+    result: TrainResult | None = field(default=None, compare=False, repr=False)
+    """What its training has said; of a checkpoint."""
 
 
 def names(directory: Path) -> list[str]:
@@ -89,7 +91,8 @@ def is_part_of_model(name: str) -> bool:
 def policy_of(run_dir: RunDir, iteration: int) -> Policy:
     """Return the published checkpoint of `iteration`."""
     directory = run_dir.checkpoint(iteration)
-    return Policy(iteration, directory, read_result(directory).policy)
+    result = read_result(directory)
+    return Policy(iteration, directory, result.policy, result)
 
 
 def latest_before(run_dir: RunDir, iteration: int) -> int:
@@ -98,11 +101,13 @@ def latest_before(run_dir: RunDir, iteration: int) -> int:
 
 
 def read_result(directory: Path) -> TrainResult:
-    """Read result.json of a checkpoint or staging directory. Incomplete says what is wrong."""
-    if RESULT not in names(directory):
-        raise Incomplete(f"{directory} has no {RESULT}: it was not finished")
+    """Read result.json of a checkpoint, or of a staging directory that has one. Incomplete says what is
+    wrong.
+    """
     try:
         return TrainResult.from_json(files.read(directory / RESULT))
+    except FileNotFoundError:
+        raise Incomplete(f"{directory} has no {RESULT}: it was not finished") from None
     except DamagedDocument as error:
         raise Incomplete(f"{directory / RESULT} is damaged: {error}") from None
 

@@ -1,133 +1,53 @@
-"""Where the metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, trackio. One small class each.
+"""Where the metrics, and samples, go beside metrics.jsonl.
 
 A tracker that is slow, unreachable or broken must not hold a run. A thread feeds it; an error of it is logged
 once and ends that tracker alone. metrics.jsonl has every line whatever happens here.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import logging
+import os
 import queue
-import secrets
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from coordinator.settings import MetricsSettings, RunSettings, SettingsError, SinkName
+from coordinator.directory.layout import Kind
+from coordinator.journal import sample_tables
+from coordinator.journal.sinks import About, MLflow, Sink, TensorBoard, Trackio, WandB
+from coordinator.settings import MetricsSettings, SettingsError, SinkName
 
 log = logging.getLogger(__name__)
 
+MLFLOW = "MLFLOW_TRACKING_URI"
+KINDS: tuple[Kind, ...] = ("train", "eval")
 CLOSE_TIMEOUT_S = 30.0
 """How long the end of a run waits for a tracker to take what is left."""
-
-
-@dataclass(frozen=True)
-class About:
-    """What a tracker is told of the run. It is the same after a restart, so that its curves go on."""
-
-    run_id: str
-    directory: Path
-    """The run directory; its name is the run's, and a tracker may have a directory of its own in it."""
-    settings: RunSettings
-
-
-class Sink(Protocol):
-    """A tracker. Raises whatever its library raises."""
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Take the values of an iteration, by name; the newest one may come a second time after a restart."""
-        ...
-
-    def close(self) -> None:
-        """Send what is left."""
-        ...
-
-
-class TensorBoard:
-    """Event files in <log-path>/tensorboard."""
-
-    def __init__(self, about: About) -> None:
-        tensorboardx: Any = importlib.import_module("tensorboardX")
-        self._writer = tensorboardx.SummaryWriter(
-            logdir=str(about.directory / "tensorboard"),
-            filename_suffix=f".{secrets.token_hex(4)}",  # else two files of one second are one
-        )
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, iteration)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """See Sink."""
-        self._writer.close()
-
-
-class WandB:
-    """A run of Weights & Biases whose id is the run's; where it reports to is set as its users set it."""
-
-    def __init__(self, about: About) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=about.settings.metrics.project,
-            name=about.directory.name,
-            id=about.run_id,
-            resume="allow",
-            config=about.settings.model_dump(mode="json"),
-            dir=str(about.directory),
-            settings={"console": "off"},  # what the node prints is its own
-        )
-        # Not W&B's own steps, which refuse to take one again.
-        self._run.define_metric("*", step_metric="iteration")
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
-        self._run.log({**values, "iteration": iteration})
-
-    def close(self) -> None:
-        """See Sink."""
-        self._run.finish()
-
-
-class Trackio:
-    """A run of trackio, kept on this machine unless its user has set it up otherwise."""
-
-    def __init__(self, about: About) -> None:
-        self._trackio: Any = importlib.import_module("trackio")
-        self._trackio.init(
-            project=about.settings.metrics.project,
-            name=f"{about.directory.name}-{about.run_id}",  # it knows a run by its name alone
-            resume="allow",
-            config=about.settings.model_dump(mode="json"),
-        )
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
-        self._trackio.log(dict(values), step=iteration)
-
-    def close(self) -> None:
-        """See Sink."""
-        self._trackio.finish()
 
 
 SINKS: dict[SinkName, tuple[Callable[[About], Sink], str]] = {
     "tensorboard": (TensorBoard, "tensorboardX"),
     "wandb": (WandB, "wandb"),
     "trackio": (Trackio, "trackio"),
+    "mlflow": (MLflow, "mlflow"),
 }
 """By name: the class, and the module that it needs."""
 
 
 def check_sinks(settings: MetricsSettings) -> None:
-    """SettingsError for a tracker whose library is not installed."""
+    """SettingsError for a tracker whose library is not installed, or that nobody has said the place of."""
     for name in settings.sinks:
         if importlib.util.find_spec(SINKS[name][1]) is None:
             raise SettingsError(
                 f"metrics.sinks={name}: {SINKS[name][1]} is not installed; pip install -e '.[{name}]'"
             )
+    if "mlflow" in settings.sinks and not os.environ.get(MLFLOW):
+        raise SettingsError(
+            f"metrics.sinks=mlflow: no server is named; set the environment variable {MLFLOW}, e.g. to "
+            "http://127.0.0.1:5000"
+        )
 
 
 class Sinks:
@@ -172,9 +92,26 @@ class Sinks:
             for name in list(sinks):
                 with _alone(name, sinks):
                     sinks[name].write(line["iteration"], scalars(line))
+            self._send_samples(line["iteration"], sinks)
         for name in list(sinks):
             with _alone(name, sinks):
                 sinks[name].close()
+
+    def _send_samples(self, iteration: int, sinks: dict[SinkName, Sink]) -> None:
+        groups = self._about.settings.metrics.samples
+        for kind in KINDS if groups else ():
+            try:
+                rows = sample_tables.rows(self._about.directory, kind, iteration, groups)
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+            ) as error:  # they are for people
+                log.warning("the samples of iteration %d are not sent: %s", iteration, error)
+                continue
+            for name in list(sinks) if rows else ():
+                with _alone(name, sinks):
+                    sinks[name].write_samples(iteration, kind, rows)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ it has forked without exec shares the pipe. So the keeper also looks twice a sec
 
 *Who registers.* A group registers itself, by making the file named by its number before it does anything
 else: a child, and a trainer's worker, by a one-line shell (`trainer.job.launch.LAUNCHER`) that then
-becomes the program by exec. A process that cannot make the file, because the directory is gone, exits.
+becomes the program by exec; a fork (`trainer.job.forks`) by itself. A process that cannot make the file,
+because the directory is gone, exits.
 
 *Why that is airtight.* The keeper, and `Child.kill`, list `pgid/`, kill, forget what is gone and then try
 to remove the directory. A file made before that makes the removal fail, and the next pass kills its group;
@@ -22,8 +23,8 @@ registration, nor while the killing goes on. A killed group does not escape by f
 its members.
 
 *Reused numbers.* No process gets the pid P while anything, even a zombie, is in group P. A child's file is
-removed when it is reaped; workers' files go with their trainer, which ends when one of them does. So a file
-could name a stranger only if all pids went round in these moments.
+removed when it is reaped, and a fork's before; workers' files go with their trainer, which ends when one of
+them does. So a file could name a stranger only if all pids went round in these moments.
 """
 
 import contextlib
@@ -47,12 +48,16 @@ import psutil
 from coordinator.groups import GroupSettings
 from coordinator.machine import keeper
 from coordinator.machine.child_output import Output
+from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
 from rollout.engines.servers import RPC_BYTES, SOCKET_BYTES
-from trainer.job.launch import LAUNCHER
+from trainer.job import forks
+from trainer.job.launch import LAUNCHER, READ_AT_IMPORT
 
 logger = logging.getLogger(__name__)
 
+FORKS = "FLAGPOST_FORKS"
+"""The environment variable by which `run local` tells its nodes the socket of `trainer.job.forks`."""
 KILL_S = 5.0
 """How long killed processes may take to vanish before we say so and go on."""
 BURY_S = 0.2
@@ -63,6 +68,9 @@ PASSIVE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 """Set unless the user says otherwise: nodes on one machine must not spin on its cores while they wait. But
 a few microseconds of it are cheaper than sleeping between the many short parts of a step (measured: 150
 against 250 ms for one of 2 threads)."""
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
+"""Set unless the user says otherwise, for glibc: it maps each large tensor anew, and the kernel fills it with
+zeros first. From its own heap a step on a CPU takes a tenth less."""
 
 
 class ChildError(RuntimeError):
@@ -174,12 +182,30 @@ class Children:
         self.group: GroupSettings | None = None
         """The node's group of machines, if it is in one: it has an environment, or a Python, for children."""
         self.spool = _new_spool()
+        self._shared: dict[str, str] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._children: list[Child] = []
         self._is_ending = False
         self._closed = False
         self._keeper = self._start_keeper()
+
+    @property
+    def shares_imports(self) -> bool:
+        """Whether engines and trainers are forks of one process of this machine."""
+        return FORKS in os.environ and self.group is None
+
+    def share_imports(self) -> Mapping[str, str]:
+        """Start that process, and have all nodes that are started from now on use it. Return what this adds
+        to their environment: nothing on a machine with GPUs, as what has used one is not fit to fork, nor if
+        this process has been told of one that another has started.
+        """
+        if count_gpus() or not hasattr(os, "pidfd_open") or self.shares_imports:
+            return {}
+        socket = str(self.spool / "forks.sock")
+        self.start("imports", [sys.executable, "-m", "trainer.job.forks", socket], env=READ_AT_IMPORT)
+        self._shared = {FORKS: socket}
+        return self._shared
 
     @property
     def python(self) -> str:
@@ -212,7 +238,8 @@ class Children:
         # PyTorch would run what it finds in a folder of /tmp whose name other users can guess.
         compiled = {"TORCHINDUCTOR_CACHE_DIR": str(own_folder("compiled"))}
         theirs = self.group.env if self.group else {}
-        environment = {**PASSIVE_THREADS, **compiled, **os.environ, **theirs, **(env or {})}
+        ours = {**PASSIVE_THREADS, **KEPT_MEMORY, **compiled}
+        environment = {**ours, **os.environ, **self._shared, **theirs, **(env or {})}
         if shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise ChildError(f"cannot start {name}: no program {argv[0]!r}; is it installed, and in PATH?")
         with self._lock:
@@ -221,6 +248,8 @@ class Children:
             self._ensure_keeper()
             self._children = [child for child in self._children if child.spool.exists()]
             spool = spool or self.new_spool(name)
+            if self.shares_imports and forks.is_program(argv):
+                argv = forks.client(os.environ[FORKS], str(spool / keeper.PGID_DIR), argv)
             child = Child(name, argv, env=environment, spool=spool, log=log, echo=echo)
             self._children.append(child)
             return child

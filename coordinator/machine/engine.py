@@ -16,7 +16,7 @@ from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import acquire, host_lock
 from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import UNIX, EngineError
+from rollout.engines.client import UNIX, EngineError, EngineFacts
 from rollout.engines.servers import Server, server_command
 from rollout.settings import EngineSettings
 
@@ -55,6 +55,9 @@ class EngineHost:
         """Base URL of the server, once there is one."""
         self.model: str | None = None
         """The name that requests must give for the policy of `ensure`: an adapter's; None: the model's."""
+        self.facts = EngineFacts()
+        """Of the server, once there is one."""
+        self._facts_of: EngineAdmin | None = None
 
     def ensure(
         self,
@@ -83,6 +86,8 @@ class EngineHost:
         if self._admin is None or (self._child is not None and self._child.poll() is not None):
             self._start(policy, settings)
         self._await(settings, check)
+        if self._facts_of is not self._admin:
+            self.facts, self._facts_of = self._ask_facts(), self._admin
         if settings.url is None:
             self._load(policy, settings)
             return
@@ -96,6 +101,16 @@ class EngineHost:
             self._load(policy, settings)
         finally:
             lock.release()
+
+    def _ask_facts(self) -> EngineFacts:
+        """Return the facts of a server that answers. vLLM says all of them only after some seconds, so a
+        server of the node is asked for what is not known of it.
+        """
+        assert self._admin is not None
+        if self._server is None or self._server.kind == "torch":
+            return self._admin.facts()
+        samples = self._admin.most_samples() if self._server.proves else EngineFacts.samples
+        return EngineFacts(samples * self._server.replicas, is_seeded=False)
 
     def _load(self, policy: Policy, settings: EngineSettings) -> None:
         assert self._admin is not None

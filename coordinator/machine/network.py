@@ -104,6 +104,13 @@ def local_addresses() -> list[Address]:
     ]
 
 
+def own_names() -> set[str]:
+    """Return the names and addresses of this machine, those by which it reaches itself included."""
+    host = socket.gethostname()
+    mine = {address.ip for address in local_addresses()}
+    return {host, host.partition(".")[0], "localhost", LOOPBACK, *mine}
+
+
 def this_peer() -> Peer:
     """Return what this node publishes about itself."""
     return Peer(host_identity(), tuple(local_addresses()))

@@ -78,6 +78,7 @@ class TrainerHost:
             collective_timeout_s=settings.collective_timeout_s,
             ranks=tuple(sorted(map(int, config["node_ranks"]))),
             python=self._children.python,
+            forks=self._children.shares_imports,
         )
         self._bell = Doorbell(spool / launch.NODE_BELL)
         self._launches += 1

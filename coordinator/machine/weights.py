@@ -9,9 +9,10 @@ from typing import NamedTuple
 from coordinator.directory import published
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
-from rollout.engines.admin import EXTENSION, PROBE, EngineAdmin, WrongWeights, adapter_name
+from rollout.engines.admin import PROBE, EngineAdmin, WrongWeights, adapter_name
 from rollout.engines.client import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG
+from rollout.engines.servers import EXTENSION
 
 log = logging.getLogger(__name__)
 

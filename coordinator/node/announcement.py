@@ -61,11 +61,15 @@ def _algorithm(settings: RunSettings) -> str:
 
 def _tasks(settings: RunSettings, inputs: Inputs) -> str:
     evaluation = "no evaluation"
-    if evaluates(settings) and inputs.eval_tasks is not None:
+    own = [("", inputs.eval_tasks, settings.eval.max_tasks)] if inputs.eval_tasks else []
+    named = [
+        (f" {name}", inputs.eval_sets[name].tasks, of.max_tasks) for name, of in settings.eval_sets.items()
+    ]
+    counts = [f"{min(len(those.tasks), most or 0)}{name}" for name, those, most in (*own, *named)]
+    if evaluates(settings) and counts:
         interval = settings.eval.interval if settings.rollout_split is None else 1
         every = "every iteration" if interval == 1 else f"every {interval} iterations"
-        count = min(len(inputs.eval_tasks.tasks), settings.eval.max_tasks)
-        evaluation = f"{count} to evaluate {every}"
+        evaluation = f"{' + '.join(counts)} to evaluate {every}"
     return f"{len(inputs.tasks.tasks)} ({settings.tasks}); {evaluation}"
 
 

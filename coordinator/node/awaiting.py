@@ -19,13 +19,15 @@ log = logging.getLogger(__name__)
 def await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
     """Return the newest record of a master whose beat moves: what a dead run has left does not count.
 
-    Raises Ended: nobody came, or the run is finished, or its devices are placed otherwise than at the call.
+    Raises Ended: nobody came, or the run is finished, or its devices are placed otherwise than
+    at the call, or in other crews than this one.
     """
     records, first, said_s = Records(run_dir), None, 0.0
     before = read_placement(run_dir.root)
     for waited_s in patience(timeout_s):
         board = _protocol(run_dir)
-        if board is not None and read_placement(run_dir.root) != before:
+        now = read_placement(run_dir.root) if board is not None else before
+        if now != before or run_dir.crew not in now.crews:  # they may be placed just before the first look
             raise Ended(Exit.MOVED, "the master has placed the devices of the run")
         board = board or parse([])
         beat = board.beats.get(MASTER)

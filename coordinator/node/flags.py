@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import MASTER, Flag, Record, RunDir
+from coordinator.directory.layout import DOCUMENT, ENTER, MASTER, OK, Flag, Record, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.complaints import complain
@@ -17,7 +17,7 @@ from coordinator.protocol.watch import Watch
 from rollout.storage import files, once
 
 Payload = dict[str, Any]
-"""The content of a flag."""
+"""The content of a flag; an empty one stands for none."""
 
 RAISE_AGAIN_S = 5.0
 """A waiter whose own flag is gone after so long raises it again: flags are not fsynced. It looks again after
@@ -30,6 +30,8 @@ PATIENCE_S = 5.0
 
 def read_flag(run_dir: RunDir, flag: Flag) -> Payload:
     """Return the payload of a listed flag; a mount may show its content a moment later."""
+    if flag.kind in {OK, ENTER}:
+        return {}
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -64,16 +66,18 @@ class Flags:
         watch: Watch,
         check: Callable[[], None],
         missing: Callable[[], str],
-        left_behind: Collection[Path] = (),
+        sweep: Callable[[Iterable[Path]], None],
+        left_behind: Iterable[Path] = (),
     ) -> None:
-        """`check` raises what ends a wait; `missing` says who is waited for; `left_behind`: what earlier
-        processes of this rank have left in protocol/.
+        """`check` raises what ends a wait; `missing` says who is waited for; `sweep` removes files in the
+        background; `left_behind`: what earlier processes of this rank have left in protocol/.
         """
         self._identity = identity
         self._position = position
         self._watch = watch
         self._check = check
         self._missing = missing
+        self._sweep = sweep
         self._raised: dict[Flag, Payload] = {}
         self._over = list(left_behind)
         """What nobody reads any more, once the present epoch has opened an iteration."""
@@ -82,6 +86,10 @@ class Flags:
         """Raise no flag of the epoch before again."""
         self._over += map(self._identity.run_dir.entry, self._raised)
         self._raised.clear()
+
+    def leave(self, paths: Iterable[Path]) -> None:
+        """Take files that nobody reads any more once the present row is over: they are removed later."""
+        self._over += paths
 
     def tell(self, kind: str, text: str, **more: Any) -> None:
         """Raise a call (failed, left, stopped, gave_up ...) where the others look: in the present epoch.
@@ -98,14 +106,33 @@ class Flags:
         flag = Flag(current.epoch, self._position.iteration, phase, self._identity.rank, kind)
         self.raise_flag(flag, {"text": text, "host": self._identity.host, **more})
 
+    def enter(self, payload: Payload) -> None:
+        """Say that this node has entered the epoch."""
+        self._raise(0, 0, ENTER, payload)
+
+    def raise_done(self, iteration: int, phase: Phase, payload: Payload) -> None:
+        """Say that this node has done its part of a row."""
+        self._raise(iteration, phase, OK, payload)
+
+    def _raise(self, iteration: int, phase: int, kind: str, payload: Payload) -> None:
+        kind += DOCUMENT if payload else ""
+        self.raise_flag(Flag(self._watch.record.epoch, iteration, phase, self._identity.rank, kind), payload)
+
     def raise_flag(self, flag: Flag, payload: Payload) -> None:
         """Show a flag to the others; it is raised again if it is lost while this node waits."""
         path = self._identity.run_dir.entry(flag)
-        files.publish(path, json.dumps(payload).encode(), durable=False)
+        if payload:
+            files.publish(path, json.dumps(payload).encode(), durable=False)
+        else:
+            files.mark(path)
         self._raised[flag] = payload
 
     def wait_until(self, ready: Callable[[Board], Any]) -> Any:
-        """Return what `ready` gives, once it is not None; `check` raises what ends the wait."""
+        """Return what `ready` gives, once it is not None; `check` raises what ends the wait. What has been
+        listed is not listed again: a flag that is up stays up until nobody needs it.
+        """
+        if (result := ready(self._watch.board)) is not None:
+            return result
         started_s = self._position.begin_to_wait()
         again_s = RAISE_AGAIN_S
 
@@ -127,65 +154,63 @@ class Flags:
             if files.content(self._identity.run_dir.entry(flag)) is None:
                 self.raise_flag(flag, self._raised[flag])
 
-    def wait_members(self, iteration: int, phase: int, kind: str = "ok") -> None:
-        """Wait until all other members have raised this flag."""
+    def wait_members(self, iteration: int, phase: int) -> dict[int, Flag]:
+        """Wait until all other members have done a row (of iteration 0: entered the epoch); returns their
+        flags by rank. Then they have passed all rows before, and nobody needs this node's flags of these.
+        """
         record = self._watch.record
         members = set(record.members) - {MASTER}
 
-        def all_up(board: Board) -> bool | None:
-            missing = sorted(members - board.flagged(record.epoch, iteration, phase, kind))
+        def all_up(board: Board) -> dict[int, Flag] | None:
+            done = board.done(record.epoch, iteration, phase)
+            missing = sorted(members - done.keys())
             self._position.wait_for(missing)
-            return None if missing else True
+            return None if missing else {rank: done[rank] for rank in sorted(members)}
 
-        self.wait_until(all_up)
+        found = self.wait_until(all_up)
+        self._lower(lambda own: own.is_done and own[1:3] < (iteration, phase))
+        return found
 
     def wait_master(self, iteration: int, phase: Phase) -> Payload:
         """Wait for the master's flag; returns its document. Then nobody needs this node's flag of the row."""
-        flag = Flag(self._watch.record.epoch, iteration, phase, MASTER, "ok")
+        epoch = self._watch.record.epoch
         self._position.wait_for([MASTER])
-        self.wait_until(lambda board: True if flag in board.flags else None)
-        document = read_flag(self._identity.run_dir, flag)
-        self._lower(lambda own: own == flag._replace(rank=self._identity.rank))
-        return document
+        flag = self.wait_until(lambda board: board.done(epoch, iteration, phase).get(MASTER))
+        self._lower(lambda own: own.is_done and own[1:3] == (iteration, phase))
+        return read_flag(self._identity.run_dir, flag)
 
     def _lower(self, is_over: Callable[[Flag], bool]) -> None:
-        for flag in [flag for flag in self._raised if is_over(flag)]:
-            files.remove(self._identity.run_dir.entry(flag))
+        over = [flag for flag in self._raised if is_over(flag)]
+        for flag in over:
             del self._raised[flag]
+        self._sweep([self._identity.run_dir.entry(flag) for flag in over])
 
-    def payloads(self, iteration: int, phase: Phase, own: Payload) -> dict[int, Payload]:
-        """Return, by rank, what the members' flags of a row say; `own` is the master's part."""
-        record, run_dir = self._watch.record, self._identity.run_dir
-        others = sorted(set(record.members) - {MASTER})
-        flags = [Flag(record.epoch, iteration, phase, rank, "ok") for rank in others]
-        said = files.side_by_side(partial(read_flag, run_dir), flags)
-        return {MASTER: own, **dict(zip(others, said, strict=True))}
+    def payloads(self, flags: Mapping[int, Flag], own: Payload) -> dict[int, Payload]:
+        """Return, by rank, what the members' `flags` of a row say; `own` is the master's part."""
+        said = files.side_by_side(partial(read_flag, self._identity.run_dir), list(flags.values()))
+        return {MASTER: own, **dict(zip(flags, said, strict=True))}
 
     def wait_opened(self, after: int) -> int:
         """Wait until the master opens an iteration later than `after` in this epoch; returns its number."""
-        opening = (self._watch.record.epoch, Phase.ITERATION_START, MASTER, "ok")
+        opening = (self._watch.record.epoch, Phase.ITERATION_START, MASTER)
 
         def opened(board: Board) -> int | None:
             later = [
                 flag.iteration
                 for flag in board.flags
-                if (flag.epoch, flag.phase, flag.rank, flag.kind) == opening and flag.iteration > after
+                if (flag.epoch, flag.phase, flag.rank) == opening and flag.is_done and flag.iteration > after
             ]
             return min(later, default=None)
 
         return self.wait_until(opened)
 
-    def clear(self, iteration: int) -> None:
-        """Remove what nobody reads any more, now that `iteration` is open.
+    def clear(self) -> None:
+        """Remove what nobody reads any more, now that this epoch has opened an iteration.
 
-        That is, of this node: its flags up to the iteration before the last, and all of ended epochs. A
-        worker may still be reading the master's last flag of the iteration before. It has passed all older
-        ones, or the master had not come here. The master also removes old records, and the flags of nodes
-        that are not in this epoch.
+        That is, of this node: its flags of ended epochs. The master also removes old records, and the flags
+        of nodes that are not in this epoch.
         """
-        self._lower(
-            lambda flag: flag.kind == "enter" or (flag.kind == "ok" and flag.iteration < iteration - 1)
-        )
+        self._lower(lambda own: not own.is_done and not own.is_call)
         run_dir, board, record = self._identity.run_dir, self._watch.board, self._watch.record
         if self._identity.is_master:
             older = [epoch for epoch in board.records if epoch < record.epoch]  # numbers may have gaps
@@ -193,6 +218,5 @@ class Flags:
                 once.remove(run_dir.entry(Record(epoch)))
             over = {flag for flag in board.flags if flag.epoch < record.epoch}
             self._over += [run_dir.entry(flag) for flag in over if flag.rank not in record.members]
-        while self._over:
-            path = self._over.pop()
-            (files.remove_any if files.is_temporary(path.name) else files.remove)(path)
+        self._sweep(self._over)
+        self._over = []

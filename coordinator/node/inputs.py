@@ -13,6 +13,8 @@ from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.interpreter import lacks_flagpost
 from coordinator.node import refusals
+from coordinator.node.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
+from coordinator.node.functions import Functions, load_functions
 from coordinator.settings import TINY, RunSettings, SettingsError
 from rollout.engines.model_dir import (
     WeightsError,
@@ -23,14 +25,12 @@ from rollout.engines.model_dir import (
 from rollout.engines.model_facts import count_parameters
 from rollout.engines.servers import ServerSettingError, check_server
 from rollout.environments.demonstration import check_demonstrations
-from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
+from rollout.environments.preference import check_preferences
 from rollout.origin import Code
-from rollout.plugins import code_of
-from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward
 from rollout.storage import known_files
-from rollout.storage.files import FileFacts, exists, is_directory
+from rollout.storage.files import FileFacts, is_directory
 from rollout.tasks.sampling import check_sampling
-from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks
+from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
 
 NODE_LOCAL = {
     "data_path",
@@ -47,30 +47,6 @@ STATE_BYTES = 12
 
 
 @dataclass(frozen=True)
-class Functions:
-    """A reward and an environment, loaded."""
-
-    reward: Reward
-    environment: Environment
-    environment_code: Code
-
-    def codes(self) -> dict[str, Code]:
-        """Return what lies behind the names, by setting."""
-        return {"rollout.reward": self.reward.code, "rollout.environment": self.environment_code}
-
-
-def load_functions(reward: str, environment: str) -> Functions:
-    """Load what the two settings name; SettingsError says what is wrong with which."""
-    try:
-        scored_by, played = resolve_reward(reward), resolve_environment(environment)
-    except RewardSettingError as error:
-        raise SettingsError(f"--reward {reward}: {error}") from None
-    except EnvironmentSettingError as error:
-        raise SettingsError(f"--environment {environment}: {error}") from None
-    return Functions(scored_by, played, code_of(environment, played))
-
-
-@dataclass(frozen=True)
 class Inputs:
     """What the settings name, loaded."""
 
@@ -78,6 +54,7 @@ class Inputs:
     """This node's own values of NODE_LOCAL settings."""
     tasks: TaskSet
     eval_tasks: TaskSet | None
+    eval_sets: EvalSets
     functions: Functions
     model_digest: str
     """The digest of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
@@ -99,6 +76,8 @@ class Inputs:
         """Return what lies behind the settings that may change between two starts, by setting."""
         tasks, source = self.eval_tasks, self.loaded_for.evaluation_tasks
         evaluation = {"eval_tasks": Code(source, tasks.digest)} if tasks and source else {}
+        for one in self.eval_sets.values():
+            evaluation |= one.codes()
         return {**self.functions.codes(), **evaluation}
 
     def renewed(self, settings: RunSettings, theirs: Mapping[str, Code]) -> "Inputs":
@@ -111,8 +90,10 @@ class Inputs:
         now = replace(
             self, functions=load_functions(rollout.reward, rollout.environment), loaded_for=settings
         )
-        if now.codes().get("eval_tasks") != theirs.get("eval_tasks"):
-            now = replace(now, eval_tasks=_load_eval_tasks(settings))
+        mine = now.codes()
+        names = {name for name in (*mine, *theirs) if name.startswith("eval")}
+        if any(mine.get(name) != theirs.get(name) for name in names):
+            now = replace(now, eval_tasks=load_eval_tasks(settings), eval_sets=load_eval_sets(settings))
         return now
 
     def localize(self, published: RunSettings) -> RunSettings:
@@ -170,15 +151,24 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         )
     functions = load_functions(settings.rollout.reward, settings.rollout.environment)
     refusals.refuse_absent_server(settings)
+    refusals.refuse_wrong_teacher(settings)
     seed = settings.rollout.seed
     try:
-        tasks = load_tasks(find_data(settings.tasks, settings), seed=seed, split="train")
+        tasks = load_tasks(
+            find_data(settings.tasks, settings),
+            seed=seed,
+            split="train",
+            columns=settings.columns,
+            directory=local_dir,
+        )
         check_sampling(tasks, settings.rollout)
         if settings.rollout.environment == "demonstration":
             check_demonstrations(tasks)
-        eval_tasks = _load_eval_tasks(settings)
-        refusals.refuse_no_evaluation(settings, given, eval_tasks)
-        refusals.refuse_unscored(settings, tasks, eval_tasks)
+        if settings.rollout.environment == "preference":
+            check_preferences(tasks)
+        eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
+        refusals.refuse_no_evaluation(settings, given, bool(eval_tasks or eval_sets))
+        refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
         model_files: dict[str, FileFacts] = {}
         model_digest, parameters, context = "", TINY_PARAMETERS, TINY_CONTEXT
         if settings.model != TINY:
@@ -189,7 +179,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
                     f"--model {settings.model}: is an adapter; merge it into its base model first "
                     "(peft's merge_and_unload), or give the base model"
                 )
-            refusals.refuse_unrendered(settings, model, tasks, eval_tasks)
+            refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
             context = refusals.context_of(settings, model)
             model_files = known_files.checksums(model, is_model_file)
             model_digest = policy_digest(model_files)
@@ -197,6 +187,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
             local={key: value for key, value in given.items() if key in NODE_LOCAL},
             tasks=tasks,
             eval_tasks=eval_tasks,
+            eval_sets=eval_sets,
             functions=functions,
             model_digest=model_digest,
             model_files=model_files,
@@ -208,23 +199,6 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         raise SettingsError(str(error)) from None
     except WeightsError as error:
         raise SettingsError(f"--model {settings.model}: {error}") from None
-
-
-def _load_eval_tasks(settings: RunSettings) -> TaskSet | None:
-    source = settings.evaluation_tasks
-    if source is None:
-        return None
-    try:
-        return load_tasks(find_data(source, settings), seed=settings.rollout.seed, split="eval")
-    except TaskError as error:
-        raise SettingsError(str(error)) from None
-
-
-def find_data(source: str, settings: RunSettings) -> str:
-    """Return a task file's path: as given, else below --data-path."""
-    below = Path(settings.data_path or "") / source
-    is_elsewhere = settings.data_path and is_file(source) and not exists(Path(source))
-    return str(below) if is_elsewhere and exists(below) else source
 
 
 def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:

@@ -23,11 +23,20 @@ class Iteration:
     """Seconds of each row, by label; only of rows that were finished in this epoch."""
     work_s: dict[str, float] = field(default_factory=dict[str, float])
     """Of these, the seconds of this node's own work."""
+    waited_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds of a row in which this node had nothing to do but to see whether others leave it something."""
 
     @property
     def header(self) -> Payload:
         """What the master said when it opened the iteration: resume_at, policy, iteration.json."""
         return self.documents[Phase.ITERATION_START]
+
+    @property
+    def opened(self) -> Payload:
+        """The iteration.json as the master has read it: while it may be made anew, a client may remember the
+        one before.
+        """
+        return self.header["opened"]
 
     def has(self, phase: Phase, settings: RunSettings) -> bool:
         """Return whether a row is to run: it belongs to this kind of run, and is not done."""

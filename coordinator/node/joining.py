@@ -124,9 +124,11 @@ class Joining:
         """Return whether a rank that was left out (`shrink`) beats in this epoch: it is let in with a new
         one.
         """
-        board, record = self._watch.look(), self._watch.record
+        record = self._watch.record
         absent = set(range(self._cluster.num_nodes)) - set(record.members)
-        now_s = time.monotonic()
+        if not absent:
+            return False
+        board, now_s = self._watch.look(), time.monotonic()
         here = [rank for rank in absent if rank in board.beats and not self._back_off.is_out(rank, now_s)]
         return any(board.beats[rank].epoch >= record.epoch for rank in here)
 
@@ -227,7 +229,7 @@ class Joining:
                 host=content["host"],
                 address=content["address"],
                 processes=content["processes"],
-                weight=cluster.weight(rank),
+                weight=cluster.weight(rank) if cluster.rank_weights else content["processes"],
             )
             for rank, content in sorted(said.items())
         }

@@ -4,12 +4,16 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from filelock import BaseFileLock
 
-from coordinator.directory.layout import MASTER, Flag, RunDir
+from coordinator.directory import claims
+from coordinator.directory.history import History
+from coordinator.directory.layout import MASTER, Kind, RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.remover import Remover
+from coordinator.directory.sweeper import Sweeper
 from coordinator.journal.events import Events, about_this_process
 from coordinator.journal.trackers import About, Sinks
 from coordinator.machine import network
@@ -22,6 +26,7 @@ from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
 from coordinator.node import unresponsive
+from coordinator.node.ahead import Ahead
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
 from coordinator.node.inputs import difference
@@ -52,6 +57,22 @@ Act = Callable[["Node", Iteration], Payload | None]
 Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
 
 
+class InFlight(Protocol):
+    """Groups that a node is making."""
+
+    key: str
+    """What they are made with: nodes of two epochs with the same key make the same groups."""
+
+    @property
+    def slots(self) -> list[int]:
+        """Their slots."""
+        ...
+
+    def end(self) -> None:
+        """Give them up."""
+        ...
+
+
 class Node:
     """A node that has started. Each of its parts has one task; none of them knows the node."""
 
@@ -69,7 +90,9 @@ class Node:
         self.gpus = GpuSampler(settings.cluster.beat_interval_s)
         self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
         self.remover = Remover()
+        self.sweeper = Sweeper()
         self.verifier = Verifier()
+        self.ahead = Ahead()
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
         self.pulse = Pulse(self.children.spool, self._show)
@@ -77,8 +100,9 @@ class Node:
         self.messages = Messages(self.identity, self.position, self.watch)
         self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
         self.flags = Flags(
-            self.identity, self.position, self.watch, self.check, self.messages.missing, start.left_behind
-        )
+            self.identity, self.position, self.watch, self.check, self.messages.missing,
+            self.sweeper.sweep, start.left_behind,
+        )  # fmt: skip
         self.unresponsive = Unresponsive(self.identity, self.watch, self.messages, self.verdicts, self.flags)
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
@@ -89,10 +113,17 @@ class Node:
         """The last iteration whose line was said here, where another crew writes them."""
         self.idle_s = 0.0
         """How long the crew waited for the other one before the present iteration."""
+        self.in_flight: InFlight | None = None
+        """Groups that are being made, also from one epoch to the next."""
+        self.kept: dict[int, Payload] = {}
+        """By rank, what the nodes of this epoch have said of what they have in flight."""
         # ---- what is published
         self.policies = Policies(self.identity, self.store)
         self.prefetch = Prefetch(run_dir, self.policies)
-        self.finished = Finished(run_dir, keeps_scores=settings.checkpoints.keep_best > 0)
+        kinds: tuple[Kind, ...] = ("train", "eval")
+        self.histories = {kind: History(run_dir, kind) for kind in kinds}
+        checkpoints = settings.checkpoints
+        self.finished = Finished(run_dir, keeps_scores=checkpoints.keep_best > 0, by=checkpoints.best_by)
         self._lock: BaseFileLock | None = None
         self._begun = (0, 0.0)
         """The newest iteration, and when this process first began it."""
@@ -216,9 +247,11 @@ class Node:
         gpus = [gpu["name"] for gpu in self.gpus.latest]
         weight = record.members[self.rank].weight
         self.events.add("epoch", members=sorted(record.members), weight=weight, gpus=gpus)
-        self.flags.raise_flag(Flag(record.epoch, 0, 0, self.rank, "enter"), {})
+        kept = {} if self.in_flight is None else {"key": self.in_flight.key, "slots": self.in_flight.slots}
+        self.flags.enter(kept)
         if self.is_master:
-            self.flags.wait_members(0, 0, "enter")
+            self.kept = self.flags.payloads(self.flags.wait_members(0, 0), kept)
+            self.flags.leave(claims.left_over(self.run_dir, record.epoch))
         if self._lock is None:
             run = name_of_run(self.run_dir.run_json, self.identity.run_id)
             crew = "" if self.run_dir.crew == "main" else f".{self.run_dir.crew}"
@@ -259,6 +292,7 @@ class Node:
         if not fence.tripped:
             fence.trip("the shared directory fails")
         self.trainer.leave_epoch()
+        self.drop_in_flight()
         self.position.move("fenced")
         deadline_s = time.monotonic() + cluster.rejoin_timeout_s
         while not fence.wait_until_back(cluster.beat_interval_s / 4):
@@ -277,14 +311,22 @@ class Node:
                 raise self.verdicts.superseded()
         fence.reset()
 
+    def drop_in_flight(self) -> None:
+        """Give up the groups that are being made, if there are any."""
+        dropped, self.in_flight = self.in_flight, None
+        if dropped is not None:
+            dropped.end()
+
     def close(self) -> None:
         """End the children, then stop beating, with a last beat that says so."""
         self.pulse.close()
+        self.drop_in_flight()
         self.children.close()
         self.prefetch.close()
         self.store.close()
         self.sinks.close()
         self.remover.close()
+        self.sweeper.close()
         self.position.end(ENDED)
         self.watch.close()
         self.events.end()
@@ -316,10 +358,11 @@ class Node:
         return Iteration(*self._begun)
 
     def step(self, iteration: Iteration, phase: Phase, act: Act, then: Conclude | None = None) -> None:
-        """Run one row: act if it is ours, raise our flag, wait for the master's: its document is the result.
+        """Run one row: act if it is ours, raise our flag, wait for the master's.
 
-        The master acts, waits for the flags of all (unless it acts alone), concludes with `then` from their
-        payloads, and raises its own flag last.
+        Where the master acts alone, the document of its flag is the row's result. Else it acts, waits for the
+        flags of all, concludes with `then` from their payloads, and raises its own flag last; the conclusion
+        is its own.
         """
         if not iteration.has(phase, self.settings):
             return
@@ -333,27 +376,28 @@ class Node:
         acted_s = time.monotonic()
         concluded_s = 0.0
         self.check()
-        flag = Flag(self.record.epoch, number, phase, self.rank, "ok")
-        if self.is_master:
-            if phase.by is By.ALL:
-                self.flags.wait_members(number, phase)
-                flags_up_s = time.monotonic()
-                payloads = self.flags.payloads(number, phase, payload) if then else {}
-                payload = (then(self, iteration, payloads) or {}) if then else {}
-                concluded_s = time.monotonic() - flags_up_s
-            self.flags.raise_flag(flag, payload)
-        else:
+        if not self.is_master:
             if acts:
-                self.flags.raise_flag(flag, payload)
+                self.flags.raise_done(number, phase, payload)
             payload = self.flags.wait_master(number, phase)
+        elif phase.by is By.MASTER:
+            self.flags.raise_done(number, phase, payload)
+        else:
+            flags = self.flags.wait_members(number, phase)
+            flags_up_s = time.monotonic()
+            payloads = self.flags.payloads(flags, payload) if then else {}
+            payload = (then(self, iteration, payloads) or {}) if then else {}
+            concluded_s = time.monotonic() - flags_up_s
+            self.flags.raise_done(number, phase, {})
         iteration.documents[phase] = payload
-        work_s = iteration.work_s[phase.label] = acted_s - started_s + concluded_s
+        idle_s = iteration.waited_s.get(phase.label, 0.0)
+        work_s = iteration.work_s[phase.label] = max(0.0, acted_s - started_s + concluded_s - idle_s)
         said = {"work_s": round(work_s, 4), "then_s": round(concluded_s, 4)}
         self.events.add("end", it=number, row=phase.label, **said)
         iteration.phase_s[phase.label] = time.monotonic() - started_s
         if phase is Phase.ITERATION_START:
             iteration.resume_at = Phase(payload["resume_at"])
-            self.flags.clear(number)
+            self.flags.clear()
 
     def persist(self, write: Callable[[], None]) -> None:
         """Call `write`, again once the shared directory is back: finished work must not be lost with it."""

@@ -48,7 +48,7 @@ class Policies:
         """
         wanted, before = self._base_files, None
         if policy.iteration > 0:
-            result = published.read_result(policy.directory)
+            result = policy.result or published.read_result(policy.directory)
             wanted, before = _model_files(result), self._files_before(policy, result)
         directory = self._store.hold(policy.directory.absolute(), wanted, moved, before, threads)
         return replace(policy, directory=directory)

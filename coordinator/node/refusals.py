@@ -5,15 +5,18 @@ What may work passes: an environment of the user's may score and render by itsel
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator import config
+from coordinator.node.eval_tasks import SECTION, EvalSets
 from coordinator.settings import RunSettings, SettingsError
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.client import EngineError
 from rollout.engines.model_facts import context_tokens, may_have_chat_template
 from rollout.environments.environment import BUILT_IN
 from rollout.rewards.builtin import check_task
+from rollout.rewards.teacher import Teacher
+from rollout.settings import WRITTEN
 from rollout.tasks.task_set import TaskSet
 
 SERVER_TIMEOUT_S = 10.0
@@ -29,44 +32,72 @@ def evaluates(settings: RunSettings) -> bool:
     return settings.rollout_split == "eval-only" or settings.eval.interval > 0
 
 
-def _played(settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None) -> list[tuple[str, TaskSet]]:
-    """Return the task sets of which the run makes samples, each with the name of its environment."""
-    found: list[tuple[str, TaskSet]] = []
-    environment = settings.rollout.environment
+class Played(NamedTuple):
+    """Tasks of which the run makes samples."""
+
+    tasks: TaskSet
+    environment: str
+    reward: str
+    option: str = "--reward"
+    """What names the reward."""
+
+
+def _played(
+    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> list[Played]:
+    """Return the task sets of which the run makes samples."""
+    found: list[Played] = []
+    environment, reward = settings.rollout.environment, settings.rollout.reward
     if settings.rl_phase != "update" and settings.rollout_split != "eval-only":
-        found.append((environment, tasks))
+        found.append(Played(tasks, environment, reward))
     if evaluates(settings) and eval_tasks is not None:
-        found.append(("single_turn" if environment == "demonstration" else environment, eval_tasks))
+        answered = "single_turn" if environment in WRITTEN else environment
+        found.append(Played(eval_tasks, answered, reward))
+    if evaluates(settings):
+        for name, one in settings.eval_sets.items():
+            option = f"{SECTION}{name}.reward"
+            found.append(Played(sets[name].tasks, str(one.environment), str(one.reward), option))
     return found
 
 
-def refuse_unscored(settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None) -> None:
+def refuse_wrong_teacher(settings: RunSettings) -> None:
+    """Raise SettingsError if rollout.teacher is no server's address, or needs a key that is not set here."""
+    if settings.rollout.teacher is not None:
+        try:
+            Teacher(settings.rollout.teacher)
+        except ValueError as error:
+            raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
+
+
+def refuse_unscored(
+    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> None:
     """Raise SettingsError for the first task that the built-in reward cannot score."""
-    name = settings.rollout.reward
-    for environment, those in _played(settings, tasks, eval_tasks):
-        if environment == "demonstration" or environment not in BUILT_IN:
+    for played in _played(settings, tasks, eval_tasks, sets):
+        if played.environment in WRITTEN or played.environment not in BUILT_IN:
             continue  # it gives the rewards itself, or may do so
-        for index, task in enumerate(those.tasks):
+        for index, task in enumerate(played.tasks.tasks):
             try:
-                check_task(name, task)
+                check_task(played.reward, task)
             except ValueError as error:
                 raise SettingsError(
-                    f"{those.place(index)}: --reward {name} cannot score this task: {error}; repair it, or "
-                    "give another --reward"
+                    f"{played.tasks.place(index)}: {played.option} {played.reward} cannot score this task: "
+                    f"{error}; repair it, or give another {played.option}"
                 ) from None
 
 
 def refuse_unrendered(
-    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None
+    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
 ) -> None:
     """Raise SettingsError for a task with messages if the model certainly has no chat template."""
     if settings.engine.url is not None or "chat-template" in _engine_args(settings):
         return
     if may_have_chat_template(model_dir):
         return
-    for environment, those in _played(settings, tasks, eval_tasks):
+    for played in _played(settings, tasks, eval_tasks, sets):
+        those = played.tasks
         index = next((n for n, task in enumerate(those.tasks) if "messages" in task), None)
-        if environment in BUILT_IN and index is not None:
+        if played.environment in BUILT_IN and index is not None:
             raise SettingsError(
                 f"{those.place(index)}: this task has `messages`, but --model {settings.model} has no chat "
                 f"template to write them with; add {model_dir / 'chat_template.jinja'}, take a model that "
@@ -74,9 +105,9 @@ def refuse_unrendered(
             )
 
 
-def refuse_no_evaluation(settings: RunSettings, given: Mapping[str, Any], eval_tasks: TaskSet | None) -> None:
+def refuse_no_evaluation(settings: RunSettings, given: Mapping[str, Any], has_tasks: bool) -> None:
     """Raise SettingsError if evaluation is asked for in `given`, what was typed, without tasks for it."""
-    if eval_tasks is not None:
+    if has_tasks:
         return
     asked = f"--eval-interval {settings.eval.interval}" if given.get("eval.interval") else ""
     asked = "--rollout-split eval-only" if settings.rollout_split == "eval-only" else asked
@@ -120,14 +151,16 @@ def fit_max_tokens(settings: RunSettings, given: Mapping[str, Any], context: int
     """Return the settings with a default of rollout.max_tokens that leaves room for a prompt in the model's
     context (tokens; None: not known). SettingsError for a number that was given and leaves none.
     """
-    if context is None or settings.rl_phase == "update" or settings.rollout.environment == "demonstration":
+    if context is None or settings.rl_phase == "update" or settings.rollout.environment in WRITTEN:
         return settings
     most = context - 1
     for key, wanted in (
         ("rollout.max_tokens", settings.rollout.max_tokens),
         ("eval.max_tokens", settings.eval.max_tokens),
+        *((f"{SECTION}{name}.max_tokens", one.max_tokens) for name, one in settings.eval.sets.items()),
     ):
-        if key in given and wanted is not None and wanted > most:
+        is_given = key in given or key.startswith(SECTION)
+        if is_given and wanted is not None and wanted > most:
             raise SettingsError(
                 f"{key}={wanted} leaves no room for a prompt: --model {settings.model} has a context of "
                 f"{context} tokens; give less, by the length of the longest prompt"

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from coordinator import config
 from coordinator.cluster import ClusterSettings
@@ -18,6 +18,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
 from coordinator.node.awaiting import await_master
+from coordinator.node.eval_tasks import refuse_training_tasks
 from coordinator.node.inputs import NODE_LOCAL, Inputs, difference, load_inputs
 from coordinator.node.kept import Change, changes, with_kept
 from coordinator.node.refusals import fit_max_tokens
@@ -30,9 +31,11 @@ from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
+from rollout.tasks.rows import is_there
 
 log = logging.getLogger(__name__)
 
+SETS = "eval.sets"
 ASKED = 5
 """How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
@@ -108,6 +111,7 @@ def check_master(
     run_dir = RunDir(root)
     inputs = load_inputs(settings, given, MASTER)
     settings = fit_max_tokens(settings, given, inputs.context)
+    refuse_training_tasks(inputs.tasks, inputs.eval_sets)
     check_sinks(settings.metrics)
     if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
         samples = settings.eval.samples_per_task
@@ -189,8 +193,12 @@ def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return paths as every node finds them, whatever directory it was started in."""
 
     def resolved(key: str, value: Any) -> Any:
+        if key.startswith(SETS) and isinstance(value, Mapping):  # a table of a settings file
+            table = cast("Mapping[str, Any]", value)
+            return {name: resolved(f"{key}.{name}", of) for name, of in table.items()}
         is_path = key in {"model", "tasks", "eval_tasks", "data_path", "cluster.local_dir"}
-        return str(Path(value).absolute()) if is_path and files.exists(Path(str(value))) else value
+        is_path = is_path or (key.startswith(f"{SETS}.") and key.endswith(".tasks"))
+        return str(Path(str(value)).absolute()) if is_path and is_there(str(value)) else value
 
     return {key: resolved(key, value) for key, value in given.items()}
 

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from watchdog.events import FileMovedEvent, FileSystemEvent, FileSystemEventHandler
+from watchdog.events import FileCreatedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 
 from coordinator.directory.layout import Beat, parse_protocol_name
@@ -17,7 +17,7 @@ def follow(directory: Path, wake: threading.Event) -> Any | None:
     """Return the running observer whose events set `wake`; None where there are no events."""
     observer = Observer()
     try:
-        observer.schedule(Waker(wake), str(directory), event_filter=[FileMovedEvent])
+        observer.schedule(Waker(wake), str(directory), event_filter=[FileCreatedEvent, FileMovedEvent])
         observer.start()
     except OSError as error:
         log.info("no file events here (%s): waiting by listing alone", error)

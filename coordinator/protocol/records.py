@@ -30,6 +30,7 @@ class Member(BaseModel):
     processes: int
     """Training processes on it: its GPUs, or one."""
     weight: float
+    """Its share of the training tokens, and of the groups where nodes do not claim them."""
 
 
 class Given(BaseModel):

@@ -22,11 +22,19 @@ def share_sizes(total: int, weights: Mapping[int, float]) -> dict[int, int]:
     return sizes
 
 
-def split_slots(slots: Sequence[int], weights: Mapping[int, float]) -> dict[int, list[int]]:
-    """Give every slot to exactly one rank, in runs of consecutive slots, sized by weight."""
+def split_slots(
+    slots: Sequence[int], weights: Mapping[int, float], have: Mapping[int, int] = {}
+) -> dict[int, list[int]]:
+    """Give every slot to exactly one rank, in runs of consecutive slots, sized by weight. `have`: how many
+    other slots a rank has already, by which its part is smaller.
+    """
+    sizes = share_sizes(len(slots) + sum(have.values()), weights)
+    more = {rank: float(size - have.get(rank, 0)) for rank, size in sizes.items()}
+    more = {rank: size for rank, size in more.items() if size > 0}
+    sizes = dict.fromkeys(weights, 0) | (share_sizes(len(slots), more) if more else {})
     shares: dict[int, list[int]] = {}
     start = 0
-    for rank, size in sorted(share_sizes(len(slots), weights).items()):
+    for rank, size in sorted(sizes.items()):
         shares[rank] = list(slots[start : start + size])
         start += size
     return shares

@@ -18,15 +18,14 @@ class Board:
     """Of each rank, the newest beat of its newest incarnation."""
     flags: frozenset[Flag]
     calls: tuple[Flag, ...]
-    """Flags that say something else than `ok` or `enter`, in a fixed order."""
+    """Flags that say something else than that a row is done or an epoch entered, in a fixed order."""
     entries: dict[str, Beat | Flag | Record]
     """What was listed, by name; unknown names are left out."""
 
-    def flagged(self, epoch: int, iteration: int, phase: int, kind: str = "ok") -> set[int]:
-        """Ranks whose flag of this kind is up."""
-        return {
-            flag.rank for flag in self.flags if flag[:3] == (epoch, iteration, phase) and flag.kind == kind
-        }
+    def done(self, epoch: int, iteration: int, phase: int) -> dict[int, Flag]:
+        """By rank, the flags that say that a row is done; of iteration 0, that the epoch is entered."""
+        place = (epoch, iteration, phase)
+        return {flag.rank: flag for flag in self.flags if flag[:3] == place and not flag.is_call}
 
     def called(self, epoch: int, kind: str) -> list[Flag]:
         """Calls of one kind in an epoch."""
@@ -63,7 +62,7 @@ def parse(names: Iterable[str], before: Board | None = None) -> Board:
                 beats[entry.rank] = entry
         else:
             records.append(entry.epoch)
-    calls = tuple(sorted(flag for flag in flags if flag.kind not in {"ok", "enter"}))
+    calls = tuple(sorted(flag for flag in flags if flag.is_call))
     return Board(tuple(sorted(records, reverse=True)), beats, frozenset(flags), calls, entries)
 
 

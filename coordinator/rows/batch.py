@@ -3,65 +3,123 @@
 import hashlib
 import json
 import logging
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from coordinator.directory import parts, published
+from coordinator.directory.decoded import decoded
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.phases import Phase
 from coordinator.settings import RunSettings
 from rollout.origin import Origin
 from rollout.storage import files, once
 from rollout.tasks.task_set import group_seed
-from rollout.trajectory import Group
 from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
 from trainer.batch.selection import SHAPING
 
 log = logging.getLogger(__name__)
 
 
-def ensure_batch(run_dir: RunDir, iteration: int, settings: RunSettings) -> None:
+class Made(NamedTuple):
+    """A batch, and what it was made from."""
+
+    batch: Batch
+    data: bytes
+    """The batch as it is written."""
+    window: list[int]
+    """The iterations whose groups it was drawn from."""
+
+
+def begin_batch(node: Node, iteration: Iteration) -> None:
+    """Begin to make the batch in the background, now that the manifest is there: an evaluation may come
+    before row 8.
+    """
+    run_dir, number, settings = node.run_dir, iteration.number, node.settings
+    if iteration.has(Phase.TRAIN_DATA, settings):
+        digest = published.manifest_digest(run_dir, number)
+        wanted = _wanted(digest, settings)
+        node.ahead.begin((number, wanted), partial(_make, run_dir, number, settings, digest))
+
+
+def write_batch(node: Node, iteration: Iteration) -> None:
+    """Compute advantages and write the batch, unless one that verifies is there."""
+    number = iteration.number
+
+    def take(wanted: Mapping[str, Any]) -> Made | None:
+        return node.ahead.take((number, wanted), node.check)
+
+    ensure_batch(node.run_dir, number, node.settings, take)
+
+
+def ensure_batch(
+    run_dir: RunDir,
+    iteration: int,
+    settings: RunSettings,
+    take: Callable[[Mapping[str, Any]], Made | None] = lambda _wanted: None,
+) -> None:
     """Write the batch, unless one is there that verifies, names this manifest and was made by these settings.
 
-    Incomplete if a part of the iteration is gone or altered: then
-    its manifest is set aside, and the iteration is taken up at its rollout.
+    `take` returns what was made ahead from the same, if anything was. Incomplete if a part of the iteration
+    is gone or altered: then its manifest is set aside, and the iteration is taken up at its rollout.
     """
     digest = published.manifest_digest(run_dir, iteration)
-    made_by = _made_by(settings)
     about = published.read_json(run_dir.batch(iteration) / "batch.json") or {}
-    wanted = {"manifest_sha256": digest, "made_by": made_by}
+    wanted = _wanted(digest, settings)
     if {name: about.get(name) for name in wanted} == wanted and _verifies(run_dir, iteration, about):
         return
+    try:
+        made = take(wanted) or _make(run_dir, iteration, settings, digest)
+    except Incomplete:
+        # Without it the iteration is taken up at its rollout: what is whole stays, the rest is made anew.
+        path = run_dir.manifest("train", iteration)
+        once.withdraw(path, path.with_suffix(".damaged"))
+        raise
+    except ValueError as error:  # these samples and these settings do not go together
+        raise Ended(Exit.FAILED, f"iteration {iteration}: {error}", "failed") from error
+    _publish(run_dir, iteration, made, wanted)
+
+
+def _wanted(manifest_sha256: str, settings: RunSettings) -> dict[str, Any]:
+    """Return what a batch depends on, as JSON has it; the manifests have the sampling."""
+    trainer = settings.trainer.model_dump(mode="json")
+    shaping = {f"trainer.{name}": trainer[name] for name in SHAPING}
+    return {
+        "manifest_sha256": manifest_sha256,
+        "made_by": {**shaping, "rollout.seed": settings.rollout.seed},
+    }
+
+
+def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str) -> Made:
+    """Make the batch of the manifest that has this digest.
+
+    Raises Incomplete if a part of the iteration is gone or altered, ValueError as build_batch.
+    """
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
-    groups = _own_groups(run_dir, iteration, manifest)
+    groups = parts.read_groups(run_dir.trajectories("train", iteration), manifest, decoded)
     older = _older(run_dir, iteration, settings.trainer.replay_window)
     origin = Origin.of(manifest["origin"])
     age = iteration - 1 - origin.policy_iteration
     if age > settings.cluster.max_async_level:
         log.warning("off-policy: iteration %d was generated by the policy of iteration %d, %d trainings ago",
                     iteration, origin.policy_iteration, age)  # fmt: skip
-    try:
-        batch = build_batch(
-            groups,
-            manifest_sha256=digest,
-            policy=origin.policy,
-            temperature=origin.sampling.temperature,
-            seed=group_seed(settings.rollout.seed, "train", iteration, 0),
-            settings=settings.trainer,
-            max_tokens=origin.sampling.max_tokens,
-            iteration=iteration,
-            policy_iteration=origin.policy_iteration,
-            older=list(older.values()),
-        )
-    except ValueError as error:  # these samples and these settings do not go together
-        raise Ended(Exit.FAILED, f"iteration {iteration}: {error}", "failed") from error
-    _publish(run_dir, iteration, batch, {**wanted, "window": [*older, iteration]})
-
-
-def _made_by(settings: RunSettings) -> dict[str, Any]:
-    """Return the settings that the batch depends on, as JSON has them; the manifests have the sampling."""
-    trainer = settings.trainer.model_dump(mode="json")
-    return {**{f"trainer.{name}": trainer[name] for name in SHAPING}, "rollout.seed": settings.rollout.seed}
+    batch = build_batch(
+        groups,
+        manifest_sha256=digest,
+        policy=origin.policy,
+        temperature=origin.sampling.temperature,
+        seed=group_seed(settings.rollout.seed, "train", iteration, 0),
+        settings=settings.trainer,
+        max_tokens=origin.sampling.max_tokens,
+        iteration=iteration,
+        policy_iteration=origin.policy_iteration,
+        older=list(older.values()),
+    )
+    return Made(batch, batch.encode(), [*older, iteration])
 
 
 def _verifies(run_dir: RunDir, iteration: int, about: dict[str, Any]) -> bool:
@@ -71,16 +129,6 @@ def _verifies(run_dir: RunDir, iteration: int, about: dict[str, Any]) -> bool:
     except (FileNotFoundError, DamagedBatch):
         return False
     return hashlib.sha256(data).hexdigest() == about["sha256"]
-
-
-def _own_groups(run_dir: RunDir, iteration: int, manifest: dict[str, Any]) -> list[Group]:
-    try:
-        return parts.read_groups(run_dir.trajectories("train", iteration), manifest)
-    except Incomplete:
-        # Without it the iteration is taken up at its rollout: what is whole stays, the rest is made anew.
-        path = run_dir.manifest("train", iteration)
-        once.withdraw(path, path.with_suffix(".damaged"))
-        raise
 
 
 def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
@@ -94,7 +142,7 @@ def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
         try:
             if manifest is None:
                 raise Incomplete(f"{run_dir.manifest('train', older)} is missing or damaged")
-            groups = parts.read_groups(run_dir.trajectories("train", older), manifest)
+            groups = parts.read_groups(run_dir.trajectories("train", older), manifest, decoded)
             origin = Origin.of(manifest["origin"])
             sampling, policy = origin.sampling, origin.policy_iteration
             found[older] = Older(groups, sampling.temperature, sampling.max_tokens, policy)
@@ -103,12 +151,16 @@ def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
     return found
 
 
-def _publish(run_dir: RunDir, iteration: int, batch: Batch, about: dict[str, Any]) -> None:
+def _publish(run_dir: RunDir, iteration: int, made: Made, wanted: Mapping[str, Any]) -> None:
     """Write the batch, then batch.json, which vouches for it."""
-    directory = run_dir.batch(iteration)
-    data = batch.encode()
-    files.publish(directory / "batch.safetensors", data)
     counted = ("reward", "truncated", "groups_used", "samples_used", "samples_replayed")
-    about |= {"sha256": hashlib.sha256(data).hexdigest(), "sequences": len(batch)}
-    about |= {name: getattr(batch.counts, name) for name in counted}
+    about = {
+        **wanted,
+        "window": made.window,
+        "sha256": hashlib.sha256(made.data).hexdigest(),
+        "sequences": len(made.batch),
+        **{name: getattr(made.batch.counts, name) for name in counted},
+    }
+    directory = run_dir.batch(iteration)
+    files.publish(directory / "batch.safetensors", made.data)
     files.publish(directory / "batch.json", json.dumps(about, indent=1).encode())

@@ -11,6 +11,7 @@ from coordinator.directory import published
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
+from coordinator.protocol.chunks import measured_weights, paces_of
 from coordinator.protocol.phases import Phase, spent_s
 from coordinator.rows.old_iterations import retire_iterations
 from coordinator.rows.retention import retire_checkpoints, verify_last
@@ -38,6 +39,8 @@ TRAINED = (
     "age_max",
     "packed",
     "padding",
+    "margin",
+    "preferred",
 )
 """What training measures, as the trainer names it."""
 
@@ -92,7 +95,9 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "policy_iteration": (train or evaluation).get("origin", {}).get("policy_iteration"),
         "reward": train.get("reward"),
         "eval_reward": evaluation.get("reward"),
+        "eval_error": evaluation.get("error"),
         "eval_pass_at": evaluation.get("pass_at"),
+        **_by_set(evaluation),
         "flat_groups": train.get("flat_groups"),
         **_rewards_by_source(node, iteration, train, evaluation),
         "sample_metrics": train.get("metrics") or None,
@@ -112,8 +117,16 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "idle_seconds": idle_s,
         "phase_seconds": times["phase_seconds"],
         "wait_seconds": times["wait_seconds"],
+        "measured_weights": times["measured_weights"],
         "busy_fraction": times["busy_fraction"],
     }
+
+
+def _by_set(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores of the named sets; nothing for an evaluation without any."""
+    sets: dict[str, dict[str, Any]] = evaluation.get("sets", {})
+    found = {name: {key: of for key, of in about.items() if key != "slots"} for name, about in sets.items()}
+    return {"eval": found} if found else {}
 
 
 def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) -> dict[str, Any]:
@@ -121,8 +134,12 @@ def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) ->
     idle_s, names = node.idle_s, {rank: str(node.run_dir.machine(rank)) for rank in payloads}
     waited_s = {rank: said["wait_s"] + idle_s for rank, said in payloads.items()}
     busy = [said["work_s"] / max(said["work_s"] + waited_s[rank], 1e-9) for rank, said in payloads.items()]
+    train = published.read_manifest(node.run_dir, "train", iteration.number) or {}
+    rates = measured_weights(paces_of(train.get("paces", {})))
+    weights = {str(node.run_dir.machine(rank)): rate for rank, rate in rates.items()}
     return {
         "epoch": node.record.epoch,
+        "measured_weights": weights or None,
         "seconds": round(time.monotonic() - iteration.begun_s + idle_s, 3),
         "idle_seconds": round(idle_s, 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in iteration.phase_s.items()},
@@ -143,6 +160,7 @@ def _both(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     nodes = theirs["nodes"] + ours["nodes"]
     busy = sum(of["busy_fraction"] * of["nodes"] for of in (theirs, ours)) / nodes
     return {
+        "measured_weights": theirs.get("measured_weights"),
         "seconds": ours["seconds"],
         "phase_seconds": {**theirs["phase_seconds"], **ours["phase_seconds"]},
         "wait_seconds": dict(waits),
@@ -160,9 +178,13 @@ def _rewards_by_source(
     drawn: list[int] = opened["tasks"]
     tasks = [inputs.tasks.tasks[index] for index in drawn]
     eval_tasks = inputs.eval_tasks.tasks if inputs.eval_tasks else ()
+    rewards: dict[str, float] = evaluation.get("rewards", {})
+    if sets := evaluation.get("sets"):  # their slots come behind
+        begin = min(about["slots"][0] for about in sets.values())
+        rewards = {slot: reward for slot, reward in rewards.items() if int(slot) < begin}
     return {
         "reward_by_source": by_source(train.get("rewards", {}), tasks, field),
-        "eval_reward_by_source": by_source(evaluation.get("rewards", {}), eval_tasks, field),
+        "eval_reward_by_source": by_source(rewards, eval_tasks, field),
     }
 
 
@@ -188,6 +210,9 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
     text = [f"iteration {line['iteration']}{of}"]
     text += [f"reward {line['reward']:.3f}"] if line["reward"] is not None else []
     text += [f"eval {line['eval_reward']:.3f}"] if line["eval_reward"] is not None else []
+    sets: dict[str, dict[str, Any]] = line.get("eval") or {}
+    # `run eval` has all tasks in sets; the one of --eval-tasks is called like their mean.
+    text += [f"{name} {of['reward']:.3f}" for name, of in sets.items() if "reward" in of and name != "eval"]
     pass_at: dict[str, float] = line.get("eval_pass_at") or {}
     text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
     text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []

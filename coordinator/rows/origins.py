@@ -9,23 +9,30 @@ from coordinator.config import option_name, show
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_part_name
 from coordinator.directory.metrics_file import Finished
-from coordinator.node.inputs import Functions, Inputs, difference, load_functions
+from coordinator.node.eval_tasks import SECTION
+from coordinator.node.functions import Functions, load_functions
+from coordinator.node.inputs import Inputs, difference
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows import resume
+from coordinator.rows import eval_sets, resume
 from coordinator.settings import RunSettings, SettingsError
 from rollout.origin import Code, Origin, Sampling, described
+from rollout.part_file import DamagedPart, decode_part
 from rollout.storage import files
-from rollout.trajectory import DamagedPart, decode_part
 
 KINDS: tuple[Kind, ...] = ("train", "eval")
+OWN = ""
+"""In the place of a set's name: the reward and the environment of training and of --eval-tasks."""
 SAMPLING = {
     "n": "samples_per_task",
-    **{name: name for name in ("max_tokens", "temperature", "top_p", "stop")},
+    **{name: name for name in ("max_tokens", "temperature", "top_p", "stop", "tool_parser", "chat_template")},
+    **{name: name for name in ("reasoning_end", "thinking_tokens", "history")},
 }
 """The settings of sampling, by the field of Sampling."""
+_BEFORE = Sampling()
+"""What holds for a field that an older iteration.json has not."""
 
 
 def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
@@ -39,19 +46,42 @@ def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
         temperature=evaluation.temperature,
         top_p=1.0,
     )
+    sets = eval_sets.chosen_sets(settings, inputs, sampling)
     return {
         "sampling": described(sampling),
         "eval_sampling": described(eval_sampling),
         "reward": asdict(inputs.functions.reward.code),
         "environment": asdict(inputs.functions.environment_code),
+        **({"eval_sets": sets} if sets else {}),
     }
 
 
 def origin_of(opened: Mapping[str, Any], kind: Kind, policy: str, policy_iteration: int) -> Origin:
     """Return what the parts of an iteration are made with; `opened` is its iteration.json."""
     sampling = opened["sampling" if kind == "train" else "eval_sampling"]
-    about = {"policy": policy, "policy_iteration": policy_iteration}
-    return Origin.of({**opened, **about, "sampling": sampling})
+    about: dict[str, Any] = {"policy": policy, "policy_iteration": policy_iteration, "sampling": sampling}
+    if kind == "eval":
+        about |= {name: asdict(code) for name, code in eval_sets.joined(opened).items()}
+    return Origin.of({**opened, **about})
+
+
+def made_with(iteration: Iteration, kind: Kind, functions: Mapping[str, Functions] | None = None) -> Origin:
+    """Return what an iteration's parts are made with: with the code that it was opened with, or, if given,
+    with that of `functions` (see functions_of).
+    """
+    header = iteration.header
+    origin = origin_of(iteration.opened, kind, header["policy"], header["policy_iteration"])
+    if functions is None:
+        return origin
+    return replace(origin, **_code(iteration.opened, kind, functions))
+
+
+def _code(opened: Mapping[str, Any], kind: Kind, functions: Mapping[str, Functions]) -> dict[str, Code]:
+    """Return the code of `functions` as the parts of a kind have it."""
+    own = functions[OWN]
+    if kind == "train":
+        return {"reward": own.reward.code, "environment": own.environment_code}
+    return eval_sets.joined(opened, functions)
 
 
 def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -59,9 +89,10 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     `opened` is its iteration.json, `now` would be the content today. Of code only the name is a setting.
     """
-    then_and_now = {
+    sets, sets_now = eval_sets.texts(opened), eval_sets.texts(now)
+    then_and_now: dict[str, tuple[Any, Any]] = {
         **{
-            f"{section}.{SAMPLING[name]}": (opened[key][name], now[key][name])
+            f"{section}.{SAMPLING[name]}": (opened[key].get(name, getattr(_BEFORE, name)), now[key][name])
             for section, key, names in (
                 ("rollout", "sampling", SAMPLING),
                 ("eval", "eval_sampling", ("n", "max_tokens", "temperature")),
@@ -73,7 +104,9 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         "rollout.tasks_per_iteration": (opened["groups"], now["groups"]),
         "rollout.dynamic_sampling": (opened["replace_flat"], now["replace_flat"]),
         "rollout.segment_tokens": (opened.get("segment_tokens"), now.get("segment_tokens")),
+        "rollout.teacher": (opened.get("teacher"), now.get("teacher")),
         "cluster.max_async_level": (opened.get("max_async_level", 0), now["max_async_level"]),
+        **{name: (sets.get(name), sets_now.get(name)) for name in sorted({*sets, *sets_now})},
     }
     return [
         f"{option_name(key)}={_shown(then)} (now {_shown(today)})"
@@ -83,8 +116,8 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """As a person types it; a list of strings, which may hold line ends, as JSON."""
-    return json.dumps(value) if isinstance(value, list) else show(value)
+    """As a person types it; lists and dicts, whose strings may hold line ends, as JSON."""
+    return json.dumps(value) if isinstance(value, list | dict) else show(value)
 
 
 def is_begun(run_dir: RunDir, iteration: int) -> bool:
@@ -105,16 +138,29 @@ def _unfinished_parts(run_dir: RunDir, kind: Kind, iteration: int) -> list[str]:
 # ---- the code of an open iteration
 
 
-def functions_of(opened: Mapping[str, Any]) -> Functions:
-    """Load the reward and the environment of an iteration; SettingsError says what is wrong with which."""
-    return load_functions(opened["reward"]["name"], opened["environment"]["name"])
+def functions_of(opened: Mapping[str, Any]) -> dict[str, Functions]:
+    """Load the reward and the environment of an iteration (OWN), then those of its named sets by their names;
+    SettingsError says what is wrong with which.
+    """
+    found = {OWN: load_functions(opened["reward"]["name"], opened["environment"]["name"])}
+    for one in eval_sets.of_opened(opened):
+        found[one.name] = load_functions(one.reward.name, one.environment.name, one.section)
+    return found
 
 
-def agreed_functions(node: Node, iteration: Iteration, opened: Mapping[str, Any]) -> Functions:
-    """Load the reward and the environment of an iteration; the run ends if they are not the master's."""
-    functions = functions_of(opened)
+def codes_of(functions: Mapping[str, Functions]) -> dict[str, Code]:
+    """Return what lies behind the names of functions_of, by setting."""
+    found = functions[OWN].codes()
+    for name, of in functions.items():
+        found |= of.codes(f"{SECTION}{name}") if name != OWN else {}
+    return found
+
+
+def agreed_functions(node: Node, iteration: Iteration) -> dict[str, Functions]:
+    """Load the rewards and environments as functions_of; the run ends if they are not the master's."""
+    functions = functions_of(iteration.opened)
     code = {key: Code(**about) for key, about in iteration.header["code"].items()}
-    if problem := difference(functions.codes(), code, node.record.master_host):
+    if problem := difference(codes_of(functions), code, node.record.master_host):
         raise Ended(Exit.FAILED, node.messages.failure(SettingsError(problem)), "failed")
     return functions
 
@@ -135,27 +181,31 @@ def refuse_changed_code(run_dir: RunDir, settings: RunSettings) -> None:
 def _refuse_other_code(run_dir: RunDir, number: int, opened: Mapping[str, Any]) -> None:
     again = f"or remove the iteration: run cleanup --iteration {number} --log-path {run_dir.root}"
     try:
-        now = functions_of(opened).codes()
+        functions = functions_of(opened)
     except SettingsError as error:
         raise SettingsError(
             f"iteration {number} is open and was begun with that, but {error}; bring it back, {again}"
         ) from None
     for kind in KINDS:
+        now = _code(opened, kind, functions)
         for key, then in _newest_code(run_dir, kind, number).items():
             if then.digest != now[key].digest:
+                option = option_name(f"rollout.{key}")
                 raise SettingsError(
-                    f"the code of {option_name(key)} {then.name} has changed (digest {now[key].digest}) "
+                    f"the code of {option} {then.name} has changed (digest {now[key].digest}) "
                     f"since groups of iteration {number} were made with it (digest {then.digest}); bring "
                     f"the code back, or add --accept-code-change to finish the iteration with both, {again}"
                 )
 
 
 def _newest_code(run_dir: RunDir, kind: Kind, iteration: int) -> dict[str, Code]:
-    """Return the code of the newest part that no manifest is made of yet, by setting; {} without one."""
+    """Return the code of the newest part that no manifest is made of yet: `reward`, `environment`; {} without
+    one.
+    """
     for name in reversed(_unfinished_parts(run_dir, kind, iteration)):
         try:
             header, _ = decode_part(files.read(run_dir.trajectories(kind, iteration) / name))
         except (FileNotFoundError, DamagedPart):
             continue
-        return {"rollout.reward": header.reward, "rollout.environment": header.environment}
+        return {"reward": header.reward, "environment": header.environment}
     return {}

@@ -13,8 +13,9 @@ from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
+from rollout.part_file import DamagedPart, decode_part
 from rollout.storage import files
-from rollout.trajectory import DamagedPart, Group, decode_part
+from rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What rows 0 to 6 do: one short function for each, in the order of the protocol table.
+"""What rows 0 to 4 do: one short function for each, in the order of the protocol table.
 
 A row adopts a durable output that is there, and leaves nothing in memory that a later row needs.
 """
@@ -10,20 +10,29 @@ from dataclasses import asdict
 from typing import Any
 
 from coordinator.directory import parts, published
-from coordinator.directory.layout import MASTER, Kind
+from coordinator.directory.decoded import decoded
+from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete, Policy
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows import lineage, prefixes, resume, trajectories
-from coordinator.rows.origins import agreed_functions, changes, chosen, functions_of, is_begun, origin_of
+from coordinator.rows import batch, evaluation, lineage, prefixes, resume, trajectories
+from coordinator.rows.collecting import Share, collect_share
+from coordinator.rows.origins import (
+    OWN,
+    agreed_functions,
+    changes,
+    chosen,
+    codes_of,
+    functions_of,
+    is_begun,
+    made_with,
+)
 from coordinator.rows.prefixes import Begun
 from coordinator.rows.tasks import draw_tasks
-from coordinator.rows.trajectories import Share
 from rollout.environments.segments import Segment
-from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import files, once
 
@@ -39,6 +48,7 @@ LOOK_RARELY = 4
 def open_iteration(node: Node, iteration: Iteration) -> Payload:
     """Open the iteration: fix what it is made of and with, once, and say which of its rows are left."""
     run_dir, number = node.run_dir, iteration.number
+    decoded.forget()
     if number <= node.finished.last(*resume.TRAINS):
         log.warning("iteration %d is trained again: there is no whole checkpoint of it", number)
     base = lineage.base_of(node, iteration)
@@ -61,7 +71,7 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         # The average of a curriculum is long, and for the master alone.
         "opened": {name: value for name, value in opened.items() if name != "success"},
         "verifier": _verifier(node, iteration, base),
-        "code": {key: asdict(code) for key, code in functions_of(opened).codes().items()}
+        "code": {key: asdict(code) for key, code in codes_of(functions_of(opened)).items()}
         if generates
         else {},
     }
@@ -95,8 +105,9 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
             once.withdraw(path, path.with_suffix(".unused"))
             opened = None
     if opened is None:
-        once.create_once(path, json.dumps(_new_iteration(node, iteration, policy), indent=1).encode())
-    opened = published.read_json(path)
+        new = _new_iteration(node, iteration, policy)
+        is_mine = once.create_once(path, (text := json.dumps(new, indent=1)).encode())
+        opened = json.loads(text) if is_mine else published.read_json(path)
     if opened is None:
         raise Incomplete(f"{path} is missing or damaged")
     return opened, policy
@@ -111,6 +122,7 @@ def _chosen(node: Node) -> dict[str, Any]:
         **needed,
         "max_async_level": node.settings.cluster.max_async_level,
         "segment_tokens": node.settings.rollout.segment_tokens,
+        "teacher": node.settings.rollout.teacher,
     }
 
 
@@ -159,8 +171,8 @@ def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str
         **drawn,
         "tasks": [*going_on, *drawn["tasks"]],
         "begun": [asdict(one) for one in begun],
-        "eval_slots": _eval_slots(node) if _is_eval_due(node, iteration) else 0,
-        "eval_tasks": _eval_digest(node),
+        "eval_slots": evaluation.count_slots(node) if evaluation.is_due(node, iteration) else 0,
+        "eval_tasks": evaluation.digest(node),
     }
 
 
@@ -169,51 +181,32 @@ def _left_over(node: Node, iteration: Iteration) -> tuple[list[Begun], list[int]
     return prefixes.left_by(node.run_dir, iteration.number - 1, _chosen(node))
 
 
-def _is_eval_due(node: Node, iteration: Iteration) -> bool:
-    settings = node.settings
-    if node.identity.inputs.eval_tasks is None or settings.rollout_split == "train-only":
-        return False
-    interval = settings.eval.interval
-    return settings.rollout_split == "eval-only" or (interval > 0 and (iteration.number - 1) % interval == 0)
-
-
-def _eval_digest(node: Node) -> str | None:
-    return node.identity.inputs.eval_tasks.digest if node.identity.inputs.eval_tasks else None
-
-
-def _eval_slots(node: Node) -> int:
-    tasks = node.identity.inputs.eval_tasks
-    return min(len(tasks.tasks), node.settings.eval.max_tasks) if tasks else 0
-
-
 # ---- 1 to 4: training trajectories
 
 
 def plan_train(node: Node, iteration: Iteration) -> Payload:
     """Split the slots that no part holds yet among the nodes, by weight."""
-    opened = _opened(iteration)
-    return trajectories.plan(
-        node, iteration, "train", resume.quota(opened), _origin(iteration, opened, "train")
-    )
+    opened = iteration.opened
+    origin = made_with(iteration, "train")
+    return trajectories.plan(node, iteration, "train", resume.quota(opened), origin, opened["tasks"])
 
 
 def collect_train(node: Node, iteration: Iteration) -> Payload:
     """Generate this node's share."""
-    opened = _opened(iteration)
-    share = Share.of(
-        iteration.documents[Phase.TRAIN_PLAN],
-        node.rank,
+    opened, functions = iteration.opened, agreed_functions(node, iteration)
+    share = Share(
         kind="train",
+        plan=iteration.documents[Phase.TRAIN_PLAN],
         quota=resume.quota(opened),
         order=opened["tasks"],
         tasks=node.identity.inputs.tasks,
-        origin=_origin(iteration, opened, "train"),
-        functions=agreed_functions(node, iteration, opened),
-        settings=node.settings.rollout,
+        origin=made_with(iteration, "train", functions),
+        functions=functions[OWN],
+        settings=node.settings.rollout.model_copy(update={"teacher": opened.get("teacher")}),
         begun=(begun := Begun.all_of(opened)),
         segment=_segment(iteration, opened) if begun or opened.get("segment_tokens") else None,
     )
-    return trajectories.collect_share(node, iteration, share)
+    return collect_share(node, iteration, share)
 
 
 def _segment(iteration: Iteration, opened: Mapping[str, Any]) -> Segment:
@@ -228,9 +221,8 @@ def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) ->
 def name_parts(node: Node, iteration: Iteration) -> Payload:
     """Name this node's parts, with their checksums: the flag vouches for them."""
     directory = node.run_dir.trajectories("train", iteration.number)
-    origin = _origin(iteration, _opened(iteration), "train")
-    found = parts.read_parts(directory, origin, rank=node.rank)
-    return {part.name.name: part.sha256 for part in found}
+    origin = made_with(iteration, "train")
+    return parts.names_of(directory, origin, node.rank)
 
 
 def merge_names(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
@@ -240,70 +232,9 @@ def merge_names(node: Node, iteration: Iteration, payloads: dict[int, Payload]) 
 
 def write_manifest(node: Node, iteration: Iteration) -> None:
     """Verify every part against its flag and its own checksum, and publish the manifest over them."""
-    opened, documents = _opened(iteration), iteration.documents
-    origin = _origin(iteration, opened, "train")
-    short, named = documents[Phase.TRAIN_ROLLOUT]["short"], documents[Phase.TRAIN_FILES_READY]
-    trajectories.aggregate(node, iteration, "train", resume.quota(opened), origin, short, named)
-
-
-# ---- 5 and 6: evaluation
-
-
-def decide_eval(node: Node, iteration: Iteration) -> Payload:
-    """Decide whether to evaluate, and who generates what."""
-    opened = _opened(iteration)
-    slots = opened["eval_slots"] or (_eval_slots(node) if _is_eval_due(node, iteration) else 0)
-    if node.settings.rollout_split == "train-only":
-        slots = 0
-    if slots and opened["eval_tasks"] != _eval_digest(node):
-        log.warning("the evaluation tasks have changed since this iteration was opened: it is not evaluated")
-        slots = 0
-    origin = _origin(iteration, opened, "eval")
-    return {"slots": slots, **trajectories.plan(node, iteration, "eval", Quota(slots, slots), origin)}
-
-
-def collect_eval(node: Node, iteration: Iteration) -> Payload:
-    """Generate this node's share of the evaluation, if one is due."""
-    plan = iteration.documents[Phase.EVAL_DECISION]
-    slots = plan["slots"]
-    if not slots:
-        return {"short": 0}
-    opened, tasks = _opened(iteration), node.identity.inputs.eval_tasks
-    assert tasks is not None
-    share = Share.of(
-        plan,
-        node.rank,
-        kind="eval",
-        quota=Quota(slots, slots),
-        order=range(slots),
-        tasks=tasks,
-        origin=_origin(iteration, opened, "eval"),
-        functions=agreed_functions(node, iteration, opened),
-        # All of them: the tasks that take longest are not average ones.
-        settings=node.settings.rollout.model_copy(update={"completion_threshold": 1.0, "over_sample": 1.0}),
-    )
-    return trajectories.collect_share(node, iteration, share)
-
-
-def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
-    """Publish the evaluation's manifest, once all have generated."""
-    slots = iteration.documents[Phase.EVAL_DECISION]["slots"]
-    if slots:
-        short = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)["short"]
-        origin = _origin(iteration, _opened(iteration), "eval")
-        trajectories.aggregate(node, iteration, "eval", Quota(slots, slots), origin, short, {})
-
-
-# ---- shared by several rows
-
-
-def _origin(iteration: Iteration, opened: Mapping[str, Any], kind: Kind) -> Origin:
-    """Return what this iteration's parts are made with."""
-    return origin_of(opened, kind, iteration.header["policy"], iteration.header["policy_iteration"])
-
-
-def _opened(iteration: Iteration) -> dict[str, Any]:
-    """Return the iteration.json as the master has read it: while it may be made anew, a client may remember
-    the one before.
-    """
-    return iteration.header["opened"]
+    opened, documents = iteration.opened, iteration.documents
+    origin = made_with(iteration, "train")
+    made, named = documents[Phase.TRAIN_ROLLOUT], documents[Phase.TRAIN_FILES_READY]
+    quota = resume.quota(opened)
+    trajectories.aggregate(node, iteration, "train", quota, origin, made, named, opened["tasks"])
+    batch.begin_batch(node, iteration)

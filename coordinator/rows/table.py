@@ -5,7 +5,7 @@ from functools import partial
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import crews, metrics, rollout, training
+from coordinator.rows import batch, collecting, crews, evaluation, metrics, rollout, training
 
 
 def run_iterations(node: Node) -> None:
@@ -21,16 +21,17 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
     step = partial(node.step, iteration)  # act if the row is ours, raise our flag, wait for the master's
     # fmt: off
     step(Phase.ITERATION_START,   rollout.open_iteration)
+    collecting.drop_outdated(node, iteration)
     rollout.begin_to_verify(node, iteration)
     rollout.begin_to_fetch(node, iteration)
     step(Phase.TRAIN_PLAN,        rollout.plan_train)
     step(Phase.TRAIN_ROLLOUT,     rollout.collect_train,       then=rollout.sum_short)
     step(Phase.TRAIN_FILES_READY, rollout.name_parts,          then=rollout.merge_names)
     step(Phase.TRAIN_AGGREGATE,   rollout.write_manifest)
-    step(Phase.EVAL_DECISION,     rollout.decide_eval)
-    step(Phase.EVAL_ROLLOUT,      rollout.collect_eval,        then=rollout.aggregate_eval)
+    step(Phase.EVAL_DECISION,     evaluation.decide_eval)
+    step(Phase.EVAL_ROLLOUT,      evaluation.collect_eval,     then=evaluation.aggregate_eval)
     step(Phase.ENGINE_STOPPED,    training.stop_engine)
-    step(Phase.TRAIN_DATA,        training.write_batch)
+    step(Phase.TRAIN_DATA,        batch.write_batch)
     step(Phase.TRAIN_CONFIG,      training.configure_training)
     step(Phase.TRAINING,          training.train)
     step(Phase.CHECKPOINT,        training.publish_checkpoint)

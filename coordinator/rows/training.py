@@ -10,7 +10,7 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import batch, lineage, trainer_states
+from coordinator.rows import lineage, trainer_states
 from coordinator.rows.serving import serve
 from coordinator.settings import RunSettings
 from rollout.storage import files
@@ -22,11 +22,6 @@ from trainer.resume import saves_in_background
 def stop_engine(node: Node, _iteration: Iteration) -> None:
     """Free the accelerator for the trainer."""
     node.engine.sleep(node.settings.engine)
-
-
-def write_batch(node: Node, iteration: Iteration) -> None:
-    """Compute advantages and write the batch, unless one that verifies is there."""
-    batch.ensure_batch(node.run_dir, iteration.number, node.settings)
 
 
 def configure_training(node: Node, iteration: Iteration) -> Payload:
@@ -71,7 +66,7 @@ def train(node: Node, iteration: Iteration) -> None:
     model_name, resume = str(start.directory.absolute()), Resume()
     if not node.trainer.holds(config["job"], base.iteration):
         resume = trainer_states.located(run_dir, base, Resume.model_validate(config["resume"]))
-        if resume.from_start or settings.trainer.lora.rank or settings.trainer.kl != "off":
+        if resume.from_start or settings.trainer.lora.rank or settings.trainer.needs_reference:
             start = node.policies.hold(start, node.reading())
         base = node.policies.hold(base, node.reading())
     processes = config["processes"][str(node.rank)]

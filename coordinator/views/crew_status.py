@@ -278,7 +278,7 @@ def _with_flags(board: Board, record: EpochRecord, settings: RunSettings, said: 
     """Return what the nodes say, in the rows that their flags show: heartbeats are up to seconds older."""
     reached: dict[int, Place] = {}
     for flag in board.flags:
-        if flag.epoch == record.epoch and flag.kind == "ok" and flag.phase in ROWS.values():
+        if flag.epoch == record.epoch and flag.is_done and flag.phase in ROWS.values():
             place = (flag.iteration, flag.phase)
             reached[flag.rank] = max(place, reached.get(flag.rank, place))
     if MASTER in reached:

@@ -25,6 +25,8 @@ POLL_S = 0.5
 LIST_POLLS = 4
 """List the directories for new processes and files in every n-th poll."""
 BLOCK_BYTES = 64 * 1024
+MOST_BYTES = 1 << 26
+"""No more of a log's end is read, however long its lines are."""
 
 _NODE = re.compile(r"node\.(\d+)\.log", re.ASCII)
 _ENGINE = re.compile(r"engine\.(\d+)\.(\d+)\.log", re.ASCII)
@@ -188,11 +190,14 @@ def tail(path: Path, lines: int) -> tuple[bytes, int]:
     """Return (the last `lines` of a file, an unfinished one included; its size), read from its end."""
     with open(path, "rb") as file:
         end = start = file.seek(0, os.SEEK_END)
-        data = b""
-        while start and data[:-1].count(b"\n") < lines:
+        blocks: list[bytes] = []
+        found = 0
+        while start and found <= lines and end - start < MOST_BYTES:
             step = min(BLOCK_BYTES, start)
             start -= step
             file.seek(start)
-            data = file.read(step) + data
+            blocks.append(file.read(step))
+            found += blocks[-1].count(b"\n")
+    data = b"".join(reversed(blocks))
     pieces = data.split(b"\n")
     return b"\n".join(pieces[-lines - data.endswith(b"\n") :]), end

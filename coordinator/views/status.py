@@ -58,6 +58,10 @@ class StatusReader:
         last = self.lines[-1] if self.lines else None
         finished, is_awaited = last["iteration"] if last else 0, any(crew.state in GOING for crew in seen)
         crews = [crew.describe(finished, is_awaited) for crew in seen]
+        weights: dict[str, float] = (last or {}).get("measured_weights") or {}
+        for node in (node for crew in crews for node in crew["nodes"]):
+            generates = node["crew"] != "train"
+            node["measured_weight"] = weights.get(str(node["rank"])) if generates else None
         return {"run_id": self._run_id, **together(crews), "crews": crews, "last_metrics": last}
 
     def _find_crews(self) -> None:

@@ -10,6 +10,7 @@ from coordinator.journal.plain import one_line
 from coordinator.protocol.phases import Phase
 from coordinator.views.beats import is_measured
 from coordinator.views.crew_status import GOING
+from coordinator.views.scores import scores
 
 NAMED = 3
 """At most this many of the ranks that are waited for are named."""
@@ -165,10 +166,11 @@ _MEMORY = ("used_bytes", "total_bytes")
 
 
 def rewards(line: dict[str, Any] | None) -> str:
-    """Give the last metrics: `last finished: iteration 4, reward 0.612, eval_reward 0.900`."""
+    """Give the last metrics: `last finished: iteration 4, reward 0.612, eval_reward 0.900 ± 0.026`."""
     if line is None:
         return ""
-    found = [f"{name} {line[name]:.3f}" for name in ("reward", "eval_reward") if is_measured(line.get(name))]
+    found = [f"reward {line['reward']:.3f}"] if is_measured(line.get("reward")) else []
+    found += [f"{score.name} {score}" for score in scores(line)]
     return ", ".join([f"last finished: iteration {line['iteration']}", *found])
 
 
@@ -188,6 +190,7 @@ def render(status: Status, root: Path) -> str:
         _column("tokens/s", [tokens(node) for node in nodes], ">"),
         _column("GPUs", [gpus(node) for node in nodes]),
         _column("weight", [f"{node['weight']:g}" for node in nodes], ">"),
+        _column("measured", [_measured(node) for node in nodes], ">"),
         _column("silent", [_silence(node) for node in nodes], ">"),
     ]
     table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
@@ -206,6 +209,12 @@ def render(status: Status, root: Path) -> str:
         *table,
     ]
     return "\n".join([*lines, *_after_a_blank(rewards(status["last_metrics"]))])
+
+
+def _measured(node: Node) -> str:
+    """Give the weight by which the node generates, as measured; the slowest node has 1."""
+    weight = node.get("measured_weight")
+    return f"{weight:g}" if weight is not None else ""
 
 
 def _silence(node: Node) -> str:

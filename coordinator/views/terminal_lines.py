@@ -10,6 +10,7 @@ from rich.text import Text
 from coordinator.journal.plain import one_line
 from coordinator.views import status_text as words
 from coordinator.views.beats import is_measured
+from coordinator.views.scores import scores
 from coordinator.views.status_text import Node, Status, duration
 
 QUIET_S = 5.0
@@ -187,13 +188,14 @@ def _bar(node: Node, cells: int, signs: Signs) -> Text:
 
 
 def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[Text]:
-    """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 in iteration 9`; nothing before the first reward."""
+    """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 ± 0.022 in iteration 9`; nothing before a reward."""
     rewards = [line["reward"] for line in lines if is_measured(line.get("reward"))]
-    scores = [line for line in lines if is_measured(line.get("eval_reward"))]
+    last = next((line for line in reversed(lines) if scores(line)), None)
     text = Text()
-    if scores:
-        last = scores[-1]
-        text.append(f"evaluation {last['eval_reward']:.3f} in iteration {last['iteration']}")
+    if last is not None:
+        names = {"eval_reward": "evaluation"}
+        said = [f"{names.get(score.name, score.name)} {score}" for score in scores(last)]
+        text.append(f"{', '.join(said)} in iteration {last['iteration']}")
     if rewards:
         room = width - text.cell_len - len("reward -0.000  -0.000    ")
         levels = sparkline(rewards[-max(1, min(HISTORY, room)) :], signs.levels)

@@ -14,28 +14,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.engines.client import (
-    FIRST_RETRY_S,
     HOST_OF_SOCKET,
-    LONGEST_RETRY_S,
     EngineError,
+    EngineFacts,
     excerpt,
     parse_answer,
     socket_of,
 )
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
+from rollout.engines.servers import EXTENSION
 
 LOADING = "loading"
 """The weight version of an engine whose weights are being replaced. No policy has this digest."""
 DROPPED = "dropped"
 """The weight version of an engine that sleeps without its weights."""
+LOOK_S = 0.05
+"""How often a server that starts is asked whether it answers."""
 PROBE = "probe.json"
 """Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, the right `prompt_logprobs`."""
 CONTENT = "content.json"
 """Beside a model's weights: {"dtype": ..., "tensors": {name: sum}}, see rollout.engines.content."""
 OTHER_WEIGHTS = "it computes with other weights:"
 """What a server says that cannot prove its weights; tensors and sums follow, then a full stop."""
-EXTENSION = "rollout.engines.vllm_worker.WorkerExtension"
-"""vLLM's --worker-extension-cls by which its workers prove their weights."""
 
 _ADAPTER = "policy-"
 
@@ -102,16 +102,14 @@ class EngineAdmin:
         its process is gone.
         """
         give_up_at = time.monotonic() + timeout_s
-        pause_s = FIRST_RETRY_S
         while not self.healthy():
             if not alive():
                 raise EngineError(f"the engine for {self._base_url} exited before it answered; see its log")
-            if time.monotonic() + pause_s > give_up_at:
+            if time.monotonic() + LOOK_S > give_up_at:
                 raise EngineError(
                     f"{self._base_url} did not become healthy within {timeout_s:g} s; see its log"
                 )
-            time.sleep(pause_s)
-            pause_s = min(1.2 * pause_s, LONGEST_RETRY_S)
+            time.sleep(LOOK_S)
 
     def policy(self) -> str | None:
         """Return the digest given at the last reload. None while weights are being replaced, after that has
@@ -201,11 +199,35 @@ class EngineAdmin:
         """Return whether the server can prove its weights. For vLLM this takes seconds, when it is first
         asked.
         """
-        answer = self._call("GET", "/server_info?config_format=json", timeout_s=self._drain_timeout_s)
+        answer = self._server_info()
         try:
             return answer["vllm_config"]["parallel_config"]["worker_extension_cls"] == EXTENSION
         except (KeyError, TypeError):
             return False
+
+    def facts(self) -> EngineFacts:
+        """Return what the server says of itself, else the default. As slow as `can_prove`."""
+        answer = self._server_info()
+        is_seeded = answer.get("is_seeded") is True
+        try:
+            config = answer["vllm_config"]
+            samples = _most_samples(config["scheduler_config"])
+            return EngineFacts(samples * int(config["parallel_config"]["data_parallel_size"]), is_seeded)
+        except (KeyError, TypeError, ValueError):
+            return EngineFacts(is_seeded=is_seeded)
+
+    def most_samples(self) -> int:
+        """Return how many samples a replica generates at the same time: of a vLLM that can prove its weights,
+        which answers this at once.
+        """
+        answer = self._admin("/collective_rpc", {"method": "scheduler"})
+        try:
+            return _most_samples(answer["results"][0])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(f"POST {self._base_url}/collective_rpc scheduler answered {answer}") from error
+
+    def _server_info(self) -> dict[str, Any]:
+        return self._call("GET", "/server_info?config_format=json", timeout_s=self._drain_timeout_s)
 
     def prove(
         self, path: str | os.PathLike[str] | None = None, adapter: str | os.PathLike[str] | None = None
@@ -350,6 +372,12 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
+
+
+def _most_samples(scheduler: Mapping[str, Any]) -> int:
+    """Return how many samples vLLM generates at the same time with these settings of its scheduler."""
+    active = "max_num_active_seqs"  # not in older versions
+    return int((active in scheduler and scheduler[active]) or scheduler["max_num_seqs"])
 
 
 def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) -> None:

@@ -36,6 +36,17 @@ _FAILING_S = 60.0
 for 8 s after its engine core, longer on a busy machine)."""
 
 
+@dataclass(frozen=True)
+class EngineFacts:
+    """What those who ask an engine should know of it."""
+
+    samples: int = 256
+    """How many samples it generates at the same time, all its replicas together."""
+    is_seeded: bool = True
+    """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
+    requests that have a seed are drawn one after the other: it gets none."""
+
+
 class EngineError(RuntimeError):
     """The engine failed: it is gone, does not answer in time, or answers with an error."""
 
@@ -46,6 +57,22 @@ class RequestRefused(EngineError):
 
 class AdapterMissing(EngineError):
     """The engine has no such adapter (404). An engine that has just restarted will get it soon."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the model has written."""
+
+    id: str
+    """The message with the result names it, as `tool_call_id`."""
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def wire(self) -> dict[str, Any]:
+        """The call as messages have it in the OpenAI API."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -63,14 +90,20 @@ class Completion:
     """What was said to the model before it, since the completion before."""
     stop_string: str = ""
     """The stop string that ended it: its tokens are there, but `text` ends before it."""
+    calls: Sequence[ToolCall] = ()
+    """The tools that it calls, if it had some (Policy.with_tools)."""
+    content: str | None = None
+    """If it calls tools: the text before the calls. `text` is all of it."""
 
 
 class EngineClient:
     """Asks for completions over HTTP, without a limit. An async context manager, for one event loop.
 
     If a connection is refused or breaks, the request is repeated until `retry_s` has passed since the first
-    failure (a server may be restarting). With a seed the answer is the same, so a repeat does no harm.
+    failure (a server may be restarting).
     """
+
+    facts = EngineFacts()
 
     def __init__(
         self,
@@ -79,8 +112,10 @@ class EngineClient:
         model: str | None = None,
         request_timeout_s: float = 1800.0,
         retry_s: float = 10.0,
+        facts: EngineFacts = EngineFacts(),
     ) -> None:
         """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself."""
+        self.facts = facts
         self._base_url = base_url.rstrip("/")
         self._socket = socket_of(self._base_url)
         self._model = model
@@ -157,9 +192,11 @@ class EngineClient:
 
     async def _complete(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
         request = completion_request(prompt, sampling)
-        answer = await self._post(
-            "/v1/completions", request | ({"model": self._model} if self._model else {})
-        )
+        if not self.facts.is_seeded:
+            request["seed"] = None
+        if self._model:
+            request["model"] = self._model
+        answer = await self._post("/v1/completions", request)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [_completion(choice) for choice in choices]
@@ -174,23 +211,29 @@ class EngineClient:
             )
         return completions
 
-    async def tokenize(self, text: str | Sequence[dict[str, str]]) -> list[int]:
+    async def tokenize(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:
         """Token ids of chat messages (through the chat template, with the generation prompt), or of a text
-        that continues another one (without special tokens).
+        that continues another one (without special tokens). `template`: what else the chat template gets,
+        `tools` and `chat_template_kwargs`.
         """
         if isinstance(text, str):
-            body: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
-        else:
-            body = {"messages": list(text), "add_generation_prompt": True}
-        return await self._tokenize(body)
+            return await self._tokenize({"prompt": text, "add_special_tokens": False})
+        return await self._tokenize({"messages": list(text), "add_generation_prompt": True, **template})
 
-    async def tokenize_whole(self, text: str | Sequence[dict[str, str]]) -> list[int]:
+    async def tokenize_whole(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:
         """Token ids of a whole sequence: chat messages without the generation prompt, or a text with special
-        tokens, as `generate` reads it.
+        tokens, as `generate` reads it. `template`: as in `tokenize`.
         """
         if isinstance(text, str):
             return await self._tokenize({"prompt": text, "add_special_tokens": True})
-        return await self._tokenize({"messages": list(text), "add_generation_prompt": False})
+        return await self._tokenize({"messages": list(text), "add_generation_prompt": False, **template})
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        answer = await self._post("/detokenize", {"tokens": list(token_ids)})
+        if not isinstance(answer.get("prompt"), str):
+            raise EngineError(f"{self._base_url}/detokenize returned no text: {str(answer)[:_EXCERPT]}")
+        return answer["prompt"]
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         answer = await self._post("/tokenize", body)

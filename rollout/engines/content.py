@@ -62,8 +62,8 @@ def content_sum(tensor: Tensor) -> int:
 
 def _mixed(values: Tensor) -> Tensor:
     z = values.view(torch.int32).to(torch.int64)
-    once = z.sum()
-    return _A * z.mul_(z).sum() + _B * once
+    squares = z.dot(z) if z.device.type == "cpu" else (z * z).sum()  # GPUs have no dot of integers
+    return _A * squares + _B * z.sum()
 
 
 def content_document(sums: Mapping[str, int], dtype: torch.dtype) -> bytes:

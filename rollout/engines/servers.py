@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from rollout.engines.admin import EXTENSION
 from rollout.settings import EngineSettings
 
 ServerKind = Literal["vllm", "torch"]
+EXTENSION = "rollout.engines.vllm_worker.WorkerExtension"
+"""vLLM's --worker-extension-cls by which its workers prove their weights."""
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 """On Linux, where vLLM runs."""
@@ -54,6 +55,7 @@ class ServerSettingError(ValueError):
 class Server:
     """How a server is started, and its properties."""
 
+    kind: ServerKind
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict[str, str])
     """Variables beside the environment that it inherits."""
@@ -133,7 +135,7 @@ def server_command(
         argv += ["--uds", os.fspath(socket)]
         argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
         # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
-        return Server(argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"})
+        return Server("torch", argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"})
     args = {
         "uds": os.fspath(socket),
         # Raw logprobs are not from the distribution that was sampled from.
@@ -155,6 +157,7 @@ def server_command(
         args = {"distributed-executor-backend": "uni", **args}
         one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return Server(
+        "vllm",
         [python, "-m", *_program(os.fspath(model_dir), python), *_arguments(args)],
         # The first variable enables the calls that load weights, sleep and wake. An API key of the user's
         # environment would refuse our requests. On a CPU all servers would bind their threads to one core.

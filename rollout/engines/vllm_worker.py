@@ -40,6 +40,11 @@ class WorkerExtension:
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
 
+    def scheduler(self) -> dict[str, int | None]:
+        """Return the settings that bound how many samples this replica generates at the same time."""
+        config = self.vllm_config.scheduler_config
+        return {name: getattr(config, name, None) for name in ("max_num_seqs", "max_num_active_seqs")}
+
     def prove_content(self, path: str | None = None, adapter: str | None = None) -> list[str]:
         """Compare the weights that this replica computes with to those of the model directory `path`, and of
         the adapter in a directory. Without `path`: to those it has loaded last; what differs then, vLLM

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from rollout.engines.client import Completion, EngineClient, RequestRefused
+from rollout.engines.client import Completion, EngineClient, RequestRefused, ToolCall
+from rollout.environments.tool_calls import PARSERS, Tool, with_calls
 
 Message = dict[str, Any]
 """`role`, `content`, and other fields of the model's chat template (`tool_call_id`, `name` ...)."""
@@ -18,15 +19,54 @@ class ChatTemplate:
     A conversation that is rendered again from its messages differs from the one that the model saw. Templates
     drop the reasoning of earlier turns, move the system message and trim; text is tokenised differently from
     how it was generated. So only new messages are rendered, after a stand-in for the earlier ones.
+
+    With `tools` it shows them to the model, and finds their calls as `parser` says (the setting
+    rollout.tool_parser): one of PARSERS, or `auto` for the one that can read what the template itself writes.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        parser: str = "auto",
+        tools: Sequence[Tool] = (),
+    ) -> None:
+        """`variables`: for the template (the setting rollout.chat_template)."""
         self._client = client
+        self._variables = variables
+        self._parser = parser
+        self._tools = tools
+        self._bare: dict[str, Any] = {"chat_template_kwargs": dict(variables)} if variables else {}
+        self._options = {**self._bare, "tools": list(tools)} if tools else self._bare
+        self._with_tools: dict[str, ChatTemplate] = {}
+        self._read: str | None = None
+        """What reads the calls, once it is known."""
+        self._reading = asyncio.Lock()
         self._seen: dict[str, list[int]] = {}  # the samples of a group often get the same message
+
+    def with_tools(self, tools: Sequence[Tool]) -> "ChatTemplate":
+        """Return the template for conversations in which the model has these tools: one for equal tools."""
+        key = json.dumps(tools)
+        if key not in self._with_tools:
+            self._with_tools[key] = ChatTemplate(
+                self._client, variables=self._variables, parser=self._parser, tools=tools
+            )
+        return self._with_tools[key]
 
     async def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids that begin a conversation, with the generation prompt. Raises RequestRefused."""
+        await self._reader()
         return await self._tokenize(messages, messages)
+
+    async def whole(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation that ends there, without the generation prompt."""
+        return await self._client.tokenize_whole(messages, **self._options)
+
+    async def read(self, turn: Completion) -> Completion:
+        """Return a turn with the calls of the tools in it. Raises RequestRefused."""
+        parser = await self._reader()
+        return with_calls(turn, parser, self._tools) if parser else turn
 
     async def continuation(self, messages: Sequence[Message], after: Completion) -> list[int]:
         """Token ids to append to a completion and its prompt: the end of the assistant's turn unless the
@@ -52,18 +92,77 @@ class ChatTemplate:
                 for words in "01"
             ]
             one, other = await asyncio.gather(*(self._tokenize(c, messages) for c in conversations))
-            pairs = zip(reversed(one), reversed(other), strict=False)
-            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self._seen[key] = one[len(one) - common :]
+            self._seen[key] = one[len(one) - _common(one[::-1], other[::-1]) :]
         return self._seen[key]
 
     async def _tokenize(self, conversation: Sequence[Message], new: Sequence[Message]) -> list[int]:
         try:
-            return await self._client.tokenize(conversation)
+            return await self._client.tokenize(conversation, **self._options)
         except RequestRefused as error:
             raise RequestRefused(
                 f"the model's chat template refuses messages of the roles {_roles(new)}: {error}"
             ) from error
+
+    async def _reader(self) -> str | None:
+        """Return which of PARSERS reads the calls; None without tools. Raises RequestRefused if there is
+        none, or if the template does not show tools to the model.
+        """
+        if not self._tools:
+            return None
+        async with self._reading:
+            if self._read is None:
+                asked, bare = await asyncio.gather(
+                    self._tokenize(_ASKED, _ASKED), self._client.tokenize(_ASKED, **self._bare)
+                )
+                if asked == bare:
+                    raise RequestRefused(
+                        "the model's chat template leaves out tools: describe them in the messages and read "
+                        "the calls from the text of the answer"
+                    )
+                self._read = self._parser if self._parser != "auto" else await self._parser_of_template()
+            return self._read
+
+    async def _parser_of_template(self) -> str:
+        """Return what can read a call as the template writes it into the conversation."""
+        template = self.with_tools([_TOOL])
+        call = ToolCall("abcdefghi", "look_up", {"word": "tree"})
+        said = [*_ASKED, {"role": "assistant", "content": "0"}]
+        called = [*_ASKED, {"role": "assistant", "content": "", "tool_calls": [call.wire]}]
+        bare, whole, end = await asyncio.gather(
+            template._tokenize(said, said), template._tokenize(called, called), template._behind_turn([])
+        )
+        begin = _common(bare, whole)
+        written = await self._client.detokenize(whole[begin : len(whole) - _common(end[::-1], whole[::-1])])
+        turn = Completion([], [], [], written, "stop")
+        for name in PARSERS:
+            found = with_calls(turn, name, [_TOOL]).calls
+            if [(one.name, one.arguments) for one in found] == [(call.name, call.arguments)]:
+                return name
+        raise RequestRefused(
+            f"the model's chat template writes a tool call in none of the forms {', '.join(PARSERS)}, but as "
+            f"{written[:_EXCERPT]!r}: set rollout.tool_parser, or describe the tools in the messages"
+        )
+
+
+_EXCERPT = 200
+_ASKED: list[Message] = [{"role": "user", "content": "0"}]
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences begin with both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _overlap(tokens: list[int], suffix: list[int]) -> int:

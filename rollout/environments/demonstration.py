@@ -31,14 +31,21 @@ async def demonstration(
     with `end_ids[0]` if the template writes none. Raises TaskError, which names the task, if the answer is
     missing or longer than `sampling.max_tokens`.
     """
+    return [await written(task, _answer(task), policy, sampling.max_tokens, end_ids)]
+
+
+demonstration.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (see Environment)
+
+
+async def written(task: Task, answer: str, policy: Policy, max_tokens: int, end_ids: Sequence[int]) -> Sample:
+    """Return the sample that answers a task with a text; see `demonstration`."""
     if not end_ids:
         raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
-    answer = _answer(task)
     if "prompt" in task:
         asked = await policy.tokenize_whole(task["prompt"])
         whole = await policy.tokenize_whole(task["prompt"] + answer)
     else:
-        messages = _messages_before(task)
+        messages = messages_before(task)
         asked = await policy.tokenize(messages)
         whole = await policy.tokenize_whole([*messages, {"role": "assistant", "content": answer}])
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False)))
@@ -49,15 +56,12 @@ async def demonstration(
         if said[: len(opened)] == opened:  # the answer too begins with what the template opens
             said = said[len(opened) :]
     trained = [*takewhile(lambda token: token not in end_ids, said), end]
-    if len(trained) > sampling.max_tokens:
+    if len(trained) > max_tokens:
         raise TaskError(
             f"task {task['id']!r}: its answer has {len(trained)} tokens with the end of the sequence, more "
-            f"than rollout.max_tokens={sampling.max_tokens}; raise that, or leave the task out"
+            f"than rollout.max_tokens={max_tokens}; raise that, or leave the task out"
         )
-    return [_sample(asked, trained, answer)]
-
-
-demonstration.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (see Environment)
+    return _sample(asked, trained, answer)
 
 
 def check_demonstrations(tasks: TaskSet) -> None:
@@ -87,14 +91,15 @@ def _answer(task: Task) -> str:
             f"task {task['id']!r} has no answer to demonstrate: give it an `answer`, or `messages` that end "
             "with the assistant's"
         )
-    if "messages" in task and not _messages_before(task):
+    if "messages" in task and not messages_before(task):
         raise TaskError(
             f"task {task['id']!r}: its one message is the answer, and there is nothing it answers"
         )
     return answer
 
 
-def _messages_before(task: Task) -> list[Message]:
+def messages_before(task: Task) -> list[Message]:
+    """Return the messages of a task without an answer at their end."""
     messages = task["messages"]
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 

@@ -8,6 +8,8 @@ from rollout.engines.client import Sampling
 from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.policy import Policy, sample_of
+from rollout.environments.preference import preference
+from rollout.environments.thinking import think_and_answer
 from rollout.plugins import PluginError, check_call, load_function, may_be_awaited
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
@@ -34,6 +36,8 @@ def demonstrates(environment: Environment) -> bool:
 async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
     """Answer the task's prompt, or its messages through the chat template, `sampling.n` times."""
     prompt = task["prompt"] if "prompt" in task else task["messages"]
+    if sampling.thinking_tokens is not None:
+        return await think_and_answer(prompt, policy, sampling)
     return [sample_of(completion) for completion in await policy.generate(prompt, n=sampling.n)]
 
 
@@ -50,6 +54,7 @@ BUILT_IN: dict[str, Environment] = {
     "single_turn": single_turn,
     "calculator": calculator,
     "demonstration": demonstration,
+    "preference": preference,
 }
 
 

@@ -3,13 +3,15 @@
 import json
 import time
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from rollout.engines.bodies import BadRequest, GenerationBody
-from rollout.engines.client import Completion
+from rollout.engines.client import Completion, ToolCall
 from rollout.environments.chat import Message
+from rollout.environments.tool_calls import Tool
 
 IGNORED = (
     "temperature",
@@ -23,23 +25,37 @@ IGNORED = (
 )
 """Sampling that agents often ask for; it is ignored, because the run's sampling holds."""
 
-_AS_TEXT = "describe the tools in the messages and read the calls from the text of the answer"
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "ask once for each"),
-    "tools": (([],), _AS_TEXT),
-    "functions": (([],), _AS_TEXT),
-    "tool_choice": (("none", "auto"), _AS_TEXT),
-    "function_call": (("none", "auto"), _AS_TEXT),
-    "response_format": (({"type": "text"},), "the answer is text"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tools"),
+    "tool_choice": (("none", "auto"), "a call that is forced is not sampled by the policy; use auto"),
+    "parallel_tool_calls": ((True,), "the model may call several tools at once; use the calls you want"),
+    "response_format": (({"type": "text"},), "a form that is forced is not sampled by the policy"),
     "logprobs": ((False,), "the samples of the session hold them"),
     "top_logprobs": ((0,), "the samples of the session hold the chosen tokens' logprobs"),
     "logit_bias": (({},), "the sampling is the run's"),
     "chat_template": ((), "the model's own is used"),
-    "chat_template_kwargs": (({},), "the model's chat template is used with its defaults"),
+    "chat_template_kwargs": (({},), "set rollout.chat_template for the run"),
     "modalities": ((["text"],), "the answer is text"),
     "audio": ((), "the answer is text"),
 }
 """Fields that are not supported: the values (beside null) that change nothing, and a hint."""
+
+
+class FunctionBody(BaseModel):
+    """A function that the model may call; `strict` and other fields are ignored."""
+
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool of the request."""
+
+    type: Literal["function"]
+    function: FunctionBody
 
 
 class ChatBody(GenerationBody):
@@ -48,6 +64,8 @@ class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1)
     max_tokens: StrictInt | None = Field(None, ge=1)
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    tools: list[ToolBody] | None = None
+    tool_choice: Any = None
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -55,6 +73,11 @@ class ChatBody(GenerationBody):
     def limit(self) -> int | None:
         """The most tokens that the answer may have."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def tool_list(self) -> list[Tool]:
+        """The tools, as chat templates get them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
     @property
     def wants_usage(self) -> bool:
@@ -67,15 +90,16 @@ def check_chat(body: ChatBody) -> list[Message]:
     the request needs something that is not supported.
     """
     for name, (neutral, hint) in _UNSUPPORTED.items():
-        value = (body.model_extra or {}).get(name)
+        value = body.tool_choice if name == "tool_choice" else (body.model_extra or {}).get(name)
         if value is not None and value not in neutral:
             raise BadRequest(f"{name}: not supported here; {hint}")
     if "" in body.stop_strings:
         raise BadRequest("stop: a stop string must not be empty")
-    return [_message(number, message) for number, message in enumerate(body.messages)]
+    return [checked_message(number, message) for number, message in enumerate(body.messages)]
 
 
-def _message(number: int, message: Message) -> Message:
+def checked_message(number: int, message: Message) -> Message:
+    """Return a message in one form: its content as one string, no empty fields. Raises BadRequest."""
     if not isinstance(message.get("role"), str):
         raise BadRequest(f"messages.{number}.role: must be a string")
     content = message.get("content")
@@ -86,19 +110,59 @@ def _message(number: int, message: Message) -> Message:
     if not isinstance(content, str | None):
         raise BadRequest(f"messages.{number}.content: must be a string or parts of the type text")
     filled = {name: value for name, value in message.items() if value not in (None, [], {})}
+    if "tool_calls" in filled:
+        filled["tool_calls"] = _calls(f"messages.{number}.tool_calls", filled["tool_calls"])
     return {**filled, "content": content or ""}
 
 
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return the calls of a message without fields that clients add, and the arguments in one form."""
+    try:
+        return [
+            ToolCall(str(call["id"]), str(call["function"]["name"]), _arguments(call["function"])).wire
+            for call in calls
+        ]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(
+            f"{where}: must be a list of calls, each with `id` and a `function` with `name` and `arguments`, "
+            "a JSON object as a text"
+        ) from error
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = json.loads(function["arguments"] or "{}")
+    if not isinstance(arguments, dict):
+        raise TypeError(arguments)
+    return arguments
+
+
+def reply_of(turn: Completion) -> Message:
+    """Return the message that an agent gets."""
+    message: Message = {"role": "assistant", "content": turn.text, "refusal": None}
+    if turn.calls:
+        message |= {"content": turn.content or None, "tool_calls": [call.wire for call in turn.calls]}
+    return message
+
+
+def _reason(turn: Completion) -> str:
+    return "tool_calls" if turn.calls else turn.finish_reason
+
+
 def answer_body(model: str, turn: Completion) -> dict[str, Any]:
-    message = {"role": "assistant", "content": turn.text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": turn.finish_reason}
+    choice = {"index": 0, "message": reply_of(turn), "logprobs": None, "finish_reason": _reason(turn)}
     return {**_head(model, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
 def answer_events(model: str, turn: Completion, *, usage: bool) -> bytes:
-    """Return the answer as server-sent events: the text, the end, and the token counts if asked for."""
+    """Return the answer as server-sent events: the text, the calls, the end, and the token counts if asked
+    for.
+    """
     head = _head(model, "chat.completion.chunk")
-    deltas = [({"role": "assistant", "content": turn.text}, None), ({}, turn.finish_reason)]
+    message = reply_of(turn)
+    said = {"role": "assistant", "content": message["content"]}
+    if turn.calls:
+        said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+    deltas = [(said, None), ({}, _reason(turn))]
     chunks = [
         {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
         for delta, reason in deltas

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from aiohttp import web
@@ -14,8 +14,17 @@ from aiohttp import web
 from rollout.engines.bodies import BadRequest, error_body, parse_body
 from rollout.engines.client import Completion, EngineError, RequestRefused
 from rollout.environments.chat import Message
-from rollout.environments.openai_chat import IGNORED, ChatBody, answer_body, answer_events, check_chat
+from rollout.environments.openai_chat import (
+    IGNORED,
+    ChatBody,
+    answer_body,
+    answer_events,
+    check_chat,
+    checked_message,
+    reply_of,
+)
 from rollout.environments.policy import Episode, Policy, warn_once
+from rollout.environments.tool_calls import Tool
 from rollout.trajectory import Sample
 
 MODEL = "policy"
@@ -38,14 +47,16 @@ class Session:
     """In `async with serve(policy, j) as session:`, an agent uses `session.base_url` and `session.api_key`
     with any OpenAI client. Then `session.samples()` returns its conversations.
 
-    It serves POST {base_url}/chat/completions and GET {base_url}/models. Answers are text (no `tools`),
-    streamed or not. The run's sampling holds: temperature, top_p and seed of a request are ignored (a warning
-    says so once). `max_tokens` can only lower the setting, which is the budget of a conversation as in
-    Episode; `stop` adds to the setting's strings.
+    It serves POST {base_url}/chat/completions and GET {base_url}/models. Answers are text, or calls of the
+    request's `tools`, streamed or not. The run's sampling holds: temperature, top_p and seed of a request are
+    ignored (a warning says so once). `max_tokens` can only lower the setting, which is the budget of a
+    conversation as in Episode; `stop` adds to the setting's strings.
 
-    A request that repeats the messages of an earlier request and its reply, and adds messages, continues that
-    conversation with the same tokens. Any other request begins a new conversation, and the replies in it are
-    part of its prompt. Seeds follow from the messages, so they do not depend on the speed of requests.
+    A request that repeats the messages of an earlier request and its reply, has the same tools, and adds
+    messages, continues that conversation with the same tokens. Any other request begins a new conversation,
+    and the replies in it are part of its prompt. With rollout.history=template a request also begins one if
+    the chat template would render the messages with other tokens. Seeds follow from the messages, so they do
+    not depend on the speed of requests.
 
     Leaving the context cancels the requests in progress and closes the port. It raises EngineError in place
     of the agent's own error if the engine failed meanwhile.
@@ -105,14 +116,23 @@ class Session:
         return samples
 
     async def _reply(
-        self, messages: Sequence[Message], *, max_tokens: int | None = None, stop: Iterable[str] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        may_call: bool = True,
+        max_tokens: int | None = None,
+        stop: Iterable[str] = (),
     ) -> Completion:
-        """Return the reply to a request with these messages."""
-        digests = _digests(messages)
+        """Return the reply to a request with these messages. `may_call`: calls are read from the text."""
+        digests = _digests(messages, json.dumps(tools) if tools else "")
+        policy = self._policy.with_tools(tools) if tools else self._policy
         parent, known = self._find(digests[:-1])
+        if parent and await policy.rewrites(messages, parent.episode.token_ids):
+            parent, known = None, 0
         turns = parent.episode.turns if parent else []
         repeat, self._asked[digests[-1]] = self._asked[digests[-1]], self._asked[digests[-1]] + 1
-        node = _Node(Episode(self._policy.derived(f"{digests[-1]}/{repeat}"), turns))
+        node = _Node(Episode(policy.derived(f"{digests[-1]}/{repeat}"), turns))
         self._nodes.append(node)
         if parent:
             parent.continued += 1
@@ -122,7 +142,9 @@ class Session:
         finally:
             if parent and not node.replied:
                 parent.continued -= 1
-        given = _digest(digests[-1], {"role": "assistant", "content": turn.text})
+        if not may_call:
+            turn = replace(turn, calls=(), content=None)
+        given = _digest(digests[-1], checked_message(0, reply_of(turn)))
         self._known.setdefault(given, []).append(node)
         return turn
 
@@ -172,7 +194,13 @@ class Session:
             runs = getattr(self._policy.sampling, name, 0)
             if (body.model_extra or {}).get(name) not in (None, runs):
                 warn_once(name, f"an agent asks for its own {name}: ignored, the run's sampling holds")
-        turn = await self._reply(messages, max_tokens=body.limit, stop=body.stop_strings)
+        turn = await self._reply(
+            messages,
+            tools=body.tool_list,
+            may_call=body.tool_choice != "none",
+            max_tokens=body.limit,
+            stop=body.stop_strings,
+        )
         if not body.stream:
             return web.json_response(answer_body(body.model or MODEL, turn))
         events = answer_events(body.model or MODEL, turn, usage=body.wants_usage)
@@ -194,9 +222,9 @@ async def _errors_as_openai(request: web.Request, handler: _Handler) -> web.Stre
     return web.json_response(error_body(message, kind, status), status=status, headers=headers)
 
 
-def _digests(messages: Sequence[Message]) -> list[str]:
-    """For each message, a digest of the conversation up to it."""
-    digests, digest = [], ""
+def _digests(messages: Sequence[Message], tools: str) -> list[str]:
+    """For each message, a digest of the conversation up to it, which has these tools."""
+    digests, digest = [], tools
     for message in messages:
         digest = _digest(digest, message)
         digests.append(digest)

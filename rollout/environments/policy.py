@@ -12,6 +12,7 @@ from typing_extensions import TypeIs
 from rollout.counter_rng import later
 from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
 from rollout.environments.chat import ChatTemplate, Message
+from rollout.environments.tool_calls import Tool
 from rollout.trajectory import Sample, Turn
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ class Policy:
         self._client = client
         self._seed = seed
         self._calls = 0
-        self._template = template or ChatTemplate(client)
+        self._template = template or ChatTemplate(
+            client, variables=sampling.chat_template, parser=sampling.tool_parser
+        )
 
     def for_sample(self, j: int) -> "Policy":
         """Return a policy for sample j alone. Its first call with n=1 draws the same as completion j of one
@@ -58,6 +61,13 @@ class Policy:
         seed = _hashed_seed(f"{name}/{self._seed}")
         return Policy(self._client, self.sampling, seed, template=self._template)
 
+    def with_tools(self, tools: Sequence[Tool]) -> "Policy":
+        """Return a policy that has these tools in its conversations: functions as in the OpenAI API,
+        {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}. The chat
+        template shows them to the model, and `calls` of a turn are the tools that it calls.
+        """
+        return Policy(self._client, self.sampling, self._seed, template=self._template.with_tools(tools))
+
     def episode(self, j: int = 0) -> "Episode":
         """Return an empty conversation, which becomes sample j. Use each j once: equal j draw the same
         tokens.
@@ -68,8 +78,8 @@ class Policy:
         self, prompt: Prompt, *, n: int = 1, max_tokens: int | None = None, stop: Iterable[str] = ()
     ) -> list[Completion]:
         """`n` completions of a text, of token ids, or of chat messages. `max_tokens` can only lower the
-        setting; `stop` adds to the setting's strings. Raises RequestRefused (e.g. if the prompt is too long)
-        or another EngineError.
+        setting; `stop` adds to the setting's strings. Raises RequestRefused (e.g. if the prompt is too long,
+        or if the model's chat template knows no tools) or another EngineError.
         """
         limit = self.sampling.max_tokens
         sampling = replace(
@@ -82,17 +92,27 @@ class Policy:
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
         said = turns_of(prompt)  # now: an environment may go on with the same list
         completions = await self._client.generate(tokens_or_text, sampling)
-        return [replace(completion, said=said) for completion in completions]
+        return [await self._template.read(replace(completion, said=said)) for completion in completions]
 
     async def tokenize(self, text: str | Messages) -> list[int]:
         """Token ids of a text that continues another one (without special tokens), or of messages that begin
         a conversation.
         """
-        return await self._client.tokenize(text)
+        return await self._template.prompt(text) if _is_chat(text) else await self._client.tokenize(text)
 
     async def tokenize_whole(self, text: str | Messages) -> list[int]:
         """Token ids of a text with its special tokens, or of messages without a generation prompt."""
+        if _is_chat(text):
+            return await self._template.whole(text)
         return await self._client.tokenize_whole(text)
+
+    async def rewrites(self, messages: Messages, token_ids: Sequence[int]) -> bool:
+        """Return whether the messages, which continue these tokens, have to be rendered anew by the chat
+        template: it gives them another beginning, and `sampling.history` is `template`.
+        """
+        if self.sampling.history != "template":
+            return False
+        return (await self._template.prompt(messages))[: len(token_ids)] != list(token_ids)
 
     async def continuation(self, new: Prompt, after: Completion) -> list[int]:
         """Token ids to append after a completion; see Episode.generate."""

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import importlib.util
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -72,10 +73,12 @@ class SyncReward:
     own process goes on.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        """`name`: `module:function`, whose function is loaded in this process too."""
+    def __init__(self, name: str, function: Callable[..., Any], *parameters: Any) -> None:
+        """`name`: `module:function`, whose function is loaded in this process too. It gets the parameters,
+        which are JSON, behind task and completion.
+        """
         self.__wrapped__ = function
-        self._pool = _pool_of(name, function)
+        self._pool = _pool_of(name, function, parameters)
 
     async def __call__(
         self, task: dict[str, Any], completion: str, *, timeout_s: float, processes: int | None
@@ -93,29 +96,30 @@ class SyncReward:
 _pools: dict[str, ProcessPool] = {}
 
 
-def _pool_of(name: str, function: Callable[..., Any]) -> ProcessPool:
+def _pool_of(name: str, function: Callable[..., Any], parameters: tuple[Any, ...]) -> ProcessPool:
     """Return the pool of a function, which stays: its processes have loaded what it needs."""
-    if name not in _pools:
+    key = f"{name} {json.dumps(parameters)}" if parameters else name
+    if key not in _pools:
 
         def say(line: str) -> None:
             log.info("%s: %s", name, line)
 
         maker = f"{__name__}:make_sync"
-        _pools[name] = ProcessPool(maker, name, sources(name, function), say=say)
-    return _pools[name]
+        _pools[key] = ProcessPool(maker, name, sources(name, function), parameters, say=say)
+    return _pools[key]
 
 
 # ---- in the processes
 
 
-def make_sync(name: str, loaded: dict[str, tuple[str, str]]) -> Callable[..., Any]:
+def make_sync(name: str, loaded: dict[str, tuple[str, str]], parameters: list[Any]) -> Callable[..., Any]:
     """Load the function `name` from the source that the node has loaded, whatever its file has become."""
     load_as_it_was(loaded)
     function = load_function(name)
 
     @functools.wraps(function)
     def call(task: dict[str, Any], completion: str) -> Any:
-        result = function(task, completion)
+        result = function(task, completion, *parameters)
         return runner().run(_awaited(result)) if hasattr(result, "__await__") else result
 
     @functools.cache

@@ -1,20 +1,29 @@
-"""Rewards: score a completion by a built-in function, a library, or the user's function."""
+"""Rewards: score a completion by a built-in function, a library, the user's function, or several of them."""
 
+import asyncio
+import functools
+import hashlib
 import inspect
 import math
 import numbers
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
+from rollout.origin import Code
 from rollout.plugins import PluginError, check_call, code_of, load_function
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
+from rollout.rewards.code import NAME as CODE
+from rollout.rewards.code import CodeReward, is_code
+from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.math import math_reward
+from rollout.rewards.parts import Part, parts_of
 from rollout.rewards.regex import pattern_of, regex
+from rollout.rewards.served import SERVED, ServedReward
 from rollout.settings import RolloutSettings
 from rollout.tasks.reasoning_gym import gym_reward
 from rollout.tasks.task_set import Task
@@ -44,11 +53,19 @@ class RewardError(ValueError):
 class Reward:
     """A loaded reward: `await reward(task, completion)`, whatever runs it. `code` says which it is."""
 
-    def __init__(self, name: str, function: RewardFunction | LibraryReward | SyncReward) -> None:
+    def __init__(
+        self, name: str, function: RewardFunction | LibraryReward | SyncReward | ServedReward
+    ) -> None:
         """`function` is called in the event loop."""
-        self.name = name
+        self.name = self.title = name
         self.code = code_of(name, function)
+        if isinstance(function, (ServedReward, CodeReward)):
+            behind = f"{code_of('', function).digest} {function.digest}"
+            self.title = function.title
+            self.code = Code(name, hashlib.sha256(behind.encode()).hexdigest()[:16])
         self._function = function
+        self.is_instant = not _is_async(function)
+        """Whether nothing is waited for: the function runs in the event loop."""
 
     async def __call__(self, task: Task, completion: str, settings: RolloutSettings = _DEFAULTS) -> Score:
         if isinstance(self._function, SyncReward):
@@ -56,6 +73,67 @@ class Reward:
             return await self._function(task, completion, timeout_s=timeout_s, processes=processes)
         result = self._function(task, completion)
         return await result if inspect.isawaitable(result) else result
+
+    async def close(self) -> None:
+        """Close connections to servers; they are opened when they are needed."""
+        if isinstance(self._function, ServedReward):
+            await self._function.close()
+
+    async def values(self, task: Task, completion: str, settings: RolloutSettings) -> dict[str, float]:
+        """Return the `reward` of a completion, and metrics by their names. Raises RewardError if the function
+        raises, takes too long, ends its process, or returns something other than finite numbers.
+        """
+        where = f"reward {self.title!r}, task {task['id']!r}"
+        try:
+            result = await self(task, completion, settings)
+        except (CallFailed, CallLost, EndpointError) as error:
+            raise RewardError(f"{where}: {error}") from error
+        except Exception as error:  # the user's function may raise anything
+            raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
+        values = result if isinstance(result, dict) else {"reward": result}
+        if "reward" not in values:
+            raise RewardError(f"{where}: returned a dict without 'reward': {values!r}")
+        return {str(name): _finite(value, name, where) for name, value in values.items()}
+
+
+class WeightedRewards(Reward):
+    """Several rewards, used as one: what they give is added up, each times its weight."""
+
+    def __init__(self, name: str, parts: Sequence[tuple[Reward, float]]) -> None:
+        """`name`: the setting that names them all."""
+        self.name = self.title = name
+        self._parts = parts
+        self.is_instant = all(reward.is_instant for reward, _ in parts)
+        behind = "".join(f"{reward.name}={weight!r} {reward.code.digest}\n" for reward, weight in parts)
+        self.code = Code(name, hashlib.sha256(behind.encode()).hexdigest()[:16])
+
+    async def close(self) -> None:
+        """Close the connections of all parts."""
+        for reward, _ in self._parts:
+            await reward.close()
+
+    async def __call__(self, task: Task, completion: str, settings: RolloutSettings = _DEFAULTS) -> Score:
+        return await self.values(task, completion, settings)
+
+    async def values(self, task: Task, completion: str, settings: RolloutSettings) -> dict[str, float]:
+        """Return the sum as `reward`, what each part gave by the name of the part, and its metrics as
+        NAME.METRIC. Raises RewardError, which names the part, if a part does.
+        """
+        if self.is_instant:
+            answers = [await reward.values(task, completion, settings) for reward, _ in self._parts]
+        else:  # all end before one is raised: nothing of the sample goes on
+            asked = [reward.values(task, completion, settings) for reward, _ in self._parts]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        found: dict[str, float] = {"reward": 0.0}
+        for (reward, weight), values in zip(self._parts, answers, strict=True):
+            if isinstance(values, BaseException):
+                raise values
+            found["reward"] += weight * values["reward"]
+            found |= {
+                reward.title if name == "reward" else f"{reward.title}.{name}": value
+                for name, value in values.items()
+            }
+        return found
 
 
 def exact(task: Task, completion: str) -> float:
@@ -91,16 +169,46 @@ IN_PROCESSES: dict[str, LibraryReward] = {"math": math_reward, "reasoning_gym": 
 """Rewards of optional libraries. Their processes start with the first completion and end with the node."""
 
 
-def resolve_reward(name: str) -> Reward:
-    """One of BUILT_IN or IN_PROCESSES, or `module:function`. Raises RewardSettingError."""
+def resolve_reward(text: str) -> Reward:
+    """One of BUILT_IN or IN_PROCESSES, or `module:function`; with weights, or several of them joined: their
+    weighted sum. Raises RewardSettingError.
+    """
+    parts = _parts(text)
+    if len(parts) == 1 and parts[0].weight is None:
+        return _resolve(text)
+    weights = [1.0 if part.weight is None else part.weight for part in parts]
+    rewards = [_resolve(part.name) for part in parts]
+    titles = [reward.title for reward in rewards]
+    for title in titles:
+        if titles.count(title) > 1:
+            raise RewardSettingError(f"two rewards are called {title}; add name=NAME to one of them")
+    return WeightedRewards(text, list(zip(rewards, weights, strict=True)))
+
+
+def _parts(text: str) -> list[Part]:
+    try:
+        return parts_of(text)
+    except ValueError as error:
+        raise RewardSettingError(str(error)) from None
+
+
+def _resolve(name: str) -> Reward:
     if name in BUILT_IN:
         return Reward(name, BUILT_IN[name])
     if name in IN_PROCESSES:
         if reason := IN_PROCESSES[name].missing:
             raise RewardSettingError(f"reward {name!r}: {reason}")
         return Reward(name, IN_PROCESSES[name])
+    if name.startswith(SERVED) or is_code(name):
+        try:
+            function = _with_parameters(name)
+        except ValueError as error:
+            raise RewardSettingError(str(error)) from None
+        if isinstance(function, CodeReward) and (reason := function.missing):
+            raise RewardSettingError(f"reward {name!r} cannot run code here: {reason} (docs/sandbox.md)")
+        return Reward(name, function)
     if ":" not in name:
-        there = ", ".join([*BUILT_IN, *IN_PROCESSES])
+        there = ", ".join([*BUILT_IN, *IN_PROCESSES, CODE])
         raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
     try:
         function = load_function(name)
@@ -110,13 +218,31 @@ def resolve_reward(name: str) -> Reward:
     return Reward(name, function if _is_async(function) else SyncReward(name, function))
 
 
-def check_task(name: str, task: Task) -> None:
-    """Raise ValueError if the built-in reward `name` cannot score any completion of the task; the text says
-    what is wrong: "it has no `answer`".
+def _with_parameters(name: str) -> ServedReward | CodeReward:
+    return CodeReward(name) if is_code(name) else ServedReward(name)
+
+
+_checking = functools.cache(_with_parameters)  # the check of each task needs it
+
+
+def check_task(text: str, task: Task) -> None:
+    """Raise ValueError if a built-in reward that `text` names cannot score any completion of the task. The
+    error says what is wrong, "it has no `answer`", and of several rewards which one it is.
     """
+    parts = parts_of(text)
+    for part in parts:
+        try:
+            _check_task(part.name, task)
+        except ValueError as error:
+            raise ValueError(f"{part.name}: {error}" if len(parts) > 1 else str(error)) from None
+
+
+def _check_task(name: str, task: Task) -> None:
     function = BUILT_IN.get(name)
     if name in IN_PROCESSES:
         IN_PROCESSES[name].check(task)
+    elif name.startswith(SERVED) or is_code(name):
+        _checking(name).check(task)
     elif isinstance(function, SyncReward):  # regex
         pattern_of(task)
     elif function is not None:
@@ -130,32 +256,33 @@ def _is_async(function: Any) -> bool:
     )
 
 
-async def score(reward: Reward, task: Task, sample: Sample, settings: RolloutSettings = _DEFAULTS) -> None:
-    """Set the sample's reward, and add the metrics to the sample's. Raises RewardError if the function
-    raises, takes too long, ends its process, or returns something other than finite numbers.
+async def score(
+    reward: Reward,
+    task: Task,
+    sample: Sample,
+    settings: RolloutSettings = _DEFAULTS,
+    reasoning_end: str | None = None,
+) -> None:
+    """Set the sample's reward, and add the metrics to the sample's. Raises RewardError as `Reward.values`.
+
+    With `reasoning_end` the completion is what follows it, which is nothing where it is missing. What
+    precedes it is the field `reasoning` of the task. The metric `answered` says whether it was there.
     """
-    try:
-        result = await reward(task, sample.text, settings)
-    except (CallFailed, CallLost) as error:
-        raise RewardError(f"{_where(reward, task)}: {error}") from error
-    except Exception as error:  # the user's function may raise anything
-        raise RewardError(f"{_where(reward, task)}: {type(error).__name__}: {error}") from error
-    values = result if isinstance(result, dict) else {"reward": result}
-    if "reward" not in values:
-        raise RewardError(f"{_where(reward, task)}: returned a dict without 'reward': {values!r}")
-    checked = {str(name): _finite(value, name, reward, task) for name, value in values.items()}
-    sample.reward = checked.pop("reward")
-    sample.metrics.update(checked)
+    completion = sample.text
+    if reasoning_end is not None:
+        reasoning, ended, answer = completion.rpartition(reasoning_end)
+        task = {**task, "reasoning": reasoning if ended else completion}
+        completion = answer.lstrip() if ended else ""
+        sample.metrics["answered"] = float(bool(ended))
+    values = await reward.values(task, completion, settings)
+    sample.reward = values.pop("reward")
+    sample.metrics.update(values)
 
 
-def _finite(value: Any, name: str, reward: Reward, task: Task) -> float:
+def _finite(value: Any, name: str, where: str) -> float:
     if not isinstance(value, (numbers.Real, np.bool_)) or not math.isfinite(value):
-        raise RewardError(f"{_where(reward, task)}: returned {name} = {value!r}, expected a finite number")
+        raise RewardError(f"{where}: returned {name} = {value!r}, expected a finite number")
     return float(value)
-
-
-def _where(reward: Reward, task: Task) -> str:
-    return f"reward {reward.name!r}, task {task['id']!r}"
 
 
 def _answer(task: Task) -> str:

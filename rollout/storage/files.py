@@ -99,6 +99,13 @@ def show(path: Path, data: bytes) -> None:
     retry("write", path, lambda: _fill(os.open(path, flags, MODE), data, False), path.parent)
 
 
+def mark(path: Path) -> None:
+    """Create an empty file, of which the name says all; one that is there stays as it is."""
+    operations["open"] += 1
+    flags = os.O_WRONLY | os.O_CREAT
+    retry("create", path, lambda: os.close(os.open(path, flags, MODE)), path.parent, PASSING_AFTER_MKDIR)
+
+
 def remove(path: Path) -> None:
     """Remove a file; one that is not there is fine."""
     operations["remove"] += 1
@@ -137,21 +144,28 @@ def remove_any(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path` and its parents; two clients making one directory at once is fine."""
-    if is_directory(path):
-        return
-    if path.parent != path:
-        make_directory(path.parent)
+    """Make `path` and its parents; two clients making one directory at once is fine. It does not look first:
+    most are not there, and a client remembers that.
+    """
     operations["mkdir"] += 1
 
     def make() -> None:
         try:
             os.mkdir(path, 0o770)
-        except FileExistsError:  # its listing knows what a client may not see yet
-            is_directory = dict(_entries(path.parent)).get(path.name)
-            if is_directory is None:
+        except FileNotFoundError:
+            if path.parent == path or is_directory(path.parent):
+                raise  # a client may deny for a moment what is there
+            make_directory(path.parent)
+            os.mkdir(path, 0o770)
+        except OSError as error:  # a server may say of one that is there that nobody may make it
+            if is_directory(path):
+                return
+            is_there = None
+            if isinstance(error, FileExistsError):  # its listing knows what a client may not see yet
+                is_there = dict(_entries(path.parent)).get(path.name)
+            if is_there is None:
                 raise
-            if not is_directory:
+            if not is_there:
                 raise NotADirectoryError(errno.ENOTDIR, "a file of this name is there") from None
 
     retry("make the directory", path, make, path.parent, PASSING | {errno.ENOENT, errno.EEXIST})

@@ -49,6 +49,47 @@ def create_once(path: Path, data: bytes, *, durable: bool = True) -> bool:
     return _agree(path, data, durable) == data
 
 
+def link(source: Path, path: Path, data: bytes) -> bool | None:
+    """Link `source`, which holds `data`, to `path` unless something is there; True if `path` now holds
+    `data`. None if the filesystem has no hard links.
+    """
+    files.operations["link"] += 1
+    try:
+        retry("link", path, lambda: os.link(source, path), source)
+    except FileExistsError:  # maybe made by a call whose reply was lost: reading it back tells
+        return files.content(path) == data
+    except SharedFsError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        return None
+    return True
+
+
+def create_exclusively(path: Path, data: bytes, *, durable: bool = False) -> bool:
+    """Create and fill `path`; True if this call did, and reads it back. What another fills is left alone.
+
+    If the reply to the call is lost, nobody knows that the file is theirs: `create_once` has no such gap.
+    """
+    files.operations["open"] += 1
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = retry("create", path, partial(os.open, path, flags, files.MODE), path.parent)
+    except FileExistsError:
+        return False
+
+    def fill() -> None:
+        os.pwrite(descriptor, data, 0)
+        if durable:
+            os.fsync(descriptor)
+
+    try:
+        retry("write", path, fill)
+    finally:
+        with contextlib.suppress(OSError):  # reading back tells
+            os.close(descriptor)
+    return files.content(path) == data
+
+
 def withdraw(path: Path, aside: Path) -> None:
     """Rename a file that was created once, so that it can be created again."""
     _forget_claims(path)
@@ -92,7 +133,7 @@ def _agree(path: Path, data: bytes, durable: bool) -> bytes:
         claim, verdict = (path.with_name(f".{path.name}.{what}{number}.tmp") for what in ("claim", "verdict"))
         if (content := _settled(path)) is not None and not _is_torn(content):
             return content
-        is_mine = _claim(claim, _sealed(data), durable)
+        is_mine = create_exclusively(claim, _sealed(data), durable=durable)
         if not is_mine:
             _wait_for(verdict)
         if _is_taken(verdict, is_mine):
@@ -105,28 +146,6 @@ def _agree(path: Path, data: bytes, durable: bool) -> bytes:
                 return taken
             return content
     raise SharedFsError("create", path, OSError(errno.EIO, "no claim is taken"), ROUNDS * TORN_S)
-
-
-def _claim(claim: Path, sealed: bytes, durable: bool) -> bool:
-    """Create and fill a claim; True if this call did, and reads it back. What another fills is left alone."""
-    files.operations["open"] += 1
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        descriptor = retry("create", claim, partial(os.open, claim, flags, files.MODE), claim.parent)
-    except FileExistsError:
-        return False
-
-    def fill() -> None:
-        os.pwrite(descriptor, sealed, 0)
-        if durable:
-            os.fsync(descriptor)
-
-    try:
-        retry("write", claim, fill)
-    finally:
-        with contextlib.suppress(OSError):  # reading back tells
-            os.close(descriptor)
-    return files.content(claim) == sealed
 
 
 def _is_taken(verdict: Path, take: bool) -> bool:

@@ -4,9 +4,12 @@ in and returned, so a resumed run goes on in the same order.
 
 import hashlib
 import heapq
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import compress
+from typing import Any
 
 import numpy as np
 
@@ -79,8 +82,8 @@ def _ratio(
     ratio = ",".join(f"{name}:{settings.ratio[name]}" for name in classes)
     keys = {name: f"{name} of {ratio}" for name in classes}
     drawn = {name: state.get(keys[name], 0) for name in classes}
-    members = {index for indices in classes.values() for index in indices}
-    waiting = [index for index in deferred if index in members][:count]
+    is_drawn = (_class_of(tasks.tasks[index], settings.ratio_field) in classes for index in deferred)
+    waiting = list(compress(deferred, is_drawn))[:count]
     sequence = _interleave(shares, drawn, count - len(waiting))
     new = {name: sequence.count(name) for name in classes}
     streams = {
@@ -115,11 +118,15 @@ def _interleave(shares: Mapping[str, Fraction], drawn: Mapping[str, int], count:
     return sequence
 
 
-def _classes(tasks: TaskSet, settings: RolloutSettings) -> dict[str, list[int]]:
+def _classes(tasks: TaskSet, settings: RolloutSettings) -> dict[str, Sequence[int]]:
     """Return the task indices of each class whose share is above 0, by name."""
-    classes: dict[str, list[int]] = {}
-    for index, task in enumerate(tasks.tasks):
-        classes.setdefault(_class_of(task, settings.ratio_field), []).append(index)
+    field = settings.ratio_field
+    if field not in tasks.classes:  # all tasks are read once, not in each iteration
+        found_now: dict[str, Any] = {}
+        for index, task in enumerate(tasks.tasks):
+            found_now.setdefault(_class_of(task, field), array("Q")).append(index)
+        tasks.classes[field] = found_now
+    classes = tasks.classes[field]
     found = ", ".join(f"{name} ({len(indices)} tasks)" for name, indices in sorted(classes.items()))
     there = f"by {settings.ratio_field!r} (rollout.ratio_field) there are: {found}"
     if not any(settings.ratio.values()):

@@ -1,18 +1,21 @@
-"""Load tasks from JSON lines, the built-in set or Reasoning Gym; order them; derive every seed of a run."""
+"""Load tasks from files, the built-in set or Reasoning Gym; order them; derive every seed of a run."""
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from rollout.counter_rng import random_bits
 from rollout.settings import GENERATED
-from rollout.storage import files
 from rollout.tasks import reasoning_gym
+from rollout.tasks.fields import task_of
+from rollout.tasks.rows import HUB, RowError, place, rows
+from rollout.tasks.stored import StoredTasks
 
 Task = dict[str, Any]
 """`id` (always there once loaded), `prompt` or `messages`, `answer` (optional), and any other fields."""
@@ -24,41 +27,76 @@ EVAL_TASKS = 512
 
 
 class TaskError(ValueError):
-    """Tasks cannot be used; the message is `FILE:LINE: reason`, or `FILE: reason`."""
+    """Tasks cannot be used; the message is `FILE:LINE: reason`, `FILE, row N: reason`, or `FILE: reason`."""
+
+
+@dataclass
+class Places:
+    """The file and the line, or row, of each task."""
+
+    files: list[str] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    """The index of the first task of each file."""
+    numbers: MutableSequence[int] = field(default_factory=lambda: array("Q"))
+
+    def add(self, file: str, number: int) -> None:
+        """Take in the next task."""
+        if not self.files or self.files[-1] != file:
+            self.files.append(file)
+            self.first.append(len(self.numbers))
+        self.numbers.append(number)
+
+    def file(self, index: int) -> str:
+        """Return the file of a task."""
+        return self.files[bisect_right(self.first, index) - 1]
+
+    def place(self, index: int) -> str:
+        """Return where a task is: `FILE:LINE`, or `FILE, row N`."""
+        return place(self.file(index), self.numbers[index])
 
 
 @dataclass(frozen=True)
 class TaskSet:
     """Tasks in their order, and the sha256 (hex) of their content."""
 
-    tasks: tuple[Task, ...]
+    tasks: Sequence[Task]
     digest: str
     source: str = ""
-    lines: tuple[int, ...] = ()
-    """The line of each task in the file `source`; none if they were generated."""
+    places: Places | None = None
+    """Where each task is; None if they were generated."""
+    classes: dict[str, dict[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
+    """By field, for sampling: the indices of the tasks that have a value there."""
 
     def place(self, index: int) -> str:
-        """Return where a task is from: `FILE:LINE`, or the source and the task's id."""
-        if self.lines:
-            return f"{self.source}:{self.lines[index]}"
+        """Return where a task is from: `FILE:LINE`, `FILE, row N`, or the source and the task's id."""
+        if self.places is not None:
+            return self.places.place(index)
         return f"{self.source}, task {self.tasks[index]['id']!r}"
 
 
 def is_file(source: str) -> bool:
-    """Return whether `source` names a file. Other sources generate the tasks of both splits."""
-    return not source.startswith(GENERATED)
+    """Return whether `source` names files. Other sources generate the tasks of both splits, or fetch them."""
+    return not source.startswith((*GENERATED, HUB))
 
 
-def load_tasks(source: str, *, seed: int, split: Split) -> TaskSet:
-    """Return the tasks that `source` names: the path of a JSON-lines file, `builtin:arithmetic`, or
-    `reasoning_gym:NAME,PARAMETER=VALUE,...` (see `reasoning_gym`).
+def load_tasks(
+    source: str,
+    *,
+    seed: int,
+    split: Split,
+    columns: Mapping[str, str] | None = None,
+    directory: str | None = None,
+) -> TaskSet:
+    """Return the tasks that `source` names: the path of a file (see `rows`), of a directory, or a pattern of
+    files, hf:NAME:CONFIG:SPLIT, builtin:arithmetic, or reasoning_gym:NAME,PARAMETER=VALUE,...
 
-    `seed` and `split` apply to generated tasks only: all tasks of a file are taken. Raises TaskError.
+    `seed` applies to generated tasks only. So does `split`, and to a data set without a split: then it is
+    `train` or `test`. `columns` names the column of a field. A large set is copied to a temporary file in
+    `directory`. The digest is of the tasks, whatever the format of their files is. Raises TaskError.
     """
-    lines: tuple[int, ...] = ()
-    if is_file(source):
-        tasks, lines = _read_file(source)
-    elif source.startswith(reasoning_gym.SOURCE):
+    if not source.startswith(GENERATED):
+        return _load(source, "train" if split == "train" else "test", columns or {}, directory)
+    if source.startswith(reasoning_gym.SOURCE):
         try:
             tasks = reasoning_gym.gym_tasks(source.removeprefix(reasoning_gym.SOURCE), seed=seed, split=split)
         except ValueError as error:
@@ -69,8 +107,49 @@ def load_tasks(source: str, *, seed: int, split: Split) -> TaskSet:
         raise TaskError(f"{source}: no such built-in task set; there is builtin:arithmetic")
     digest = hashlib.sha256()
     for task in tasks:
-        digest.update(json.dumps(task, sort_keys=True, separators=(",", ":")).encode() + b"\n")
-    return TaskSet(tuple(tasks), digest.hexdigest(), source, lines)
+        digest.update(_canonical(task))
+    return TaskSet(tuple(tasks), digest.hexdigest(), source)
+
+
+def _canonical(task: Task) -> bytes:
+    return json.dumps(task, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def _load(source: str, default_split: str, columns: Mapping[str, str], directory: str | None) -> TaskSet:
+    """Read all rows once, and keep where the tasks are."""
+    tasks, places, digest, ids = StoredTasks(directory), Places(), hashlib.sha256(), array("Q")
+    try:
+        for row in rows(source, default_split=default_split):
+            try:
+                task = task_of(row, row.number if row.file == source else len(tasks) + 1, columns)
+                tasks.append(task)
+            except ValueError as error:
+                said = str(error).replace("Out of range float values are", "a number that is not finite is")
+                raise TaskError(f"{row.place}: {said}") from error
+            digest.update(_canonical(task))
+            ids.append(_hash64(task["id"]))
+            places.add(row.file, row.number)
+    except RowError as error:
+        raise TaskError(str(error)) from error
+    tasks.finish()
+    if not len(tasks):
+        raise TaskError(f'{source}: holds no task; write one JSON object a line, e.g. {{"prompt": "1+2="}}')
+    _refuse_same_ids(tasks, places, np.frombuffer(ids, np.uint64))
+    return TaskSet(tasks, digest.hexdigest(), source, places)
+
+
+def _refuse_same_ids(tasks: Sequence[Task], places: Places, ids: np.ndarray) -> None:
+    """Raise TaskError for the first task whose id another one has; `ids` (tasks,) are hashes of them."""
+    order = np.argsort(ids, kind="stable")
+    same = np.flatnonzero(ids[order][1:] == ids[order][:-1])
+    pairs = sorted((int(order[at + 1]), int(order[at])) for at in same)
+    for later, earlier in pairs:
+        name = tasks[later]["id"]
+        if name == tasks[earlier]["id"]:
+            where = places.place(earlier)
+            if places.file(earlier) == places.file(later):
+                where = where.removeprefix(places.file(later)).lstrip(", ").replace(":", "line ", 1)
+            raise TaskError(f"{places.place(later)}: id {name!r} was used in {where} already")
 
 
 def task_order(size: int, seed: int, start: int, count: int, *, stream: str = "") -> list[int]:
@@ -88,7 +167,7 @@ def task_order(size: int, seed: int, start: int, count: int, *, stream: str = ""
     return order
 
 
-def group_seed(run_seed: int, kind: Split, iteration: int, slot: int) -> int:
+def group_seed(run_seed: int, kind: str, iteration: int, slot: int) -> int:
     """Return the seed of a slot's group, 0 <= seed < 2**62. Sample j of the group uses seed + j."""
     return _hash64(f"group/{run_seed}/{kind}/{iteration}/{slot}") >> 2
 
@@ -117,106 +196,3 @@ def _arithmetic(seed: int, split: Split) -> list[Task]:
         excluded = set(held_out)
         pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if (a, b) not in excluded]
     return [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a, b in pairs]
-
-
-def _read_file(path: str) -> tuple[list[Task], tuple[int, ...]]:
-    """Return the tasks of a file, and the line of each."""
-    try:
-        lines = files.read(Path(path)).split(b"\n")
-    except FileNotFoundError:
-        by_name = "" if Path(path).suffix else " (data sets are not fetched by their name)"
-        raise TaskError(
-            f"{path}: no such file{by_name}; give a JSON-lines file, builtin:arithmetic or reasoning_gym:NAME"
-        ) from None
-    except OSError as error:
-        raise TaskError(f"{path}: {error}") from error
-    tasks: list[Task] = []
-    line_of: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            task = _parse_task(line, number)
-            if task["id"] in line_of:
-                raise ValueError(f"id {task['id']!r} was used in line {line_of[task['id']]} already")
-        except ValueError as error:
-            raise TaskError(f"{path}:{number}: {error}") from error
-        line_of[task["id"]] = number
-        tasks.append(task)
-    if not tasks:
-        raise TaskError(f'{path}: holds no task; write one JSON object a line, e.g. {{"prompt": "1+2="}}')
-    return tasks, tuple(line_of.values())
-
-
-def _parse_task(line: bytes, number: int) -> Task:
-    """One line as a task; ValueError with the reason."""
-    try:
-        task = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("not usable JSON: nested too deeply") from error
-    if not isinstance(task, dict):
-        raise ValueError(f"expected a JSON object, got {_kind(task)}")
-    if ("prompt" in task) == ("messages" in task):
-        found = "both are there" if "prompt" in task else "neither is there"
-        raise ValueError(f"give either `prompt` or `messages`; {found}")
-    task.setdefault("id", number)
-    for name, check in _FIELD_CHECKS.items():
-        if name in task and (wanted := check(task[name])):
-            raise ValueError(f"`{name}` must be {wanted}, got {_kind(task[name])}")
-    task["id"] = str(task["id"])
-    return task
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"not JSON: {name} is no JSON number")
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "an array", bool: "a boolean", type(None): "null"}
-    if isinstance(value, (list, str)) and not value:
-        return f"an empty {'array' if isinstance(value, list) else 'string'}"
-    return names.get(type(value), "a string" if isinstance(value, str) else "a number")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_id(value: object) -> str | None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return None if is_integer or (isinstance(value, str) and value) else "a non-empty string or an integer"
-
-
-def _check_prompt(value: object) -> str | None:
-    return None if isinstance(value, str) and value else "a non-empty string"
-
-
-def _check_messages(value: object) -> str | None:
-    if not isinstance(value, list) or not value:
-        return "a non-empty array of messages"
-    for message in value:
-        fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            return "messages that each hold the strings `role` and `content`"
-    return None
-
-
-def _check_answer(value: object) -> str | None:
-    return (
-        None
-        if isinstance(value, str) or _is_number(value)
-        else "a string or a number (other data: another field)"
-    )
-
-
-_FIELD_CHECKS: dict[str, Callable[[object], str | None]] = {
-    "id": _check_id,
-    "prompt": _check_prompt,
-    "messages": _check_messages,
-    "answer": _check_answer,
-}
-"""For each known field a check: it returns what the value must be, or None if the value is valid."""

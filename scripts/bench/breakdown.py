@@ -1,9 +1,21 @@
-"""Explain where the milliseconds of an iteration go, from the spans of a traced run (tracing.py)."""
+"""Explain where the milliseconds of an iteration go, from the spans of a traced run (tracing.py).
 
+    python scripts/bench/breakdown.py [--nodes 3 1] [--directory /tmp] [--settings key=value ...]
+
+Runs what iteration.py runs, without its comparison, and prints a JSON line for each number of nodes: `ms` of
+the median iteration, `rows_ms` as the master saw them, `cpu_ms` of all processes of a kind, `summary_ms`, and
+`functions_ms`: [ms in the slowest process of the kind, calls]. Tracing costs some milliseconds.
+"""
+
+import argparse
+import json
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import tracing
 from tracing import STEP, Span
 
 SHOWN_MS = 0.5
@@ -107,7 +119,7 @@ def _summary(inside: Mapping[int, list[Span]]) -> dict[str, float]:
     }
     training = longest("trainer.update.step.train")
     return {
-        "rollout_collect": longest("rollout.collect.collect"),
+        "rollout_collect": longest("rollout.collect.Collector.run"),
         "rollout_engine_busy": round(longest(f"{BATCH}.join") + longest(f"{BATCH}.step"), 2),
         "request_to_last_trainer": gap(lambda asked, run: max(s.begin_s for s in run) - asked[0].begin_s),
         "last_trainer_to_last_node": gap(
@@ -145,3 +157,29 @@ def _by_process(spans: Iterable[Span]) -> list[float]:
     for span in spans:
         sums[span.process] = sums.get(span.process, 0.0) + span.end_s - span.begin_s
     return [*sums.values()] or [0.0]
+
+
+def main() -> None:
+    """Read the options, run, and print the lines."""
+    from iteration import of_rows, run_nodes  # which uses this module
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[3, 1])
+    parser.add_argument("--directory", type=Path, default=Path("/tmp"), help="on a local disk; default: /tmp")
+    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--skip", type=int, default=3, help="of them that do not count: engines start")
+    parser.add_argument("--settings", nargs="*", default=[], help="further key=value")
+    options = parser.parse_args()
+    for nodes in options.nodes:
+        with tempfile.TemporaryDirectory(prefix="flagpost-bench-", dir=options.directory) as directory:
+            root, trace = Path(directory) / "run", Path(directory) / "trace"
+            trace.mkdir()
+            run_nodes(options, nodes, root, tracing.environment(trace))
+            explained = explain(tracing.read_spans(trace), options.skip)
+            print(json.dumps({"nodes": nodes, **of_rows(root, options.skip), **explained}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

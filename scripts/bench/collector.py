@@ -4,7 +4,7 @@
 
 Prints one JSON line: generated tokens per second of `collector` (rollout.collect, single-turn, a reward that
 costs nothing), `bare` (an asyncio client that sends the same requests and decodes the JSON) and `offline`
-(vllm.LLM in another process), with 256 samples in flight. They take turns with the same prompts, seeds and
+(vllm.LLM in another process), with 512 samples in flight. They take turns with the same prompts, seeds and
 sampling, `--rounds` times; the prefix cache is emptied before each turn. A ratio is the median over the
 rounds, `of_best` the ratio of the best turns. `cores_busy_elsewhere`: cores that other programs used
 meanwhile. See overhead.py for what the collector costs where the engine costs nothing.
@@ -29,11 +29,12 @@ from vllm_server import ARGS, ENV, START_TIMEOUT_S, Elsewhere, make_model, need_
 
 from coordinator.machine.children import Children
 from coordinator.machine.network import LOOPBACK
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import (
     HOST_OF_SOCKET,
     EngineClient,
     EngineError,
+    EngineFacts,
     Sampling,
     completion_request,
     socket_of,
@@ -42,9 +43,10 @@ from rollout.engines.servers import ON_CPU
 from rollout.environments.environment import single_turn
 from rollout.rewards.builtin import Reward
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.trajectory import Group
 
-CONCURRENCY = 256
+IN_FLIGHT = 512
 TURN_TIMEOUT_S = 1800.0
 NOTHING = Reward("nothing", lambda _task, _completion: 0.0)
 
@@ -61,7 +63,7 @@ def through_collector(url: str, slots: Sequence[Slot], sampling: Sampling) -> tu
         tokens += sum(int(sample.loss_mask.sum()) for sample in group.samples)
 
     async def main() -> float:
-        async with EngineClient(url) as client:
+        async with EngineClient(url, facts=EngineFacts(is_seeded=False)) as client:
             started_s = time.perf_counter()
             await collect(
                 slots,
@@ -69,7 +71,7 @@ def through_collector(url: str, slots: Sequence[Slot], sampling: Sampling) -> tu
                 environment=single_turn,
                 reward=NOTHING,
                 sampling=sampling,
-                settings=RolloutSettings(concurrency=CONCURRENCY),
+                settings=RolloutSettings(concurrency=IN_FLIGHT),
                 on_group=on_group,
                 stop=threading.Event(),
             )
@@ -103,7 +105,7 @@ def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, floa
             raise_for_status=True,
         ) as session:
             started_s = time.perf_counter()
-            asked = await asyncio.gather(*(ask(session) for _ in range(CONCURRENCY // sampling.n)))
+            asked = await asyncio.gather(*(ask(session) for _ in range(IN_FLIGHT // sampling.n)))
             return sum(asked), time.perf_counter() - started_s
 
     return asyncio.run(main())
@@ -111,7 +113,7 @@ def bare(url: str, slots: Sequence[Slot], sampling: Sampling) -> tuple[int, floa
 
 def request(slot: Slot, sampling: Sampling) -> dict[str, Any]:
     """Return the request that the collector sends for a slot."""
-    return {**completion_request(slot.prompt, sampling), "seed": slot.seed}
+    return completion_request(slot.prompt, sampling)
 
 
 class Offline:
@@ -184,7 +186,7 @@ def compare(sides: dict[str, Side], samples: int, n: int, tokens: int, rounds: i
         names = [*sides][max(turn, 0) % len(sides) :] + [*sides][: max(turn, 0) % len(sides)]
         for name in names:
             watch, cpu_s = Elsewhere(), time.process_time()
-            made, seconds = sides[name](slots[: CONCURRENCY // n] if turn < 0 else slots, sampling)
+            made, seconds = sides[name](slots[: IN_FLIGHT // n] if turn < 0 else slots, sampling)
             if turn >= 0:
                 rates[name].append(made / seconds)
                 cpu_ms[name].append(1000 * (time.process_time() - cpu_s) / samples)

@@ -165,7 +165,7 @@ class Injector:
         fault.first_work_s = time.monotonic() - started_s
 
     def _has_worked(self, rank: int, epoch: int) -> bool:
-        flags = [flag for flag in self._board().flags if flag.rank == rank and flag.kind == "ok"]
+        flags = [flag for flag in self._board().flags if flag.rank == rank and flag.is_done]
         if any(flag.epoch > epoch for flag in flags):
             return True
         iterations = self.cluster.run_dir.root / "train_trajectories"
@@ -177,7 +177,7 @@ class Injector:
         return all(children(node.pid, kind) for node in nodes for kind in (ENGINE, TRAINER_RANK))
 
     def _place(self) -> str:
-        flags = [flag for flag in self._board().flags if flag.rank == 0 and flag.kind == "ok"]
+        flags = [flag for flag in self._board().flags if flag.rank == 0 and flag.is_done]
         return f"iteration {max(flags).iteration} after row {max(flags).phase}" if flags else "at the start"
 
     def _board(self) -> Board:

@@ -12,8 +12,8 @@ advantage), learning rate 1e-6, so that the work stays the same. They take turns
 after --skip iterations counts; a ratio is the median over the rounds.
 
 Then Flagpost runs once more with every process traced (tracing.py), which costs a little: `traced` says where
-an iteration's milliseconds go. `phases_9_to_12_besides_training_ms`: rows 9 to 12 without the optimizer
-steps.
+an iteration's milliseconds go (breakdown.py alone says it too). `phases_9_to_12_besides_training_ms`: rows 9
+to 12 without the optimizer steps.
 """
 
 import argparse
@@ -55,6 +55,7 @@ def run_nodes(options: argparse.Namespace, nodes: int, root: Path, env: Mapping[
         "rollout.samples_per_task": SAMPLES,
         "rollout.max_tokens": MAX_TOKENS,
         "rollout.concurrency": PROMPTS * SAMPLES,
+        "engine.max_batch": PROMPTS * SAMPLES,  # TRL generates all of them together too
         "trainer.global_batch_size": PROMPTS * SAMPLES,
         "trainer.learning_rate": LEARNING_RATE,
         "eval.interval": 0,

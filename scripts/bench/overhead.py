@@ -30,12 +30,13 @@ from vllm_server import Elsewhere
 
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import EngineClient, Sampling
 from rollout.environments.environment import single_turn
 from rollout.origin import Code, Origin
 from rollout.rewards.builtin import Reward
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.trajectory import Group
 
 CONCURRENCY = 256

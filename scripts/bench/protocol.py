@@ -1,34 +1,62 @@
 """Measure what the protocol costs: iterations of 14 phases without work, by N real node processes.
 
 Prints one JSON line: seconds per iteration (median, p99), metadata operations per node and phase (heartbeats
-included), bytes and files left on disk. `--dirs` gives each node its own mount of the same directory.
+included), bytes and files left on disk. `--rows` adds a table: the calls of an iteration on the directory, by
+row, and how long they took. `--real` runs real iterations (8 x 4 samples of the built-in model) instead.
 
     python scripts/bench/protocol.py --nodes 3 --dir /tmp/bench
+    python scripts/bench/protocol.py --nodes 3 --filesystem glusterfs --rows
+
+`--filesystem` serves a filesystem of `tests/filesystems` on this machine, and mounts it once for each node;
+`--dirs` takes mounts of yours.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' mounts, which are not installed
 
 from coordinator.directory.layout import RunDir
 from coordinator.journal import logs
 from coordinator.main import live
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
-from coordinator.node.node import Node
+from coordinator.node.node import Act, Conclude, Node
 from coordinator.node.start import start_master, start_worker
 from coordinator.protocol.phases import Phase
+from coordinator.rows.crews import open_when_ready
 from coordinator.rows.table import run_iteration
 from rollout.storage import files
+from scripts.bench.calls import Calls, table
 
 WARM_UP = 3
 """First iterations, which do not count."""
+BETWEEN, AFTER = "before row 0", "after all"
+REAL: dict[str, Any] = {
+    "tiny.warmup_steps": 0,
+    "rollout.tasks_per_iteration": 8,
+    "rollout.samples_per_task": 4,
+    "trainer.global_batch_size": 16,
+    "eval.interval": 0,
+}
+
+
+SAYING = {
+    *(Phase.ITERATION_START, Phase.TRAIN_PLAN, Phase.EVAL_DECISION, Phase.TRAIN_CONFIG),
+    *(Phase.TRAIN_ROLLOUT, Phase.TRAIN_FILES_READY, Phase.ITERATION_END),
+}
+"""Rows whose flags have a document in a real iteration: of the master, and of all nodes."""
 
 
 class EmptyRows:
@@ -37,68 +65,126 @@ class EmptyRows:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.rank, self.settings, self.run_dir = node.rank, node.settings, node.run_dir
+        self.in_flight = None
 
     def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None) -> None:
         """Run the row without its action; its flags, its waits and its payloads are real."""
-        self._node.step(iteration, phase, self._nothing, self._conclude if then else None)
+        self._node.step(iteration, phase, partial(self._nothing, phase), self._conclude if then else None)
 
     @staticmethod
-    def _nothing(_node: Node, _iteration: Iteration) -> Payload:
-        return {"resume_at": int(Phase.TRAIN_PLAN), "verifier": None}
+    def _nothing(phase: Phase, _node: Node, _iteration: Iteration) -> Payload:
+        return {"resume_at": int(Phase.TRAIN_PLAN), "verifier": None} if phase in SAYING else {}
 
     @staticmethod
     def _conclude(_node: Node, _iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
         return {"heard": len(payloads)}
 
 
-def run_node(root: Path, rank: int, nodes: int, iterations: int) -> None:
+def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
     """Run one node, and print what it measured."""
     seconds: list[float] = []
-    counts: dict[str, int] = {}
+    operations: dict[str, int] = {}
+    calls = Calls()
 
     def iterate(node: Node) -> None:
         numbers = itertools.count(1)
-        rows = cast(Node, EmptyRows(node))
+        rows = node if options.real else cast(Node, EmptyRows(node))
+        _follow_rows(node, calls)
         before = files.operations.copy()
-        for number in range(iterations + WARM_UP):
+        for number in range(options.iterations + WARM_UP):
             if number == WARM_UP:
                 before = files.operations.copy()
+                calls.clear()
             started_s = time.perf_counter()
-            iteration = node.next_iteration(number, lambda _node: next(numbers))
+            calls.row = BETWEEN
+            iteration = node.next_iteration(
+                number, open_when_ready if options.real else lambda _node: next(numbers)
+            )
             assert iteration is not None
             run_iteration(rows, iteration)
             seconds.append(time.perf_counter() - started_s)
-        counts.update(files.operations - before)
+        calls.row = AFTER
+        operations.update(files.operations - before)
 
-    settings: dict[str, Any] = {"cluster.num_nodes": nodes, "cluster.rejoin_timeout_s": 300}
+    settings: dict[str, Any] = {"cluster.num_nodes": options.nodes, "cluster.rejoin_timeout_s": 300}
+    settings |= {**REAL, "iterations": options.iterations + WARM_UP} if options.real else {}
     start = start_worker(root, rank, {}) if rank else start_master(root, settings)
     code = live(start, logs.set_up(rank), iterate)
-    print(json.dumps({"rank": rank, "code": code, "seconds": seconds[WARM_UP:], "operations": counts}))
+    said = {"code": code, "seconds": seconds[WARM_UP:], "operations": operations}
+    print(json.dumps({**said, "calls": calls.per_iteration(options.iterations)}))
+
+
+def _follow_rows(node: Node, calls: Calls) -> None:
+    """Have `calls` know the row that the node is in."""
+    step = node.step
+
+    def in_row(iteration: Iteration, phase: Phase, act: Act, then: Conclude | None = None) -> None:
+        calls.row = phase.label
+        step(iteration, phase, act, then)
+
+    node.step = in_row
 
 
 def main() -> None:
     """Start the nodes, wait for them, print the line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--rows", action="store_true", help="print a table of calls")
+    parser.add_argument("--real", action="store_true", help="run real rows, not empty ones")
     parser.add_argument("--dir", type=Path, help="an empty directory")
     parser.add_argument("--dirs", help="one path of the same directory per node, separated by commas")
+    parser.add_argument("--filesystem", metavar="KIND", help="serve this one, and mount it for each node")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    given = options.dirs.split(",") if options.dirs else [options.dir] * options.nodes
-    roots = [Path(root) for root in given if root]
-    if len(roots) != options.nodes:
-        parser.error(f"give --dir DIR, or --dirs with {options.nodes} paths")
     if options.rank is not None:
-        run_node(roots[options.rank].absolute(), options.rank, options.nodes, options.iterations)
+        run_node(_roots(options)[options.rank].absolute(), options.rank, options)
         return
-    RunDir(roots[0]).base_model.mkdir(parents=True)  # there is no model to make
-    commands = [[sys.executable, *sys.argv, "--rank", str(rank)] for rank in range(options.nodes)]
+    if options.filesystem is not None:
+        with _mounted(options.filesystem, options.nodes) as (inside, paths, seen):
+            _measure(options, ["--dirs", ",".join(f"{path}/run" for path in paths)], inside, seen / "run")
+        return
+    roots = _roots(options)
+    if len(roots) != options.nodes:
+        parser.error(f"give --dir DIR, --filesystem KIND, or --dirs with {options.nodes} paths")
+    _measure(options, [], (), roots[0])
+
+
+def _roots(options: argparse.Namespace) -> list[Path]:
+    given = options.dirs.split(",") if options.dirs else [options.dir] * options.nodes
+    return [Path(root) for root in given if root]
+
+
+@contextlib.contextmanager
+def _mounted(kind: str, nodes: int) -> Iterator[tuple[Sequence[str], list[Path], Path]]:
+    """Mount a filesystem for each node; gives what stands before the command of a node, where the nodes see
+    it, and where this process does.
+    """
+    from tests.filesystems import Mounts, unavailable
+
+    if reason := unavailable(kind):
+        sys.exit(f"{kind}: {reason}")
+    with (
+        tempfile.TemporaryDirectory(prefix="flagpost-bench-") as folder,
+        Mounts(kind, Path(folder, "fs"), nodes) as shared,
+    ):
+        yield shared.inside, [shared.path(node) for node in range(nodes)], shared.seen(0)
+
+
+def _measure(options: argparse.Namespace, dirs: Sequence[str], inside: Sequence[str], root: Path) -> None:
+    if not options.real:
+        RunDir(root).base_model.mkdir(parents=True)  # there is no model to make
+    command = [*inside, sys.executable, *sys.argv, *dirs, "--rank"]
     started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for command in commands
+        subprocess.Popen([*command, f"{rank}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for rank in range(options.nodes)
     ]
     said = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in started]
-    print(json.dumps(summary(said, options.iterations, RunDir(roots[0]))))
+    print(json.dumps(summary(said, options.iterations, RunDir(root))))
+    if options.rows:
+        print(table([BETWEEN, *(phase.label for phase in Phase)], said[0]["calls"], said[-1]["calls"]))
 
 
 def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dict[str, Any]:

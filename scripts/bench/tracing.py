@@ -39,16 +39,16 @@ SPANS: dict[str, tuple[str, ...]] = {
         *("open_iteration", "plan_train", "collect_train", "name_parts", "write_manifest", "decide_eval"),
     ),
     "coordinator.rows.training": (
-        *("stop_engine", "write_batch", "configure_training", "train", "publish_checkpoint"),
-        "restart_engine",
+        *("stop_engine", "configure_training", "train", "publish_checkpoint", "restart_engine"),
     ),
+    "coordinator.rows.batch": ("begin_batch", "write_batch"),
     "coordinator.rows.metrics": ("end_iteration",),
     "coordinator.directory.published": ("verify_checkpoint", "policy_of", "metrics_lines"),
     "coordinator.directory.parts": ("PartWriter.flush", "manifest", "read_groups"),
     "coordinator.machine.engine": ("EngineHost.ensure",),
     "coordinator.machine.weights": ("Loader._reload", "Loader._probe"),
     "coordinator.machine.trainer": ("TrainerHost.train",),
-    "rollout.collect": ("collect",),
+    "rollout.collect": ("Collector.run",),
     "rollout.engines.admin": ("EngineAdmin._call",),
     "rollout.engines.model_dir": ("check_model_dir",),
     "rollout.engines.embedded.engine": ("TorchEngine._reload",),
@@ -127,6 +127,10 @@ class _Writer:
         self._flushed_s = 0.0
         self._descriptor: int | None = None
         atexit.register(self.flush)
+        os.register_at_fork(after_in_child=self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        self._lines, self._descriptor = [], None
 
     def add(self, name: str, begin: tuple[float, float], about: str) -> None:
         now_s = time.monotonic()
@@ -149,11 +153,12 @@ class _Writer:
 
 def _identity(argv: Sequence[str]) -> tuple[str, int | None]:
     """Return the kind and rank of this process, by its command line."""
+    forked_as = sys.argv[0] if sys.argv[:1] != argv[:1] else ""  # by trainer.job.forks
     if "coordinator.cli" in argv and ("--worker" in argv or "--master" in argv):
         return "node", int(argv[argv.index("--worker") + 1]) if "--worker" in argv else 0
-    if "rollout.engines.embedded.server" in argv:
+    if "rollout.engines.embedded.server" in argv or forked_as.endswith("engines/embedded/server.py"):
         return "engine", None
-    if "trainer" in argv:
+    if "trainer" in argv or "RANK" in os.environ:
         return "trainer", int(os.environ["RANK"])
     return "other", None
 

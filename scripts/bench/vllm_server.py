@@ -22,7 +22,7 @@ ARGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": MAX_MODEL_LEN,
-    "max_num_seqs": 256,
+    "max_num_seqs": 512,
     "max_num_batched_tokens": 2048,
     # On a CPU vLLM 0.32 dies ("CPU Generator does not use offset") when it splits a prompt with a seed.
     "enable_chunked_prefill": False,

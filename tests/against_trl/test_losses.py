@@ -26,6 +26,8 @@ from datasets import Dataset  # type: ignore[import-not-found]
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import (  # type: ignore[import-not-found]
+    DPOConfig,
+    DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
     RLOOConfig,
@@ -86,9 +88,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), seed=0, hidden=16)
 
 
+WRITTEN = {
+    SFTTrainer: {"text": "1+1=2"},
+    DPOTrainer: {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+}
+"""By trainer that generates nothing, a row of its data."""
+
+
 def make_trainer(cls: Any, config: Any, model_dir: Path, out: Path, **settings: Any) -> Any:
-    more = {"reward_funcs": lambda completions, reward, **_: reward} if cls is not SFTTrainer else {}
-    rows = [{"prompt": "1+1=", "reward": 0.0}] if more else [{"text": "1+1=2"}]
+    rows: list[dict[str, Any]] = [{"prompt": "1+1=", "reward": 0.0}]
+    more: dict[str, Any] = {"reward_funcs": lambda completions, reward, **_: reward}
+    if cls in WRITTEN:
+        rows, more = [WRITTEN[cls]], {}
     quiet = {
         "report_to": "none",
         "disable_tqdm": True,
@@ -377,3 +388,35 @@ def test_likelihood_is_that_of_trls_supervised_trainer(
     loss = trainer.compute_loss(model, inputs)
     expected = Found([loss.item()], list(torch.autograd.grad(loss, new)))
     assert_equal(ours(list(range(ROWS)), 1, algorithm="sft", keep_flat_groups=False), expected, 1)
+
+
+def test_preferences_are_those_of_trls_dpo(
+    model_dir: Path, tmp_path: Path, ours: Callable[..., Found]
+) -> None:
+    """Of the groups' best and worst samples, in one step."""
+    better, worse = [0, 9, 16], [1, 8, 17]
+    trainer = make_trainer(DPOTrainer, DPOConfig, model_dir, tmp_path, beta=0.3)
+    trainer.precompute_ref_logps = True
+    old = OLD.clone().requires_grad_()
+    rows = [*better, *worse]
+    mask = torch.arange(LONGEST) < torch.tensor(LENGTHS)[rows][:, None]
+
+    def model(**_: Any) -> Any:
+        zeros = mask * 0.0
+        return SimpleNamespace(log_probs=old[rows] * mask, entropy=zeros, is_top1=mask, mean_logits=zeros)
+
+    behind_a_prompt = torch.cat([torch.zeros(len(rows), 1, dtype=torch.long), mask.long()], dim=1)
+    reference = (REFERENCE[rows] * mask).sum(1)
+    inputs = {
+        "input_ids": behind_a_prompt,
+        "attention_mask": torch.ones_like(behind_a_prompt),
+        "completion_mask": behind_a_prompt,
+        "ref_chosen_logps": reference[:3],
+        "ref_rejected_logps": reference[3:],
+    }
+    loss = trainer.compute_loss(model, inputs)
+    expected = Found([loss.item()], list(torch.autograd.grad(loss, old)))
+    found = ours([2, 0, 1], 1, algorithm="dpo", pair_beta=0.3, keep_flat_groups=False)
+    (own,), (other,) = found.gradients, expected.gradients
+    torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-8)
+    assert other.abs().max() > 1e-2

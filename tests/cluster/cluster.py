@@ -14,7 +14,10 @@ from typing import Any
 import psutil
 
 from coordinator.directory.layout import RunDir
-from rollout.trajectory import Group, decode_part
+from coordinator.machine.children import FORKS
+from rollout.part_file import decode_part
+from rollout.trajectory import Group
+from tests.imports import shared_imports
 
 REPOSITORY = Path(__file__).parents[2]
 TOKEN = "FLAGPOST_TEST"
@@ -35,9 +38,11 @@ FAST = (
 
 
 class Cluster:
-    """The nodes of one run directory."""
+    """The nodes of one run directory. Their engines and trainers are forks of one process, as those of `run
+    local` are, unless they are to be `separate`: children of their nodes, which import for themselves.
+    """
 
-    def __init__(self, root: Path, cache: Path, logs: Path) -> None:
+    def __init__(self, root: Path, cache: Path, logs: Path, separate: bool = False) -> None:
         self.root = root
         self.run_dir = RunDir(root)
         self._logs = logs
@@ -47,8 +52,10 @@ class Cluster:
             "XDG_CACHE_HOME": str(cache),
             "OMP_NUM_THREADS": "1",
             TOKEN: self._token,
+            **({} if separate else shared_imports()),
         }
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._older_forks = self._forks()
         self._starts = 0
 
     def start(
@@ -147,11 +154,15 @@ class Cluster:
         return found
 
     def left_behind(self) -> list[str]:
-        """Processes of this cluster that still run, keepers that are about to end included."""
+        """Processes of this cluster that still run, keepers that are about to end included. A fork has the
+        words and the environment of the process that it is a fork of; engines of the test session are older.
+        """
         found: list[str] = []
+        forks = self._forks() - self._older_forks
         for process in psutil.process_iter():
             try:
-                if process.environ().get(TOKEN) == self._token and process.status() != psutil.STATUS_ZOMBIE:
+                is_ours = process.pid in forks or process.environ().get(TOKEN) == self._token
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"{process.pid} {' '.join(process.cmdline())}")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -169,6 +180,12 @@ class Cluster:
         for line in left:
             os.kill(int(line.split()[0]), signal.SIGKILL)
         assert not left, f"left behind: {left}\n{self.everything_said()}"
+
+    def _forks(self) -> set[int]:
+        """The server of the forks, its forks, and the clients that stand for them."""
+        socket = self.environment.get(FORKS)
+        processes = psutil.process_iter(["cmdline"])
+        return {each.pid for each in processes if socket in (each.info["cmdline"] or ())}
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"node_{rank}.log"

@@ -19,6 +19,7 @@ from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster
+from tests.imports import forked
 
 collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]  # `make test-vllm` runs it
 
@@ -32,9 +33,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, cache: Path) -> Iterator[Cluster]:
+def separate() -> bool:
+    """Whether a node starts engine and trainer itself, as it does without `run local`; see SEPARATE."""
+    return False
+
+
+SEPARATE = pytest.mark.parametrize("separate", [True], ids=["separate"])
+"""For tests about such processes, and for nodes in namespaces."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, cache: Path, separate: bool) -> Iterator[Cluster]:
     """Nodes of a fresh run directory; whatever is left of them at the end fails the test."""
-    nodes = Cluster(tmp_path / "run", cache, tmp_path)
+    nodes = Cluster(tmp_path / "run", cache, tmp_path, separate)
     yield nodes
     nodes.close()
 
@@ -76,7 +87,9 @@ def serving(model: Path, log: Path) -> Iterator[str]:
     ]
     command += ["--weight-version", policy_digest(checksums(model))]
     with open(log, "wb") as file:
-        engine = subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True)
+        engine = subprocess.Popen(
+            forked(command), cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True
+        )
     try:
         url = f"http://{LOOPBACK}:{port}"
         EngineAdmin(url).wait_healthy(120.0, lambda: engine.poll() is None)

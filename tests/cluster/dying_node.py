@@ -30,14 +30,14 @@ def hit_at(place: Phase, when: str, hit: Callable[[], None]) -> None:
             hit()
 
     def raise_or_die(self: Flags, flag: Flag, payload: Payload) -> None:
-        is_there = (flag.iteration, flag.phase, flag.kind) == (ITERATION, place, "ok")
+        is_there = (flag.iteration, flag.phase) == (ITERATION, place) and flag.is_done
         hit_if("before", is_there)
         raise_flag(self, flag, payload)
         hit_if("after", is_there)
 
     def wait_or_die(self: Flags, iteration: int, phase: Phase) -> Payload:
-        own = Flag(self._watch.record.epoch, iteration, phase, self._watch.rank, "ok")
-        is_there = (iteration, phase) == (ITERATION, place) and own not in self._raised
+        raised = {(flag.iteration, flag.phase) for flag in self._raised}
+        is_there = (iteration, phase) == (ITERATION, place) and (iteration, phase) not in raised
         hit_if("before", is_there)
         document = wait_for_master(self, iteration, phase)
         hit_if("after", is_there)

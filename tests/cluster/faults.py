@@ -1,5 +1,6 @@
 """What fault tests aim at (a node's children), and what they judge by (the groups on the disk)."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ import psutil
 
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_part_name
-from rollout.trajectory import decode_part
+from rollout.part_file import decode_part
+from trainer.job import forks
 
 AGENT = "-m trainer.job.agent "
 TRAINER_RANK = "-m trainer "
@@ -18,12 +20,19 @@ ENGINE = "-m rollout.engines.embedded.server "
 
 
 def children(node: int, kind: str) -> list[psutil.Process]:
-    """The processes of one kind below the node with this pid; none while one of them is just ending."""
+    """The processes of one kind below the node with this pid, or their forks; none while one is ending."""
     try:
-        commands = {
-            process: " ".join(process.cmdline()) + " "
-            for process in psutil.Process(node).children(recursive=True)
-        }
+        below = psutil.Process(node).children(recursive=True)
+        commands = {process: " ".join(process.cmdline()) + " " for process in below}
+        clients = {process: command for process, command in commands.items() if forks.__file__ in command}
+        program = AGENT if kind == TRAINER_RANK else kind
+        found = [
+            process for client, command in clients.items() if program in command for process in _forks(client)
+        ]
+        if clients and kind == TRAINER_RANK:
+            return [rank for agent in found for rank in agent.children()]
+        if clients and kind in {AGENT, ENGINE}:
+            return found
     except psutil.NoSuchProcess:
         return []
     return [
@@ -31,6 +40,13 @@ def children(node: int, kind: str) -> list[psutil.Process]:
         for process, command in commands.items()
         if kind in command and not command.startswith("/bin/sh") and (kind == AGENT or AGENT not in command)
     ]
+
+
+def _forks(client: psutil.Process) -> list[psutil.Process]:
+    """The fork that a client of `trainer.job.forks` stands for, once it has named its group."""
+    words = client.cmdline()
+    groups = Path(words[words.index(forks.__file__) + 2])
+    return [psutil.Process(int(name)) for name in os.listdir(groups) if name != str(client.pid)]
 
 
 def has_ended(process: psutil.Process) -> bool:

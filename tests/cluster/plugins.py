@@ -8,8 +8,10 @@ from typing import Any
 from rollout import Policy, Sample, Sampling, single_turn
 
 
-def digits(_task: dict[str, Any], completion: str) -> float:
-    """The share of digits: something that random weights already vary in."""
+async def digits(_task: dict[str, Any], completion: str) -> float:
+    """The share of digits: something that random weights already vary in. A coroutine, which a node calls
+    itself: for each sync reward it starts processes that import for a second of CPU.
+    """
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
@@ -27,7 +29,7 @@ async def blocking(_task: dict[str, Any], completion: str) -> float:
         if blocks == "all":
             sum(range(10**14))
         time.sleep(120)
-    return digits(_task, completion)
+    return await digits(_task, completion)
 
 
 async def slow(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.directory.layout import RunDir
-from rollout.trajectory import decode_part
+from rollout.part_file import decode_part
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster, token_ids
 
 SLOW = (
@@ -23,7 +23,9 @@ SLOW = (
     "--iterations",
     "1",
 )
-"""One iteration, whose rollout lasts long enough to be hit."""
+"""One iteration."""
+LONG_S = 2.0
+"""What a group takes in a rollout that is to be hit: half a minute in all."""
 
 DYING = """
 import os, signal
@@ -46,6 +48,7 @@ def calm(tmp_path: Path, cache: Path) -> Iterator[Cluster]:
     """Another run directory, for the run that nothing disturbs."""
     (tmp_path / "calm").mkdir()
     nodes = Cluster(tmp_path / "calm" / "run", cache, tmp_path / "calm")
+    nodes.environment["SLOW_S"] = "0"
     yield nodes
     nodes.close()
 
@@ -64,10 +67,11 @@ def clean(cluster: Cluster, *options: str, dies_at: str | None = None) -> subpro
     )
 
 
-def start(cluster: Cluster, arguments: tuple[str, ...]) -> None:
-    """A master and one worker."""
-    cluster.start(0, "--num-nodes", "2", *arguments)
-    cluster.start(1)
+def start(cluster: Cluster, arguments: tuple[str, ...], slow_s: float = 0.0) -> None:
+    """A master and one worker; `slow_s`: of each group."""
+    prefix = ("env", f"SLOW_S={slow_s}")
+    cluster.start(0, "--num-nodes", "2", *arguments, prefix=prefix)
+    cluster.start(1, prefix=prefix)
 
 
 def parts(run_dir: RunDir) -> list[Path]:
@@ -96,7 +100,7 @@ def test_killed_iteration_is_cleaned_and_a_start_makes_the_same_trajectories_ane
     cluster: Cluster, calm: Cluster, engine_url: str
 ) -> None:
     arguments = (*SLOW, "--rl-phase", "rollout", "--engine-url", engine_url)
-    start(cluster, arguments)
+    start(cluster, arguments, slow_s=LONG_S)
     reach_rollout(cluster)
     before = content(cluster.run_dir.trajectories("train", 1))
     refusal = clean(cluster)
@@ -131,7 +135,7 @@ def test_cleanup_that_is_killed_leaves_a_run_that_resumes_or_is_cleaned_again(
     cluster: Cluster, engine_url: str, again: bool
 ) -> None:
     arguments = (*SLOW, "--rl-phase", "rollout", "--engine-url", engine_url)
-    start(cluster, arguments)
+    start(cluster, arguments, slow_s=LONG_S)
     reach_rollout(cluster)
     kill_all(cluster)
     found = parts(cluster.run_dir)
@@ -151,7 +155,7 @@ def test_node_that_slept_through_a_cleanup_ends_and_the_run_goes_on_without_it(
     cluster: Cluster, engine_url: str
 ) -> None:
     arguments = (*SLOW, "--rl-phase", "rollout", "--engine-url", engine_url)
-    start(cluster, arguments)
+    start(cluster, arguments, slow_s=LONG_S)
     reach_rollout(cluster)
     for rank in (1, 0):
         cluster.kill(rank, signal.SIGSTOP)
@@ -168,7 +172,7 @@ def test_node_that_slept_through_a_cleanup_ends_and_the_run_goes_on_without_it(
 
 
 def test_training_goes_on_with_the_groups_that_keep_partial_has_kept(cluster: Cluster) -> None:
-    start(cluster, (*SLOW, "--eval-interval", "0"))
+    start(cluster, (*SLOW, "--eval-interval", "0"), slow_s=LONG_S)
     reach_rollout(cluster)
     kill_all(cluster)
     written = [group for path in parts(cluster.run_dir) for group in decode_part(path.read_bytes())[1]]

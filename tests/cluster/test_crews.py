@@ -123,7 +123,8 @@ def test_node_of_one_crew_dies_and_the_processes_of_the_other_live_on(cluster: C
     start(cluster, 2)
     assert cluster.wait() == [0, 0, 0], cluster.everything_said()
     said = [cluster.output(rank) for rank in (0, 1)]
-    assert all(psutil.pid_exists(pid) is False for of in engines.values() for pid in of)
+    pids_of = [pid for of in engines.values() for pid in of]
+    cluster.until(lambda: not any(map(psutil.pid_exists, pids_of)), "the end of the engines", 5)
     assert "the train crew (led by rank 2, " in said[0] and " is back" in said[0]
     assert cluster.output(2).count("Traceback") == 0
 
@@ -169,7 +170,9 @@ def test_machine_whose_devices_are_divided_has_a_node_in_each_crew(
 ) -> None:
     cluster.environment["CUDA_VISIBLE_DEVICES"] = "3,5"
     cluster.start(0, *SETTINGS, "--place", "rollout=0", "--place", "train=1", "engine.kind=torch")
-    nodes = cluster.until(lambda: children(cluster.nodes[0].pid, "--crew "), "the nodes")
+    master = cluster.nodes[0].pid
+    cluster.until(lambda: len(children(master, "--crew ")) == 2, "both nodes")
+    nodes = children(master, "--crew ")
     seen = {process.environ()["CUDA_VISIBLE_DEVICES"] for process in nodes}
     killed = next(process for process in nodes if "train" in process.cmdline())
     cluster.until(lambda: len(cluster.metrics()) >= 1, "iteration 1", 180)

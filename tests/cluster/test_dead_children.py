@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.cluster import Cluster
+from tests.cluster.conftest import SEPARATE
 from tests.cluster.faults import (
     ENGINE,
     TRAINER_RANK,
@@ -61,7 +62,7 @@ def test_engine_killed_in_mid_rollout_is_restarted_and_no_finished_group_is_made
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("moment", ["starting", "waiting"])
+@pytest.mark.parametrize(("moment", "separate"), [("starting", True), ("waiting", False)])
 def test_dead_or_stuck_trainer_rank_is_another_attempt(
     cluster: Cluster, engine_urls: list[str], undisturbed: Results, fault: signal.Signals, moment: str
 ) -> None:
@@ -76,7 +77,8 @@ def test_dead_or_stuck_trainer_rank_is_another_attempt(
     if moment == "waiting":  # for the second iteration's request
         cluster.until(lambda: cluster.metrics(), "the first iteration", 120)
     rank = the_child(cluster, 1, TRAINER_RANK)
-    cluster.until(lambda: is_registered(rank), "it has named its process group")
+    if moment == "starting":
+        cluster.until(lambda: is_registered(rank), "it has named its process group")
     rank.send_signal(fault)
     assert cluster.wait() == [0, 0], cluster.everything_said()
     assert has_ended(rank), "the stuck one too"
@@ -86,6 +88,7 @@ def test_dead_or_stuck_trainer_rank_is_another_attempt(
     assert results(cluster) == undisturbed
 
 
+@SEPARATE
 def test_trainer_rank_that_always_dies_ends_the_run_with_its_words(
     cluster: Cluster, engine_urls: list[str]
 ) -> None:

@@ -17,18 +17,23 @@ from coordinator.machine.children import Children
 from coordinator.machine.engine import Adapters, EngineHost
 from coordinator.protocol.exits import EpochChanged
 from rollout.engines.admin import PROBE, EngineAdmin
-from rollout.engines.client import EngineError
+from rollout.engines.client import EngineError, EngineFacts
 from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.settings import EngineSettings
 from rollout.storage.files import checksums
 from tests.adapters import make_adapter
+from tests.cluster.conftest import SEPARATE
+from tests.imports import shared_imports
 
 SETTINGS = EngineSettings(kind="torch", start_timeout_s=120.0)
 TOKENS = [5, 6, 7, 8, 9, 10]
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[EngineHost]:
+def host(tmp_path: Path, separate: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
+    if not separate:
+        for name, value in shared_imports().items():
+            monkeypatch.setenv(name, value)
     run_dir = RunDir(tmp_path)
     run_dir.logs(0).mkdir(parents=True)
     with Children() as children:
@@ -73,6 +78,14 @@ def test_engine_that_starts_when_the_epoch_changes_is_waited_for_in_the_next(
     host.ensure(policy, SETTINGS, fine)
     assert engines_started(tmp_path) == 1
     host.sleep(SETTINGS)
+
+
+def test_node_knows_how_many_samples_its_engine_generates_at_once_and_that_seeds_decide(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    assert host.facts == EngineFacts()
+    host.ensure(policy, SETTINGS.model_copy(update={"max_batch": 48}), fine)
+    assert host.facts == EngineFacts(48, is_seeded=True)
 
 
 def test_engine_that_died_between_two_rollouts_is_started_again(
@@ -189,6 +202,7 @@ def test_engine_that_somebody_else_has_administered_is_found_out_and_one_that_st
         host.check_serves()
 
 
+@SEPARATE
 def test_no_other_user_can_enter_where_an_engine_listens(host: EngineHost, policy: Policy) -> None:
     host.ensure(policy, SETTINGS, fine)
     child = host._child

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollout.engines.admin import EngineAdmin
+from rollout.part_file import decode_part
 from rollout.tasks.task_set import load_tasks
-from rollout.trajectory import decode_part
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.conftest import serving
 from tests.cluster.plugins import first_number

@@ -15,7 +15,6 @@ from tests.cluster.test_shared_filesystem import mounted
 ARGUMENTS = (
     *FAST,
     "--rl-phase=rollout",
-    "--rank-weights=31,1",
     "--iterations=1",
     "rollout.environment=tests.cluster.plugins:slow",
     "rollout.tasks_per_iteration=64",
@@ -32,9 +31,9 @@ def engine_of(node: int) -> int:
 def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mount_answers(
     tmp_path: Path, cache: Path
 ) -> None:
-    with mounted(tmp_path, cache, 2) as nodes:
-        nodes.start(*ARGUMENTS)
-        finished = nodes.cluster.run_dir.entry(Flag(2, 1, Phase.TRAIN_ROLLOUT, 1, "ok"))
+    with mounted(tmp_path, cache, 2, separate=True) as nodes:
+        nodes.start(*ARGUMENTS, "--rank-weights=31,1")
+        finished = nodes.cluster.run_dir.entry(Flag(2, 1, Phase.TRAIN_ROLLOUT, 1, "ok.json"))
         nodes.cluster.until(finished.exists, "rank 1 has finished its share", 120)
         started = [nodes.cluster.nodes[rank] for rank in (0, 1)]
         engines = [engine_of(node.pid) for node in started]
@@ -52,5 +51,23 @@ def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mou
             assert f"was interrupted by {name} in train_rollout, iteration 1, but" in line
             assert f"{nodes.shared[rank].path}/run/" in line
             assert line.endswith("; the process itself goes as soon as the mount answers")
+        nodes.shared.thaw()
+        assert nodes.cluster.wait(30) == [130, 130], nodes.said()
+
+
+def test_nodes_that_claim_while_the_mount_hangs_end_as_soon_as_it_answers(
+    tmp_path: Path, cache: Path
+) -> None:
+    with mounted(tmp_path, cache, 2, separate=True) as nodes:
+        nodes.start(*ARGUMENTS, "rollout.part_interval_s=0.2")
+        claims = nodes.cluster.run_dir.claims
+        nodes.cluster.until(lambda: claims.is_dir() and len(list(claims.iterdir())) > 4, "claims", 120)
+        started = [nodes.cluster.nodes[rank] for rank in (0, 1)]
+        engines = [engine_of(node.pid) for node in started]
+        nodes.shared.freeze()
+        time.sleep(3.0)  # so long that each node wants another chunk, or writes a part
+        started[0].send_signal(signal.SIGINT)
+        started[1].send_signal(signal.SIGTERM)
+        nodes.cluster.until(lambda: not any(map(keeper.is_schedulable, engines)), "the engines end", 12)
         nodes.shared.thaw()
         assert nodes.cluster.wait(30) == [130, 130], nodes.said()

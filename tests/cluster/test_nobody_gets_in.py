@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.directory.layout import RunDir, parse_protocol_name
+from coordinator.directory.layout import RunDir, parse_claim_name, parse_protocol_name
+from rollout.storage import files
 from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.conftest import SEPARATE
 from tests.cluster.intruder import NOBODY, gets_in, offered_by, spools
 from tests.netns import Host, Hosts, unavailable
 
@@ -102,6 +104,9 @@ def check_modes(root: Path) -> int:
 
 def is_known(path: Path, root: Path) -> bool:
     """Whether a file is one of those that the tree of docs/protocol.md names."""
+    name = files.published_name(path.name)
+    if path.parent == RunDir(root).claims:
+        return parse_claim_name(name) is not None
     if path.parent in RunDir(root).protocol:
         return parse_protocol_name(path.name) is not None
     if path.name == "LATEST":
@@ -115,6 +120,7 @@ def is_pickle(data: bytes) -> bool:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@SEPARATE
 def test_running_cluster_listens_to_its_peers_alone_and_keeps_its_files_to_itself(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -136,17 +142,17 @@ def test_running_cluster_listens_to_its_peers_alone_and_keeps_its_files_to_itsel
             assert not any(udp for *_, udp in mine.found())
 
     check_modes(cluster.root)
-    files = [path for path in cluster.root.rglob("*") if path.is_file()]
-    assert [path for path in files if not is_known(path, cluster.root)] == []
+    written = [path for path in cluster.root.rglob("*") if path.is_file()]
+    assert [path for path in written if not is_known(path, cluster.root)] == []
     # A pickle of protocol 2 or later, or a zip of them, as torch.save writes it.
-    assert [path for path in files if is_pickle(path.read_bytes())] == []
+    assert [path for path in written if is_pickle(path.read_bytes())] == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_user_of_the_machine_gets_into_no_socket_and_no_file(cache: Path, tmp_path: Path) -> None:
     place = Path(tempfile.mkdtemp(prefix="flagpost-open-"))
     place.chmod(0o755)  # pytest's own directories keep others out
-    cluster = Cluster(place / "run", cache, tmp_path)
+    cluster = Cluster(place / "run", cache, tmp_path, separate=True)
     try:
         cluster.start(0, *FAST, "--iterations", "50", prefix=UMASK)
         cluster.until(lambda: cluster.metrics(), "the first iteration", 240)

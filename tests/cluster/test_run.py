@@ -13,6 +13,7 @@ from coordinator.directory.layout import Record
 from coordinator.protocol.records import EpochRecord
 from coordinator.rows.prefixes import Begun
 from tests.cluster.cluster import FAST, Cluster, token_ids
+from tests.cluster.conftest import SEPARATE
 from tests.netns import Hosts, unavailable
 
 
@@ -176,6 +177,7 @@ def test_update_without_trajectories_says_what_to_run(cluster: Cluster) -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@SEPARATE
 def test_nodes_in_network_namespaces_find_each_other(cluster: Cluster) -> None:
     with Hosts(3, decoy=True) as hosts:
         arguments = (*FAST, "--num-nodes", "3", "--rank-weights", "2,1,1", "--iterations", "1")

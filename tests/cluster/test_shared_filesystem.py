@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.cluster.cluster import FAST, Cluster, token_ids
+from tests.cluster.conftest import SEPARATE
 from tests.faultfs import FaultFs, unavailable
 
 TOGETHER = {
@@ -69,18 +70,18 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, cache: Path) -> Iterator[Nodes]:
-    with mounted(tmp_path, cache, 2) as nodes:
+def nodes(tmp_path: Path, cache: Path, separate: bool) -> Iterator[Nodes]:
+    with mounted(tmp_path, cache, 2, separate) as nodes:
         yield nodes
 
 
 @contextmanager
-def mounted(tmp_path: Path, cache: Path, number: int) -> Iterator[Nodes]:
+def mounted(tmp_path: Path, cache: Path, number: int, separate: bool = False) -> Iterator[Nodes]:
     """A cluster of `number` nodes with a mount each; its processes are ended, and its mounts removed."""
     if reason := unavailable():
         pytest.skip(reason)
     with FaultFs(tmp_path / "fs", number) as shared:
-        cluster = Cluster(shared.backing / "run", cache, tmp_path)
+        cluster = Cluster(shared.backing / "run", cache, tmp_path, separate)
         try:
             yield Nodes(shared, cluster)
         finally:
@@ -240,6 +241,7 @@ def lost(nodes: Nodes, rank: int) -> str:
     return next((line for line in nodes.cluster.output(rank).splitlines() if "is lost" in line), "")
 
 
+@SEPARATE
 def test_trainer_of_a_node_without_its_mount_is_stopped(nodes: Nodes) -> None:
     nodes.start(*FAST, "--iterations", "12", "--eval-interval", "0", "cluster.node_timeout_s=4")
     nodes.cluster.until(lambda: nodes.cluster.metrics(), "the first iteration", 120)

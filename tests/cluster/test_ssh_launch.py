@@ -1,7 +1,6 @@
 """`run launch` over ssh: a real sshd on loopback addresses, which are as many hosts."""
 
 import getpass
-import json
 import os
 import re
 import shlex
@@ -12,20 +11,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from coordinator.commands import launch as launch_module
-from coordinator.directory.layout import RunDir
+from coordinator.commands.launch_ssh import launch_ssh
 from coordinator.machine.network import LOOPBACK, free_port
+from tests.cluster.launchers import Launcher, text, until
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 CHROOT = Path("/run/sshd")
 """An empty directory that sshd wants to see if root starts it; Debian's service makes it at every boot."""
-RUN = Path(sys.executable).with_name("run")
 
 
 def unavailable() -> str | None:
@@ -66,65 +64,11 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     client = ["ssh", "-F", "none", "-p", str(port), "-i", str(place / "user"), "-l", getpass.getuser()]
     client += ["-o", f"UserKnownHostsFile={place}/known_hosts", "-o", "StrictHostKeyChecking=yes"]
     try:
-        _until(lambda: "Server listening" in _text(place / "log"), lambda: "no sshd: " + _text(place / "log"))
+        until(lambda: "Server listening" in text(place / "log"), lambda: "no sshd: " + text(place / "log"))
         yield shlex.join(client)
     finally:
         server.terminate()
         server.wait(30)
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def _until(ready: Callable[[], Any], otherwise: Callable[[], str], timeout_s: float = 120.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline_s, otherwise()
-        time.sleep(0.05)
-
-
-class Launcher:
-    """A process of `run launch`; its log path is a name that no other test's processes have."""
-
-    def __init__(self, ssh: str, place: Path, name: str, hosts: str, *words: str) -> None:
-        self.run_dir = RunDir(place / "run")
-        self._out = place / name
-        options = ["--hosts", hosts, "--ssh", ssh, "--log-path", str(self.run_dir.root)]
-        with open(self._out, "ab") as out:
-            self.process = subprocess.Popen(
-                [str(RUN), "launch", *options, *words],
-                cwd=place, stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def said(self) -> str:
-        return _text(self._out)
-
-    def until(self, ready: Callable[[], Any], timeout_s: float = 120.0) -> None:
-        _until(lambda: ready() or self.process.poll() is not None, lambda: self.said, timeout_s)
-        assert ready(), self.said
-
-    def wait(self, timeout_s: float = 120.0) -> int:
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running: {self.said}") from None
-
-    def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in _text(self.run_dir.metrics).splitlines()]
-
-    def left(self) -> list[str]:
-        """Processes that name the log path: launcher, ssh, the shells there, the nodes, their children."""
-        found: list[str] = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            words = " ".join(process.info["cmdline"] or ())
-            if str(self.run_dir.root) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {words}")
-        return found
-
-    def check_nothing_is_left(self, timeout_s: float = 10.0) -> None:
-        _until(lambda: not self.left(), lambda: f"left: {self.left()}\n{self.said}", timeout_s)
 
 
 @pytest.fixture
@@ -133,7 +77,7 @@ def launch(ssh: str, tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     started: list[Launcher] = []
 
     def start(hosts: str, *words: str) -> Launcher:
-        started.append(Launcher(ssh, tmp_path, f"said-{len(started)}", hosts, *words))
+        started.append(Launcher(tmp_path, f"said-{len(started)}", "--hosts", hosts, "--ssh", ssh, *words))
         return started[-1]
 
     yield start
@@ -206,7 +150,7 @@ def test_node_whose_ssh_is_killed_ends(launch: Callable[..., Launcher], waiting:
         if HOSTS[1] in process.cmdline()
     ]
     client.kill()
-    _until(lambda: not psutil.pid_exists(pid), lambda: launcher.said)
+    until(lambda: not psutil.pid_exists(pid), lambda: launcher.said)
     launcher.until(lambda: "rank 1, 127.0.0.2: was killed, or the connection is lost" in launcher.said)
     assert launcher.process.poll() is None, "the others may hold for it"
     for _ in range(2):
@@ -231,7 +175,7 @@ def test_host_that_does_not_answer_is_named_and_no_node_is_started(
     ssh: str, waiting: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hosts = "127.0.0.1,127.0.0.4,127.0.0.2"
-    assert launch_module.launch(hosts, tmp_path / "run", [], ssh, str(waiting)) == 3
+    assert launch_ssh(hosts, tmp_path / "run", [], ssh, str(waiting)) == 3
     said = capfd.readouterr()
     refused, *rest = said.err.splitlines()
     assert re.fullmatch(
@@ -246,6 +190,6 @@ def test_stranger_is_not_let_in_and_nobody_is_asked(
 ) -> None:
     key = shlex.split(ssh)[shlex.split(ssh).index("-i") + 1]
     stranger = ssh.replace(f"-i {key}", f"-i {key}.absent -o IdentitiesOnly=yes")
-    assert launch_module.launch("127.0.0.1", tmp_path / "run", [], stranger, str(waiting)) == 3
+    assert launch_ssh("127.0.0.1", tmp_path / "run", [], stranger, str(waiting)) == 3
     said = capfd.readouterr()
     assert "Permission denied (publickey" in said.err and said.out == ""

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from filelock import FileLock
 
 from coordinator.machine.network import LOOPBACK
+from rollout.engines.admin import EngineAdmin
 from rollout.engines.model_dir import policy_digest
+from rollout.part_file import decode_part
 from rollout.storage.files import checksums
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.small_run import SETTINGS
@@ -267,6 +271,46 @@ def test_fine_tuning_learns_the_answers_of_a_task_file_and_generates_nothing_but
     ]
     assert sorted(body["prompt"] for body in generated) == sorted([f"{a}+{b}=" for a, b in sums] * 2)
     assert "/tokenize" not in paths, "text becomes tokens without the engine"
+
+
+def test_preferences_are_learnt_by_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """The built-in model puts its answers in brackets; it learns to leave them out, from written answers."""
+    sums = [(a, b) for a in range(10, 100, 7) for b in range(11, 100, 5)]
+    tasks = tmp_path / "tasks.jsonl"
+    with tasks.open("w") as file:
+        for a, b in sums:
+            answer = str(a + b)[::-1]
+            file.write(
+                json.dumps({"prompt": f"{a}+{b}=", "chosen": answer, "rejected": f"({answer})"}) + "\n"
+            )
+    codes = cluster.run(
+        2, *FAST, "--tasks", str(tasks), "trainer.algorithm=dpo", "rollout.tasks_per_iteration=64",
+        "trainer.global_batch_size=31", "trainer.learning_rate=0.003", "--iterations", "3",
+    )  # fmt: skip
+    assert codes == [0, 0], cluster.everything_said()
+    lines = cluster.metrics()
+    assert [(line["samples"], line["reward"]) for line in lines] == [(128, 0.5)] * 3
+    assert lines[0]["loss"] < math.log(2), "it falls within the first iteration"
+    assert lines[-1]["preferred"] > 0.95 and lines[-1]["margin"] > lines[0]["margin"] > 0
+
+
+def test_two_nodes_train_on_what_a_teacher_says_of_their_samples(
+    cluster: Cluster, engine_urls: list[str]
+) -> None:
+    """The teacher is another random model than the policy begins as."""
+    codes = cluster.run(
+        2, *FAST, "trainer.algorithm=distill", f"rollout.teacher={engine_urls[0]}/v1", "rollout.seed=5",
+        "--iterations", "2",
+    )  # fmt: skip
+    assert codes == [0, 0], cluster.everything_said()
+    assert all(line["kl_reference"] > 0.01 and line["grad_norm"] > 0 for line in cluster.metrics())
+    paths = sorted(cluster.run_dir.trajectories("train", 2).glob("*.safetensors"))
+    groups = [group for path in paths for group in decode_part(path.read_bytes())[1]]
+    assert len({path.name[:5] for path in paths}) == 2 and len(groups) == 8
+    teacher = EngineAdmin(engine_urls[0])
+    for sample in groups[0].samples:
+        expected = np.array([0.0, *teacher.prompt_logprobs(sample.token_ids.tolist())])
+        assert sample.teacher_logprobs == pytest.approx(expected * sample.loss_mask, abs=1e-5)
 
 
 def test_fine_tuning_without_an_evaluation_starts_no_engine(cluster: Cluster, tmp_path: Path) -> None:

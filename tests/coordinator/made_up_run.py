@@ -16,7 +16,8 @@ from coordinator.machine.network import pid_space
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, Member, claim
 from coordinator.protocol.shares import share_sizes
-from rollout.trajectory import Group, PartHeader, Sample, encode_part, line_for_people
+from rollout.part_file import PartHeader, encode_part
+from rollout.trajectory import Group, Sample, line_for_people
 from tests.coordinator.made_up import POLICY, origin, run_dir_at, write_json
 
 State = Literal["finished", "running", "died"]

@@ -80,7 +80,8 @@ def run(place: Path) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if name not in SCHEDULERS}
         environment |= {"PYTHONPATH": str(REPOSITORY), "HOME": str(place / "home"), "COLUMNS": "110"}
-        environment |= {"XDG_CACHE_HOME": str(place / "home")} | more.pop("env", {})
+        # What a machine remembers of large files is not written into the working directory.
+        environment |= {"XDG_CACHE_HOME": f"{place}-cache"} | more.pop("env", {})
         return subprocess.run(
             [sys.executable, *command, *arguments],
             cwd=place,
@@ -137,7 +138,7 @@ def test_help_of_an_option_is_what_its_setting_says(run: Run) -> None:
         "cluster.on_node_failure": "--on-node-failure wait|shrink|abort When a node is lost",
         "cluster.node_timeout_s": "--node-timeout SECONDS A node",
         "engine.kind": "--engine auto|vllm|torch auto",
-        "tasks": "--tasks FILE JSON lines",
+        "tasks": "--tasks FILE The training tasks: a file (JSON lines, .csv",
         "cluster.rank_weights": "--rank-weights N,N,... One positive number",
         "eval.interval": "--eval-interval N Evaluate",
         "model": "builtin:tiny. [default: builtin:tiny]",
@@ -152,7 +153,7 @@ def test_help_of_an_option_is_what_its_setting_says(run: Run) -> None:
 def test_help_lists_the_commands_a_line_each_within_80_columns(run: Run) -> None:
     text = run("--help", env={"COLUMNS": "80"}).stdout
     assert max(map(len, text.splitlines())) <= 80
-    listed = re.findall(r"^  run (\w+) +\w", text[: text.index("Options:")], re.MULTILINE)
+    listed = re.findall(r"^  run ([\w-]+) +\w", text[: text.index("Options:")], re.MULTILINE)
     assert sorted(listed) == sorted([LOCAL, *COMMANDS])
 
 
@@ -235,6 +236,31 @@ def test_dry_run_prints_the_settings_and_writes_nothing(run: Run, place: Path) -
     assert json.loads(ended.stdout) == expected.model_dump(mode="json")
 
 
+def test_columns_of_data_are_mapped_alike_on_the_command_line_and_in_a_file(run: Run, place: Path) -> None:
+    (place / "made.csv").write_text("question,final\n1+2=,3\n")
+    (place / "made.toml").write_text('tasks = "made.csv"\n[columns]\nprompt = "question"\nanswer = "final"\n')
+    typed = ["--tasks", "made.csv", "columns.prompt=question", "columns.answer=final"]
+    shown = [run(*words, "--dry-run").stdout for words in (typed, ["--config", "made.toml"])]
+    assert shown[0] == shown[1]
+    assert json.loads(shown[0])["columns"] == {"prompt": "question", "answer": "final"}
+    said = refusal(run, place, "--log-path", "none", "--tasks", "made.csv", "columns.prompt=text")
+    problem = "nothing in the column 'text' (columns.prompt); there is question, final"
+    assert said == f"{place}/made.csv, row 1: {problem}"
+    said = refusal(run, place, "--log-path", "none", "columns.prompt=question")
+    assert "columns.prompt names a column of data, but --tasks is builtin:arithmetic" in said
+    said = refusal(run, place, "--log-path", "none", *typed, "eval.columns.prompt=question")
+    assert "eval.columns.prompt names a column of data, but --eval-tasks is not given" in said
+
+
+def test_option_of_the_reward_may_come_several_times(run: Run) -> None:
+    typed = ["--reward", "exact=1", "--reward", "length=-0.1"]
+    several, together = run(*typed, "--dry-run"), run("rollout.reward=exact=1 + length=-0.1", "--dry-run")
+    assert json.loads(several.stdout)["rollout"]["reward"] == "exact=1 + length=-0.1"
+    assert several.stdout == together.stdout
+    wrong = run("--reward", "exact=1", "--reward", "length=much")
+    assert wrong.returncode == 2 and "the weight 'much' of length is no finite number" in wrong.stderr
+
+
 def test_dry_run_of_all_nodes_prints_the_same(run: Run) -> None:
     ended = run("local", "--num-nodes", "3", "--dry-run")
     assert json.loads(ended.stdout) == build({"cluster.num_nodes": 3}).model_dump(mode="json")
@@ -304,7 +330,7 @@ BAD = [
     ("rollout.stop=abc", """rollout.stop=abc: give a list, e.g. 'rollout.stop=["abc"]'"""),
     (
         "--tasks gsm8k",
-        "gsm8k: no such file (data sets are not fetched by their name); give a JSON-lines file",
+        "gsm8k: no such file (a data set of Hugging Face: hf:NAME); give a file of JSON lines, CSV",
     ),
     ("--worker 1 --reset-settings", "--reset-settings is for the master; leave it out beside --worker 1"),
     ("--reset-settings trainr", "unknown setting trainr; did you mean trainer?"),

@@ -447,3 +447,18 @@ def test_user_and_password_in_the_url_of_an_engine_are_refused_and_not_told() ->
     with pytest.raises(SettingsError, match="leave user and password out") as refused:
         build({"engine.url": "http://me:s3cret@127.0.0.1:8000"})
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"reasoning_end": None}, "without rollout.reasoning_end: nothing says"),
+        ({"environment": "calculator"}, "with rollout.environment=calculator: it is for single_turn"),
+        ({"segment_tokens": 8}, "with rollout.segment_tokens=8: a sample that is cut"),
+        ({"max_tokens": 16}, "with rollout.max_tokens=16: nothing is left for the answer"),
+    ],
+)
+def test_budget_of_the_reasoning_that_cannot_hold_is_refused(given: dict[str, Any], reason: str) -> None:
+    rollout = {"max_tokens": 64, "reasoning_end": "</think>", "thinking_tokens": 16, **given}
+    settings = {f"rollout.{name}": value for name, value in rollout.items() if value is not None}
+    assert f"rollout.thinking_tokens=16 {reason}" in refused(settings)

@@ -14,7 +14,7 @@ HEAVY = {"torch", "transformers", "vllm"}
 FLOORS = (
     {"coordinator.cli"},
     {"coordinator.main", "coordinator.commands"},
-    {"coordinator.commands.plan"},
+    {"coordinator.commands.plan", "coordinator.server"},
     {"coordinator.commands.doctor", "coordinator.rows", "coordinator.views.report"},
     {"coordinator.node", "coordinator.views"},
     {"coordinator.machine"},
@@ -25,7 +25,7 @@ FLOORS = (
     {"coordinator.settings"},
     {"coordinator.cluster"},
     {"coordinator.placement", "coordinator.groups"},
-    {"coordinator.ranges"},
+    {"coordinator.ranges", "coordinator.client"},
     {"trainer.__main__"},
     {"trainer.job"},
     {"trainer.checkpoint", "trainer.update"},
@@ -36,9 +36,11 @@ FLOORS = (
     {"trainer.settings"},
     {"trainer.algorithms"},
     {"rollout.collect"},
+    {"rollout.group_maker"},
+    {"rollout.slots"},
     {"rollout.environments", "rollout.rewards", "rollout.engines.embedded"},
-    {"rollout.tasks", "rollout.engines", "rollout.evaluation", "rollout.quota"},
-    {"rollout.processes", "rollout.storage", "rollout.trajectory", "rollout.settings"},
+    {"rollout.tasks", "rollout.engines", "rollout.evaluation", "rollout.part_file", "rollout.quota"},
+    {"rollout.processes", "rollout.sandbox", "rollout.storage", "rollout.trajectory", "rollout.settings"},
     {"rollout.blocking", "rollout.plugins", "rollout.tally"},
     {"rollout.counter_rng", "rollout.origin"},
 )
@@ -135,6 +137,15 @@ def test_what_settings_need_loads_neither_torch_nor_the_coordinator(module: str)
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert (loaded.returncode, loaded.stdout) == (0, "\n"), loaded.stderr + loaded.stdout
+
+
+def test_what_run_local_imports_before_it_has_others_import_is_light() -> None:
+    script = "import sys, coordinator.cli, coordinator.machine.children; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+    )
+    late = HEAVY | {"numpy", "aiohttp", "coordinator.node", "coordinator.views", "rollout.engines.client"}
+    assert not late & set(loaded.stdout.split())
 
 
 def test_command_line_itself_imports_almost_nothing() -> None:

@@ -4,6 +4,7 @@ import tomllib
 
 from coordinator.config import OPTIONS, build, flatten, option_name
 from coordinator.groups import GroupSettings
+from rollout.settings import EvalSetSettings
 from scripts import settings_page
 
 DEFAULTS = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
@@ -19,7 +20,8 @@ def test_page_is_fresh() -> None:
 def test_page_names_every_setting_and_every_option() -> None:
     rows = [line.split(" | ") for line in settings_page.page().splitlines() if line.startswith("| `")]
     of_a_group = {f"cluster.groups.NAME.{name}" for name in GroupSettings.model_fields}
-    assert {row[0].strip("|` ") for row in rows} == set(DEFAULTS) | of_a_group
+    of_a_set = {f"eval.sets.NAME.{name}" for name in EvalSetSettings.model_fields}
+    assert {row[0].strip("|` ") for row in rows} == set(DEFAULTS) | of_a_group | of_a_set
     assert {row[-1].strip("|` ") for row in rows} - {""} == set(map(option_name, OPTIONS))
 
 

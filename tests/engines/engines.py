@@ -20,6 +20,7 @@ from rollout.engines.admin import EngineAdmin
 from rollout.engines.client import UNIX, Completion, EngineClient, Sampling
 from rollout.engines.servers import ServerKind, server_command
 from rollout.settings import EngineSettings
+from tests.imports import forked
 from tests.models import CONTEXT
 
 REPOSITORY = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def serving(
     env = {**os.environ, **server.env, **ONE_THREAD}
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            server.argv, cwd=REPOSITORY, env=env, stdout=file, stderr=file, start_new_session=True
+            forked(server.argv), cwd=REPOSITORY, env=env, stdout=file, stderr=file, start_new_session=True
         )
     url = f"{UNIX}{socket}"
     engine = Engine(kind, url, EngineAdmin(url, after_reload=server.after_reload), process)

@@ -1,10 +1,13 @@
 """A run of nodes on a shared filesystem, each with a client of its own, some of which are killed."""
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.cluster import FAST, Cluster
+from coordinator.machine.children import FORKS
+from tests.cluster.cluster import FAST, REPOSITORY, Cluster
 from tests.cluster.doctors import Doctors
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests
 from tests.filesystems import Mounts
@@ -23,7 +26,10 @@ def carry(
     ends with anything but 0, if a finished group was lost or generated again, or if a manifest does not name
     each group once.
     """
-    cluster = Cluster(shared.seen(nodes) / "run", cache, logs)
+    cluster = Cluster(shared.seen(nodes) / "run", cache, logs, separate=True)
+    cluster.environment |= {FORKS: str(logs / "forks")}
+    imports = [sys.executable, "-m", "trainer.job.forks", str(logs / "forks")]
+    server = subprocess.Popen([*shared.inside, *imports], cwd=REPOSITORY, env=cluster.environment)
     weights = ",".join(["2", *["1"] * (nodes - 1)])
     master = [
         "--num-nodes",
@@ -61,6 +67,8 @@ def carry(
         assert not (repeated := repeated_groups(cluster.run_dir)), repeated
         assert not (unsound := unsound_manifests(cluster.run_dir)), unsound
     finally:
+        server.kill()
+        server.wait()
         cluster.close()
     return cluster
 

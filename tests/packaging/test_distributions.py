@@ -68,7 +68,7 @@ def sources() -> set[str]:
 def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built: Distributions) -> None:
     files = {name for name in contents(built.wheel) if ".dist-info/" not in name}
     assert files == sources()
-    assert {Path(name).suffix for name in files} == {".py", ".j2", ".css", ".js"}
+    assert {Path(name).suffix for name in files} == {".py", ".j2", ".html", ".css", ".js"}
 
 
 def test_sdist_builds_the_same_wheel_as_the_checkout(built: Distributions) -> None:

@@ -5,11 +5,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import Completion, EngineClient, Sampling
 from rollout.environments.environment import single_turn
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.trajectory import Group
 
 EXACT = resolve_reward("exact")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.imports import forked
+
 START_TIMEOUT_S = 120
 
 
@@ -33,7 +35,7 @@ def start_server(model_dir: Path, *arguments: str) -> RunningServer:
     command = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", str(model_dir)]
     command += [] if "--uds" in arguments else ["--port", "0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, *arguments], env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(forked([*command, *arguments]), env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
     line = process.stdout.readline() if ready else ""

@@ -39,7 +39,7 @@ class ScriptedClient(EngineClient):
         text = line.rstrip(".")
         return [Completion(prompt_ids, ids(line), [-0.5] * len(line), text, "length" if cut else "stop")]
 
-    async def tokenize(self, text: Any) -> list[int]:
+    async def tokenize(self, text: Any, **template: Any) -> list[int]:
         if isinstance(text, str):
             return ids(text)
         return ids("".join(f"{m['role'][0]}{m['content']}." for m in text) + "a")

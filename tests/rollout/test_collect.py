@@ -18,15 +18,24 @@ import numpy as np
 import pytest
 
 from rollout import blocking
-from rollout.collect import Slot, Stopped, collect
-from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
+from rollout.collect import Stopped, collect
+from rollout.engines.client import (
+    Completion,
+    EngineClient,
+    EngineError,
+    EngineFacts,
+    RequestRefused,
+    Sampling,
+)
 from rollout.environments.environment import single_turn
 from rollout.origin import Code
+from rollout.part_file import PartHeader, decode_part, encode_part
 from rollout.rewards.builtin import Reward, RewardError
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.storage.retry import retry
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
-from rollout.trajectory import Group, PartHeader, Sample, decode_part, encode_part, line_for_people
+from rollout.trajectory import Group, Sample, line_for_people
 from tests.rollout.collecting import EXACT, FakeClient, run, slots
 from tests.rollout.rollout_helpers import RunningServer, serving
 from tests.rollout.scripted import ScriptedClient
@@ -57,6 +66,71 @@ def test_samples_in_flight_are_bounded_and_a_large_group_runs_alone(
     client = FakeClient()
     run(client, slots(30), {"concurrency": concurrency}, sampling=Sampling(n=n))
     assert client.most_in_flight == most
+
+
+def test_as_many_samples_as_the_engine_can_are_in_flight_unless_a_number_is_given() -> None:
+    for concurrency, most in ((None, 24), (16, 16), (40, 40)):
+        client = FakeClient()
+        client.facts = EngineFacts(samples=27)
+        run(client, slots(30), {"concurrency": concurrency})
+        assert client.most_in_flight == most
+
+
+class Judge:
+    """An async reward that scores nothing before `opens`; keeps count of the completions that wait for it."""
+
+    def __init__(self) -> None:
+        self.opens = asyncio.Event()
+        self.waiting = self.most_waiting = 0
+
+    async def __call__(self, task: Task, completion: str) -> float:
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        await self.opens.wait()
+        self.waiting -= 1
+        return 1.0
+
+
+def test_groups_that_wait_for_their_rewards_leave_the_engine_to_others_within_a_bound() -> None:
+    client, judge = FakeClient(), Judge()
+
+    async def opening(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        made = await single_turn(task, policy, sampling)
+        if judge.waiting >= 16:  # the second wave is generated: now all wait that may
+            asyncio.get_running_loop().call_later(0.2, judge.opens.set)
+        return made
+
+    groups, failure = run(client, slots(30), environment=opening, reward=Reward("my:judge", judge))
+    assert failure is None and {group.slot for group in groups} == set(range(30))
+    assert all(sample.reward == 1.0 for group in groups for sample in group.samples)
+    assert client.most_in_flight == 16, "four groups of four"
+    assert judge.most_waiting == 32, "as many again as the engine has places for"
+
+
+def test_reward_has_group_timeout_s_beside_the_time_of_generating() -> None:
+    async def judge(task: Task, completion: str) -> float:
+        await asyncio.sleep(60 if task["id"] == "t1" else 0.3)
+        return 1.0
+
+    client = FakeClient(delay_s=0.3)
+    groups, failure = run(client, slots(3), {"group_timeout_s": 0.5}, reward=Reward("my:judge", judge))
+    assert failure is None
+    assert {group.slot: group.given_up for group in groups} == {
+        0: None,
+        1: "TimeoutError: took longer than group_timeout_s = 0.5",
+        2: None,
+    }
+
+
+def test_stop_ends_groups_that_wait_for_their_rewards_too() -> None:
+    judge, stop = Judge(), threading.Event()
+    timer = threading.Timer(0.3, stop.set)
+    timer.start()
+    started_s = time.monotonic()
+    _, failure = run(FakeClient(), slots(30), reward=Reward("my:judge", judge), stop=stop)
+    assert isinstance(failure, Stopped) and time.monotonic() - started_s < 1.3
+    assert judge.most_waiting == 32
+    timer.join()
 
 
 def test_group_is_handed_over_as_soon_as_it_is_finished() -> None:
@@ -261,7 +335,8 @@ def test_conversation_is_kept_from_the_prompt_on() -> None:
         return [episode.sample(reward=1.0) for episode in plays]
 
     client = ScriptedClient(*["4."] * 5)
-    work = [Slot(0, {"id": name, "messages": CHAT}, seed=0) for name in ("twice", "opened", "once")]
+    names = ("twice", "opened", "once")
+    work = [Slot(slot, {"id": name, "messages": CHAT}, seed=0) for slot, name in enumerate(names)]
     groups, failure = run(client, work, {"concurrency": 1}, environment=twice, sampling=Sampling(n=1))
     assert failure is None
     groups = decode_part(encode_part(groups, HEADER))[1]

@@ -5,11 +5,12 @@ import threading
 import time
 from typing import Any
 
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import Sampling
 from rollout.environments.environment import single_turn
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample
 from tests.rollout.collecting import EXACT, FakeClient, slots

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from rollout import Sample, Sampling
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import EngineClient
 from rollout.environments.environment import resolve_environment
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Group
 from tests.rollout.rollout_helpers import RunningServer
@@ -46,7 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_no_block_of_the_page_goes_untested() -> None:
     assert {kind for kind, _ in BLOCKS} == {"json", "python"} and len(TASKS) == 1
     assert set(MODULES) == {"my_rewards.py", "my_environment.py", "my_agent.py"}
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 8
 
 
 def test_tasks_load(here: Path) -> None:

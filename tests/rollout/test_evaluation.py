@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.evaluation import evaluate, pass_at_k
+from rollout.evaluation import evaluate, pass_at_k, standard_error
 from rollout.trajectory import Group, Sample
 
 
@@ -61,6 +61,7 @@ def test_evaluation_gives_mean_reward_and_pass_at_one_and_n() -> None:
     said = evaluate([group(0, 1, 0, 0, 0), group(1, 0, 0, 0, 0), group(2, 1, 1, 1, 0.5)], success=1.0)
     assert said == {
         "reward": pytest.approx(4.5 / 12),
+        "error": pytest.approx(0.2602, abs=1e-4),
         "pass_at": {"1": pytest.approx((0.25 + 0 + 0.75) / 3), "4": pytest.approx(2 / 3)},
         "short": 0,
     }
@@ -79,8 +80,39 @@ def test_what_is_given_up_or_lost_is_left_out_and_not_failed() -> None:
         group(4, given_up="TimeoutError: too long"),
     ]
     said = evaluate(groups, success=1.0)
+    assert said.pop("error") == pytest.approx(2 / 9)
     assert said == {"reward": pytest.approx(2 / 3), "pass_at": {"1": 0.75, "2": 1.0}, "short": 1}
 
 
 def test_evaluation_of_nothing_has_no_figures() -> None:
-    assert evaluate([group(0, given_up="x")], success=1.0) == {"reward": None, "pass_at": {}, "short": 0}
+    said = evaluate([group(0, given_up="x")], success=1.0)
+    assert said == {"reward": None, "error": None, "pass_at": {}, "short": 0}
+
+
+def test_error_of_single_samples_is_the_standard_error_of_their_mean() -> None:
+    rewards = [1.0, 0.0, 0.25, 1.0, 0.5]
+    usual = np.std(rewards, ddof=1) / np.sqrt(len(rewards))
+    assert standard_error([[reward] for reward in rewards]) == pytest.approx(usual)
+
+
+def test_samples_of_one_task_do_not_count_as_independent() -> None:
+    once = standard_error([[1.0], [0.0], [1.0]])
+    assert standard_error([[1.0] * 8, [0.0] * 8, [1.0] * 8]) == pytest.approx(once)
+    assert standard_error([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]) == 0  # no task is harder than another
+
+
+def test_interval_covers_the_true_score_of_clustered_samples() -> None:
+    """2,000 evaluations of 60 tasks, 4 samples each."""
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        chances = random.beta(0.5, 0.5, size=60)
+        rewards = random.binomial(1, np.repeat(chances[:, None], 4, axis=1)).astype(float)
+        error = standard_error(rewards.tolist())
+        assert error is not None
+        covered += abs(rewards.mean() - 0.5) <= 1.96 * error
+    assert 0.93 < covered / 2000 < 0.97
+
+
+def test_one_task_has_no_error() -> None:
+    assert standard_error([[1.0, 0.0]]) is None and standard_error([]) is None

@@ -10,7 +10,21 @@ PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*
 
 PROGRAMS = (
     *("run", "make", "bash", "sh", "python", "python3", "pip", "pytest", "hf", "vllm", "cat", "head", "tail"),
-    *("sbatch", "srun", "squeue", "scancel", "scontrol", "kubectl", "docker", "ssh", "scp", "rsync", "git"),
+    *(
+        "sbatch",
+        "srun",
+        "squeue",
+        "scancel",
+        "scontrol",
+        "kubectl",
+        "docker",
+        "ray",
+        "sky",
+        "ssh",
+        "scp",
+        "rsync",
+        "git",
+    ),
     *("curl", "mount", "sudo", "apt", "export", "source", "cd", "chmod", "mkdir", "cp", "rm", "ls", "env"),
 )
 """First words that make a line of an indented block a command."""

@@ -19,13 +19,15 @@ from coordinator.machine.filesystems import Mount
 from coordinator.node.iteration import Iteration
 from coordinator.protocol.phases import Phase
 from rollout.engines.client import Sampling
+from tests.imports import shared_imports
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, str(BENCH / name), *arguments]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
+    env = os.environ | shared_imports()
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_overhead_of_the_collector_is_one_line_of_json() -> None:
@@ -37,6 +39,15 @@ def test_overhead_of_the_collector_is_one_line_of_json() -> None:
     for row in rows:
         assert [int(samples) for samples in row["memory_mb"]] == [8, 40, 80]
         assert row["samples_per_s"] > 0 and row["server_samples_per_s"] > 0
+
+
+def test_balance_of_unequal_nodes_is_a_table(tmp_path: Path) -> None:
+    ended = run("balance.py", "--seeds", "2", "--groups", "90", "--dir", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    _, *rows = ended.stdout.splitlines()
+    medians = {line[:34].strip(): float(line[34:].split()[0]) for line in rows}
+    assert len(medians) == 8 and min(medians.values()) >= 1.0
+    assert medians["claims, second iteration"] < medians["equal weights"]
 
 
 def test_two_crews_are_measured_with_rollouts_of_uneven_lengths(tmp_path: Path) -> None:
@@ -91,6 +102,22 @@ def test_empty_iterations_of_two_nodes_are_one_line_of_json(tmp_path: Path) -> N
     assert found["operations_master"] > 0 and 0 < found["files_left"] < 60 and found["bytes_left"] > 0
 
 
+def test_row_without_a_document_reads_none_and_no_row_removes_a_flag(tmp_path: Path) -> None:
+    ended = run("protocol.py", "--nodes", "3", "--iterations", "4", "--dir", str(tmp_path / "run"), "--rows")
+    assert ended.returncode == 0, ended.stderr
+    _, *table = ended.stdout.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+    calls = {row: (master, worker) for row, master, _, worker, _ in cells}
+    by_master = {"iteration_start", "train_plan", "eval_decision", "train_config"}
+    by_workers = {"train_rollout", "train_files_ready", "iteration_end"}
+    for phase in (each.label for each in Phase):
+        master, worker = calls[phase]
+        assert ("read" in master) is (phase in by_workers), master
+        assert ("read" in worker) is (phase in by_master), worker
+        assert "remove" not in master + worker
+    assert "remove" in calls["beside"][0] and "remove" in calls["beside"][1]
+
+
 def test_collector_and_bare_client_generate_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
     collector, overhead = import_module("collector"), import_module("overhead")
@@ -128,6 +155,29 @@ def test_new_weights_are_served_in_each_way_and_deltas_are_measured(
     served = prefetch.measure_served(run_dir, tmp_path, rounds=1)
     assert len(served) == 5 and all(found["seconds"] > 0 for found in served.values())
     assert [way for way, found in served.items() if found["fetch_s"]] == ["fetched", "fetched, delta"]
+
+
+def test_a_start_is_measured_until_the_first_sample_and_the_first_policy() -> None:
+    ended = run("start.py", "--nodes", "1", "--rounds", "1")
+    assert ended.returncode == 0, ended.stderr
+    (row,) = json.loads(ended.stdout)["rows"]
+    stages = row["now"]["stages_s"]
+    assert list(stages) == sorted(stages, key=stages.get) and stages.keys() >= {
+        "node",
+        "engine_ready",
+        "trained",
+    }
+    assert (
+        row["now"]["cpu_s"]["nodes"] > 0 and row["now"]["cpu_s"]["all"] < row["now"]["cpu_to_policy_s"]["all"]
+    )
+    assert 0 < row["now"]["first_sample_s"][0] < row["now"]["first_policy_s"][0]
+
+
+def test_a_reload_of_the_embedded_engine_is_measured_beside_a_copy_and_a_restart() -> None:
+    ended = run("reload.py", "--embedded", "--parameters", "1e7", "--reloads", "2", "--restarts", "1")
+    assert ended.returncode == 0, ended.stderr
+    (row,) = json.loads(ended.stdout)["rows"]
+    assert row["copy_s"] > 0 and 0 < row["reload_s"] < row["restart_s"] and row["proof_s"] > 0
 
 
 def test_filesystem_that_is_not_known_is_named_with_those_that_are() -> None:

@@ -22,6 +22,7 @@ from tests.scripts.documented_run import make_run
 from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands
 
 Here = Callable[[str], list[str]]
+SERVE = "tests/scripts/test_serve_page.py"
 ELSEWHERE = {
     r"run trainer\.algorithm=reinforce --dry-run": "tests/trainer/test_algorithms_page.py",
     r"run doctor .*--peers .*": "tests/cluster/test_doctor.py",
@@ -32,20 +33,27 @@ ELSEWHERE = {
     r"(\.venv/bin/)?python -m pytest tests/gpu -s": "tests/gpu/test_gpu_training.py",
     r"python scripts/settings_page\.py": "tests/coordinator/test_settings_page.py",
     r"(\.venv/bin/)?python -m scripts\.models.*": "tests/scripts/test_models.py",
-    r"python scripts/bench/(overlap|asynchrony)\.py .*": "tests/scripts/test_benchmarks.py",
+    r"python scripts/bench/(overlap|asynchrony|protocol)\.py .*": "tests/scripts/test_benchmarks.py",
     r"python -m tests\.simulation\.many_nodes .*": "tests/simulation/test_many_nodes.py",
+    r"vllm serve Qwen/Qwen3-8B --port 8000": "tests/engines/test_generation.py",
     r"vllm serve HUB_ID": "tests/rollout/engines/test_vllm_worker.py",
     r"(sbatch|scancel) .*": "tests/scripts/test_slurm.py",
     r"kubectl .*": "tests/scripts/test_k8s.py",
+    r"sky (launch|logs|down) .*": "tests/scripts/test_sky.py",
+    r"ray (start|job) .*": "tests/cluster/test_ray_launch.py",
+    r"run eval .*": "tests/cluster/test_eval_sets.py",
+    r"run with-ray .*": "tests/cluster/test_ray_launch.py",
     r"docker (build|push) .*": "tests/packaging/test_dockerfile.py",
+    r"run (serve|submit|jobs|overwatch|stop|resume|fetch|logs --server)( .*)?": SERVE,
+    r"(python scripts/flagpost_client\.py|export FLAGPOST_SERVER=|ssh -N -L).*": SERVE,
     r"python -m build": "tests/packaging/test_distributions.py",
 }
 """What is not run here, and the test that does; `doctor` alone: tests/coordinator/commands/test_doctor.py."""
 NOT_IN_CI = {"install", "demo"}
 """Targets that `.ci/run` does not name: a prerequisite of the others; below."""
-PAGES_WITH_TESTS = {"README.md", "docs/tasks.md", "docs/algorithms.md"}
-"""Their Python blocks are run by tests/coordinator/test_readme.py, tests/rollout/test_docs.py and
-tests/trainer/test_algorithms_page.py.
+PAGES_WITH_TESTS = {"README.md", "docs/tasks.md", "docs/tools.md", "docs/algorithms.md", "docs/serve.md"}
+"""Their Python blocks are run by tests/coordinator/test_readme.py, tests/rollout/test_docs.py,
+tests/rollout/test_docs_tools.py, tests/trainer/test_algorithms_page.py and tests/scripts/test_serve_page.py.
 """
 ALL = sorted({command for page in PAGES for command in commands(page)})
 
@@ -119,6 +127,7 @@ def test_what_is_tested_elsewhere_is_tested_there() -> None:
     files = [
         word
         for command in of("elsewhere")
+        if not command.startswith("run ")  # it names files of the user
         for word in command.split()
         if re.search(r"\.(py|sh|sbatch|yaml)$", word)
     ]
@@ -144,8 +153,12 @@ def test_launch_says_what_it_would_start(
     command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = here(command)
-    assert run([*words, "--ssh", sys.executable, "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
-    hosts = words[words.index("--hosts") + 1].split(",")
+    if "--ray" in words:
+        hosts = [f"rank {rank}" for rank in range(int(words[words.index("--num-nodes") + 1]))]
+    else:
+        hosts = words[words.index("--hosts") + 1].split(",")
+        words += ["--ssh", sys.executable]
+    assert run([*words, "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == hosts
 
 
@@ -226,7 +239,10 @@ def test_options_behind_a_job_script_are_those_of_run(
 
 def test_jobs_have_the_name_that_the_page_gives_them() -> None:
     names = {
-        name for command in of("elsewhere") for name in re.findall(r"(?:--name=|job/|job )([\w-]+)", command)
+        name
+        for command in of("elsewhere")
+        if not command.startswith("ray ")
+        for name in re.findall(r"(?:--name=|job/|job )([\w-]+)", command)
     }
     scripts = [REPOSITORY / "scripts" / script for script in ("node.sbatch", "k8s.yaml")]
     assert names and all(

@@ -76,6 +76,24 @@ def test_all_pods_write_the_volume_that_the_claim_names() -> None:
     assert Path(root).is_relative_to(mounts["shared"])
 
 
+def test_the_command_takes_a_placement_and_groups_of_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As behind the other options: every pod has the same command."""
+    settings = tmp_path / "settings.toml"
+    settings.write_text(
+        '[cluster.groups.old]\nnodes = "2"\n[cluster.groups.old.env]\nNCCL_IB_DISABLE = "1"\n'
+    )
+    placed = ["--place", "rollout=0-15", "--place", "train=16-23", "--config", str(settings)]
+    for index in range(JOB["spec"]["completions"]):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        monkeypatch.setattr("sys.argv", [*NODE["command"], *placed, "--dry-run"])
+        assert main() == Exit.DONE, capsys.readouterr().err
+        cluster = yaml.safe_load(capsys.readouterr().out)["cluster"]
+        assert set(cluster["place"]) == {"rollout=0-15", "train=16-23"}
+        assert cluster["groups"]["old"]["nodes"] == "2"
+
+
 @pytest.mark.parametrize(
     ("index", "code"), [("0", Exit.DONE), ("2", Exit.DONE), (None, Exit.USAGE), ("two", Exit.USAGE)]
 )

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.directory.layout import RunDir
+from coordinator.server import jobs
+from coordinator.server.launchers import Launcher
+from coordinator.server.submission import Submission
 from coordinator.views import run
 from tests.cluster.cluster import FAST
 from tests.scripts import slurm
@@ -115,6 +118,27 @@ def test_a_killed_run_comes_back_and_a_lost_node_or_the_time_limit_queues_the_jo
         *(f"0 {node}" for node in nodes), *(f"1 {node}" for node in nodes),
         *(f"2 {node}" for node in [*nodes, "2/3 ", "2/3 "]),
     ]  # fmt: skip
+
+
+def test_job_of_a_server_runs_on_slurm_and_is_cancelled_there(
+    cluster: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    launcher, made = Launcher("slurm"), list[tuple[jobs.Job, Stub]]()
+    for name, body in (("short", "echo it-runs"), ("long", "sleep 99 & trap 'kill $!; exit 130' TERM; wait")):
+        job = jobs.submit(tmp_path, Submission(name, ("--iterations=3",), {}))
+        made.append((job, Stub(job.directory, body)))
+        job.begin(launcher)
+        cluster.poll(lambda stub=made[-1][1]: len(stub.starts()) == 3, "the nodes")
+        if name == "short":
+            cluster.poll(lambda job=job: job.start().exit_code() is not None, "the end", 60)
+    (short, stub), (long, _) = made
+    assert (short.start().exit_code(), short.state(None, 0)) == (0, "finished")
+    assert stub.starts()[0] == f"0 0/3 --log-path {short.log_path} --iterations=3"
+    assert short.output().read_text().count("it-runs") == 3
+    long.stop(launcher, now=False)
+    cluster.poll(lambda: long.start().exit_code() is not None, "the end", 60)
+    assert long.state(None, 0) == "stopped"
 
 
 class Run:

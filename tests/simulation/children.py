@@ -101,6 +101,7 @@ class Children:
         self._machines = machines
         self._node = machines.scheduler.process
         self.spool = machines.scratch / self._node.name
+        self.shares_imports = False
         self.group, self.python = None, "python"
 
     def new_spool(self, name: str) -> Path:

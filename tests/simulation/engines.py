@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.admin import WrongWeights
-from rollout.engines.client import Completion, EngineError, Sampling
+from rollout.engines.client import Completion, EngineError, EngineFacts, Sampling
 from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from tests.simulation.scheduler import Scheduler
@@ -78,6 +78,10 @@ class EngineAdmin:
             self._scheduler.violate(f"{path} holds policy {found}, not {digest}")
         self._engine.weights, self._engine.version, self._engine.sleeps = found, digest, False
 
+    def facts(self) -> EngineFacts:
+        self._engine.call(0.001)
+        return EngineFacts()
+
     def can_prove(self) -> bool:
         self._engine.call(0.01)
         return True
@@ -120,7 +124,9 @@ class EngineClient:
         model: str | None = None,
         request_timeout_s: float,
         retry_s: float = 10.0,
+        facts: EngineFacts,
     ) -> None:
+        self.facts = facts
         self._engines = engines
         self._url = url
         self._retry_s = retry_s

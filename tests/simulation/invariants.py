@@ -4,7 +4,9 @@
   changes, and is never set aside: nothing damages anything in a simulation.
 - A flag of an epoch is raised by the process that the epoch's record lists, and by nobody else; a node goes
   on at flags of its own epoch alone; once all have entered an epoch, an older one passes no row of all nodes
-  but the one that it is in.
+  but the one that it is in. A flag is removed once nobody waits for it any more, or its epoch has ended.
+- A chunk is claimed by one process, in its epoch. No slot is in two chunks of a plan, and the groups of an
+  epoch are made once: no two ranks have parts with the same slot.
 - A manifest has as many groups as are needed, each in exactly one entry (all slots, where none is spare);
   groups that were durable when the nodes entered an epoch are in no share of its plan, and in the manifest,
   unless an earlier part has their slots or they are spare.
@@ -28,13 +30,18 @@ import pytest
 
 from coordinator.directory import published
 from coordinator.directory.layout import (
+    DOCUMENT,
+    ENTER,
     MASTER,
+    OK,
     REMOVED,
+    Claim,
     Flag,
     Kind,
     PartName,
     Record,
     RunDir,
+    parse_claim_name,
     parse_iteration_name,
     parse_part_name,
     parse_protocol_name,
@@ -45,8 +52,9 @@ from coordinator.protocol.records import EpochRecord
 from coordinator.rows import resume
 from coordinator.rows.prefixes import Begun
 from coordinator.settings import Crew
+from rollout.part_file import decode_part
 from rollout.quota import Quota
-from rollout.trajectory import UNFINISHED, Group, Sample, Span, decode_part
+from rollout.trajectory import UNFINISHED, Group, Sample, Span
 from tests.simulation.scheduler import Process
 from tests.simulation.world import NodeProcess, World
 
@@ -72,7 +80,11 @@ class Invariants:
         self._policies: dict[int, str] = {}
         """The digest that each iteration's training has made."""
         self._raised: dict[tuple[Crew, Flag], tuple[Process, int]] = {}
-        """Who raised each flag, as which incarnation."""
+        """Who raised each flag, as which incarnation. Here a flag is the same with and without a document."""
+        self._waited: dict[tuple[Crew, Flag], set[int]] = {}
+        """The ranks that have gone on at each flag."""
+        self._claimed: dict[tuple[Crew, Claim], Process] = {}
+        """Who has claimed each chunk."""
         self._entered_s: dict[tuple[Crew, int], float] = {}
         """When the last member of an epoch raised `enter`."""
         self._late_rows: Counter[tuple[Crew, int]] = Counter()
@@ -98,22 +110,28 @@ class Invariants:
             (self._forget if is_checkpoint else self._forget_iteration)(process, path)
         if operation == "unlink" and isinstance(record := _entry(made), Record):
             self._forget_record(process, made, record)
+        if operation == "unlink" and isinstance(flag := _entry(made), Flag):
+            self._check_lowered(process, _crew(made), flag)
         if made.name == "iteration.unused":
             self._forget_opening(process, path)
         if operation in CHANGES:
             for output in [output for output in self._published if {path, made} & {output, *output.parents}]:
                 if not self._is_unchanged(output):
                     self._violate(process, f"{operation} {path} -> {target} changes the output {output}")
+        if operation == "unlink" and (claim := parse_claim_name(path.name)):
+            self._claimed.pop((_crew(path), claim), None)  # nobody reads it any more
+        if operation in {"link", "open"} and (claim := parse_claim_name(made.name)):
+            self._check_claim(process, _crew(made), claim)
         if operation in {"link", "replace"} and isinstance(record := _entry(made), Record):
             self._record(_crew(made), record.epoch)
         if operation == "link" and (made.name in ONCE or isinstance(_entry(made), Record)):
             self._publish(made)
             if made.name == "manifest.json":
                 self._check_manifest(process, made)
-        elif operation == "replace" and isinstance(flag := _entry(made), Flag):
+        elif operation in {"open", "replace"} and isinstance(flag := _entry(made), Flag):
             self._check_flag(process, _crew(made), flag)
         elif operation == "replace" and (name := parse_part_name(made.name)):
-            self._take_part(made, name)
+            self._take_part(process, made, name)
         elif operation == "rename" and parse_iteration_name(made.name):
             for file in sorted(made.rglob("*")):
                 if file.is_file():
@@ -165,9 +183,13 @@ class Invariants:
     def _is_unchanged(self, path: Path) -> bool:
         return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == self._published[path]
 
-    def _take_part(self, path: Path, name: PartName) -> None:
+    def _take_part(self, process: Process, path: Path, name: PartName) -> None:
         header, groups = decode_part(path.read_bytes())
         slots = {group.slot for group in groups}
+        for (where, other), (_, _, theirs) in self._parts.items():
+            is_same = where == str(path.parent) and other.epoch == name.epoch and other.rank != name.rank
+            if is_same and slots & theirs and name.epoch >= max(epoch for _, epoch in self._entered_s):
+                self._violate(process, f"makes {sorted(slots & theirs)} again, which {other.name} has")
         self._parts[str(path.parent), name] = (self._world.scheduler.now_s, header.policy, slots)
         self._publish(path)
 
@@ -201,19 +223,33 @@ class Invariants:
         incarnation = process.incarnation if isinstance(process, NodeProcess) else 0
         is_lobbys = record is not None and record.kind == "lobby" and flag.rank == MASTER
         listed = record.master_incarnation if record and is_lobbys else member.incarnation if member else 0
-        raised = self._raised.setdefault((crew, flag), (process, incarnation))
+        raised = self._raised.setdefault((crew, _plain(flag)), (process, incarnation))
         if incarnation != listed or raised[0] is not process:
             self._violate(process, f"raises {flag.name}, which incarnation {listed} has to")
         if record is None:
             return
-        if flag.kind == "enter" and not self._absent(crew, flag, record):
+        if _plain(flag).kind == ENTER and not self._absent(crew, flag, record):
             self._entered_s.setdefault((crew, flag.epoch), self._world.scheduler.now_s)
-        if flag.kind == "ok" and flag.rank == MASTER:
+        if flag.is_done and flag.rank == MASTER:
             self._check_row(process, crew, flag, record)
+
+    def _check_lowered(self, process: Process, crew: Crew, flag: Flag) -> None:
+        """A flag is removed."""
+        record = self._record(crew, flag.epoch)
+        if record is None or not flag.is_done or self._has_later(crew, flag.epoch):
+            return
+        waiting = set(record.members) - {MASTER} if flag.rank == MASTER else {MASTER}
+        if left := waiting - self._waited.get((crew, _plain(flag)), set()):
+            self._violate(process, f"removes {flag.name}, at which {sorted(left)} have not gone on")
+
+    def _has_later(self, crew: Crew, epoch: int) -> bool:
+        return max((number for of, number in self._entered_s if of == crew), default=0) > epoch
 
     def _absent(self, crew: Crew, flag: Flag, record: EpochRecord) -> list[int]:
         """The members of an epoch that have not raised this flag."""
-        return [rank for rank in record.members if (crew, flag._replace(rank=rank)) not in self._raised]
+        place = (crew, flag[:3], _plain(flag).kind)
+        raised = {flag.rank for of, flag in self._raised if (of, flag[:3], flag.kind) == place}
+        return sorted(record.members.keys() - raised)
 
     def _check_row(self, process: Process, crew: Crew, flag: Flag, record: EpochRecord) -> None:
         """The master says that a row is over."""
@@ -225,7 +261,7 @@ class Invariants:
         if phase in ROWS_OF_ALL:
             if absent := self._absent(crew, flag, record):
                 self._violate(process, f"passes {flag.name} without {absent}")
-            if max((number for of, number in self._entered_s if of == crew), default=0) > flag.epoch:
+            if self._has_later(crew, flag.epoch):
                 self._late_rows[epoch] += 1
                 if self._late_rows[epoch] > 1 and len(record.members) > 1:  # a node alone asks nobody
                     self._violate(process, f"epoch {flag.epoch} passes another row of all nodes: {flag.name}")
@@ -233,9 +269,21 @@ class Invariants:
             plan = json.loads((RunDir(self._run_dir.root, crew).entry(flag)).read_bytes())
             kind: Kind = "train" if phase is Phase.TRAIN_PLAN else "eval"
             durable = self._durable(kind, flag.iteration, self._entered_s[epoch])
-            again = durable & {slot for share in plan["shares"].values() for slot in share}
-            if again:
+            planned = _planned(plan)
+            if again := durable & set(planned):
                 self._violate(process, f"{flag.name} has slots {sorted(again)} generated again")
+            if len(set(planned)) != len(planned):
+                self._violate(process, f"{flag.name} gives slots to two: {planned}")
+
+    def _check_claim(self, process: Process, crew: Crew, claim: Claim) -> None:
+        """A chunk is claimed by one process, of the epoch that it says."""
+        record = self._record(crew, claim.epoch)
+        assert isinstance(process, NodeProcess)
+        member = record.members.get(process.rank) if record else None
+        if member is None or member.incarnation != process.incarnation:
+            self._violate(process, f"claims {claim.name}, of an epoch in which it is not")
+        if self._claimed.setdefault((crew, claim), process) is not process:
+            self._violate(process, f"claims {claim.name}, which is another's")
 
     def _durable(self, kind: Kind, iteration: int, entered_s: float) -> set[int]:
         """The slots that were finished when the nodes entered an epoch."""
@@ -248,14 +296,15 @@ class Invariants:
         }
 
     def _watched_wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(flags: Flags, iteration: int, phase: int, *kind: str) -> Any:
-            result = real(flags, iteration, phase, *kind)
+        def wait(flags: Flags, iteration: int, phase: int) -> Any:
+            result = real(flags, iteration, phase)
             process = self._world.scheduler.process
             assert isinstance(process, NodeProcess) and process.node is not None
             record, crew = process.node.record, process.node.run_dir.crew
             awaited = [MASTER] if process.rank != MASTER else [rank for rank in record.members if rank]
             for rank in awaited:
-                flag = Flag(record.epoch, iteration, int(phase), rank, kind[0] if kind else "ok")
+                flag = Flag(record.epoch, iteration, int(phase), rank, OK if iteration else ENTER)
+                self._waited.setdefault((crew, flag), set()).add(process.rank)
                 by, incarnation = self._raised.get((crew, flag), (None, 0))
                 if by is None or record.members[rank].incarnation != incarnation:
                     self._violate(process, f"goes on at {flag.name}, raised by {by and by.name}")
@@ -393,9 +442,20 @@ class Invariants:
         self._world.scheduler.violate(f"{process.name} {text}")
 
 
+def _planned(plan: dict[str, Any]) -> list[int]:
+    """The slots of a plan, of nodes or of chunks."""
+    if "chunks" in plan:
+        return [*(slot for slots, _, _ in plan["chunks"] for slot in slots), *plan["spare"]]
+    return [slot for share in plan["shares"].values() for slot in share]
+
+
 def _crew(path: Path) -> Any:
     """The crew whose entry of protocol/ a path is."""
     return path.parent.parent.name
+
+
+def _plain(flag: Flag) -> Flag:
+    return flag._replace(kind=flag.kind.removesuffix(DOCUMENT))
 
 
 def _entry(path: Path) -> Any:

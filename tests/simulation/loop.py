@@ -40,6 +40,9 @@ class _Selector(selectors.BaseSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
+    skipped_s = 0.0
+    """As that of the real one, but time goes on: what times out meanwhile must do no harm either."""
+
     def __init__(self, scheduler: Scheduler) -> None:
         self.selector = _Selector(scheduler)
         self._scheduler = scheduler
@@ -84,6 +87,31 @@ def _cancel_all(loop: _Loop) -> None:
             task.exception()  # it has been seen
 
 
+class _Runner:
+    """As asyncio.Runner. What its coroutines do after the process was killed has no effect."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._loop = _Loop(scheduler)
+
+    def get_loop(self) -> _Loop:
+        return self._loop
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        if self._scheduler.process.killed:
+            main.close()
+            raise Killed
+        try:
+            return self._loop.run_until_complete(main)
+        finally:
+            self._loop.selector.is_last = self._scheduler.process.killed
+
+    def close(self) -> None:
+        self._loop.set_exception_handler(lambda *_: None)
+        _cancel_all(self._loop)
+        self._loop.close()
+
+
 class Asyncio:
     """In place of the module `asyncio`: its loop and its threads are the simulation's."""
 
@@ -99,6 +127,9 @@ class Asyncio:
         finally:
             while not process.killed and any(task.name == THREAD for task in set(process.tasks) - before):
                 self._scheduler.wait(POLL_S)
+
+    def Runner(self, *, loop_factory: Callable[[], Any]) -> _Runner:
+        return _Runner(self._scheduler)
 
     async def to_thread(self, call: Callable[..., T], *args: Any) -> T:
         """`call(*args)` in another task of this process."""

@@ -17,7 +17,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
-from coordinator.rows import lineage, retention, training
+from coordinator.rows import batch, lineage, retention
 from tests.simulation.faults import ACTIONS, Fault, faults
 from tests.simulation.test_simulation import NODES, SEGMENTS, run, searching, undisturbed
 from tests.simulation.world import World
@@ -126,7 +126,7 @@ def test_crew_that_fails_ends_the_other_with_its_words(world: World) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise Ended(Exit.FAILED, "this cannot be trained", "failed")
 
-    world.patches.append(lambda patch: patch.setattr(training.batch, "ensure_batch", broken))
+    world.patches.append(lambda patch: patch.setattr(batch, "ensure_batch", broken))
     world.run(lambda: _end_when_all_have(world))
     assert world.scheduler.violation is None, "\n".join(world.said)
     assert codes(world) == {0: Exit.FAILED, 1: Exit.FAILED, 2: Exit.FAILED}

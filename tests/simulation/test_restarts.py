@@ -11,7 +11,8 @@ import pytest
 
 from coordinator.directory.layout import Beat, Kind, RunDir, parse_protocol_name
 from coordinator.protocol.exits import Exit
-from rollout.trajectory import Group, decode_part
+from rollout.part_file import decode_part
+from rollout.trajectory import Group
 from tests.simulation.faults import Fault, Injector
 from tests.simulation.invariants import Invariants
 from tests.simulation.scheduler import Process

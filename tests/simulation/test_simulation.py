@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.directory import parts
-from coordinator.directory.layout import RunDir
-from coordinator.node.flags import Flags
+from coordinator.directory.layout import Flag, RunDir
+from coordinator.node.flags import Flags, Payload
+from coordinator.protocol.phases import Phase
 from coordinator.rows import lineage, prefixes, retention
 from rollout.storage import files
 from rollout.trajectory import Group
@@ -243,9 +244,8 @@ def groups_count_twice(patch: pytest.MonkeyPatch) -> None:
 def nobody_waits_for_enter(patch: pytest.MonkeyPatch) -> None:
     real = Flags.wait_members
 
-    def wait(flags: Flags, iteration: int, phase: int, kind: str = "ok") -> None:
-        if kind != "enter":
-            real(flags, iteration, phase, kind)
+    def wait(flags: Flags, iteration: int, phase: int) -> dict[int, Flag]:
+        return real(flags, iteration, phase) if iteration else {}
 
     patch.setattr(Flags, "wait_members", wait)
 
@@ -280,6 +280,36 @@ def what_is_unfinished_is_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Group, "is_unfinished", property(lambda _: False))
 
 
+def flags_go_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
+    real = Flags.raise_done
+
+    def raise_done(flags: Flags, iteration: int, phase: Phase, payload: Payload) -> None:
+        real(flags, iteration, phase, payload)
+        flags._lower(lambda own: own.is_done and own[1:3] < (iteration, phase))
+
+    patch.setattr(Flags, "raise_done", raise_done)
+
+
+def flags_go_before_they_are_counted(patch: pytest.MonkeyPatch) -> None:
+    real = Flags.raise_done
+
+    def raise_done(flags: Flags, iteration: int, phase: Phase, payload: Payload) -> None:
+        real(flags, iteration, phase, payload)
+        if phase is Phase.TRAINING:
+            flags._lower(lambda own: own.is_done and own[1:3] == (iteration, phase))
+
+    patch.setattr(Flags, "raise_done", raise_done)
+
+
+def a_document_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    real = Flags.raise_done
+
+    def raise_done(flags: Flags, iteration: int, phase: Phase, payload: Payload) -> None:
+        real(flags, iteration, phase, {} if phase is Phase.TRAIN_CONFIG else payload)
+
+    patch.setattr(Flags, "raise_done", raise_done)
+
+
 BROKEN: dict[Callable[[pytest.MonkeyPatch], None], list[Fault]] = {
     everything_is_unfinished: [Fault("kill", 1, 1, 3, 5, 3.0)],
     groups_count_twice: [Fault("replace", 0, 1, 2, 7, 4.0)],
@@ -295,6 +325,14 @@ def test_a_broken_rule_is_found(broken: Callable[[pytest.MonkeyPatch], None]) ->
     with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
         for seed in range(SEEDS):
             run(NODES, seed, BROKEN[broken], broken)
+
+
+@pytest.mark.parametrize(
+    "broken", [flags_go_before_they_are_read, flags_go_before_they_are_counted, a_document_is_left_out]
+)
+def test_a_broken_rule_of_flags_is_found(broken: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: "):
+        run(NODES, 0, (), broken)
 
 
 @pytest.mark.parametrize("broken", [the_newest_policy_samples, a_checkpoint_too_many_goes])

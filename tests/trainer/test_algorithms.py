@@ -68,6 +68,8 @@ ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
     "reinforce++": {key: (a - MEAN) / SPREAD for key, a in {**CENTRED, **FLAT}.items()},
     "rft": {(0, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0},
     "sft": dict.fromkeys(TOKENS, 1.0),
+    "dpo": {(0, 0): 1.0, (0, 1): -1.0, (1, 0): -1.0, (1, 1): 1.0},
+    "distill": dict.fromkeys(TOKENS, 0.0),
 }
 
 
@@ -136,6 +138,20 @@ def likelihood(rows: list[Row], at: list[Row]) -> float:
     return -sum(sum(new) for new, *_ in rows) / tokens(rows)
 
 
+def pairs(rows: list[Row], at: list[Row]) -> float:
+    """Whose advantages have DPO's weights already: test_pairs."""
+    return -sum(sum(a * n for n in new) for new, *_, a in rows) / len(rows)
+
+
+def reverse_kl(rows: list[Row], at: list[Row]) -> float:
+    """The value is log pi - log pi_teacher, the gradient that times the gradient of log pi."""
+    total = 0.0
+    for (new, _, _, teacher, _), (now, *_) in zip(rows, at, strict=True):
+        apart = now - teacher
+        total += float((apart + apart * (new - now) + (new - now) ** 2 / 2).sum())
+    return total / tokens(rows)
+
+
 def tokens(rows: list[Row]) -> int:
     return sum(len(new) for new, *_ in rows)
 
@@ -151,6 +167,8 @@ LOSSES: dict[str, Callable[[list[Row], list[Row]], float]] = {
     "reinforce++": reinforce_pp,
     "rft": likelihood,
     "sft": likelihood,
+    "dpo": pairs,
+    "distill": reverse_kl,
 }
 """By preset, the loss of the first argument's policy, what stands behind a stop-gradient by the second's."""
 

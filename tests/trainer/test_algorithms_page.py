@@ -1,6 +1,5 @@
 """docs/algorithms.md: every block and command in it works as it stands, and its tables tell the truth."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from rollout.environments.demonstration import check_demonstrations
+from rollout.environments.preference import check_preferences
 from rollout.tasks.task_set import load_tasks
 from trainer import algorithms
 from trainer.settings import TrainerSettings
@@ -31,8 +31,8 @@ def with_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_block_of_the_page_goes_untested() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["python", "json"]
-    assert len(COMMANDS) == 7
+    assert [kind for kind, _ in BLOCKS] == ["python", "json", "json"]
+    assert len(COMMANDS) == 11
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -52,11 +52,11 @@ def test_preset_of_ones_own_composes_the_loss(with_the_preset: None) -> None:
     )
 
 
-def test_demonstrations_of_the_page_are_tasks(tmp_path: Path) -> None:
-    (block,) = [text for kind, text in BLOCKS if kind == "json"]
-    assert [json.loads(line) for line in block.splitlines()]
-    (tmp_path / "demonstrations.jsonl").write_text(block)
-    check_demonstrations(load_tasks(str(tmp_path / "demonstrations.jsonl"), seed=0, split="train"))
+def test_demonstrations_and_preferences_of_the_page_are_tasks(tmp_path: Path) -> None:
+    blocks = [text for kind, text in BLOCKS if kind == "json"]
+    for block, check in zip(blocks, (check_demonstrations, check_preferences), strict=True):
+        (tmp_path / "tasks.jsonl").write_text(block)
+        check(load_tasks(str(tmp_path / "tasks.jsonl"), seed=0, split="train"))
 
 
 def test_table_of_presets_is_what_they_set() -> None:

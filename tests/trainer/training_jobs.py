@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.imports import forked
 from trainer.documents import TrainRequest, TrainResult
 from trainer.job import launch
 
@@ -47,7 +48,7 @@ class Node:
         )
         self.log = (spool.parent / f"{spool.name}.log").open("w+")
         self.agent = subprocess.Popen(
-            launch.argv(plan),
+            forked(launch.argv(plan)),
             env=os.environ | launch.environment(plan),
             stdout=self.log,
             stderr=subprocess.STDOUT,

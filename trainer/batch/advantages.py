@@ -29,12 +29,21 @@ def _leave_one_out(rewards: Values) -> Values:
     return (rewards - rewards.mean()) * len(rewards) / max(1, len(rewards) - 1)
 
 
+def _pair(rewards: Values) -> Values:
+    """1 for the first of the best, -1 for the first of the worst, 0 for all others."""
+    signs = np.zeros_like(rewards)
+    signs[rewards.argmax()], signs[rewards.argmin()] = 1, -1
+    return signs
+
+
 _KINDS: dict[str, Callable[[Values], Values]] = {
     "centred": _centred,
     "standardised": _standardised,
     "leave_one_out": _leave_one_out,
     "whitened": _centred,  # `whiten` does the second half, which needs the whole batch
     "one": np.ones_like,
+    "zero": np.zeros_like,
+    "pair": _pair,
 }
 
 
@@ -43,14 +52,15 @@ def group_advantages(rewards: ArrayLike, kind: str = "centred", *, keep_flat: bo
 
     `rewards` (n,) holds the samples that exist: the caller leaves out a cancelled or failed one, which is not
     a zero. The result is None if the group teaches nothing, with fewer than two samples or no variance;
-    zeros with `keep_flat`. `one` is 1 for every sample. Raises ValueError for a reward that is not finite.
+    zeros with `keep_flat`. `one` is 1 for every sample, `zero` 0. Raises ValueError for a
+    reward that is not finite.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"rewards of a group are one-dimensional, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"a reward is not a finite number: {values.tolist()}; check the reward function")
-    if kind != "one" and (len(values) < 2 or np.ptp(values) == 0):
+    if kind not in {"one", "zero"} and (len(values) < 2 or np.ptp(values) == 0):
         return np.zeros_like(values) if keep_flat else None
     return _KINDS[kind](values)
 

@@ -27,7 +27,7 @@ from trainer.batch.selection import (
 )
 from trainer.settings import TrainerSettings
 
-FORMAT = 4
+FORMAT = 5
 
 _DEFAULTS = TrainerSettings()
 
@@ -44,6 +44,7 @@ _DTYPES = {
     "absent_tokens": np.int32,
     "temperatures": np.float32,
     "ages": np.int32,
+    "teacher_logprobs": np.float32,
 }
 
 
@@ -107,6 +108,8 @@ class Batch:
     in no other array, but count in the divisor of their optimizer step."""
     absent_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """(D,) trained tokens of each."""
+    teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """(T,), by the teacher, natural log, 0 for tokens that are not trained; or (0,) without a teacher."""
 
     def __len__(self) -> int:
         """Number of sequences, without the absent ones."""
@@ -189,6 +192,8 @@ class Batch:
         sequences = len(self.advantages)
         if not (len(self.loss_mask) == len(self.logprobs) == len(self.ages) == tokens):
             raise DamagedBatch("token_ids, loss_mask, logprobs and ages differ in length")
+        if len(self.teacher_logprobs) not in (0, tokens):
+            raise DamagedBatch("token_ids and teacher_logprobs differ in length")
         of_sequences = (self.rewards, self.slots, self.groups, self.temperatures, self.offsets[1:])
         if any(len(array) != sequences for array in of_sequences):
             raise DamagedBatch(
@@ -239,8 +244,8 @@ def build_batch(
     limited a completion, and a penalty for length needs it. The batch is trained in `iteration`, its samples
     are made by the policy of `policy_iteration` where they do not say another one. `older` are the replay
     window's other iterations, oldest first. If there are any, the batch is drawn from all of them, as many
-    lessons as the iteration itself has. The sequences are shuffled by `seed`, so that each optimizer step
-    mixes many groups.
+    lessons as the iteration itself has. The sequences (with advantage=pair the pairs) are shuffled by `seed`,
+    so that each optimizer step mixes many groups.
 
     Raises ValueError for two groups of one slot, for a penalty without `max_tokens`, or if samples without
     logprobs (demonstrations) are to be trained by another loss than their likelihood.
@@ -263,7 +268,12 @@ def build_batch(
     ]
     trained = [one for lesson, _ in drawn for one in lesson]
     of = [(number, source) for number, (lesson, source) in enumerate(drawn) for _ in lesson]
-    order = shuffled(list(zip(trained, batch_advantages(trained, settings), of, strict=True)), seed)
+    scored = list(zip(trained, batch_advantages(trained, settings), of, strict=True))
+    if settings.advantage == "pair":
+        places = {number: place for place, number in enumerate(shuffled(range(len(drawn)), seed))}
+        order = sorted(scored, key=lambda entry: places[entry[2][0]])
+    else:
+        order = shuffled(scored, seed)
     chosen = [entry for entry in order if entry[0].computed]
     absent = [(place, one.tokens) for place, (one, _, _) in enumerate(order) if not one.computed]
     samples = [one.sample for one, _, _ in chosen]
@@ -280,6 +290,7 @@ def build_batch(
         absent_tokens=np.array([tokens for _, tokens in absent], np.int32),
         temperatures=np.array([source.temperature for _, _, (_, source) in chosen], np.float32),
         ages=_flat([_ages(one.sample, source, iteration) for one, _, (_, source) in chosen], np.int32),
+        teacher_logprobs=_flat(_taught(samples, settings), np.float32),
         counts=_counts(groups, window),
         manifest_sha256=manifest_sha256,
         policy=policy,
@@ -288,6 +299,19 @@ def build_batch(
     batch._check()
     check_engine_logprobs(batch, settings)
     return batch
+
+
+def _taught(samples: Sequence[Sample], settings: TrainerSettings) -> list[NDArray[np.float32]]:
+    """Return the teacher's logprobs of all samples, if the loss needs them; ValueError if it lacks some."""
+    if settings.kl == "off" or settings.kl_to != "teacher":
+        return []
+    taught = [one.teacher_logprobs for one in samples if one.teacher_logprobs is not None]
+    if len(taught) < len(samples):
+        raise ValueError(
+            f"{len(samples) - len(taught)} of {len(samples)} samples have no logprobs of a teacher, which "
+            "trainer.kl_to=teacher needs; they were made without rollout.teacher"
+        )
+    return taught
 
 
 def check_engine_logprobs(batch: Batch, settings: TrainerSettings) -> None:

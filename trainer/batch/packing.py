@@ -46,6 +46,8 @@ class Microbatch:
     segments: NDArray[np.int64] | None = None
     """(2, R, C) each token's segment, numbered from 0, and the earlier segment that it sees as well, or its
     own again; None if no prompt is shared."""
+    teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """(N,); (0,) without a teacher."""
     members: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """(K,) the index in the batch of each sequence of the microbatch."""
 
@@ -267,6 +269,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
         sequences=of,
         tokens=int(real.sum()),
         segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
+        teacher_logprobs=batch.teacher_logprobs[trained if len(batch.teacher_logprobs) else trained[:0]],
         members=sequences,
     )
 

@@ -25,6 +25,7 @@ SHAPING = (
     "advantage",
     "kl",
     "kl_in",
+    "kl_to",
     "keep_flat_groups",
     "overlong",
     "overlong_buffer",
@@ -34,6 +35,9 @@ SHAPING = (
     "replay_power",
 )
 """The settings of `trainer` that a batch depends on."""
+
+PAIR = 2
+"""Sequences of a group with trainer.advantage=pair; they are trained in one optimizer step."""
 
 _T = TypeVar("_T")
 
@@ -97,6 +101,9 @@ def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None, old
             lesson.append(
                 Trained(group.slot, sample, reward, advantage, tokens, computed=trained and has_gradient)
             )
+    if settings.advantage == "pair":
+        pair = [one for one in lesson if one.advantage]
+        return pair if len(pair) == PAIR else []
     return lesson
 
 

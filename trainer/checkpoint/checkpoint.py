@@ -222,7 +222,7 @@ def _write_parts(
         return {}
     dtype = save_dtype(request.settings, learner.device)
     weights = _write_model(learner, writer, request, dtype)
-    if probe:
+    if probe and (lead or learner.layout.sharded):  # replicas would all compute the same
         # The weights may still be being written. Rounding them for the probe does no harm: if `dtype` is not
         # the learner's own, what is being written is a copy.
         logprobs = probe_logprobs(learner, probe, dtype)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,32 +40,59 @@ def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> dict[
     engine proves that it has these weights. Returns what this rank's file holds, by the file's name; nothing
     if it has none.
     """
-    rank, world = rank_and_world()
-    model = learner.model
-    tensors = saved_tensors(model)
-    blocks = _blocks(model, tensors)
-    saved = {block: _reverted(model, _meta(tensors, names, dtype)) for block, names in blocks.items()}
-    sizes = {block: sum(tensor.nbytes for tensor in shapes.values()) for block, shapes in saved.items()}
-    ranks = 1 if sum(sizes.values()) < WHOLE_BYTES else min(world, len(blocks))
-    owner = spread(sizes, ranks)
+    rank, _ = rank_and_world()
+    model, parts = learner.model, _parts(learner, dtype)
     mine: dict[str, Tensor] = {}
-    for block, names in blocks.items():  # in one order on all ranks: a DTensor is gathered by all
-        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, owner[block] == rank)
-        if owner[block] == rank:
+    tensors = saved_tensors(model)
+    for block, names in parts.blocks.items():  # in one order on all ranks: a DTensor is gathered by all
+        is_mine = parts.owner[block] == rank
+        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, is_mine)
+        if is_mine:
             mine |= _reverted(model, whole)
-    if rank < ranks:
-        writer.add(_file_name(rank, ranks), tensor_file(mine, METADATA))
+    if rank < parts.ranks:
+        writer.add(_file_name(rank, parts.ranks), tensor_file(mine, METADATA))
     sums = {name: content_sum(tensor) for name, tensor in mine.items() if tensor.is_floating_point()}
-    shares = gather_json(sums, "adding up the weights")
+    shares = gather_json(sums, "adding up the weights") if parts.ranks > 1 else [sums]
     if rank == 0:
         writer.add(CONTENT, content_document({k: v for share in shares for k, v in share.items()}, dtype))
-    if rank == 0 and ranks > 1:
+    if rank == 0 and parts.ranks > 1:
         weight_map = {
-            name: _file_name(owner[block], ranks) for block, shapes in saved.items() for name in shapes
+            name: _file_name(parts.owner[block], parts.ranks)
+            for block, shapes in parts.saved.items()
+            for name in shapes
         }
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": parts.bytes}, "weight_map": weight_map}
         writer.add("model.safetensors.index.json", _json(index))
-    return {_file_name(rank, ranks): mine} if rank < ranks else {}
+    return {_file_name(rank, parts.ranks): mine} if rank < parts.ranks else {}
+
+
+class _Parts(NamedTuple):
+    """Which rank writes what: the same in each iteration."""
+
+    blocks: dict[str, list[str]]
+    """The names of the learner's tensors, see _blocks."""
+    saved: dict[str, dict[str, Tensor]]
+    """What becomes of them in the file: names and shapes, without contents."""
+    owner: dict[str, int]
+    """Block -> the rank that writes it."""
+    ranks: int
+    """How many ranks write a file."""
+    bytes: int
+
+
+def _parts(learner: Learner, dtype: torch.dtype) -> _Parts:
+    """Return who writes what; worked out once for a learner."""
+    found = learner.saved_as.get(dtype)
+    if found is None:
+        model = learner.model
+        tensors = saved_tensors(model)
+        blocks = _blocks(model, tensors)
+        saved = {block: _reverted(model, _meta(tensors, names, dtype)) for block, names in blocks.items()}
+        sizes = {block: sum(tensor.nbytes for tensor in shapes.values()) for block, shapes in saved.items()}
+        ranks = 1 if sum(sizes.values()) < WHOLE_BYTES else min(rank_and_world()[1], len(blocks))
+        found = _Parts(blocks, saved, spread(sizes, ranks), ranks, sum(sizes.values()))
+        learner.saved_as[dtype] = found
+    return found
 
 
 def write_deltas(learner: Learner, writer: Writer, files: Mapping[str, Mapping[str, Tensor]]) -> None:

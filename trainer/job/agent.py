@@ -8,18 +8,25 @@ point.
 import logging
 import sys
 
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException, logger
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-from torch.distributed.run import main
 
 from trainer.job.launch import BACKEND
 from trainer.job.rendezvous import create
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """Run the arguments of torchrun that this process was started with; return the exit status."""
     rendezvous_handler_registry.register(BACKEND, create)
     logger.setLevel(logging.ERROR)
     try:
-        main()
+        run.main()
     except SignalException as end:  # a node ends its job so, also after a success: no traceback
         print(f"[trainer] the job was ended by {end.sigval.name}", flush=True)
-        sys.exit(128 + end.sigval)
+        return 128 + end.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

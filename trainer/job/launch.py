@@ -4,7 +4,8 @@ One torchrun job serves every iteration. A node and the trainers it started exch
 directory on the node's own disk that the node makes, with a `pgid/` inside:
 
     pgid/<process group id>     made for each trainer before it starts (LAUNCHER); the node and its keeper
-                                kill these, since torchrun starts every worker in its own session
+                                kill these, since torchrun starts a worker in a session of its own, unless it
+                                forks it (trainer.job.forks)
     request_000007.json         what to do (TrainRequest); the next one has a higher number
     progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
     done_000007.<local rank>    this rank has done it
@@ -39,6 +40,12 @@ POLL_S = 0.25
 WATCH_INTERVAL_S = 0.5
 
 
+READ_AT_IMPORT = {
+    "LOGLEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "USE_HUB_KERNELS": "NO",  # where `kernels` is installed, transformers would fetch code from the Hub
+}
+"""Environment variables that libraries read as they are imported."""
 FAILED, FINAL = "failed_", "final_"
 
 
@@ -83,11 +90,20 @@ class Launch:
     """For messages: the cluster's rank of each node, by node rank; default: the node rank itself."""
     python: str = sys.executable
     """What runs the agent and its workers."""
+    forks: bool = False
+    """Whether the workers are forks of the agent, which has imported what they need (trainer.job.forks)."""
 
 
 def argv(launch: Launch) -> list[str]:
     """Return the command of this node's torchrun agent: known nodes, no restarts, nothing redirected."""
     ranks = ":".join(map(str, launch.ranks or range(launch.num_nodes)))
+    if launch.forks:  # they are in the agent's process group
+        program = ["--start-method", "fork", "--run-path", str(Path(__file__).parents[1] / "__main__.py")]
+    else:
+        # Not -m: a rank must be named in the spool before Python starts, which may take seconds or hang.
+        # torchrun takes $ for the beginning of a name of its own, and $$ for $.
+        program = ["--no-python", "/bin/sh", "-c", LAUNCHER.replace("$", "$$"), str(launch.spool / "pgid")]
+        program += [launch.python, "-u", "-m", "trainer"]
     timeout_s = max(1, round(launch.start_timeout_s))
     return [
         launch.python,
@@ -100,10 +116,7 @@ def argv(launch: Launch) -> list[str]:
         *("--max-restarts", "0"),
         *("--shutdown-timeout", "5"),
         *("--log-dir", os.devnull),
-        # Not -m: a rank must be named in the spool before Python starts, which may take seconds or hang.
-        # torchrun takes $ for the beginning of a name of its own, and $$ for $.
-        *("--no-python", "/bin/sh", "-c", LAUNCHER.replace("$", "$$"), str(launch.spool / "pgid")),
-        *(launch.python, "-u", "-m", "trainer"),
+        *program,
         *("--spool", str(launch.spool)),
         *("--collective-timeout-s", str(launch.collective_timeout_s)),
     ]
@@ -124,9 +137,7 @@ def environment(launch: Launch) -> dict[str, str]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": str(launch.spool / TRACE),
-        "LOGLEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
-        "USE_HUB_KERNELS": "NO",  # where `kernels` is installed, transformers would fetch code from the Hub
+        **READ_AT_IMPORT,
     }
 
 

@@ -145,7 +145,7 @@ class TrainerRank:
         progress: Progress,
         silent: bool = False,
     ) -> list[StepStats]:
-        if request.settings.kl != "off":
+        if request.settings.needs_reference:
             learner.load_reference(Path(request.model_dir), request.settings)
         return train(
             learner,

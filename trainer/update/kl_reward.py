@@ -74,18 +74,27 @@ def _of_sequences(
     """(S,) the sum over each sequence's tokens, as the advantage takes it from the reward: less the mean over
     its group, or over the others of it.
     """
-    sums = np.zeros(len(batch))
-    for both in _pairs(plans, kl):
-        for microbatch, own in both:
-            sums[microbatch.members] = np.bincount(
-                microbatch.sequences, weights=own, minlength=len(microbatch.members)
-            )
-    sums = _over_ranks(sums, layout)
+    sums = sums_of_sequences(batch, plans, kl, layout)
     sizes = np.bincount(batch.groups)
     centred = sums - (np.bincount(batch.groups, weights=sums) / np.maximum(1, sizes))[batch.groups]
     if settings.advantage == "leave_one_out":
         return centred * (sizes / np.maximum(1, sizes - 1))[batch.groups]
     return centred
+
+
+def sums_of_sequences(
+    batch: Batch, plans: Sequence[Sequence[Microbatch]], values: Sequence[Sequence[Values]], layout: Layout
+) -> Values:
+    """(S,) the sum of `values` (N,) of each microbatch over the trained tokens of each sequence; 0 for a
+    sequence that is in none of all ranks' microbatches. All ranks call this together.
+    """
+    sums = np.zeros(len(batch))
+    for both in _pairs(plans, values):
+        for microbatch, own in both:
+            sums[microbatch.members] = np.bincount(
+                microbatch.sequences, weights=own, minlength=len(microbatch.members)
+            )
+    return _over_ranks(sums, layout)
 
 
 def _whitened(advantages: Sequence[Sequence[Values]], layout: Layout) -> list[list[Values]]:

@@ -173,6 +173,8 @@ def _divisor(sequences: Tensor, totals: Totals, settings: TrainerSettings) -> Te
             return totals.tokens + totals.absent_tokens
         case "sequence":
             return _lengths(sequences)[sequences] * totals.sequences
+        case "sum":
+            return totals.sequences
         case "constant":
             return totals.sequences * totals.max_tokens
 

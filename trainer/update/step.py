@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.batch.batch import Batch, check_engine_logprobs
 from trainer.batch.packing import Microbatch, plan_step, split_steps
+from trainer.batch.selection import PAIR
 from trainer.model.model import Learner
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
@@ -21,6 +22,7 @@ from trainer.settings import TrainerSettings
 from trainer.statistics import STATS, WEIGHTS
 from trainer.update.kl_reward import with_kl_in_reward
 from trainer.update.loss import Totals, kl_estimate, policy_loss
+from trainer.update.pairs import with_pair_weights
 
 
 class TrainingDiverged(RuntimeError):
@@ -50,6 +52,9 @@ class StepStats:
     padding: float
     """Fraction of this rank's rows that holds no token."""
     seconds: float
+    margin: float | None = None
+    """See pairs.Preferences; None without pairs."""
+    preferred: float | None = None
 
 
 def train(
@@ -73,7 +78,7 @@ def train(
 
     All ranks call this with the same arguments, and do the same number of steps; the result does not depend
     on the number of ranks or their weights. A step in which nothing has a gradient is not taken. With
-    settings.kl a reference must have been loaded (Learner.load_reference). Raises TrainingDiverged, and
+    settings.needs_reference it must have been loaded (Learner.load_reference). Raises TrainingDiverged, and
     ValueError if the loss needs logprobs of an engine that the batch lacks.
     """
     check_engine_logprobs(batch, settings)
@@ -99,12 +104,13 @@ def train(
     # Several updates: pi_old is the policy before the first one. For the first step that is the policy
     # itself, which need not be asked before, unless the reward depends on it.
     asked = plans if kl_in_reward else plans[1:]
-    progress.expect(sum(len(plan) for plan in [*plans, *asked]))
+    has_pairs = settings.advantage == "pair"
+    progress.expect(sum(len(plan) for plan in [*plans, *asked, *(plans if has_pairs else [])]))
     befores = [[_Before()] * len(plan) for plan in plans[: len(plans) - len(asked)]]
     for plan in asked:
         befores.append([])
         for microbatch in plan:
-            befores[-1].append(_ask(learner, microbatch, with_reference=kl_in_reward))
+            befores[-1].append(_ask(learner, microbatch, settings.kl_to if kl_in_reward else None))
             progress.advance()
     if kl_in_reward:
         kl = [[_kl_of(before, settings.kl) for before in of_step] for of_step in befores]
@@ -112,7 +118,10 @@ def train(
     stats = []
     for k, (step, plan, before) in enumerate(zip(steps, plans, befores, strict=True)):
         over = span[0] + (span[1] - span[0]) * k / len(steps)
-        done = _optimizer_step(learner, plan, before, step, settings, progress, over)
+        if has_pairs:
+            done = _pair_step(learner, batch, plan, before, step, settings, progress, over)
+        else:
+            done = _optimizer_step(learner, plan, before, step, settings, progress, over)
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
     return stats
@@ -127,9 +136,16 @@ class _Before(NamedTuple):
 
 
 @torch.no_grad()
-def _ask(learner: Learner, microbatch: Microbatch, with_reference: bool) -> _Before:
+def _ask(learner: Learner, microbatch: Microbatch, reference: str | None) -> _Before:
     old, _ = learner.logprobs(microbatch)
-    return _Before(old, learner.reference_logprobs(microbatch) if with_reference else None)
+    return _Before(old, _reference(learner, microbatch, reference) if reference else None)
+
+
+def _reference(learner: Learner, microbatch: Microbatch, kl_to: str) -> Tensor:
+    """(N,) logprobs by the model that trainer.kl_to names. Collective if it is the base model."""
+    if kl_to == "teacher":
+        return torch.from_numpy(microbatch.teacher_logprobs).to(learner.device)
+    return learner.reference_logprobs(microbatch)
 
 
 def _kl_of(before: _Before, estimator: str) -> NDArray[np.float64]:
@@ -153,7 +169,10 @@ def _steps(batch: Batch, settings: TrainerSettings, max_tokens: int) -> list[_St
     So a step is the same as if the absent sequences were there.
     """
     steps: list[_Step] = []
-    for places in split_steps(len(batch) + len(batch.absent_at), settings.global_batch_size):
+    unit = PAIR if settings.advantage == "pair" else 1
+    units = (len(batch) + len(batch.absent_at)) // unit
+    for of_units in split_steps(units, max(1, settings.global_batch_size // unit)):
+        places = range(of_units.start * unit, of_units.stop * unit)
         first, last = np.searchsorted(batch.absent_at, [places.start, places.stop]).tolist()
         sequences = range(places.start - first, places.stop - last)
         if not (settings.kl != "off" or batch.advantages[sequences.start : sequences.stop].any()):
@@ -164,6 +183,28 @@ def _steps(batch: Batch, settings: TrainerSettings, max_tokens: int) -> list[_St
             absent = int(batch.absent_tokens[first:last].sum())
             steps.append(_Step(sequences, end - begin, Totals(trained, len(places), max_tokens, absent)))
     return steps
+
+
+def _pair_step(
+    learner: Learner,
+    batch: Batch,
+    plan: Sequence[Microbatch],
+    befores: Sequence[_Before],
+    step: _Step,
+    settings: TrainerSettings,
+    progress: Progress,
+    over: float,
+) -> StepStats:
+    """Take an optimizer step on pairs; its loss is DPO's. They are weighed by the policy as it is now."""
+    log_ratios: list[NDArray[np.float64]] = []
+    for microbatch in plan:
+        log_ratios.append(_kl_of(_ask(learner, microbatch, "base"), "k1"))
+        progress.advance()
+    plan, found = with_pair_weights(
+        batch, plan, log_ratios, step.sequences, settings.pair_beta, learner.layout
+    )
+    done = _optimizer_step(learner, plan, befores, step, settings, progress, over)
+    return replace(done, **found._asdict())
 
 
 def _optimizer_step(
@@ -228,7 +269,7 @@ def _accumulate(
         return torch.zeros((), device=learner.device)
     reference = before.reference
     if settings.kl != "off" and reference is None:
-        reference = learner.reference_logprobs(microbatch)
+        reference = _reference(learner, microbatch, settings.kl_to)
     logprobs, entropy = learner.logprobs(microbatch)
     old_logprobs = logprobs.detach() if before.old is None else before.old
     engine_logprobs = torch.from_numpy(microbatch.engine_logprobs).to(learner.device)
@@ -274,6 +315,7 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
         **{name: mean(name) for name in STATS if name not in WEIGHTS},
         **({"effective_samples": mean("weight") ** 2 / squared} if squared else {}),
         "padding": mean("padding"),
+        **{name: mean(name) for name in ("margin", "preferred") if stats and stats[0].margin is not None},
         "tokens": float(tokens),
         "sequences": float(sequences),
         "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,

@@ -5,6 +5,7 @@ from typing import Any
 
 from coordinator.views.report.charts import Chart, chart
 from coordinator.views.report.values import is_number, numbers
+from coordinator.views.scores import scores
 
 CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -44,6 +45,8 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 
 SOURCES = 4
 """How many curves of rewards by source one chart has."""
+SETS = 4
+"""How many named sets of evaluations one chart has."""
 METRICS = 24
 """How many metrics of rewards and environments are drawn; metrics.jsonl has them all."""
 
@@ -57,6 +60,7 @@ OF_THE_POLICY = {
     "sample_metrics",
     "eval_sample_metrics",
     "eval_pass_at",
+    "eval",
 }
 """What measures the policy that sampled an iteration. With cluster.max_async_level above 0 that is not the
 policy of the iteration before: then these stand at the policy.
@@ -99,10 +103,23 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
             found.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
     if passed := _pass_at(measuring, axis):
         found.insert(1, passed)
+    found += _of_sets(measuring, axis)
     if sources := _curves(measuring, "reward_by_source"):
         drawn = list(sources.items())[:SOURCES]
         found.append(chart("Reward by source", "mean of the groups", "", drawn, axis))
     return [*found, *_of_the_users(measuring, axis)]
+
+
+def _of_sets(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
+    """Return charts of the named sets of evaluations, SETS in each."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, reward, _error in scores(line):
+            if name != "eval_reward" and is_number(reward):
+                curves.setdefault(name, []).append((line["iteration"], reward))
+    named = list(curves.items())
+    several = [named[begin : begin + SETS] for begin in range(0, len(named), SETS)]
+    return [chart("Evaluation sets", "mean reward of each", "", drawn, axis) for drawn in several]
 
 
 def _of_the_users(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:

@@ -10,6 +10,7 @@ from coordinator.views import status_text
 from coordinator.views.report.curves import points
 from coordinator.views.report.figures import Balance
 from coordinator.views.report.values import is_number, rows_s
+from coordinator.views.scores import Score, scores
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -41,7 +42,7 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
     """Rewards, iterations, hours, how busy the nodes were; missing figures are left out."""
     found = [
         _change("Reward", points(lines, "reward")),
-        _change("Evaluation", points(lines, "eval_reward")),
+        *_evaluations(lines),
     ]
     done = len({line["iteration"] for line in lines})
     of = f" of {status['iterations']}" if status["iterations"] else ""
@@ -65,14 +66,29 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
     return [tile for tile in found if tile is not None]
 
 
-def _change(label: str, values: Sequence[tuple[int, float]]) -> Tile | None:
-    """`0.120 -> 0.810`."""
+def _evaluations(lines: Lines) -> list[Tile | None]:
+    """Return a tile for each score of the evaluations, with the interval of the last one."""
+    found: dict[str, list[tuple[int, Score]]] = {}
+    for line in lines:
+        for score in scores(line):
+            if is_number(score.reward):
+                found.setdefault(score.name, []).append((line["iteration"], score))
+    names = {"eval_reward": "Evaluation"}
+    return [
+        _change(names.get(name, name), [(number, one.reward) for number, one in of], of[-1][1].margin)
+        for name, of in found.items()
+    ]
+
+
+def _change(label: str, values: Sequence[tuple[int, float]], margin: str = "") -> Tile | None:
+    """`0.120 -> 0.810`; `margin`: of the last value."""
     if not values:
         return None
     (first, before), (last, after) = values[0], values[-1]
     if first == last:
-        return Tile(label, f"{after:.3f}", f"iteration {last}")
-    return Tile(label, f"{before:.3f} \N{RIGHTWARDS ARROW} {after:.3f}", f"iteration {first} to {last}")
+        return Tile(label, f"{after:.3f}", f"iteration {last}{margin and f',{margin}'}")
+    note = f"iteration {first} to {last}{margin and f'; the last{margin}'}"
+    return Tile(label, f"{before:.3f} \N{RIGHTWARDS ARROW} {after:.3f}", note)
 
 
 def _has(line: Mapping[str, Any], *names: str) -> bool:

@@ -47,7 +47,7 @@ class TorchEngine(threading.Thread):
     def __init__(self, model_dir: str | os.PathLike[str], *, dtype: torch.dtype, max_batch: int) -> None:
         super().__init__(name="engine", daemon=True)
         self._dtype = dtype
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._model_dir = model_dir
         self._weights = ModelWeights(model_dir, dtype)
         self._proof = Proof()
@@ -167,9 +167,9 @@ class TorchEngine(threading.Thread):
             pass
 
     def _admit(self) -> None:
-        free = self._max_batch - len(self._batch.rows)
+        free = self.max_batch - len(self._batch.rows)
         # A prefill costs as much as a step: if more rows wait than fit, wait until several places are free.
-        if len(self._waiting) > free and free < self._max_batch // 8:
+        if len(self._waiting) > free and free < self.max_batch // 8:
             return
         rows: list[Row] = []
         while len(rows) < free and self._may_start_next():

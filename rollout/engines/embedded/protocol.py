@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
@@ -65,6 +65,14 @@ class TokenizeBody(Body):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[StrictInt, Field(ge=0, lt=2**31)]]
 
 
 class RpcArguments(BaseModel, extra="forbid"):

@@ -21,7 +21,6 @@ from aiohttp import web
 from pydantic_core import to_json
 from transformers.utils import logging as transformers_logging
 
-from rollout.engines.admin import EXTENSION
 from rollout.engines.bodies import AnyBody, BadRequest, error_body, parse_body
 from rollout.engines.client import UNIX
 from rollout.engines.content import WrongContent
@@ -30,7 +29,7 @@ from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
 from rollout.engines.embedded.text import Texts
 from rollout.engines.model_dir import WeightsError
-from rollout.engines.servers import LOOPBACK
+from rollout.engines.servers import EXTENSION, LOOPBACK
 
 _MAX_BODY_BYTES = 256 * 2**20
 BACKLOG = 4096
@@ -57,6 +56,7 @@ class Server:
         get("/v1/models", self.models)
         post("/v1/completions", self.completions)
         post("/tokenize", self.tokenize)
+        post("/detokenize", self.detokenize)
         post("/pause", self.pause)
         post("/resume", self.resume)
         post("/sleep", self.sleep)
@@ -126,6 +126,10 @@ class Server:
             {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
         )
 
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = await self._body(request, protocol.DetokenizeBody)
+        return web.json_response({"prompt": self._texts.detokenize(body.tokens)})
+
     async def pause(self, request: web.Request) -> web.Response:
         await self._pause(request)
         return web.json_response({"status": "paused"})
@@ -166,7 +170,11 @@ class Server:
         return web.json_response({"results": [None]})
 
     async def server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"vllm_config": {"parallel_config": {"worker_extension_cls": EXTENSION}}})
+        config = {
+            "parallel_config": {"worker_extension_cls": EXTENSION, "data_parallel_size": 1},
+            "scheduler_config": {"max_num_seqs": self._engine.max_batch},
+        }
+        return web.json_response({"vllm_config": config, "is_seeded": True})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.AdapterBody)

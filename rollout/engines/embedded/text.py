@@ -1,8 +1,9 @@
 """Convert text to token ids and back, for the embedded engine's server."""
 
+import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
@@ -44,11 +45,19 @@ class Texts:
             raise BadRequest(f"messages: the tokenizer of {self._model_dir} has no chat template")
         try:
             text = self._tokenizer.apply_chat_template(
-                body.messages, tokenize=False, add_generation_prompt=body.add_generation_prompt
+                [_with_arguments(message) for message in body.messages or ()],
+                tools=body.tools,
+                **(body.chat_template_kwargs or {}),
+                tokenize=False,
+                add_generation_prompt=body.add_generation_prompt,
             )
         except Exception as error:  # the template is the model's code and may raise anything
             raise BadRequest(f"messages: the chat template refuses them: {error}") from error
         return self.encode(text, bool(body.add_special_tokens))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        return self._tokenizer.decode(token_ids)
 
     def completion(self, row: "Row") -> str:
         """Return the text that a finished row adds to the whole characters of its prompt, up to its stop
@@ -78,3 +87,17 @@ class Texts:
             if token_id not in self._token_text:
                 self._token_text[token_id] = self._tokenizer.decode([token_id])
         return [self._token_text[token_id] for token_id in token_ids]
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as objects, which chat templates need. In the
+    OpenAI API they are texts.
+    """
+    if not message.get("tool_calls"):
+        return message
+    functions = [{**call["function"]} for call in message["tool_calls"]]
+    for function in functions:
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+    calls = zip(message["tool_calls"], functions, strict=True)
+    return {**message, "tool_calls": [{**call, "function": function} for call, function in calls]}

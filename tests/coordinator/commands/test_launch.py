@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from coordinator.commands import launch as launch_module
-from coordinator.commands.launch import is_over, launch, node_commands
-from coordinator.commands.ssh import Remote
+from coordinator.commands.launch import Node, is_over, node_commands
+from coordinator.commands.launch_ssh import launch_ssh
 from coordinator.settings import SettingsError
 
 SSH = """#!/bin/bash
@@ -58,7 +58,7 @@ def start(
 
     def begin(hosts: str, node: str, *words: str) -> tuple[int, Callable[[int], list[str]]]:
         path = program(tmp_path / "node", NODE + node)
-        return launch(hosts, tmp_path / "run", words, ssh, str(path)), noted
+        return launch_ssh(hosts, tmp_path / "run", words, ssh, str(path)), noted
 
     yield begin
     for number, handler in zip(numbers, handlers, strict=True):
@@ -110,7 +110,7 @@ def test_bad_words_are_refused_in_one_line_before_any_host_is_asked(
 ) -> None:
     program(Path(ssh), f"#!/bin/sh\ntouch {tmp_path}/asked\n")
     with pytest.raises(SettingsError) as refused:
-        launch(hosts, tmp_path / "run", words, ssh)
+        launch_ssh(hosts, tmp_path / "run", words, ssh)
     assert expected in str(refused.value) and "\n" not in str(refused.value)
     assert not (tmp_path / "asked").exists() and not (tmp_path / "run").exists()
 
@@ -124,14 +124,14 @@ def test_client_that_cannot_be_started_is_named(
 ) -> None:
     monkeypatch.setattr(launch_module, "_understood", lambda *_: "")
     with pytest.raises(SettingsError, match=f"--ssh .*{expected}"):
-        launch("a,b", tmp_path, [], ssh)
+        launch_ssh("a,b", tmp_path, [], ssh)
 
 
 def test_dry_run_prints_settings_and_commands_and_asks_no_host(
     ssh: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program(Path(ssh), f"#!/bin/sh\ntouch {tmp_path}/asked\n")
-    assert launch("a,me@b", tmp_path / "r", ["rollout.seed=3", "--dry-run"], ssh, "/opt/run") == 0
+    assert launch_ssh("a,me@b", tmp_path / "r", ["rollout.seed=3", "--dry-run"], ssh, "/opt/run") == 0
     said = capfd.readouterr()
     settings = json.loads(said.out)
     assert (settings["cluster"]["num_nodes"], settings["rollout"]["seed"]) == (2, 3)
@@ -215,7 +215,7 @@ def test_no_node_is_started_unless_every_host_answers(
 def test_host_without_the_program_is_named(
     ssh: str, start: Start, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert launch("a", tmp_path, [], ssh, "/absent/run") == 2
+    assert launch_ssh("a", tmp_path, [], ssh, "/absent/run") == 2
     assert "no program /absent/run there; say where it is with --run PATH" in capfd.readouterr().err
 
 
@@ -281,7 +281,7 @@ def test_second_interrupt_ends_all_and_the_command_that_resumes_is_shown(
     assert capfd.readouterr().err.splitlines() == [
         "run: interrupted: the master ends the run on all nodes; once more ends every node at once",
         "run: ending every node, which may take 15 s; once more: without waiting for it",
-        f"run: to resume: run launch --hosts a,b --log-path {tmp_path}/run --ssh {ssh} --run {tmp_path}/node",
+        f"run: to resume: run launch --hosts a,b --ssh {ssh} --log-path {tmp_path}/run --run {tmp_path}/node",
     ]
 
 
@@ -334,7 +334,7 @@ def test_interrupt_without_a_master_ends_all(
     ended: list[int] = []
     note_ended = launch_module._note_ended
 
-    def note(nodes: Sequence[Remote], codes: dict[int, int]) -> None:
+    def note(nodes: Sequence[Node], codes: dict[int, int]) -> None:
         note_ended(nodes, codes)
         ended[:] = codes
 

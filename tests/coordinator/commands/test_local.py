@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.commands import local
+from coordinator.machine.children import Children
 from coordinator.protocol.exits import Exit
 from coordinator.settings import SettingsError
 
@@ -38,7 +39,7 @@ def test_workers_do_not_wait_for_a_master_that_refuses_to_start(
         sleep(seconds)
 
     monkeypatch.setattr(local, "time", SimpleNamespace(sleep=look))
-    assert local._follow(nodes, interrupts)[0] == Exit.USAGE
+    assert local.follow(nodes, interrupts)[0] == Exit.USAGE
     assert waiting.poll() is not None
 
 
@@ -51,7 +52,7 @@ def test_interrupt_ends_the_other_nodes_when_the_master_has_ended(
     nodes: Any = [master, waiting]
     interrupts: Any = SimpleNamespace(has_new=lambda: True, end_all=False)
     monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _s: waiting.wait(20)))
-    assert local._follow(nodes, interrupts) == [4, -signal.SIGTERM]
+    assert local.follow(nodes, interrupts) == [4, -signal.SIGTERM]
 
 
 def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
@@ -68,8 +69,9 @@ def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
     """
     first = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdin and first.stdout and first.stdout.readline() == b"at work\n"
-    with pytest.raises(SettingsError, match=rf"run local is at work there, pid {first.pid}; stop it"):
-        local.run_local(same, {})
+    refused = rf"run local is at work there, pid {first.pid}; stop it"
+    with Children() as children, pytest.raises(SettingsError, match=refused):
+        local.run_local(children, same, {})
     assert not root.exists()
     with local._alone(tmp_path / "another"):
         pass

@@ -11,9 +11,10 @@ from coordinator.commands.interrupts import Interrupts
 from coordinator.commands.machine import Typed
 from coordinator.directory.layout import RunDir
 from coordinator.machine.children import Child, Children
+from coordinator.node.awaiting import await_master
 from coordinator.placement import Crew
 from coordinator.protocol import placed
-from coordinator.protocol.exits import Exit
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.placed import Placement
 from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import whole_board
@@ -72,6 +73,24 @@ def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old
     assert placed.read_placement(tmp_path) == Placement(2, ("rollout=0", "train=1"))
     found = newest(old)
     assert found is not None and found.kind == "moved"
+
+
+@pytest.mark.parametrize(
+    ("place", "crew", "is_elsewhere"),
+    [
+        (["rollout=0", "train=1"], "main", True),
+        (["rollout=0", "train=1"], "train", False),
+        (["rollout=0-1", "train=0-1"], "train", True),
+        (["rollout=0-1", "train=0-1"], "main", False),
+    ],
+)
+def test_worker_that_has_looked_just_before_devices_are_placed_looks_again(
+    place: list[str], crew: Crew, is_elsewhere: bool, tmp_path: Path
+) -> None:
+    placed.publish_placement(tmp_path, Placement(2, tuple(place)))
+    with pytest.raises(Ended) as ended:
+        await_master(RunDir(tmp_path, crew), 0.1, 30.0)
+    assert ended.value.code is (Exit.MOVED if is_elsewhere else Exit.LOST)
 
 
 def test_waiting_for_machines_ends_with_who_is_missing_and_the_command(

@@ -21,7 +21,9 @@ from coordinator.directory.layout import (
 )
 
 NUMBER = st.one_of(st.integers(0, 20), st.integers(0, 10**9))
-KIND = st.sampled_from(["ok", "enter", "failed", "left", "stopped", "gave_up", "trainer_failed"])
+KIND = st.sampled_from(
+    ["ok", "ok.json", "enter", "enter.json", "failed", "left", "stopped", "gave_up", "trainer_failed"]
+)
 BEATS = st.builds(Beat, NUMBER, NUMBER, NUMBER, NUMBER)
 FLAGS = st.builds(Flag, NUMBER, NUMBER, st.integers(0, 13), NUMBER, KIND)
 RECORDS = st.builds(Record, NUMBER)
@@ -67,6 +69,8 @@ FOREIGN = [
     "e0002.r0001.n3.b123",
     "e0002.r0001.n03.b000123",
     "e0002.i000005.p7.r0001.ok",
+    "e0002.i000005.p07.r0001.ok.jso",
+    "e0002.i000005.p07.r0001.failed.json",
     "e0002.i000005.p07.r0001.OK",
     "e0002.i000005.p07.r0001.",
     "e-002.epoch.json",

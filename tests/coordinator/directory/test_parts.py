@@ -12,8 +12,8 @@ from coordinator.directory.layout import PartName
 from coordinator.directory.parts import finished_groups, manifest, read_groups, read_parts
 from coordinator.directory.published import Incomplete
 from rollout.origin import Code, Origin
+from rollout.part_file import PartHeader, encode_part
 from rollout.quota import Quota
-from rollout.trajectory import PartHeader, encode_part
 from tests.coordinator.directory.written_parts import write, writer
 from tests.coordinator.made_up import ORIGIN, POLICY, group, origin, run_dir_at, tombstone, tree
 

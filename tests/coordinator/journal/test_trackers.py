@@ -1,9 +1,10 @@
 """Trackers beside metrics.jsonl: they get every line once, go on after a restart, and never hold a run."""
 
+import json
 import logging
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from coordinator.config import build
+from coordinator.directory.layout import GROUPS, RunDir
 from coordinator.journal import trackers
+from coordinator.journal.sample_tables import COLUMNS, LONGEST, rows
 from coordinator.journal.trackers import About, Sinks, check_sinks, scalars
 from coordinator.settings import MetricsSettings, SettingsError
+from rollout.trajectory import line_for_people
+from tests.coordinator import made_up
 
 LINES: list[dict[str, Any]] = [
     {
@@ -36,10 +41,14 @@ class Recorded:
 
     def __init__(self, _about: About) -> None:
         self.got: list[tuple[int, Mapping[str, float]]] = []
+        self.tables: list[tuple[int, str, Sequence[Sequence[Any]]]] = []
         self.closed = False
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         self.got.append((iteration, values))
+
+    def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        self.tables.append((iteration, name, rows))
 
     def close(self) -> None:
         self.closed = True
@@ -132,5 +141,85 @@ def test_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_tracker_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(SettingsError, match=r"metrics.sinks=mlflow: .*'tensorboard', 'wandb' or 'trackio'"):
-        build({"metrics.sinks": "mlflow"})
+    there = "'tensorboard', 'wandb', 'trackio' or 'mlflow'"
+    with pytest.raises(SettingsError, match=rf"metrics.sinks=comet: .*{there}"):
+        build({"metrics.sinks": "comet"})
+
+
+def test_mlflow_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trackers.SINKS, "mlflow", (Recorded, "json"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(SettingsError, match="set the environment variable MLFLOW_TRACKING_URI"):
+        check_sinks(MetricsSettings(sinks=("mlflow",)))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    check_sinks(MetricsSettings(sinks=("mlflow",)))
+
+
+# ---- samples
+
+
+def with_samples(directory: Path, iteration: int, kind: Any, groups: int) -> None:
+    path = RunDir(directory).manifest(kind, iteration).with_name(GROUPS)
+    path.parent.mkdir(parents=True)
+    made = [made_up.group(slot, rewards=(1.0, 0.5)) for slot in range(groups)]
+    path.write_text("".join(line_for_people(group, rank=0, model_version="p") for group in made))
+
+
+def sending(directory: Path, names: str, samples: int) -> Sinks:
+    settings = build({"metrics.sinks": names, "metrics.samples": samples})
+    return Sinks(About("c0ffee", directory, settings))
+
+
+def test_first_groups_of_an_iteration_and_of_its_evaluation_are_sent_as_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Recorded] = []
+    monkeypatch.setitem(
+        trackers.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
+    )
+    with_samples(tmp_path, 1, "train", groups=3)
+    with_samples(tmp_path, 1, "eval", groups=1)
+    with_samples(tmp_path, 2, "train", groups=1)
+    broken = RunDir(tmp_path).manifest("train", 3).with_name(GROUPS)
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{")
+    sinks = sending(tmp_path, "wandb", samples=2)
+    sinks.write(LINES)
+    sinks.close()
+    sent = [(iteration, name, len(rows)) for iteration, name, rows in made[0].tables]
+    assert sent == [(1, "train", 4), (1, "eval", 2), (2, "train", 2)]
+    row = dict(zip(COLUMNS, made[0].tables[0][2][1], strict=True))
+    assert (row["iteration"], row["task"], row["reward"]) == (1, made_up.group(0).task_id, 0.5)
+    assert [iteration for iteration, _ in made[0].got] == [1, 2, 3, 4], "metrics go on without samples"
+    assert "the samples of iteration 3 are not sent" in caplog.text
+
+
+def test_samples_stay_here_unless_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Recorded] = []
+    monkeypatch.setitem(
+        trackers.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
+    )
+    with_samples(tmp_path, 1, "train", groups=3)
+    sinks = Sinks(about(tmp_path, "wandb"))
+    sinks.write(LINES[:1])
+    sinks.close()
+    assert made[0].got and not made[0].tables
+
+
+def test_tensorboard_gets_samples_as_a_text(tmp_path: Path) -> None:
+    with_samples(tmp_path, 1, "train", groups=1)
+    sinks = sending(tmp_path, "tensorboard", samples=1)
+    sinks.write(LINES[:1])
+    sinks.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"samples/train" in file.read_bytes() and b"reward: 0.5" in file.read_bytes()
+
+
+def test_long_text_of_a_sample_is_cut_in_the_middle(tmp_path: Path) -> None:
+    with_samples(tmp_path, 1, "train", groups=1)
+    path = RunDir(tmp_path).manifest("train", 1).with_name(GROUPS)
+    group = json.loads(path.read_text())
+    group["samples"][0]["text"] = "a" * LONGEST + "end"
+    path.write_text(json.dumps(group))
+    text = rows(tmp_path, "train", 1, 1)[0][COLUMNS.index("sample")]
+    assert text.endswith("end") and " [...] " in text and len(text) < LONGEST + 20

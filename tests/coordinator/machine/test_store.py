@@ -388,10 +388,11 @@ def test_copies_that_no_process_uses_go_the_least_recently_used_first(
         store = Store(str(local))
         copied.append(hold(store, source))
         if source == sources[1]:
+            time.sleep(0.01)  # a coarse clock of the filesystem
             hold(store, sources[0])  # used again: now b is the oldest
         for descriptor in store._held.values():  # as the end of a process does
             os.close(descriptor)
-        time.sleep(0.01)  # a coarse clock of the filesystem
+        time.sleep(0.01)
     copied.append(hold(Store(str(local)), sources[3]))
     assert [path.is_dir() for path in copied] == [True, False, True, True]
 

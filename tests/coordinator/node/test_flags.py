@@ -2,7 +2,8 @@
 
 import json
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -42,12 +43,17 @@ class World:
             self.watch,
             self.check,
             lambda: "those that are missing",
+            self.sweep,
             left_behind,
         )
 
     def check(self) -> None:
         if self.interrupts:
             raise Interrupted
+
+    def sweep(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            files.remove(path)
 
     def listed(self) -> set[Flag]:
         names = (
@@ -79,8 +85,13 @@ def node(run_dir: RunDir, rank: int) -> Iterator[World]:
     world.watch.close()
 
 
-def ok(rank: int, iteration: int = 1, phase: int = Phase.TRAIN_ROLLOUT, epoch: int = 2) -> Flag:
-    return Flag(epoch, iteration, phase, rank, "ok")
+def ok(
+    rank: int, iteration: int = 1, phase: int = Phase.TRAIN_ROLLOUT, epoch: int = 2, kind: str = "ok"
+) -> Flag:
+    return Flag(epoch, iteration, phase, rank, kind)
+
+
+said = partial(ok, kind="ok.json")
 
 
 def show(run_dir: RunDir, flag: Flag, payload: dict[str, Any]) -> None:
@@ -88,14 +99,16 @@ def show(run_dir: RunDir, flag: Flag, payload: dict[str, Any]) -> None:
 
 
 def test_master_waits_for_the_flags_of_all_members_and_reads_them(master: World) -> None:
-    show(master.run_dir, ok(1), {"short": 1})
-    late = threading.Timer(0.05, show, (master.run_dir, ok(2), {"short": 2}))
+    show(master.run_dir, said(1), {"short": 1})
+    late = threading.Timer(0.05, show, (master.run_dir, ok(2), {}))
     late.start()
-    master.flags.wait_members(1, Phase.TRAIN_ROLLOUT)
+    up = master.flags.wait_members(1, Phase.TRAIN_ROLLOUT)
     late.join()
     assert master.position.waiting_for == []
-    found = master.flags.payloads(1, Phase.TRAIN_ROLLOUT, {"short": 0})
-    assert found == {0: {"short": 0}, 1: {"short": 1}, 2: {"short": 2}}
+    assert up == {1: said(1), 2: ok(2)}
+    opened = files.operations["open"]
+    assert master.flags.payloads(up, {"short": 0}) == {0: {"short": 0}, 1: {"short": 1}, 2: {}}
+    assert files.operations["open"] == opened + 1, "a flag without a document is not read"
 
 
 def test_wait_names_who_is_missing_and_ends_when_the_node_may_not_go_on(master: World) -> None:
@@ -108,8 +121,27 @@ def test_wait_names_who_is_missing_and_ends_when_the_node_may_not_go_on(master: 
 
 
 def test_worker_waits_for_the_master_alone_and_has_its_document(worker: World) -> None:
-    show(worker.run_dir, ok(0), {"slots": 3})
+    show(worker.run_dir, said(0), {"slots": 3})
     assert worker.flags.wait_master(1, Phase.TRAIN_ROLLOUT) == {"slots": 3}
+
+
+def test_worker_passes_all_rows_that_one_listing_has_shown_as_over(worker: World) -> None:
+    over = (Phase.TRAIN_AGGREGATE, Phase.EVAL_DECISION)
+    show(worker.run_dir, ok(0, phase=over[0]), {})
+    show(worker.run_dir, said(0, phase=over[1]), {"slots": 3})
+    worker.watch.look()
+    listed = files.operations["list"]
+    assert [worker.flags.wait_master(1, row) for row in over] == [{}, {"slots": 3}]
+    assert files.operations["list"] == listed
+
+
+def test_flag_has_a_file_with_content_only_if_it_has_a_document(worker: World) -> None:
+    worker.flags.raise_done(1, Phase.TRAINING, {})
+    worker.flags.raise_done(1, Phase.ITERATION_END, {"work_s": 1.0})
+    empty, full = ok(1, phase=Phase.TRAINING), said(1, phase=Phase.ITERATION_END)
+    assert worker.listed() == {empty, full}
+    assert worker.run_dir.entry(empty).read_bytes() == b""
+    assert read_flag(worker.run_dir, full) == {"work_s": 1.0}
 
 
 def test_flag_that_is_lost_while_its_node_waits_is_raised_again(
@@ -136,11 +168,25 @@ def test_iteration_is_the_next_one_that_the_master_has_opened_in_this_epoch(work
     assert worker.flags.wait_opened(5) == 7
 
 
-def test_flags_of_the_iteration_before_stay_for_a_slow_reader(master: World) -> None:
-    for iteration in (1, 2, 3):
-        master.flags.raise_flag(ok(0, iteration), {})
-    master.flags.clear(3)
-    assert master.listed() == {ok(0, 2), ok(0, 3)}
+def test_flag_of_the_master_stays_until_all_have_passed_its_row(master: World) -> None:
+    """A slow worker may still wait for it, or read it, until it has done a later row."""
+    rows = (Phase.ITERATION_START, Phase.TRAIN_PLAN, Phase.TRAIN_ROLLOUT)
+    for row in rows[:2]:
+        master.flags.raise_done(1, row, {"row": row})
+    show(master.run_dir, ok(1, phase=rows[2]), {})
+    late = threading.Timer(0.05, show, (master.run_dir, ok(2, phase=rows[2]), {}))
+    mine = {said(0, phase=row) for row in rows[:2]}
+    assert master.listed() >= mine
+    late.start()
+    master.flags.wait_members(1, rows[2])
+    late.join()
+    master.flags.raise_done(1, rows[2], {})
+    assert {flag for flag in master.listed() if flag.rank == 0} == {ok(0, phase=rows[2])}
+    master.flags.raise_done(2, rows[0], {})
+    for rank in (1, 2):
+        show(master.run_dir, ok(rank, 1, Phase.TRAINING), {})
+    master.flags.wait_members(1, Phase.TRAINING)
+    assert {flag for flag in master.listed() if flag.rank == 0} == {ok(0, 2, rows[0])}
 
 
 def test_flag_of_a_worker_goes_once_the_master_has_counted_it(worker: World) -> None:
@@ -165,7 +211,7 @@ def test_what_ended_epochs_and_earlier_processes_have_left_goes_once_an_iteratio
     worker.watch.admit(record(3), SETTINGS)
     worker.flags.forget()
     worker.flags.raise_flag(enter._replace(epoch=3), {})
-    worker.flags.clear(1)
+    worker.flags.clear()
     worker.watch.close()
     assert not worker.listed() and not any(path.exists() for path in left)
 
@@ -178,7 +224,7 @@ def test_master_removes_old_records_and_the_flags_of_nodes_that_have_gone(master
     show(run_dir, ok(1, epoch=5), {})
     master.watch.admit(record(5), SETTINGS)
     master.watch.look(whole=True)
-    master.flags.clear(1)
+    master.flags.clear()
     assert master.watch.look(whole=True).records == (5, 4, 3)
     assert master.listed() == {ok(1, epoch=5)}
 

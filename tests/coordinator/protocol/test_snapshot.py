@@ -15,7 +15,14 @@ from tests.coordinator.made_up import board
 SMALL = st.integers(0, 3)
 ENTRIES = st.one_of(
     st.builds(Beat, SMALL, SMALL, SMALL, SMALL),
-    st.builds(Flag, SMALL, SMALL, SMALL, SMALL, st.sampled_from(["ok", "enter", "failed", "left"])),
+    st.builds(
+        Flag,
+        SMALL,
+        SMALL,
+        SMALL,
+        SMALL,
+        st.sampled_from(["ok", "ok.json", "enter", "enter.json", "failed", "left"]),
+    ),
     st.builds(Record, SMALL),
 )
 
@@ -67,14 +74,15 @@ def test_newest_epoch_counts_beats_too() -> None:
 def test_flagged_ranks_are_those_of_this_very_row_and_kind() -> None:
     seen = board(
         Flag(2, 5, 7, 0, "ok"),
-        Flag(2, 5, 7, 2, "ok"),
+        Flag(2, 5, 7, 2, "ok.json"),
+        Flag(2, 0, 0, 3, "enter"),
         Flag(2, 5, 7, 1, "failed"),
         Flag(2, 5, 8, 3, "ok"),
         Flag(2, 6, 7, 4, "ok"),
         Flag(1, 5, 7, 5, "ok"),
     )
-    assert seen.flagged(2, 5, 7) == {0, 2}
-    assert seen.flagged(2, 5, 7, "failed") == {1}
+    assert seen.done(2, 5, 7) == {0: Flag(2, 5, 7, 0, "ok"), 2: Flag(2, 5, 7, 2, "ok.json")}
+    assert seen.done(2, 0, 0) == {3: Flag(2, 0, 0, 3, "enter")}
 
 
 def test_calls_are_the_flags_that_end_something() -> None:

@@ -252,7 +252,14 @@ def test_long_wait_says_who_is_missing_every_half_minute(
     assert all(line.getMessage().startswith("waiting for rank 2 for ") for line in caplog.records)
 
 
-def test_file_event_cuts_a_wait_short(make: Make, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def publish_whole(path: Path) -> None:
+    files.publish(path, b"{}", durable=False)
+
+
+@pytest.mark.parametrize("publish", [publish_whole, files.mark])
+def test_file_event_cuts_a_wait_short(
+    make: Make, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, publish: Callable[[Path], None]
+) -> None:
     waiter = make(cluster=ClusterSettings(num_nodes=3, poll_max_s=60.0))
     waiter.begin(0, 2)
     flag = Flag(2, 5, 7, 0, "ok")
@@ -262,7 +269,7 @@ def test_file_event_cuts_a_wait_short(make: Make, run_dir: RunDir, monkeypatch: 
 
     def publish_then() -> None:
         assert paused.wait(10.0)
-        files.publish(run_dir.entry(flag), b"{}", durable=False)
+        publish(run_dir.entry(flag))
 
     publisher = threading.Thread(target=publish_then)
     publisher.start()

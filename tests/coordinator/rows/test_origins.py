@@ -12,7 +12,8 @@ from coordinator.config import build
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter, manifest, publish_manifest
 from coordinator.directory.published import Policy
-from coordinator.node.inputs import load_functions, load_inputs
+from coordinator.node.functions import load_functions
+from coordinator.node.inputs import load_inputs
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
@@ -22,6 +23,7 @@ from coordinator.rows.origins import (
     agreed_functions,
     changes,
     chosen,
+    codes_of,
     is_begun,
     origin_of,
     refuse_changed_code,
@@ -131,6 +133,11 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
         "rollout.temperature": 0.5,
         "rollout.top_p": 0.9,
         "rollout.stop": ["\n", "###"],
+        "rollout.tool_parser": "hermes",
+        "rollout.chat_template.enable_thinking": False,
+        "rollout.reasoning_end": "</think>",
+        "rollout.thinking_tokens": 4,
+        "rollout.history": "template",
         "eval.samples_per_task": 5,
         "eval.temperature": 0.25,
         "eval.max_tokens": 12,
@@ -138,15 +145,23 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
     settings = build(given)
     then = chosen(settings, load_inputs(settings, {}))
     stop = ["\n", "###"]
+    chat = {"tool_parser": "hermes", "chat_template": {"enable_thinking": False}}
+    chat |= {"reasoning_end": "</think>", "thinking_tokens": 4, "history": "template"}
     assert then["sampling"] == {
-        "n": 3, "max_tokens": 11, "temperature": 0.5, "top_p": 0.9, "stop": stop,
+        "n": 3, "max_tokens": 11, "temperature": 0.5, "top_p": 0.9, "stop": stop, **chat,
     }  # fmt: skip
     assert then["eval_sampling"] == {
-        "n": 5, "max_tokens": 12, "temperature": 0.25, "top_p": 1.0, "stop": stop,
+        "n": 5, "max_tokens": 12, "temperature": 0.25, "top_p": 1.0, "stop": stop, **chat,
     }  # fmt: skip
     number = {"groups": 4, "replace_flat": False, "max_async_level": 0}
     before = json.loads(json.dumps({**then, **number}))
     assert changes(before, {**then, **number}) == []
+    older = json.loads(json.dumps(before))
+    del older["sampling"]["chat_template"], older["sampling"]["tool_parser"]
+    assert changes(older, {**then, **number}) == [
+        "rollout.tool_parser=auto (now hermes)",
+        'rollout.chat_template={} (now {"enable_thinking": false})',
+    ]
     other = build({**given, "rollout.stop": [], "eval.temperature": 0.0, "rollout.reward": "numeric"})
     now = {**chosen(other, load_inputs(other, {})), **number, "groups": 5, "max_async_level": 2}
     assert changes(before, now) == [
@@ -241,12 +256,16 @@ def test_worker_whose_code_is_not_the_masters_ends_the_run_before_it_generates()
     )
     about = opened(1, ORIGIN, slots=4)
     codes = NOW.codes()
-    iteration = Iteration(1, documents={Phase.ITERATION_START: {"code": codes_as_json(codes)}})
-    assert agreed_functions(node, iteration, about).codes() == codes
+    iteration = Iteration(
+        1, documents={Phase.ITERATION_START: {"code": codes_as_json(codes), "opened": about}}
+    )
+    assert codes_of(agreed_functions(node, iteration)) == codes
     other = {**codes, "rollout.environment": Code("single_turn", "f" * 16)}
-    iteration = Iteration(1, documents={Phase.ITERATION_START: {"code": codes_as_json(other)}})
+    iteration = Iteration(
+        1, documents={Phase.ITERATION_START: {"code": codes_as_json(other), "opened": about}}
+    )
     with pytest.raises(Ended, match=r"--environment single_turn is not the same on .* node-a") as end:
-        agreed_functions(node, iteration, about)
+        agreed_functions(node, iteration)
     assert (end.value.code, end.value.tell) == (Exit.FAILED, "failed")
     assert "f" * 16 in end.value.text and codes["rollout.environment"].digest in end.value.text
 

@@ -10,10 +10,11 @@ import pytest
 
 from coordinator.config import build, overlay
 from coordinator.node.inputs import load_inputs
-from coordinator.rows import trajectories
+from coordinator.rows import collecting
 from coordinator.settings import RunSettings, SettingsError
 from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import single_turn
+from rollout.environments.preference import preference
 from tests.coordinator.made_up import write_json
 
 SFT = {"trainer.algorithm": "sft"}
@@ -62,16 +63,13 @@ def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Pa
 def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
     policies = {0: SimpleNamespace(directory=tmp_path)}
-    functions = SimpleNamespace(environment=demonstration)
     here = SimpleNamespace(of=policies.get, hold=lambda policy, _moved: policy)
     node: Any = SimpleNamespace(policies=here, reading=lambda: None)
-    train, evaluation = (
-        trajectories._environment(node, SimpleNamespace(kind=kind, functions=functions))  # pyright: ignore
-        for kind in ("train", "eval")
-    )
-    assert isinstance(train, partial)
-    assert (train.func, train.keywords) == (demonstration, {"end_ids": (5, 6)})
-    assert evaluation is single_turn
-    functions.environment = single_turn
-    share = SimpleNamespace(kind="train", functions=functions)
-    assert trajectories._environment(node, share) is single_turn  # pyright: ignore
+    for written in (demonstration, preference):
+        functions: Any = SimpleNamespace(environment=written)
+        train = collecting._environment(node, "train", functions)
+        assert isinstance(train, partial)
+        assert (train.func, train.keywords) == (written, {"end_ids": (5, 6)})
+        assert collecting._environment(node, "eval", functions) is single_turn
+    functions = SimpleNamespace(environment=single_turn)
+    assert collecting._environment(node, "train", functions) is single_turn

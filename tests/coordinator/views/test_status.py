@@ -134,6 +134,7 @@ def test_running_nodes_are_shown_where_they_are(run_dir: RunDir) -> None:
         "row_s": 0.0,
         "waiting_s": 0.0,
         "weight": 1.0,
+        "measured_weight": None,
         "tasks_assigned": 64,
         "tasks_done": 3,
         "tokens_per_s": None,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import EngineError, Sampling
+from rollout.engines.client import EngineError, EngineFacts, Sampling
 from rollout.engines.model_dir import WeightsError
 from tests.adapters import make_adapter
 from tests.rollout.engines.test_client import ask
@@ -34,6 +34,44 @@ def test_engine_that_dropped_its_weights_has_no_policy_until_it_is_given_one(mod
         assert admin.policy() is None
         admin.reload(model_dir, "seventh")
         assert admin.policy() == "seventh" and not admin.is_sleeping()
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, path: str, answer: Any) -> EngineAdmin:
+    """An administrator of a server that gives this answer at `path`."""
+    admin = EngineAdmin("http://127.0.0.1:1")
+    monkeypatch.setattr(admin, "_send", lambda _method, asked, *_, **__: (
+        200, json.dumps(answer).encode() if asked.startswith(path) else b"{}"
+    ))  # fmt: skip
+    return admin
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "replicas", "samples"),
+    [
+        ({"max_num_seqs": 1024, "max_num_active_seqs": None}, 8, 8192),
+        ({"max_num_seqs": 512, "max_num_active_seqs": 128}, 1, 128),
+        ({"max_num_seqs": 64}, 2, 128),  # an older vLLM
+        ({}, 2, 256),
+        (None, 2, 256),
+    ],
+)
+def test_vllm_says_how_many_samples_it_generates_at_once_and_gets_no_seeds(
+    monkeypatch: pytest.MonkeyPatch, scheduler: Any, replicas: int, samples: int
+) -> None:
+    config = {"scheduler_config": scheduler, "parallel_config": {"data_parallel_size": replicas}}
+    admin = answering(monkeypatch, "/server_info", {"vllm_config": config, "system_env": {}})
+    assert admin.facts() == EngineFacts(samples, is_seeded=False)
+    admin = answering(monkeypatch, "/collective_rpc", {"results": [scheduler, None]})
+    if scheduler:
+        assert admin.most_samples() == samples // replicas
+    else:
+        with pytest.raises(EngineError, match="scheduler answered"):
+            admin.most_samples()
+
+
+def test_server_that_says_nothing_of_itself_is_given_what_most_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    admin = answering(monkeypatch, "/server_info", {"choices": []})
+    assert admin.facts() == EngineFacts(256, is_seeded=False)
 
 
 class Recorder(BaseHTTPRequestHandler):

@@ -15,10 +15,12 @@ from rollout.engines.client import (
     Completion,
     EngineClient,
     EngineError,
+    EngineFacts,
     RequestRefused,
     Sampling,
     parse_answer,
 )
+from rollout.environments.policy import Policy
 from tests.models import CONTEXT
 from tests.rollout.rollout_helpers import RunningServer
 
@@ -90,6 +92,21 @@ CHOICE = {
 def test_base_url_may_end_in_a_slash(server: RunningServer) -> None:
     sampling = Sampling(max_tokens=5, seed=9)
     assert ask(server.url, sampling) == ask(server.url + "/", sampling)
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_engine_that_seeds_do_not_decide_for_gets_none(is_seeded: bool) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Client(EngineClient):
+        async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            asked.append(body)
+            return {"choices": [{**CHOICE, "index": j} for j in range(body["n"])]}
+
+    client = Client("http://127.0.0.1:1", facts=EngineFacts(is_seeded=is_seeded))
+    asyncio.run(Policy(client, Sampling(n=3), seed=7).generate("1+1=", n=3))
+    (body,) = asked
+    assert (body["seed"], body["n"]) == (7 if is_seeded else None, 3)
 
 
 def test_request_that_the_engine_refuses_is_told_from_a_failure(server: RunningServer) -> None:

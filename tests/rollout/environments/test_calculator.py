@@ -14,12 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import EngineClient, Sampling
 from rollout.environments.calculator import HINT, MAX_CALLS, ExpressionError, answer, calculator, evaluate
 from rollout.environments.policy import Policy
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.trajectory import Group, Sample
 from tests.rollout.rollout_helpers import serving
 from tests.rollout.scripted import ScriptedClient, text_of

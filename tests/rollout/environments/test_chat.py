@@ -5,18 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from rollout.engines.client import Completion, EngineClient, RequestRefused
 from rollout.environments.chat import ChatTemplate
+from tests.rollout.templated import make_tokenizer
 
-MARKS = [
-    *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|endoftext|>"),
-    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<bos>", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>"),
-]
 ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) and m.role != 'tool' %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
@@ -63,20 +56,7 @@ PLAIN = (
 )
 
 
-def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the merges that the templates' own text invites."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer: Any = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=alphabet, special_tokens=MARKS, show_progress=False
-    )
-    texts = [QWEN25, LLAMA3, MISTRAL, PLAIN, "User: 27+58=\n\nAssistant: 85\n\nUser: 0\n\nAssistant:"]
-    raw.train_from_iterator(texts * 20, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, chat_template=template, clean_up_tokenization_spaces=False
-    )
+TEXTS = [QWEN25, MISTRAL, PLAIN, "User: 27+58=\n\nAssistant: 85\n\nUser: 0\n\nAssistant:"]
 
 
 class Client(EngineClient):
@@ -84,10 +64,10 @@ class Client(EngineClient):
 
     def __init__(self, template: str) -> None:
         super().__init__("http://127.0.0.1:1")
-        self.tokenizer = make_tokenizer(template)
+        self.tokenizer = make_tokenizer(template, *TEXTS)
         self.calls = 0
 
-    async def tokenize(self, text: Any) -> list[int]:
+    async def tokenize(self, text: Any, **template: Any) -> list[int]:
         self.calls += 1
         assert not isinstance(text, str)
         try:

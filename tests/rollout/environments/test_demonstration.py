@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jinja2 import Environment
 
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import EngineClient, Sampling
 from rollout.environments.demonstration import check_demonstrations, demonstration, end_of_sequence
 from rollout.environments.policy import Policy
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import Group, Sample
 from tests.rollout.rollout_helpers import RunningServer, write_lines
@@ -33,12 +34,12 @@ class Templated(EngineClient):
         super().__init__("http://127.0.0.1:1")
         self.turn, self.opened = turn, opened
 
-    async def tokenize(self, text: Any) -> list[int]:
+    async def tokenize(self, text: Any, **template: Any) -> list[int]:
         if isinstance(text, str):
             return [ord(character) for character in text]
         return [*await self.tokenize_whole(text), *map(ord, self.opened)]
 
-    async def tokenize_whole(self, text: Any) -> list[int]:
+    async def tokenize_whole(self, text: Any, **template: Any) -> list[int]:
         if isinstance(text, str):
             return [ord(character) for character in f"^{text}"]
         return [ord(character) for message in text for character in self.turn.format(**message)]
@@ -115,10 +116,10 @@ class Rendered(Templated):
         super().__init__("", "")
         self.template = Environment().from_string(template)
 
-    async def tokenize(self, text: Any) -> list[int]:
+    async def tokenize(self, text: Any, **template: Any) -> list[int]:
         return self._ids(text if isinstance(text, str) else self._rendered(text, True))
 
-    async def tokenize_whole(self, text: Any) -> list[int]:
+    async def tokenize_whole(self, text: Any, **template: Any) -> list[int]:
         return self._ids(text if isinstance(text, str) else self._rendered(text, False))
 
     def _rendered(self, messages: Any, asks: bool) -> str:

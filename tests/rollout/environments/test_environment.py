@@ -27,7 +27,7 @@ class RecordingClient(EngineClient):
         assert sampling.seed is not None
         return [Completion([1, 2], [sampling.seed + j], [-0.5], "x", "stop") for j in range(sampling.n)]
 
-    async def tokenize(self, text: Any) -> list[int]:
+    async def tokenize(self, text: Any, **template: Any) -> list[int]:
         return [len(text)]
 
 

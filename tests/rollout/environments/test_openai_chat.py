@@ -52,7 +52,8 @@ def test_answers_have_the_shape_of_the_api() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"tools": [{"type": "function"}]}, "tools: not supported here; describe the tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+        ({"functions": [{"name": "f"}]}, "functions: not supported here; use tools"),
         ({"n": 2}, "n: not supported here; ask once for each"),
         ({"logprobs": True}, "logprobs: not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format: not supported"),
@@ -117,7 +118,7 @@ def test_openai_client_of_python(server: RunningServer) -> None:
             async for chunk in stream:
                 text += chunk.choices[0].delta.content or ""
                 reason = chunk.choices[0].finish_reason or reason
-            with pytest.raises(openai.BadRequestError, match="describe the tools"):
+            with pytest.raises(openai.BadRequestError, match="chat template leaves out tools"):
                 await completions.create(
                     model="policy", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
                 )

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.collect import Slot, collect
+from rollout.collect import collect
 from rollout.engines.client import Completion, EngineClient, Sampling
 from rollout.environments.environment import single_turn
 from rollout.environments.segments import Segment
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
+from rollout.slots import Slot
 from rollout.trajectory import UNFINISHED, Group, Sample, Span
 from tests.models import CONTEXT
 from tests.rollout.rollout_helpers import RunningServer

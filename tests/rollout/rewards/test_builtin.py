@@ -175,7 +175,7 @@ def test_function_that_fails_is_named_with_the_task(user_code: str, function: st
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("exakt", "there is exact, numeric, regex, length, math, reasoning_gym, or give module:function"),
+        ("exakt", "exact, numeric, regex, length, math, reasoning_gym, code, or give module:function"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),
         ("{user}:constant", "a int, no function"),

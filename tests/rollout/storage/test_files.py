@@ -234,6 +234,7 @@ OPERATIONS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("link", "link", lambda path: create_once(path, b"data")),
     ("open", "write", lambda path: create_once(path, b"data")),
     ("mkdir", "make the directory", make_directory),
+    ("open", "create", files.mark),
     ("listdir", "list", lambda path: files.listing(path.parent)),
     ("unlink", "remove", files.remove),
     ("rename", "rename to", lambda path: files.rename(path, path.with_name("b"))),
@@ -289,6 +290,26 @@ def test_error_that_passes_is_gone_at_the_next_call(
     assert create_once(tmp_path / "b", b"two")
     make_directory(tmp_path / "c")
     assert sorted(files.listing(tmp_path)) == ["a", "b", "c"]
+
+
+def test_directory_is_made_without_a_look_and_known_where_nobody_may_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = failing(monkeypatch, "stat", errno.EIO, times=0)
+    make_directory(tmp_path / "a")
+    assert not looked
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for number in (errno.EEXIST, errno.EACCES, errno.EROFS):
+        failing(monkeypatch, "mkdir", number)
+        make_directory(tmp_path / "link")
+
+
+def test_mark_is_an_empty_file_and_leaves_one_that_is_there(tmp_path: Path) -> None:
+    files.mark(tmp_path / "flag")
+    assert (tmp_path / "flag").read_bytes() == b""
+    publish(tmp_path / "flag", b"{}")
+    files.mark(tmp_path / "flag")
+    assert (tmp_path / "flag").read_bytes() == b"{}"
 
 
 def test_full_disk_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

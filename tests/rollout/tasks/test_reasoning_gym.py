@@ -5,10 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rollout.processes.pool import ProcessPool
 from rollout.rewards.builtin import resolve_reward
 from rollout.tasks import reasoning_gym
 from rollout.tasks.task_set import Task, TaskError, is_file, load_tasks
@@ -16,7 +19,20 @@ from rollout.tasks.task_set import Task, TaskError, is_file, load_tasks
 LEGS = "reasoning_gym:leg_counting,size=60"
 
 
-def load(source: str, split: Any = "train", seed: int = 0) -> tuple[Task, ...]:
+@pytest.fixture(scope="module", autouse=True)
+def one_generator() -> Iterator[None]:
+    """One process generates for all tests: each imports the library for 2 s. Which process it is does not
+    matter (test_tasks_are_the_same_on_every_node).
+    """
+    pool = ProcessPool("rollout.tasks.reasoning_gym:make_generator", size=1)
+    lasting = SimpleNamespace(call=pool.call, close=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reasoning_gym, "ProcessPool", lambda *_args, **_more: lasting)
+        yield
+    pool.close()
+
+
+def load(source: str, split: Any = "train", seed: int = 0) -> Sequence[Task]:
     return load_tasks(source, seed=seed, split=split).tasks
 
 

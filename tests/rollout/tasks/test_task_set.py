@@ -40,7 +40,7 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
         ("3", "expected a JSON object, got a number"),
         ('{"answer": "3"}', "give either `prompt` or `messages`; neither is there"),
         ('{"prompt": "a", "messages": []}', "both are there"),
-        ('{"prompt": 3}', "`prompt` must be a non-empty string, got a number"),
+        ('{"prompt": 3}', "`prompt` must be a non-empty string, or an array of messages, got a number"),
         ('{"prompt": ""}', "got an empty string"),
         ('{"messages": []}', "`messages` must be a non-empty array of messages, got an empty array"),
         ('{"messages": "hi"}', "got a string"),
@@ -79,7 +79,7 @@ def test_empty_file_is_an_error(tmp_path: Path, content: str) -> None:
 def test_missing_file_directory_and_unknown_built_in_are_errors(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="no such file"):
         load(tmp_path / "none.jsonl")
-    with pytest.raises(TaskError, match="cannot read"):
+    with pytest.raises(TaskError, match=r"holds no .jsonl, .csv, .parquet, .arrow file"):
         load(tmp_path)
     with pytest.raises(TaskError, match="builtin:arithmetic"):
         load_tasks("builtin:algebra", seed=0, split="train")
@@ -109,7 +109,7 @@ def test_arithmetic_holds_out_512_pairs_in_either_order(seed: int) -> None:
         return {frozenset(task["id"].split("+")) for task in tasks}
 
     assert len(evaluation.tasks) == EVAL_TASKS == 512
-    assert len({task["id"] for task in train.tasks + evaluation.tasks}) == 90 * 90
+    assert len({task["id"] for task in [*train.tasks, *evaluation.tasks]}) == 90 * 90
     assert not pairs(train.tasks) & pairs(evaluation.tasks)
 
 

@@ -99,7 +99,7 @@ def test_two_groups_of_one_slot_are_refused(groups: list[Group]) -> None:
 def test_batch_survives_a_round_trip(groups: list[Group]) -> None:
     batch = build_batch(groups, **ABOUT)
     read = Batch.decode(batch.encode())
-    assert len(_DTYPES) == 12
+    assert len(_DTYPES) == 13
     for name in _DTYPES:
         one, other = getattr(read, name), getattr(batch, name)
         assert one.dtype == other.dtype
@@ -148,8 +148,8 @@ def test_batch_whose_arrays_contradict_each_other_is_damaged(
 
 def test_batch_of_another_format_is_named_so(monkeypatch: pytest.MonkeyPatch, batch: Batch) -> None:
     data = batch.encode()
-    monkeypatch.setattr("trainer.batch.batch.FORMAT", 5)
-    with pytest.raises(DamagedBatch, match="has format 4, this version reads 5"):
+    monkeypatch.setattr("trainer.batch.batch.FORMAT", 6)
+    with pytest.raises(DamagedBatch, match="has format 5, this version reads 6"):
         Batch.decode(data)
 
 

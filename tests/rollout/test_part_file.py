@@ -11,16 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.origin import Code, Sampling
-from rollout.trajectory import (
-    DamagedPart,
-    Group,
-    PartHeader,
-    Sample,
-    Turn,
-    decode_part,
-    encode_part,
-    line_for_people,
-)
+from rollout.part_file import DamagedPart, PartHeader, decode_part, encode_part
+from rollout.trajectory import Group, Sample, Turn, line_for_people
 
 
 def make_sample(length: int, *, text: str = "ab", reward: float | None = 0.5, seed: int = 0) -> Sample:
@@ -192,6 +184,11 @@ def test_other_json_in_the_header_is_damage(value: object) -> None:
         text = json.dumps(header).encode()
         with pytest.raises(DamagedPart):
             decode_part(struct.pack("<Q", len(text)) + text)
+
+
+def test_a_slot_that_is_there_twice_is_damage() -> None:
+    with pytest.raises(DamagedPart, match="it has a slot twice"):
+        decode_part(encode([*GROUPS, GROUPS[0]]))
 
 
 def test_people_read_one_line_a_group() -> None:

@@ -1,0 +1,71 @@
+"""What earlier rollouts say of the next one: how long the answers to a task are, and how fast each rank is.
+
+All of it is expectation: it decides who makes a group and when, never what is in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
+
+LOOKS_BACK = 50
+"""How many manifests a master reads when it starts."""
+MOST = 100_000
+"""How many tasks' lengths are remembered, those that were seen last."""
+
+
+class History:
+    """What the manifests of one kind say, each read once by this process."""
+
+    def __init__(self, run_dir: RunDir, kind: Kind) -> None:
+        self.paces: dict[str, Sequence[float]] = {}
+        """By rank, as the manifests have them."""
+        self._run_dir = run_dir
+        self._kind: Kind = kind
+        self._lengths: dict[int, float] = {}
+        self._usual: float | None = None
+        self._known: set[int] | None = None
+
+    def lengths(self, iteration: int, order: Sequence[int]) -> dict[int, float]:
+        """Return the expected length of each slot of `iteration`; slot k is task `order[k]`. A task that is
+        new is taken for one of the last iteration's average. Empty: nothing is known.
+        """
+        self._look(iteration)
+        usual = self._usual
+        if usual is None:
+            return {}
+        return {slot: self._lengths.get(task, usual) for slot, task in enumerate(order)}
+
+    def add(self, iteration: int, order: Sequence[int], manifest: Mapping[str, Any]) -> None:
+        """Take in what the manifest of an iteration says."""
+        self._known = (self._known or set()) | {iteration}
+        found: dict[str, float] = manifest.get("lengths", {})
+        self.paces = manifest.get("paces") or self.paces  # each has all that is known
+        for slot, length in found.items():
+            if int(slot) < len(order):
+                task = order[int(slot)]
+                self._lengths.pop(task, None)
+                self._lengths[task] = length
+        while len(self._lengths) > MOST:
+            del self._lengths[next(iter(self._lengths))]
+        if found:
+            self._usual = sum(found.values()) / len(found)
+
+    def _look(self, before: int) -> None:
+        """Read what other masters have published, when this one plans for the first time."""
+        if self._known is not None:
+            return
+        self._known = set()
+        listed = map(parse_iteration_name, published.names(self._run_dir.trajectories(self._kind, 0).parent))
+        older = sorted(number for number in listed if number is not None and number < before)
+        for number in older[-LOOKS_BACK:]:
+            manifest = published.read_manifest(self._run_dir, self._kind, number)
+            if manifest is not None:
+                self.add(number, self._order(number, manifest), manifest)
+
+    def _order(self, iteration: int, manifest: Mapping[str, Any]) -> Sequence[int]:
+        if self._kind == "eval":
+            return range(manifest["slots"])
+        opened = published.read_json(self._run_dir.iteration_json(iteration)) or {}
+        return opened.get("tasks", [])

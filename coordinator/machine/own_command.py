@@ -1,0 +1,51 @@
+"""Ask `run` itself, as another process of this machine: what it refuses is refused in its words."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from coordinator.settings import SettingsError
+
+PATIENCE_S = 120.0
+"""How long an answer may take; reading the settings takes half a second."""
+
+
+def own_command(*words: str) -> list[str]:
+    """Return the command that calls this installation's `run` with these words."""
+    return [sys.executable, "-m", "coordinator.cli", *words]
+
+
+def ask_run(
+    words: Sequence[str],
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = PATIENCE_S,
+) -> subprocess.CompletedProcess[str]:
+    """Call `run` with these words and return how it has ended, with its output; TimeoutExpired."""
+    return subprocess.run(
+        own_command(*words),
+        cwd=cwd,
+        env=dict(environment if environment is not None else os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def settings_of(
+    words: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> str:
+    """Return what `run WORDS --dry-run` prints; SettingsError with the line by which it refuses them."""
+    try:
+        ended = ask_run([*words, "--dry-run"], cwd, environment)
+    except subprocess.TimeoutExpired:
+        raise SettingsError(f"run --dry-run has not answered within {PATIENCE_S:.0f} s; try again") from None
+    if ended.returncode != 0:
+        lines = ended.stderr.strip().splitlines() or ["run --dry-run failed"]
+        raise SettingsError(lines[-1].removeprefix("run: "))
+    return ended.stdout

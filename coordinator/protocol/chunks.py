@@ -1,0 +1,225 @@
+"""Cut what is left of a rollout into chunks that ranks claim one after the other, and choose the next. Pure.
+
+A group's *length* is that of its longest sample, in tokens: so long it takes one of the places that a rank
+has for groups. A rank's *pace* is how many tokens a second it makes of a group, and its *width* how many
+groups it has in flight at most.
+
+The list is ordered by length, longest first, and the ranks by pace: so the fastest rank begins where the
+groups are long, and the slowest where they are short. Each rank's place in the list is as long as its rate
+(pace times width) has it; within a place the chunks become smaller. A rank takes its own place first, then
+what is left of the others'.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+CHUNK_FRACTION = 3
+"""A chunk is about a third of what is left of its place. So few claims are large, and the last are single
+groups.
+"""
+FORGIVEN = 1.5
+"""A rank that has made nothing in a row is taken to be faster by this factor in the next."""
+
+
+class Pace(NamedTuple):
+    """What a rank has done in a row: `tokens`, lengths of its groups, and `busy_s`, their seconds in flight,
+    both added up; `width`, how many groups it may have in flight at once.
+    """
+
+    tokens: int
+    busy_s: float
+    width: int
+
+    @property
+    def per_group(self) -> float:
+        """Tokens a second of one group."""
+        return self.tokens / self.busy_s
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of as many groups as it may have in flight."""
+        return self.per_group * self.width
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Slots that are claimed together, in the order in which they are begun; lengths as expected."""
+
+    slots: list[int]
+    work: float
+    """Their lengths, added up."""
+    longest: float
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All chunks of a row, the chunk at which each rank begins, and the paces that are known."""
+
+    chunks: list[Chunk]
+    first: dict[int, int]
+    paces: dict[int, Pace]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `of` takes."""
+        return {
+            "chunks": [[chunk.slots, chunk.work, chunk.longest] for chunk in self.chunks],
+            "first": {str(rank): number for rank, number in self.first.items()},
+            "paces": {str(rank): list(pace) for rank, pace in self.paces.items()},
+        }
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Return what `as_json` has described."""
+        return cls(
+            [Chunk(*chunk) for chunk in document["chunks"]],
+            {int(rank): number for rank, number in document["first"].items()},
+            paces_of(document["paces"]),
+        )
+
+    def rates(self) -> dict[int, float]:
+        """Return the rate of each rank, all equal while none is known."""
+        return rates(self.first, self.paces)
+
+
+def paces_of(document: Mapping[str, Any]) -> dict[int, Pace]:
+    """Return paces by rank, as JSON has them, without those of ranks that have made nothing."""
+    found = {int(rank): Pace(*pace) for rank, pace in document.items()}
+    return {rank: pace for rank, pace in found.items() if pace.tokens and pace.busy_s > 0}
+
+
+def carried(before: Mapping[int, Pace], made: Mapping[int, Pace]) -> dict[int, Pace]:
+    """Return what is known of the ranks after a row, in which those of `made` have made groups.
+
+    A rank that has made nothing is believed to be faster by and by, until it is the fastest or gets a group
+    again: what was measured in a bad moment would else keep work from it for ever.
+    """
+    known = dict(made or before)
+    for rank, pace in before.items():
+        if rank not in known:
+            best = max(pace.per_group, *(other.per_group for other in made.values()))
+            busy_s = max(pace.busy_s / FORGIVEN, pace.tokens / best)
+            known[rank] = Pace(pace.tokens, round(busy_s, 3), pace.width)
+    return known
+
+
+def rates(ranks: Sequence[int] | Mapping[int, Any], paces: Mapping[int, Pace]) -> dict[int, float]:
+    """Return the rate of each of `ranks`; one whose pace nobody knows is taken for an average one."""
+    known = {rank: paces[rank].rate for rank in ranks if rank in paces}
+    usual = sum(known.values()) / len(known) if known else 1.0
+    return {rank: known.get(rank, usual) for rank in ranks}
+
+
+def measured_weights(paces: Mapping[int, Pace]) -> dict[int, float]:
+    """Return the rate of each rank whose pace is known, the slowest being 1."""
+    known = rates(paces, paces)
+    return {rank: round(rate / min(known.values()), 2) for rank, rate in sorted(known.items())}
+
+
+def cut(
+    slots: Sequence[int], lengths: Mapping[int, float], ranks: Sequence[int], paces: Mapping[int, Pace]
+) -> Chunks:
+    """Cut `slots` into chunks for `ranks`. `lengths` by slot: what is expected; a slot without one is taken
+    for an average one. Without any length the order stays.
+    """
+    usual = sum(lengths.values()) / len(lengths) if lengths else 1.0
+    length = {slot: lengths.get(slot, usual) for slot in slots}
+    order = sorted(slots, key=lambda slot: -length[slot]) if lengths else list(slots)
+    rate = rates(ranks, paces)
+    chunks: list[Chunk] = []
+    first: dict[int, int] = {}
+    begin, whole, reached = 0, sum(length.values()), 0.0
+    left_rate, behind = sum(rate.values()), 0.0
+    for rank in sorted(ranks, key=lambda rank: (-pace_of(rank, paces), rank)):
+        first[rank] = len(chunks)
+        behind += rate[rank] / left_rate * whole
+        end = begin
+        while end < len(order) and reached + length[order[end]] / 2 <= behind:
+            reached += length[order[end]]
+            end += 1
+        chunks += _place(order[begin:end], length, paces.get(rank))
+        begin = end
+    return Chunks(chunks + _decreasing(order[begin:], length), first, dict(paces))
+
+
+def pace_of(rank: int, paces: Mapping[int, Pace]) -> float:
+    """Return the tokens a second of one group on `rank`, an average one if it is not known."""
+    if rank in paces:
+        return paces[rank].per_group
+    return sum(pace.per_group for pace in paces.values()) / len(paces) if paces else 1.0
+
+
+def _place(slots: Sequence[int], length: Mapping[int, float], pace: Pace | None) -> list[Chunk]:
+    """Cut a rank's place. If the rank may have all of it in flight at once, it is one chunk: all would be
+    claimed at once anyway, and the engine gets them together.
+    """
+    if pace is None or not 0 < len(slots) <= pace.width:
+        return _decreasing(slots, length)
+    lengths = [length[slot] for slot in slots]
+    return [Chunk(list(slots), sum(lengths), max(lengths))]
+
+
+def _decreasing(slots: Sequence[int], length: Mapping[int, float]) -> list[Chunk]:
+    """Cut a place: each chunk has about 1 / CHUNK_FRACTION of the work left, and at least one slot."""
+    chunks: list[Chunk] = []
+    begin, left = 0, sum(length[slot] for slot in slots)
+    while begin < len(slots):
+        end, work = begin + 1, length[slots[begin]]
+        while end < len(slots) and work + length[slots[end]] <= left / CHUNK_FRACTION:
+            work += length[slots[end]]
+            end += 1
+        longest = max(length[slot] for slot in slots[begin:end])
+        chunks.append(Chunk(list(slots[begin:end]), work, longest))
+        begin, left = end, left - work
+    return chunks
+
+
+class Standing(NamedTuple):
+    """What a rank knows of itself when it chooses."""
+
+    open_work: float
+    """Lengths of its groups that are claimed and have not ended, added up, as expected."""
+    pace: float | None
+    """Its tokens a second of one group in this row; None while no group of it has ended."""
+    still_s: float
+    """For how long nobody has claimed anything."""
+
+
+def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list[int]:
+    """Return which of the chunks `free` a rank may claim now, the best first; empty: none, for now.
+
+    A rank holds no more open work than its share of all, to within a group. So while everybody may have
+    everything in flight at once, the slow ones leave the fast ones theirs, and one that is early leaves the
+    others their places; and a rank of which nothing is known takes half of that, until its first group has
+    ended.
+
+    A rank takes no chunk that it would finish later than the others could if they first made all else that
+    is free. For as long as nobody claims anything they are believed to be slower by that time: so every
+    chunk is taken in the end, whatever has become of the others.
+    """
+    rate = chunks.rates()
+    whole = sum(chunk.work for chunk in chunks.chunks)
+    share = rate[rank] / sum(rate.values()) * whole
+    if rank not in chunks.paces and me.pace is None:
+        share /= 2
+
+    def has_room(chunk: Chunk) -> bool:
+        more = me.open_work + chunk.work
+        return not me.open_work or (me.open_work < share and more <= share + chunk.longest)
+
+    ordered = [number for number in free if number >= chunks.first[rank]]
+    ordered += [number for number in free if number < chunks.first[rank]]
+    ordered = [number for number in ordered if has_room(chunks.chunks[number])]
+    pace = me.pace or pace_of(rank, chunks.paces)
+    others = {other: of for other, of in rate.items() if other != rank}
+    if not chunks.paces.keys() & others.keys():
+        return ordered
+    best = max(pace_of(other, chunks.paces) for other in others)
+    width = chunks.paces[rank].width if rank in chunks.paces else 1
+    others_s = sum(chunks.chunks[number].work for number in free) / sum(others.values())
+
+    def is_for_me(chunk: Chunk) -> bool:
+        mine_s = max(chunk.longest / pace, chunk.work / (pace * width))
+        return mine_s <= others_s + chunk.longest / best + me.still_s
+
+    return [number for number in ordered if is_for_me(chunks.chunks[number])]

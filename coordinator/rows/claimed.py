@@ -1,0 +1,136 @@
+"""The slots of a share that grows: its node claims chunk after chunk while the rollout goes on."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.claims import Claims
+from coordinator.protocol.chunks import Chunk, Chunks, Standing, choose
+from rollout.slots import Meter, Slot
+from rollout.trajectory import Group
+
+FIRST_PAUSE_S = 0.02
+SLOWER = 1.3
+"""A node that leaves a chunk to others looks again later and later, by this factor."""
+
+
+class Claimed:
+    """Gives out the slots that this node claims; what it has in flight from before counts too."""
+
+    def __init__(
+        self,
+        plan: dict[str, Any],
+        claims: Claims,
+        rank: int,
+        kept: int,
+        again: Sequence[Slot],
+        slots_of: Callable[[Sequence[int]], list[Slot]],
+        meter: Meter,
+        pause_s: float,
+        on_look: Callable[[], None],
+    ) -> None:
+        """`kept`: how many slots the node has in flight; `again`: those it begins with; `slots_of` reads what
+        a slot is; `meter` says how fast this node is; `pause_s`: the longest pause between two looks, each
+        of which calls `on_look`.
+        """
+        self._chunks = Chunks.of(plan)
+        self._spare: list[int] = plan["spare"]
+        self._claims = claims
+        self._rank = rank
+        self._slots_of = slots_of
+        self._meter = meter
+        self._pause_s = pause_s
+        self._on_look = on_look
+        self._queue = deque(again)
+        self._work: dict[int, float] = {}
+        """By slot: the expected length of what is claimed here and has not ended."""
+        self._still_since_s: float | None = None
+        self._free = list(range(len(self._chunks.chunks)))
+        self._mine: set[int] = set()
+        """The chunks claimed here, which stay so when a newer epoch has removed the claims."""
+        self._lock = asyncio.Lock()
+        self.waited_s = 0.0
+        """Seconds in which this node had nothing to make, and left to others what was free."""
+        self.needed = kept + len(again)
+        self.is_open = bool(self._free)
+        self.total = sum(len(chunk.slots) for chunk in self._chunks.chunks) + len(self._spare)
+
+    @property
+    def expected(self) -> int:
+        """How many groups this node will have claimed in the end, if all are as fast as is known."""
+        rate = self._chunks.rates()
+        left = sum(len(self._chunks.chunks[number].slots) for number in self._free)
+        return self.needed + round(left * rate[self._rank] / sum(rate.values()))
+
+    @property
+    def claims(self) -> list[Path]:
+        """The files by which this node has claimed."""
+        return self._claims.made
+
+    async def take(self, wants_spare: Callable[[], bool]) -> Slot | None:
+        """Return the next slot, of a chunk that is claimed now if need be; None when all are claimed."""
+        async with self._lock:  # the others wait for the same answer
+            while not self._queue and self.is_open:
+                await self._claim()
+            if not self._queue and wants_spare():
+                await self._claim_spare()
+            return self._queue.popleft() if self._queue else None
+
+    def end(self, group: Group) -> None:
+        """Hear that a group has ended."""
+        self._work.pop(group.slot, None)
+
+    async def _claim(self) -> None:
+        """Claim a chunk, if it is this node's turn."""
+        pause_s = FIRST_PAUSE_S
+        while await self._look():
+            number = None
+            if chosen := choose(self._chunks, self._rank, self._free, self._standing()):
+                number = await asyncio.to_thread(self._claims.take, chosen)
+            if number is not None:
+                chunk = self._chunks.chunks[number]
+                self._mine.add(number)
+                self._give(chunk, await asyncio.to_thread(self._slots_of, chunk.slots))
+                self.needed += len(chunk.slots)
+                return
+            if not chosen:
+                self.waited_s += 0.0 if self._work else pause_s
+                await asyncio.sleep(pause_s)
+                pause_s = min(SLOWER * pause_s, self._pause_s)
+        self.is_open = False
+
+    async def _look(self) -> bool:
+        """List what is claimed; returns whether anything is free."""
+        taken = self._mine | await asyncio.to_thread(self._claims.taken)
+        free = [number for number in range(len(self._chunks.chunks)) if number not in taken]
+        now_s = asyncio.get_running_loop().time()
+        if self._still_since_s is None or free != self._free:
+            self._still_since_s = now_s
+        self._free = free
+        self._on_look()
+        return bool(free)
+
+    def _standing(self) -> Standing:
+        now_s = asyncio.get_running_loop().time()
+        still_s = now_s - self._still_since_s if self._still_since_s is not None else 0.0
+        return Standing(sum(self._work.values()), self._meter.pace, still_s)
+
+    def _give(self, chunk: Chunk, slots: Sequence[Slot]) -> None:
+        self._queue.extend(slots)
+        self._work |= dict.fromkeys(chunk.slots, chunk.work / len(chunk.slots))
+
+    async def _claim_spare(self) -> None:
+        """Claim one spare slot, if any is left."""
+        first = len(self._chunks.chunks)
+        while self._spare:
+            taken = self._mine | await asyncio.to_thread(self._claims.taken)
+            free = [first + k for k in range(len(self._spare)) if first + k not in taken]
+            if not free:
+                return
+            number = await asyncio.to_thread(self._claims.take, free)
+            if number is not None:
+                self._mine.add(number)
+                self._queue.extend(await asyncio.to_thread(self._slots_of, [self._spare[number - first]]))
+                return

@@ -1,0 +1,62 @@
+"""The environment `preference`: its group has two samples, the task's better and its worse answer.
+
+As in `demonstration`, nothing is generated. It needs a tokenizer, and no engine.
+"""
+
+from collections.abc import Sequence
+
+from rollout.engines.client import Sampling
+from rollout.environments.demonstration import messages_before, written
+from rollout.environments.policy import Policy
+from rollout.tasks.task_set import Task, TaskError, TaskSet
+from rollout.trajectory import Sample
+
+REWARDS = {"chosen": 1.0, "rejected": 0.0}
+"""Of the answer in each of these fields of a task."""
+
+
+async def preference(
+    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = ()
+) -> list[Sample]:
+    """Make two samples (`sampling.n` is ignored), with the rewards 1 and 0. Each is made as `demonstration`
+    makes one.
+
+    The answers are the fields `chosen` and `rejected`: texts, or lists of messages, which may begin with the
+    task's own. Raises TaskError, which names the task, if one is missing, has more than one message, or is
+    longer than `sampling.max_tokens`.
+    """
+    samples: list[Sample] = []
+    for name, reward in REWARDS.items():
+        sample = await written(task, _answer(task, name), policy, sampling.max_tokens, end_ids)
+        sample.reward = reward
+        samples.append(sample)
+    return samples
+
+
+preference.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (see Environment)
+
+
+def check_preferences(tasks: TaskSet) -> None:
+    """Raise TaskError, which names the task, if a task has no pair of answers."""
+    for task in tasks.tasks:
+        for name in REWARDS:
+            _answer(task, name)
+
+
+def _answer(task: Task, name: str) -> str:
+    """Return the answer in a field of the task."""
+    said = task.get(name)
+    if isinstance(said, list):
+        asked = messages_before(task) if "messages" in task else []
+        own = said[len(asked) :] if said[: len(asked)] == asked else said
+        if len(own) != 1 or not isinstance(own[0], dict) or own[0].get("role") != "assistant":
+            raise TaskError(
+                f"task {task['id']!r}: `{name}` must be one message of the assistant, or the task's messages "
+                f"with that behind them; it has {len(own)} messages of its own"
+            )
+        said = own[0].get("content")
+    if not isinstance(said, str) or not said:
+        raise TaskError(
+            f"task {task['id']!r} has no answer in `{name}`; a preference has two, `chosen` and `rejected`"
+        )
+    return said

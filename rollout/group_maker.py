@@ -1,0 +1,181 @@
+"""Make one group: generate its samples, then score them, whatever the user's environment or reward does."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollout.blocking import end
+from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
+from rollout.environments.environment import Environment, demonstrates
+from rollout.environments.policy import Policy
+from rollout.environments.segments import Segment, advance
+from rollout.rewards.builtin import Reward, RewardError, score
+from rollout.rewards.endpoint import EndpointError
+from rollout.rewards.teacher import Teacher
+from rollout.settings import RolloutSettings
+from rollout.slots import Slot
+from rollout.tally import Tally
+from rollout.trajectory import Group, Sample, unfit
+
+T = TypeVar("T")
+
+
+class UnfitSample(ValueError):
+    """A sample of an environment can be neither trained nor stored; the message says why."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the groups of some slots are made."""
+
+    environment: Environment
+    reward: Reward
+    sampling: Sampling
+
+
+@dataclass
+class GroupMaker:
+    """Makes the group of a slot, also if the user's environment or reward fails."""
+
+    client: EngineClient
+    environment: Environment
+    reward: Reward
+    sampling: Sampling
+    settings: RolloutSettings
+    tally: Tally
+    segment: Segment | None
+    teacher: Teacher | None = None
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether a group waits for nothing once it is generated."""
+        return self.reward.is_instant and self.teacher is None
+
+    async def make(self, slot: Slot, generated: Callable[[], None]) -> Group:
+        """Return the slot's group, or its tombstone; EngineError if the engine fails.
+
+        `generated` is called when the engine has nothing more to do for the group. Then the group is scored.
+        Each of the two may take `group_timeout_s`.
+        """
+        made = await self._attempt(self._generate(slot))
+        generated()
+        if isinstance(made, list):
+            scoring = self._score(slot, made)
+            made = await (_outcome(scoring) if self.is_instant else self._attempt(scoring))
+        if isinstance(made, Group):
+            return made
+        reason = _first_cause(made)
+        if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
+            raise reason from None
+        if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
+            what = "a reward ends the run (rollout.on_reward_error=run)"
+            self.tally.note("samples", what, reason, reason.__cause__)
+            raise reason from None
+        what = f"slot {slot.number}, task {slot.task_id!r} is given up"
+        self.tally.note("groups", what, reason, None if isinstance(reason, EngineError) else reason)
+        return slot.tombstone(f"{type(reason).__name__}: {reason}")
+
+    async def _attempt(self, work: Coroutine[Any, Any, T]) -> T | BaseException:
+        """Return what comes of user code, as `_outcome`; a TimeoutError after `group_timeout_s`."""
+        timeout_s = self.settings.group_timeout_s
+        attempt = asyncio.create_task(_outcome(work))
+        try:
+            is_late = not (await asyncio.wait({attempt}, timeout=timeout_s))[0]
+        finally:
+            if not attempt.done():
+                await end({attempt}, "groups")
+        made = attempt.result() if attempt.done() and not attempt.cancelled() else asyncio.CancelledError()
+        is_failed = isinstance(made, BaseException)
+        if is_late and is_failed and not isinstance(_first_cause(made), EngineError | RewardError):
+            return TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
+        return made
+
+    async def _generate(self, slot: Slot) -> list[Sample]:
+        policy = Policy(self.client, self.sampling, slot.seed)
+        if self.segment is not None:
+            made = await advance(slot.task, policy, self.sampling, slot.begun, self.segment)
+        else:
+            made = await self.environment(slot.task, policy, self.sampling)
+        if not isinstance(made, list) or not made or not all(isinstance(one, Sample) for one in made):
+            raise ValueError(
+                f"the environment must return a non-empty list of Sample, got {type(made).__name__}"
+            )
+        return made
+
+    async def _score(self, slot: Slot, made: list[Sample]) -> Group:
+        """Return the group of the samples that are fit and that have got a reward."""
+        for sample in made:
+            sample.finish_reason = finish_reason(sample.finish_reason)
+        demonstrated = demonstrates(self.environment)
+        may_go_on = self.segment is not None
+        faults = [unfit(sample, demonstrated=demonstrated, unfinished=may_go_on) for sample in made]
+        samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
+        slot.leave_prompt_out(samples, self.sampling.stop)
+        group = Group(slot.number, slot.task_id, slot.prompt, samples)
+        failures: list[Exception] = [UnfitSample(fault) for fault in faults if fault is not None]
+        if not group.is_unfinished:
+            failures += await self._rewarded(slot, [one for one in samples if one.reward is None])
+            failures += await self._taught(slot, [one for one in samples if one.reward is not None])
+        for error in failures:
+            if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
+                raise error
+            self.tally.note("samples", f"slot {slot.number} loses a sample", error, error.__cause__)
+        group.failed = [*(slot.begun.failed if slot.begun else ()), *map(str, failures)]
+        if not group.is_unfinished:
+            group.samples = [sample for sample in samples if sample.reward is not None]
+            group.given_up = None if group.samples else f"no sample is left: {group.failed[0]}"
+        return group
+
+    async def _rewarded(self, slot: Slot, samples: list[Sample]) -> list[RewardError]:
+        """Score the samples, all at once where that takes time. Returns why some have got no reward."""
+        end = self.sampling.reasoning_end
+        scoring = [_outcome(score(self.reward, slot.task, sample, self.settings, end)) for sample in samples]
+        if self.reward.is_instant:
+            outcomes = [await one for one in scoring]  # a task for each would cost more than the rewards
+        else:
+            outcomes = await asyncio.gather(*scoring)
+        failures: list[RewardError] = []
+        for outcome in outcomes:
+            if isinstance(outcome, RewardError):
+                failures.append(outcome)
+            elif outcome is not None:
+                raise outcome
+        return failures
+
+    async def _taught(self, slot: Slot, samples: list[Sample]) -> list[RewardError]:
+        """Ask the teacher for its logprobs of the samples, if there is one. Returns why some have got none:
+        these lose their rewards, and so their places in the group.
+        """
+        if self.teacher is None:
+            return []
+        outcomes = await asyncio.gather(*(_outcome(self.teacher.logprobs(one)) for one in samples))
+        failures: list[RewardError] = []
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            if isinstance(outcome, EndpointError):
+                sample.reward = None
+                failures.append(RewardError(f"teacher, task {slot.task['id']!r}: {outcome}"))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                sample.teacher_logprobs = outcome
+        return failures
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> T | BaseException:
+    """Return what user code returns, or what it has raised: anything, also the CancelledError of tasks of
+    its own.
+    """
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
+        return error
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the first error in the exception groups of asyncio.TaskGroup; an engine's failure comes before
+    all others.
+    """
+    if isinstance(error, ExceptionGroup):
+        return _first_cause((error.subgroup(EngineError) or error).exceptions[0])
+    return error

@@ -1,0 +1,130 @@
+"""Slots, each of which becomes a group, and where a collector takes them from."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.environments.policy import turns_of
+from rollout.tasks.task_set import Task
+from rollout.trajectory import Group, Sample, Turn, group_length
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One group to make: the slot's number in the iteration, its task, its group seed, and the group as the
+    iteration before has left it, if that has begun it.
+    """
+
+    number: int
+    task: Task
+    seed: int
+    begun: Group | None = None
+    kind: str = ""
+    """Of the `Recipe` that makes it; empty: the collector's own."""
+
+    @property
+    def task_id(self) -> str:
+        """The task's id as groups have it, after its kind if it has one: `gsm8k/12`."""
+        return f"{self.kind}/{self.task['id']}" if self.kind else self.task["id"]
+
+    def tombstone(self, reason: str) -> Group:
+        """Return the group that says why the slot is given up for good."""
+        return Group(self.number, self.task_id, self.prompt, [], given_up=reason)
+
+    @property
+    def prompt(self) -> str:
+        """For people: the task's prompt, or its messages, with their roles if there are several."""
+        first, *more = self._opening
+        if not more:
+            return first.text
+        return "\n\n".join(f"{turn.role}: {turn.text}" for turn in self._opening)
+
+    @property
+    def _opening(self) -> list[Turn]:
+        return turns_of(self.task["prompt"] if "prompt" in self.task else self.task["messages"])
+
+    def leave_prompt_out(self, samples: Iterable[Sample], stop: Sequence[str]) -> None:
+        """Leave in the samples' turns what they say beyond the prompt; nothing if that is the sample's text
+        alone, which ends before the string of `stop` that ended it.
+        """
+        opening = self._opening
+        for sample in samples:
+            if sample.turns[: len(opening)] == opening:
+                sample.turns = sample.turns[len(opening) :]
+            texts = [sample.text, *(sample.text + end for end in stop)]
+            if len(sample.turns) == 1 and sample.turns[0].text in texts:
+                sample.turns = []
+
+
+@dataclass
+class Meter:
+    """How fast a collector makes groups. A group's length is that of its longest sample, in tokens."""
+
+    width: int
+    """How many groups it may have in flight at once."""
+    tokens: int = 0
+    """Lengths of the groups that were made, added up."""
+    busy_s: float = 0.0
+    """Their seconds in flight, added up."""
+
+    def add(self, group: Group, seconds: float) -> None:
+        """Take in a group that was in flight for so long."""
+        if group.given_up is None:
+            self.tokens += group_length(group)
+            self.busy_s += seconds
+
+    @property
+    def pace(self) -> float | None:
+        """Tokens a second of one group; None while nothing is known."""
+        return self.tokens / self.busy_s if self.tokens and self.busy_s > 0 else None
+
+
+class Source(Protocol):
+    """Gives out slots, one after the other, and hears which groups have ended."""
+
+    @property
+    def total(self) -> int:
+        """How many slots it has at most."""
+        ...
+
+    @property
+    def needed(self) -> int:
+        """How many groups are to be made of the slots that it has given out, and of those it still has."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `needed` may still grow."""
+        ...
+
+    async def take(self, wants_spare: Callable[[], bool]) -> Slot | None:
+        """Return the next slot, a spare one only if `wants_spare`; None when there is none left for ever."""
+        ...
+
+    def end(self, group: Group) -> None:
+        """Hear that a group has ended, also one that is given up."""
+        ...
+
+
+class Listed:
+    """Slots that are all known from the beginning: the first `needed` ones are needed, the others spare."""
+
+    is_open = False
+
+    def __init__(self, slots: Sequence[Slot], needed: int | None = None, kept: int = 0) -> None:
+        """`needed`: default all; `kept`: how many the collector has in flight, which are needed too."""
+        self.total = len(slots)
+        self._needed = len(slots) if needed is None else needed
+        self.needed = self._needed + kept
+        self._slots = slots
+        self._given = 0
+
+    async def take(self, wants_spare: Callable[[], bool]) -> Slot | None:
+        """Return the next slot; None when there is none left."""
+        if self._given >= self.total or (self._given >= self._needed and not wants_spare()):
+            return None
+        self._given += 1
+        return self._slots[self._given - 1]
+
+    def end(self, group: Group) -> None:
+        """Need not hear it."""

@@ -1,0 +1,273 @@
+"""Read the rows of tasks, one after the other: of JSON lines, CSV, Parquet and Arrow files, and of data
+sets of Hugging Face. No file is held in memory.
+"""
+
+import csv
+import glob
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollout.processes.reward import missing
+from rollout.storage import files
+
+log = logging.getLogger(__name__)
+
+HUB = "hf:"
+"""A source that begins so is a data set that the library `datasets` loads: hf:NAME:CONFIG:SPLIT."""
+_BATCH = 1000
+_LONGEST_CELL = 2**31 - 1
+_OUTSIDE_BRACKETS = r":(?![^\[]*\])"
+
+
+class Row(NamedTuple):
+    """One row of a source, not checked yet."""
+
+    file: str
+    number: int
+    """Of the line in a file of JSON lines, else of the row. Counted from 1; a CSV's header is not counted."""
+    fields: Any
+    """By column; an object only if the file is right."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return place(self.file, self.number)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether all its values are texts."""
+        return _kind(self.file) == ".csv"
+
+
+class RowError(ValueError):
+    """A source cannot be read; the message is the place and the reason."""
+
+
+def place(file: str, number: int) -> str:
+    """Return where a row is: `FILE:LINE`, or `FILE, row N`."""
+    return f"{file}, row {number}" if _kind(file) else f"{file}:{number}"
+
+
+def is_there(source: str) -> bool:
+    """Return whether `source` is a file or a directory, or a pattern that fits a file."""
+    return files.exists(Path(source)) or ("*" in source and bool(glob.glob(source, recursive=True)))
+
+
+def rows(source: str, *, default_split: str = "train") -> Iterator[Row]:
+    """Yield the rows of a file, of all files of a directory or of a pattern with `*` in the order of their
+    names, or of a data set. Raises RowError.
+    """
+    if source.startswith(HUB):
+        yield from _of_hub(source, default_split)
+        return
+    for file in _files(source):
+        try:
+            yield from _READERS.get(_kind(file), _json_lines)(file)
+        except FileNotFoundError:
+            by_name = "" if Path(file).suffix else f" (a data set of Hugging Face: {HUB}NAME)"
+            raise RowError(
+                f"{file}: no such file{by_name}; give a file of JSON lines, CSV, Parquet or Arrow, "
+                "builtin:arithmetic or reasoning_gym:NAME"
+            ) from None
+        except OSError as error:
+            raise RowError(f"{file}: {error}") from error
+
+
+def _kind(file: str) -> str:
+    """Return the suffix of a file that has rows; empty for JSON lines, which have any other name."""
+    if file.startswith(HUB):
+        return HUB
+    suffix = Path(file).suffix.lower()
+    return suffix if suffix in _READERS else ""
+
+
+def _files(source: str) -> list[str]:
+    if files.exists(Path(source)) and files.is_directory(Path(source)):
+        names = [name for name in files.file_names(Path(source)) if not name.startswith((".", "_"))]
+        found = [
+            str(Path(source) / name) for name in names if Path(name).suffix.lower() in (".jsonl", *_READERS)
+        ]
+        if not found:
+            raise RowError(f"{source}: holds no .jsonl, {', '.join(_READERS)} file; give a file or a pattern")
+    elif "*" in source and not files.exists(Path(source)):
+        found = sorted(glob.glob(source, recursive=True))
+        if not found:
+            raise RowError(f"{source}: no file fits this pattern")
+    else:
+        return [source]
+    kinds = sorted({Path(file).suffix.lower() for file in found})
+    if len(kinds) > 1:
+        raise RowError(f"{source}: has {' and '.join(kinds)} files; give a pattern, e.g. '*{kinds[0]}'")
+    return found
+
+
+# ---- text
+
+
+def _lines(file: str) -> Iterator[bytes]:
+    """Yield the lines of a file, without the line feed."""
+    rest = b""
+    for piece in files.pieces(Path(file)):
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    yield rest
+
+
+def _json_lines(file: str) -> Iterator[Row]:
+    for number, line in enumerate(_lines(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield Row(file, number, json.loads(line.decode("utf-8"), parse_constant=_no_constant))
+        except UnicodeDecodeError as error:
+            raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}") from error
+        except json.JSONDecodeError as error:
+            raise RowError(f"{file}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+        except RecursionError as error:
+            raise RowError(f"{file}:{number}: not usable JSON: nested too deeply") from error
+        except ValueError as error:
+            raise RowError(f"{file}:{number}: {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"not JSON: {name} is no JSON number")
+
+
+def _csv(file: str) -> Iterator[Row]:
+    csv.field_size_limit(_LONGEST_CELL)
+    lines = _lines(file)
+    first = next(lines).removeprefix(b"\xef\xbb\xbf")  # spreadsheets begin a file so
+    number = 0
+    try:
+        texts = (line.decode("utf-8") + "\n" for line in itertools.chain([first], lines))
+        table = csv.reader(texts, strict=True)
+        header = next(table, [])
+        if len(set(header)) < len(header):
+            twice = next(name for name in header if header.count(name) > 1)
+            raise RowError(f"{file}: the header has the column {twice!r} twice; rename one of them")
+        for cells in table:
+            if not cells:
+                continue
+            number += 1
+            if len(cells) != len(header):
+                raise RowError(
+                    f"{file}, row {number}: has {len(cells)} cells, but the header has {len(header)}; put "
+                    "quotes around a text with commas"
+                )
+            yield Row(file, number, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+    except UnicodeDecodeError as error:
+        raise RowError(f"{file}, row {number + 1}: not UTF-8; save the file as UTF-8") from error
+    except csv.Error as error:
+        raise RowError(f"{file}, row {number + 1}: not CSV: {error}") from error
+
+
+# ---- Arrow
+
+
+def _parquet(file: str) -> Iterator[Row]:
+    _need("pyarrow", file)
+    import pyarrow.parquet as parquet
+
+    def batches() -> Iterator[Any]:
+        with parquet.ParquetFile(file) as opened:
+            yield from opened.iter_batches(batch_size=_BATCH)
+
+    return _of_batches(file, batches)
+
+
+def _arrow(file: str) -> Iterator[Row]:
+    _need("pyarrow", file)
+    import pyarrow
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(file) as opened:
+            try:
+                reader = pyarrow.ipc.open_file(opened)
+                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+            except pyarrow.ArrowInvalid:  # the other form, which `datasets` writes
+                opened.seek(0)
+                yield from pyarrow.ipc.open_stream(opened)
+
+    return _of_batches(file, batches)
+
+
+def _of_hub(source: str, default_split: str) -> Iterator[Row]:
+    _need("datasets", source)
+    import datasets
+
+    name, *more = re.split(_OUTSIDE_BRACKETS, source.removeprefix(HUB))
+    if not name or len(more) > 2:
+        raise RowError(f"{source}: write {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT")
+    config, split = ([None, default_split], [None, *more], more)[len(more)]
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # of the library, of the network, of the files: all are the user's to repair
+        said = " ".join(str(error).split())
+        raise RowError(f"{source}: datasets cannot load it: {type(error).__name__}: {said:.400}") from error
+    tables: Any = loaded.with_format("arrow")
+
+    def batches() -> Iterator[Any]:
+        for table in tables.iter(batch_size=_BATCH):
+            yield from table.to_batches()
+
+    return (yield from _of_batches(source, batches))
+
+
+def _of_batches(file: str, batches: Callable[[], Iterable[Any]]) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches():
+            if not number:
+                _say_left_out(file, batch.schema)
+            kept = [field.name for field in batch.schema if _is_json(field.type)]
+            for begin in range(0, batch.num_rows, _BATCH):
+                for values in batch.select(kept).slice(begin, _BATCH).to_pylist():
+                    number += 1
+                    yield Row(file, number, _without_nulls(values))
+    except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
+        raise RowError(
+            f"{file}: damaged, or not of this kind: {' '.join(str(error).split()):.300}"
+        ) from error
+
+
+def _say_left_out(file: str, schema: Any) -> None:
+    """Say which columns are no part of the tasks."""
+    if left := [f"{field.name} ({field.type})" for field in schema if not _is_json(field.type)]:
+        log.warning("%s: JSON has no such values, so these columns are left out: %s", file, ", ".join(left))
+
+
+def _need(library: str, source: str) -> None:
+    if reason := missing(library, "data"):
+        raise RowError(f"{source}: {reason}")
+
+
+def _is_json(kind: Any) -> bool:
+    """Return whether JSON has values of an Arrow type. It has no dates, decimals, images or sounds."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_is_json(kind.field(index).type) for index in range(kind.num_fields))
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view)
+    if types.is_dictionary(kind) or any(test(kind) for test in lists):
+        return _is_json(kind.value_type)
+    simple = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
+    texts = (types.is_string, types.is_large_string, types.is_string_view)
+    return any(test(kind) for test in (*simple, *texts))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out what a row of a table does not have, as a JSON line does; NaN is pandas' word for it."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(of) for name, of in value.items() if of is not None and of == of}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+_READERS: dict[str, Callable[[str], Iterator[Row]]] = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}

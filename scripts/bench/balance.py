@@ -1,0 +1,241 @@
+"""Show how long three unequal nodes take for a rollout whose groups they claim, against the ideal.
+
+    python scripts/bench/balance.py [--seeds 20] [--groups 512] [--speeds 4,2,1] [--at-once 4] [--dir DIR]
+
+The engines are simulated: each node generates `--at-once` groups at the same time, each at the node's speed.
+Lengths are lognormal (sigma 1) and belong to the tasks; an iteration has all tasks. What decides is the
+product's: the chunks, who claims which, and the claims themselves, as files in a directory (--dir: on another
+filesystem). In the first iteration neither lengths nor speeds are known, from the second on both are. The
+ideal: all nodes busy to the end, or the longest group on the fastest node. A rate that halves does so at half
+of the ideal time; then the ideal is that of the new rates.
+
+Prints for each way the median and the worst ratio to the ideal, the most claims of a rollout, and the mean
+operations on the directory of a claim, with those of nodes that leave chunks to others.
+"""
+
+import argparse
+import heapq
+import random
+import statistics
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from coordinator.directory.claims import Claims
+from coordinator.directory.layout import RunDir
+from coordinator.protocol.chunks import Chunks, Pace, Standing, choose, cut
+from coordinator.protocol.shares import split_slots
+from rollout.storage import files
+
+LOOK_S = 0.02
+"""How often a simulated node that leaves a chunk to others looks again, as a fraction of the ideal."""
+
+
+@dataclass
+class SimulatedNode:
+    """A node with its engine."""
+
+    rank: int
+    speed: float
+    queue: deque[int] = field(default_factory=deque[int])
+    in_flight: int = 0
+    open_work: float = 0.0
+    tokens: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def pace(self) -> float | None:
+        return self.tokens / self.busy_s if self.busy_s else None
+
+
+@dataclass
+class Rollout:
+    """One rollout, event by event."""
+
+    lengths: Sequence[float]
+    speeds: Sequence[float]
+    at_once: int
+    ideal_s: float
+    halves: int | None = None
+    """The rank whose speed halves at half of the ideal time."""
+    claimed: int = 0
+
+    def __post_init__(self) -> None:
+        self.nodes = [SimulatedNode(rank, speed) for rank, speed in enumerate(self.speeds)]
+        self._numbers = count()
+        self._events: list[tuple[float, int, int, int | None, float]] = []
+        self._still_since_s = 0.0
+
+    def by_shares(self, weights: Mapping[int, float]) -> float:
+        """Return the seconds of a split that is fixed beforehand."""
+        for rank, slots in split_slots(range(len(self.lengths)), weights).items():
+            self.nodes[rank].queue.extend(slots)
+        return self._run(None, {})
+
+    def by_claims(self, chunks: Chunks, claims: Mapping[int, Claims], expected: Mapping[int, float]) -> float:
+        """Return the seconds of a rollout whose groups are claimed."""
+        self._expected = expected
+        return self._run(chunks, claims)
+
+    def paces(self) -> dict[int, Pace]:
+        """Return what the nodes have measured."""
+        return {
+            n.rank: Pace(round(1000 * n.tokens), 1000 * n.busy_s, self.at_once)
+            for n in self.nodes
+            if n.busy_s
+        }
+
+    def _run(self, chunks: Chunks | None, claims: Mapping[int, Claims]) -> float:
+        for node in self.nodes:
+            self._at(0.0, node.rank, None)
+        if self.halves is not None:
+            self._at(self.ideal_s / 2, self.halves, -1)
+        end_s = 0.0
+        while self._events:
+            now_s, _, rank, slot, begun_s = heapq.heappop(self._events)
+            node = self.nodes[rank]
+            if slot == -1:
+                self._halve(node, now_s)
+                continue
+            if slot is not None:
+                node.in_flight -= 1
+                node.tokens += self.lengths[slot]
+                node.busy_s += now_s - begun_s
+                node.open_work -= self._expected[slot] if chunks else 0.0
+                end_s = now_s
+            while node.in_flight < self.at_once:
+                if (
+                    not node.queue
+                    and chunks is not None
+                    and not self._claim(node, now_s, chunks, claims[rank])
+                ):
+                    break
+                if not node.queue:
+                    break
+                begun = node.queue.popleft()
+                node.in_flight += 1
+                self._at(now_s + self.lengths[begun] / node.speed, rank, begun, now_s)
+        return end_s
+
+    def _claim(self, node: SimulatedNode, now_s: float, chunks: Chunks, claims: Claims) -> bool:
+        taken = claims.taken()
+        free = [number for number in range(len(chunks.chunks)) if number not in taken]
+        me = Standing(node.open_work, node.pace, now_s - self._still_since_s)
+        number = claims.take(wanted) if (wanted := choose(chunks, node.rank, free, me)) else None
+        if number is None:
+            if free:
+                self._at(now_s + LOOK_S * self.ideal_s, node.rank, None)
+            return False
+        self.claimed += 1
+        self._still_since_s = now_s
+        node.queue.extend(chunks.chunks[number].slots)
+        node.open_work += sum(self._expected[slot] for slot in chunks.chunks[number].slots)
+        return True
+
+    def _at(self, when_s: float, rank: int, slot: int | None, begun_s: float = 0.0) -> None:
+        heapq.heappush(self._events, (when_s, next(self._numbers), rank, slot, begun_s))
+
+    def _halve(self, node: SimulatedNode, now_s: float) -> None:
+        """Let all that the node has in flight take twice as long from now on."""
+        node.speed /= 2
+        self._events = [
+            (now_s + 2 * (when_s - now_s), number, rank, slot, begun_s)
+            if rank == node.rank and slot is not None
+            else (when_s, number, rank, slot, begun_s)
+            for when_s, number, rank, slot, begun_s in self._events
+        ]
+        heapq.heapify(self._events)
+
+
+def ideal_s(
+    lengths: Sequence[float], speeds: Sequence[float], at_once: int, halves: int | None = None
+) -> float:
+    """Return the least time: all busy to the end, or the longest group on the fastest node."""
+    work, rate = sum(lengths), sum(speeds) * at_once
+    seconds = work / rate
+    if halves is not None:
+        before_s = max(seconds, max(lengths) / max(speeds)) / 2
+        slower = rate - speeds[halves] * at_once / 2
+        seconds = before_s + max(0.0, work - rate * before_s) / slower
+    return max(seconds, max(lengths) / max(speeds))
+
+
+def claim(run_dir: RunDir, number: int, rollout: Rollout, known: bool, paces: Mapping[int, Pace]) -> float:
+    """Return the seconds of a rollout by claims; `known`: the lengths are."""
+    slots = range(len(rollout.lengths))
+    lengths = dict(enumerate(rollout.lengths)) if known else {}
+    ranks = range(len(rollout.speeds))
+    claims = {rank: Claims(run_dir, 1, number, 2, rank) for rank in ranks}
+    return rollout.by_claims(cut(slots, lengths, ranks, paces), claims, lengths or dict.fromkeys(slots, 1.0))
+
+
+@dataclass
+class Found:
+    """What one way of splitting has come to, of all seeds."""
+
+    ratios: list[float] = field(default_factory=list[float])
+    claims: list[int] = field(default_factory=list[int])
+    operations: list[float] = field(default_factory=list[float])
+
+
+def measure(
+    lengths: Sequence[float], speeds: Sequence[float], at_once: int, run_dir: RunDir
+) -> dict[str, Found]:
+    """Return what each way comes to, for the lengths of one seed."""
+    found: dict[str, Found] = {}
+    best_s = ideal_s(lengths, speeds, at_once)
+    paces: dict[int, Pace] = {}
+    ways: list[tuple[str, bool, int | None]] = [
+        ("claims, first iteration", False, None),
+        ("claims, second iteration", True, None),
+        ("claims, new tasks, known rates", False, None),
+        *((f"claims, the rate of {speed:g} halves", True, rank) for rank, speed in enumerate(speeds)),
+    ]
+    for number, (name, known, halves) in enumerate(ways, 1):
+        rollout = Rollout(lengths, speeds, at_once, best_s, halves)
+        files.operations.clear()
+        ratio = claim(run_dir, number, rollout, known, paces) / ideal_s(lengths, speeds, at_once, halves)
+        found[name] = Found([ratio], [rollout.claimed], [sum(files.operations.values()) / rollout.claimed])
+        paces = paces or rollout.paces()
+    for name, weights in (("equal weights", [1.0] * len(speeds)), ("right static weights", speeds)):
+        fixed = Rollout(lengths, speeds, at_once, best_s)
+        found[name] = Found([fixed.by_shares(dict(enumerate(weights))) / best_s])
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--groups", type=int, default=512)
+    parser.add_argument("--speeds", default="4,2,1")
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--dir", type=Path)
+    options = parser.parse_args()
+    speeds = [float(speed) for speed in options.speeds.split(",")]
+    table: dict[str, Found] = {}
+    for seed in range(options.seeds):
+        draw = random.Random(seed)
+        lengths = [draw.lognormvariate(0.0, 1.0) for _ in range(options.groups)]
+        with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+            run_dir = RunDir(Path(directory))
+            files.make_directory(run_dir.claims)
+            for name, found in measure(lengths, speeds, options.at_once, run_dir).items():
+                row = table.setdefault(name, Found())
+                row.ratios += found.ratios
+                row.claims += found.claims
+                row.operations += found.operations
+    print(f"{'':34} median  worst  claims  operations a claim")
+    for name, row in table.items():
+        figures = f"{statistics.median(row.ratios):6.3f} {max(row.ratios):6.3f}"
+        claimed = f"  {max(row.claims):6}  {statistics.mean(row.operations):6.2f}" if row.claims else ""
+        print(f"{name:34} {figures}{claimed}")
+
+
+if __name__ == "__main__":
+    main()

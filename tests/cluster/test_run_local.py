@@ -1,0 +1,72 @@
+"""`run local`: all nodes with one command. Their engines and trainers are forks of one process."""
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coordinator.machine.gpus import count_gpus
+from rollout.storage.files import checksums
+from tests.cluster.cluster import FAST, Cluster, token_ids
+from tests.cluster.conftest import SEPARATE
+
+LOCAL = ("local",)
+FORKS = "trainer.job.forks"
+needs_forks = pytest.mark.skipif(
+    sys.platform != "linux" or count_gpus() > 0, reason="nothing is forked where there are GPUs"
+)
+
+
+def forks_of(parent: int) -> list[psutil.Process]:
+    """The shared process below `run local`, its forks, and theirs."""
+    found = psutil.Process(parent).children(recursive=True)
+    return [process for process in found if FORKS in " ".join(process.cmdline())]
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_run_local_trains_what_separate_nodes_train(tmp_path: Path, cache: Path, layout: str) -> None:
+    arguments = (*FAST, "--num-nodes", "2", "--iterations", "2", f"trainer.layout={layout}")
+    found = []
+    for name in ("local", "separate"):
+        (tmp_path / name).mkdir()
+        cluster = Cluster(tmp_path / name / "run", cache, tmp_path / name, separate=layout == "replicated")
+        try:
+            if name == "local":
+                cluster.start(0, *arguments, role=LOCAL)
+                assert cluster.wait() == [0], cluster.everything_said()
+            else:
+                assert cluster.run(2, *arguments) == [0, 0], cluster.everything_said()
+            weights = checksums(cluster.run_dir.checkpoint(2))["model.safetensors"]
+            found.append((weights, {n: token_ids(cluster.groups(n)) for n in (1, 2)}))
+        finally:
+            cluster.close()
+    assert found[0] == found[1]
+
+
+@needs_forks
+@SEPARATE
+def test_engines_and_trainers_are_forks_of_one_process(cluster: Cluster) -> None:
+    parent = cluster.start(
+        0, *FAST, "--num-nodes", "2", "--iterations", "50", "trainer.processes_per_node=2", role=LOCAL
+    )
+    cluster.until(lambda: cluster.run_dir.checkpoint(1).is_dir(), "the first checkpoint", 120)
+    # The server; of each node an engine, an agent and two ranks.
+    assert len(forks_of(parent.pid)) == 1 + 2 * 4
+    parent.kill()
+    parent.wait()
+    cluster.until(lambda: not cluster.left_behind(), "the end of all processes", 10)
+
+
+@needs_forks
+@SEPARATE
+def test_a_run_goes_on_without_the_shared_process(cluster: Cluster) -> None:
+    parent = cluster.start(0, *FAST, "--num-nodes", "2", "--iterations", "3", role=LOCAL)
+    cluster.until(lambda: cluster.run_dir.checkpoint(1).is_dir(), "the first checkpoint", 120)
+    (server,) = (p for p in psutil.Process(parent.pid).children() if FORKS in " ".join(p.cmdline()))
+    server.kill()
+    assert cluster.wait() == [0], cluster.everything_said()
+    assert [line["iteration"] for line in cluster.metrics()] == [1, 2, 3]
+    for number in (1, 2, 3):
+        assert json.loads(cluster.run_dir.checkpoint(number).joinpath("result.json").read_text())["steps"] > 0

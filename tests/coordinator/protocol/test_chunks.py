@@ -1,0 +1,125 @@
+"""Chunks: every slot once, the longest first and with the fastest; and which one a rank may claim when."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.protocol.chunks import Chunks, Pace, Standing, carried, choose, cut, paces_of
+
+FAST, SLOW = Pace(400, 100.0, 4), Pace(100, 100.0, 4)
+IDLE = Standing(open_work=0.0, pace=None, still_s=0.0)
+paces = st.builds(Pace, st.integers(1, 10_000), st.floats(0.1, 1e4), st.integers(1, 512))
+
+
+@given(
+    slots=st.sets(st.integers(0, 999), max_size=300),
+    ranks=st.sets(st.integers(0, 40), min_size=1, max_size=12),
+    data=st.data(),
+)
+def test_every_slot_is_in_one_chunk(slots: set[int], ranks: set[int], data: st.DataObject) -> None:
+    known = data.draw(st.dictionaries(st.sampled_from(sorted(ranks)), paces))
+    some = st.dictionaries(st.sampled_from(sorted(slots)), st.floats(1, 1e5)) if slots else st.just({})
+    lengths = data.draw(some)
+    made = cut(sorted(slots), lengths, sorted(ranks), known)
+    chunked = [slot for chunk in made.chunks for slot in chunk.slots]
+    assert sorted(chunked) == sorted(slots) and all(chunk.slots for chunk in made.chunks)
+    assert made.first.keys() == ranks and Chunks.of(made.as_json()) == made
+    if lengths:
+        usual = sum(lengths.values()) / len(lengths)
+        expected = [lengths.get(slot, usual) for slot in chunked]
+        assert expected == sorted(expected, reverse=True)
+
+
+def test_the_fastest_rank_begins_with_the_longest_groups_and_has_most_of_the_list() -> None:
+    made = cut(range(100), {slot: 1.0 + slot for slot in range(100)}, [0, 1], {0: SLOW, 1: FAST})
+    assert made.first[1] == 0 and made.chunks[0].longest == 100.0
+    of_fast = sum(chunk.work for chunk in made.chunks[: made.first[0]])
+    assert 0.75 < of_fast / sum(chunk.work for chunk in made.chunks) < 0.85
+
+
+def test_chunks_of_a_place_become_smaller_down_to_single_groups() -> None:
+    sizes = [len(chunk.slots) for chunk in cut(range(90), {}, [0], {}).chunks]
+    assert sizes[0] == 30 and sizes == sorted(sizes, reverse=True) and sizes[-1] == 1
+
+
+def test_three_nodes_claim_512_groups_in_at_most_60_chunks() -> None:
+    assert len(cut(range(512), {}, range(3), {0: FAST, 1: SLOW, 2: SLOW}).chunks) <= 60
+
+
+def test_a_place_that_a_rank_can_have_in_flight_at_once_is_one_chunk() -> None:
+    made = cut(range(8), {}, [0, 1], {0: SLOW, 1: SLOW})
+    assert [len(chunk.slots) for chunk in made.chunks] == [4, 4]
+
+
+def test_a_rank_takes_its_own_place_first() -> None:
+    made = cut(range(30), {}, [0, 1, 2], {})
+    numbers = range(len(made.chunks))
+    for rank, first in made.first.items():
+        assert choose(made, rank, numbers, IDLE)[0] == first
+    last = max(made.first, key=lambda rank: made.first[rank])
+    own = range(made.first[last], len(made.chunks))
+    assert choose(made, last, [number for number in numbers if number not in own], IDLE)[0] == 0
+
+
+def test_a_slow_rank_leaves_the_last_long_group_to_a_fast_one() -> None:
+    made = cut([0, 1], {0: 1000.0, 1: 10.0}, [0, 1], {0: FAST, 1: SLOW})
+    assert choose(made, 1, [0], IDLE) == []
+    assert choose(made, 0, [0], IDLE) == [0]
+
+
+@pytest.mark.parametrize("too_slow", [2.0, 10.0, 100.0])
+def test_a_rank_that_was_measured_in_a_bad_moment_gets_groups_again(too_slow: float) -> None:
+    paces = {0: Pace(100, 10.0, 64), 1: Pace(100, 10.0 * too_slow, 64)}
+    shares: list[int] = []
+    for _ in range(14):
+        chunks = cut(range(64), {}, [0, 1], paces)
+        mine = sum(len(chunk.slots) for chunk in chunks.chunks[chunks.first[1] :])
+        shares.append(mine)
+        paces = carried(paces, {rank: Pace(100, 10.0, 64) for rank in ((0, 1) if mine else (0,))})
+    assert shares[0] < 32 and shares[-1] == 32
+
+
+def test_a_rank_without_work_is_never_taken_for_faster_than_all_that_have_worked() -> None:
+    paces = {0: Pace(100, 10.0, 64), 1: Pace(0, 0.0, 8), 2: Pace(10, 20.0, 8)}
+    for _ in range(30):
+        paces = carried(paces_of({str(rank): pace for rank, pace in paces.items()}), {0: Pace(100, 10.0, 64)})
+    assert paces[2].per_group == pytest.approx(paces[0].per_group) and 1 not in paces
+    assert carried(paces, {}) == paces
+
+
+def test_what_nobody_claims_is_claimed_in_the_end() -> None:
+    """The fast rank may be gone, or have become slow."""
+    made = cut([0, 1], {0: 1000.0, 1: 10.0}, [0, 1], {0: FAST, 1: SLOW})
+    waited = [
+        still_s for still_s in range(0, 2000, 10) if choose(made, 1, [0], IDLE._replace(still_s=still_s))
+    ]
+    assert waited and waited[0] < 1000
+
+
+def test_a_rank_that_has_become_slow_leaves_to_others_what_was_for_it() -> None:
+    made = cut([0, 1], {0: 1000.0, 1: 10.0}, [0, 1], {0: FAST, 1: SLOW})
+    assert choose(made, 0, [0], Standing(0.0, pace=0.1, still_s=0.0)) == []
+
+
+def test_a_rank_holds_no_more_than_its_share_of_all() -> None:
+    made = cut(range(100), {}, [0, 1], {0: FAST, 1: SLOW})
+    free = range(len(made.chunks))
+    assert choose(made, 1, free, IDLE._replace(open_work=19.0))
+    assert choose(made, 1, free, IDLE._replace(open_work=20.0)) == []
+
+
+def test_a_rank_that_is_early_takes_nobody_elses_whole_place() -> None:
+    paces = dict.fromkeys(range(3), Pace(400, 100.0, 64))
+    made = cut(range(60), {}, [0, 1, 2], paces)
+    assert [len(chunk.slots) for chunk in made.chunks] == [20, 20, 20]
+    assert choose(made, 0, [0, 1, 2], IDLE)[0] == 0
+    assert choose(made, 0, [1, 2], IDLE._replace(open_work=19.5)) == []
+    assert choose(made, 0, [1, 2], IDLE) == [1, 2], "nobody else came, and it has nothing left to do"
+
+
+def test_a_rank_that_nobody_knows_holds_half_its_share_until_a_group_has_ended() -> None:
+    made = cut(range(100), {}, [0, 1], {})
+    free = range(len(made.chunks))
+    holding = IDLE._replace(open_work=30.0)
+    assert choose(made, 1, free, holding) == []
+    assert choose(made, 1, free, holding._replace(pace=2.0))

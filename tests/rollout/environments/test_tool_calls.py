@@ -1,0 +1,379 @@
+"""Tools: what the templates of model families show, the calls that are read from the text, and the tokens."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling, ToolCall
+from rollout.environments.environment import serve
+from rollout.environments.policy import Policy
+from rollout.environments.tool_calls import PARSERS, with_calls
+from rollout.trajectory import Sample
+from tests.rollout.rollout_helpers import serving
+from tests.rollout.scripted import ScriptedClient, run_session, user
+from tests.rollout.templated import (
+    LLAMA3,
+    MISTRAL3,
+    MISTRAL11,
+    PYTHONIC,
+    QWEN3,
+    QWEN35,
+    TemplatedClient,
+    make_tokenizer,
+)
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "unit": {"type": "string"}},
+        },
+    },
+}
+NOTE: dict[str, Any] = {"type": "function", "function": {"name": "note"}}
+IM_NEXT = "\n<|im_start|>user\n<tool_response>\n85\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+QWEN_CALL = (
+    "<think>\nSum.\n</think>\n\nI add.\n"
+    '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call>'
+)
+XML_CALL = (
+    "Sum.\n</think>\n\nI add.\n\n<tool_call>\n<function=add>\n<parameter=a>\n27\n</parameter>\n"
+    "<parameter=b>\n58\n</parameter>\n</function>\n</tool_call>"
+)
+FAMILIES = {
+    "qwen3": (QWEN3, QWEN_CALL, "<|im_end|>", IM_NEXT),
+    "qwen3.5": (QWEN35, XML_CALL, "<|im_end|>", IM_NEXT + "<think>\n"),
+    "llama3": (
+        *(LLAMA3, '{"name": "add", "parameters": {"a": 27, "b": 58}}', "<|eot_id|>"),
+        "<|start_header_id|>ipython<|end_header_id|>\n\n85<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "mistral v3": (
+        *(
+            MISTRAL3,
+            '[TOOL_CALLS][{"name": "add", "arguments": {"a": 27, "b": 58}, "id": "abc123DEF"}]',
+            "</s>",
+        ),
+        '[TOOL_RESULTS]{"content": 85, "call_id": "abc123DEF"}[/TOOL_RESULTS]',
+    ),
+    "mistral v11": (
+        *(MISTRAL11, '[TOOL_CALLS]add[ARGS]{"a": 27, "b": 58}', "</s>"),
+        '[TOOL_RESULTS]{"content": 85, "call_id": "ID"}[/TOOL_RESULTS]',
+    ),
+}
+
+
+def with_client(
+    client: Any, play: Callable[[openai.AsyncOpenAI], Awaitable[Any]], **sampling: Any
+) -> tuple[Any, list[Sample]]:
+    """What an agent with the client of OpenAI returns, and the samples."""
+
+    async def main() -> tuple[Any, list[Sample]]:
+        policy = Policy(client, Sampling(**{"max_tokens": 400, **sampling}), 7)
+        async with (
+            serve(policy) as session,
+            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent,
+        ):
+            return await play(agent), session.samples()
+
+    return asyncio.run(main())
+
+
+async def ask(agent: openai.AsyncOpenAI, messages: list[Any], **fields: Any) -> Any:
+    completions: Any = agent.chat.completions
+    answer = await completions.create(model="policy", messages=messages, **{"tools": [ADD], **fields})
+    return answer.choices[0]
+
+
+def result(call: Any, content: str = "85") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call.id, "content": content}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_call_and_its_result_continue_in_the_tokens_that_were_sampled(family: str, tmp_path: Path) -> None:
+    template, call, end, rest = FAMILIES[family]
+    client = TemplatedClient(tmp_path, template, call + end, f"It is 85.{end}")
+
+    async def play(agent: openai.AsyncOpenAI) -> list[Any]:
+        first = await ask(agent, user("27+58="))
+        messages = [*user("27+58="), first.message, result(first.message.tool_calls[0])]
+        return [first, await ask(agent, messages)]
+
+    (first, last), (sample,) = with_client(client, play)
+    (made,) = first.message.tool_calls
+    assert first.finish_reason == "tool_calls" and made.type == "function" and len(made.id) == 9
+    assert made.function.name == "add" and json.loads(made.function.arguments) == {"a": 27, "b": 58}
+    assert (last.message.content, last.message.tool_calls, last.finish_reason) == ("It is 85.", None, "stop")
+    whole = str(client.tokenizer.decode(sample.token_ids))
+    assert '"add"' in whole.partition(call)[0].replace("'", '"')  # the model has seen the tool
+    assert whole.endswith(call + end + rest.replace("ID", made.id) + f"It is 85.{end}")
+    trained = [int(t) for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+    assert trained == client.tokenizer.encode(call + end + f"It is 85.{end}", add_special_tokens=False)
+    assert [turn.role for turn in sample.turns] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_content_beside_a_call_is_what_precedes_it_after_the_reasoning_too(tmp_path: Path) -> None:
+    client = TemplatedClient(tmp_path, QWEN3, QWEN_CALL + "<|im_end|>")
+    first, _ = with_client(client, lambda agent: ask(agent, user("a")))
+    assert first.message.content == "<think>\nSum.\n</think>\n\nI add."
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call>', [("add", {})]),
+        (
+            "hermes",
+            'a<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {"t": "</tool_call>"}, "name": "note"}</tool_call>.',
+            [("add", {"a": 1}), ("note", {"t": "</tool_call>"})],
+        ),
+        (
+            "hermes",
+            '<think><tool_call>{"name": "add"</think><tool_call>{"name": "add", "arguments": {}}</tool_call>',
+            [("add", {})],
+        ),
+        ("hermes", '<think><tool_call>{"name": "add", "arguments": {}}</tool_call></think>No.', []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}', []),
+        ("hermes", '<tool_call>{"name": "sub", "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', []),
+        ("hermes", "<tool_call>" + '{"a":' * 100_000, []),
+        ("hermes", "<tool_call>" + "9" * 5000 + "</tool_call>", []),
+        ("hermes", "<tool_call>", []),
+        ("hermes", "</tool_call>", []),
+        ("hermes", "", []),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
+        ("llama3_json", '<|python_tag|>{"type": "function", "name": "add", "parameters": {}}', [("add", {})]),
+        (
+            "llama3_json",
+            '{"name": "add", "parameters": {}}; {"name": "note", "parameters": {}}',
+            [("add", {}), ("note", {})],
+        ),
+        ("llama3_json", 'I call {"name": "add", "parameters": {}}', []),
+        ("llama3_json", '{"name": "Ada", "parameters": {}}', []),
+        ("llama3_json", '{"answer": 85}', []),
+        ("llama3_json", "85", []),
+        ("llama3_json", "", []),
+        ("mistral", '[{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})]),
+        ("mistral", 'So. [TOOL_CALLS] [{"name": "add", "arguments": {}}]', [("add", {})]),
+        ("mistral", 'add{"a": 1}note{}', [("add", {"a": 1}), ("note", {})]),
+        ("mistral", "[1, 2]", []),
+        ("mistral", "[]", []),
+        ("mistral", "[TOOL_CALLS]", []),
+        ("mistral", "add [1]", []),
+        ("mistral", "It is 85.", []),
+        (
+            "mistral",
+            '[{"name": "add", "arguments": {}, "id": "abcabcabc"}, {"name": "add", "arguments": {}, "id": '
+            '"abcabcabc"}]',
+            [],
+        ),
+        ("qwen3_coder", "<tool_call><function=note></function></tool_call>", [("note", {})]),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=add>\n<parameter=unit>\n7\n</parameter>\n<parameter=a>\n7\n</parameter>\n"
+            "<parameter=c>\n[1,\n2]\n</parameter>\n<parameter=d>\nno\n JSON\n</parameter>\n"
+            "</function>\n</tool_call>",
+            [("add", {"unit": "7", "a": 7, "c": [1, 2], "d": "no\n JSON"})],
+        ),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>7</function></tool_call>", []),
+        ("qwen3_coder", "<tool_call><function=add>7</function></tool_call>", []),
+        ("qwen3_coder", '<tool_call>{"name": "add", "arguments": {}}</tool_call>', []),
+    ],
+)
+def test_calls_are_read_whole_or_not_at_all(parser: str, text: str, calls: list[Any]) -> None:
+    turn = with_calls(Completion([1], [2], [0.0], text, "stop"), parser, [ADD, NOTE])
+    assert [(call.name, call.arguments) for call in turn.calls] == calls
+    assert turn.text == text and (turn.content is None) == (not calls)
+    for name in PARSERS:  # none fails on what is written for another
+        with_calls(turn, name, [ADD, NOTE])
+    assert not with_calls(Completion([1], [2], [0.0], text, "length"), parser, [ADD, NOTE]).calls
+
+
+def test_equal_calls_have_ids_of_their_own_and_the_same_in_each_run() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2
+
+    def ids(prompt: int) -> list[str]:
+        turn = with_calls(Completion([prompt], [2], [0.0], text, "stop"), "hermes", [ADD])
+        return [call.id for call in turn.calls]
+
+    assert len({*ids(1), *ids(2)}) == 4 and ids(1) == ids(1)
+
+
+def test_malformed_call_is_the_text_of_the_answer_and_can_be_answered(tmp_path: Path) -> None:
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": 27,}}\n</tool_call>'
+    client = TemplatedClient(tmp_path, QWEN3, broken + "<|im_end|>", "85<|im_end|>")
+
+    async def play(agent: openai.AsyncOpenAI) -> Any:
+        first = await ask(agent, user("a"))
+        await ask(agent, [*user("a"), first.message, *user("That is no JSON.")])
+        return first
+
+    first, (sample,) = with_client(client, play)
+    assert (first.message.content, first.message.tool_calls, first.finish_reason) == (broken, None, "stop")
+    assert int(sample.loss_mask.sum()) == len(client.tokenizer.encode(broken + "<|im_end|>85<|im_end|>"))
+
+
+def test_stream_holds_the_calls_as_clients_put_them_together(tmp_path: Path) -> None:
+    client = TemplatedClient(tmp_path, MISTRAL11, 'add{"a": 1}note{}</s>')
+
+    async def play(agent: openai.AsyncOpenAI) -> Any:
+        completions: Any = agent.chat.completions
+        async with completions.stream(
+            model="policy", messages=[{"role": "user", "content": "a"}], tools=[ADD, NOTE]
+        ) as stream:
+            return await stream.get_final_completion()
+
+    final, _ = with_client(client, play)
+    (choice,) = final.choices
+    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+        ("add", '{"a": 1}'),
+        ("note", "{}"),
+    ]
+    assert choice.finish_reason == "tool_calls" and not choice.message.content
+
+
+def test_agent_may_write_the_arguments_of_a_call_in_another_form(tmp_path: Path) -> None:
+    client = TemplatedClient(tmp_path, QWEN3, QWEN_CALL + "<|im_end|>", "85<|im_end|>")
+
+    async def play(agent: openai.AsyncOpenAI) -> None:
+        said = (await ask(agent, user("a"))).message.model_dump()
+        call = said["tool_calls"][0]
+        call["function"]["arguments"] = '{"a":27,"b":58}'
+        said = {"role": "assistant", "content": said["content"], "tool_calls": [{**call, "index": 0}]}
+        await ask(agent, [*user("a"), said, {"role": "tool", "tool_call_id": call["id"], "content": "85"}])
+
+    _, samples = with_client(client, play)
+    assert len(samples) == 1
+
+
+def test_other_tools_begin_another_conversation_with_the_calls_as_the_template_writes_them(
+    tmp_path: Path,
+) -> None:
+    client = TemplatedClient(tmp_path, QWEN3, QWEN_CALL + "<|im_end|>", "85<|im_end|>")
+
+    async def play(agent: openai.AsyncOpenAI) -> None:
+        first = await ask(agent, user("a"))
+        call = first.message.tool_calls[0]
+        await ask(agent, [*user("a"), first.message, result(call)], tools=[ADD, NOTE])
+
+    _, (one, other) = with_client(client, play)
+    text = str(client.tokenizer.decode(other.token_ids))
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call>' in text
+    assert one.loss_mask.sum() > other.loss_mask.sum() == len(client.tokenizer.encode("85<|im_end|>"))
+
+
+def test_without_a_choice_to_call_the_text_is_the_answer(tmp_path: Path) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    client = TemplatedClient(tmp_path, QWEN3, text + "<|im_end|>")
+    first, _ = with_client(client, lambda agent: ask(agent, user("a"), tool_choice="none"))
+    assert (first.message.content, first.message.tool_calls) == (text, None)
+
+
+def test_cut_call_is_the_text_of_the_answer(tmp_path: Path) -> None:
+    client = TemplatedClient(tmp_path, QWEN3, QWEN_CALL + "<|im_end|>")
+    first, _ = with_client(client, lambda agent: ask(agent, user("a"), max_tokens=9))
+    assert first.finish_reason == "length" and first.message.tool_calls is None
+
+
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "add"}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "reason"),
+    [
+        (QWEN3, {"tool_choice": "required"}, "tool_choice: not supported here; a call that is forced"),
+        (QWEN3, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice: not supp"),
+        (QWEN3, {"parallel_tool_calls": False}, "parallel_tool_calls: not supported here"),
+        (QWEN3, {"tools": [{"type": "web_search"}]}, "tools.0.type: "),
+        (QWEN3, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: "),
+        (QWEN3, {"messages": [*user("a"), CALLED]}, "messages.1.tool_calls: must be a list of calls"),
+        (QWEN3.replace("if tools", "if false"), {}, "the model's chat template leaves out tools"),
+        (
+            PYTHONIC,
+            {},
+            r"the model's chat template writes a tool call in none of the forms hermes, .* but as "
+            r".*look_up\(\).*: set rollout.tool_parser",
+        ),
+        (MISTRAL3, {"messages": [*user("a"), {"role": "tool", "content": "1"}]}, "the model's .* length 9"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused_in_one_line(
+    template: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    client = TemplatedClient(tmp_path, template)
+    body = {"messages": user("a"), "tools": [ADD], **fields}
+    (status, text), samples = run_session(client, lambda agent: agent.post(body))
+    message = json.loads(text)["error"]["message"]
+    assert status == 400 and "\n" not in message and samples == []
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(message)
+
+
+def test_parser_of_the_setting_is_taken_where_the_template_writes_no_calls(tmp_path: Path) -> None:
+    client = TemplatedClient(tmp_path, PYTHONIC, 'add{"a": 1}<|im_end|>')
+    first, _ = with_client(client, lambda agent: ask(agent, user("a")), tool_parser="mistral")
+    assert first.message.tool_calls[0].function.name == "add"
+
+
+def test_environment_has_tools_too(tmp_path: Path) -> None:
+    client = TemplatedClient(
+        tmp_path, LLAMA3, '{"name": "add", "parameters": {"a": 27}}<|eot_id|>', "27<|eot_id|>"
+    )
+
+    async def main() -> Sample:
+        episode = Policy(client, Sampling(max_tokens=200), 7).with_tools([ADD]).episode()
+        turn = await episode.generate(user("a"))
+        (call,) = turn.calls
+        assert (call.name, call.arguments) == ("add", {"a": 27})
+        turn = await episode.generate([{"role": "tool", "tool_call_id": call.id, "content": "27"}])
+        assert not turn.calls
+        return episode.sample()
+
+    sample = asyncio.run(main())
+    assert sample.text == "27" and int(sample.loss_mask.sum()) > 2
+
+
+def test_embedded_engine_shows_tools_and_says_how_calls_are_written(tmp_path: Path) -> None:
+    make_tokenizer(QWEN3).save_pretrained(tmp_path)
+    config = Qwen3Config(
+        vocab_size=700, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+
+    async def main(url: str) -> tuple[str, Completion]:
+        async with EngineClient(url) as client:
+            sampling = Sampling(max_tokens=5, chat_template={"enable_thinking": False})
+            policy = Policy(client, sampling, 7).with_tools([ADD])
+            history = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [ToolCall("abcdefghi", "add", {"a": 1}).wire],
+            }
+            (turn,) = await policy.generate([*user("1+1"), history, {"role": "tool", "content": "2"}])
+            return await client.detokenize(turn.prompt_ids), turn
+
+    with serving(tmp_path) as server:
+        prompt, turn = asyncio.run(main(server.url))
+    assert '"name": "add"' in prompt and '{"name": "add", "arguments": {"a": 1}}' in prompt
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert len(turn.token_ids) == 5 and turn.calls == ()
+
+
+def test_template_that_knows_no_tools_refuses_them_before_anything_is_generated() -> None:
+    policy = Policy(ScriptedClient("5."), Sampling(), 7).with_tools([ADD])
+    with pytest.raises(RequestRefused, match="leaves out tools"):
+        asyncio.run(policy.generate(user("a")))

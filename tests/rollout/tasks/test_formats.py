@@ -1,0 +1,369 @@
+"""Tasks in other formats than JSON lines: the same tasks, mapped columns, and errors that name the row."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.settings import RolloutSettings
+from rollout.tasks import stored
+from rollout.tasks.sampling import draw
+from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+2=", "answer": "3", "source": "easy"},
+    {"prompt": 'She said "what, 7?"\nü', "answer": "7"},
+    {"messages": [{"role": "user", "content": "hi, you"}], "answer": "#### 1,200", "source": "hard"},
+    {"id": "own", "prompt": "9-9=", "answer": "0", "source": "easy"},
+]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()})
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+    parquet.write_table(table, path, row_group_size=2)
+
+
+def write_arrow_file(path: Path, rows: list[dict[str, Any]]) -> None:
+    _write_arrow(path, rows, pyarrow.ipc.new_file)
+
+
+def write_arrow_stream(path: Path, rows: list[dict[str, Any]]) -> None:
+    _write_arrow(path, rows, pyarrow.ipc.new_stream)
+
+
+def _write_arrow(path: Path, rows: list[dict[str, Any]], new: Callable[..., Any]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+FORMATS = [
+    ("tasks.csv", write_csv),
+    ("tasks.parquet", write_parquet),
+    ("tasks.arrow", write_arrow_file),
+    ("tasks.arrow", write_arrow_stream),
+]
+
+
+def load(source: Path | str, columns: dict[str, str] | None = None) -> TaskSet:
+    return load_tasks(str(source), seed=0, split="train", columns=columns)
+
+
+@pytest.fixture(params=[0, stored.KEEP_BYTES], ids=["in a file", "in memory"])
+def kept_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(stored, "KEEP_BYTES", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(("name", "write"), FORMATS)
+def test_same_tasks_have_the_same_content_order_and_digest_in_every_format(
+    tmp_path: Path, kept_bytes: int, name: str, write: Callable[..., None]
+) -> None:
+    write_jsonl(tmp_path / "tasks.jsonl", ROWS)
+    write(tmp_path / name, ROWS)
+    lines, other = load(tmp_path / "tasks.jsonl"), load(tmp_path / name)
+    assert list(other.tasks) == list(lines.tasks)
+    assert [task["id"] for task in other.tasks] == ["1", "2", "3", "own"]
+    assert other.digest == lines.digest
+    assert lines.tasks[2] == {"id": "3", **ROWS[2]}
+    assert (lines.place(1), other.place(1)) == (f"{tmp_path}/tasks.jsonl:2", f"{tmp_path / name}, row 2")
+    settings = RolloutSettings(task_sampling="uniform", seed=5)
+    drawn = [
+        draw(each, settings, 9, state={}, deferred=[], success={}, iteration=1) for each in (lines, other)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def test_digest_of_json_lines_is_the_one_that_runs_have_recorded(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "tasks.jsonl", [{"id": "x", "prompt": "a", "n": {"b": 1, "a": [1.5, None]}}])
+    recorded = "d11c5f968d1d34fd47a0a2997438f74f92d2ba9836442dc4ef2c899293cd5994"
+    assert load(tmp_path / "tasks.jsonl").digest == recorded
+
+
+@pytest.mark.parametrize(("name", "write"), [("tasks.jsonl", write_jsonl), *FORMATS])
+def test_columns_are_mapped_to_fields(tmp_path: Path, name: str, write: Callable[..., None]) -> None:
+    write(tmp_path / name, [{"question": "1+2=", "answer": "long: 3", "final": "3", "level": "a"}])
+    mapped = load(tmp_path / name, {"prompt": "question", "answer": "final"})
+    assert list(mapped.tasks) == [{"id": "1", "prompt": "1+2=", "answer": "3", "level": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "reason"),
+    [
+        ([{"prompt": "a"}, {"answer": "3"}], {}, "row 2: give either `prompt` or `messages`; neither is"),
+        ([{"question": "a"}], {}, "name its column, e.g. columns.prompt=COLUMN (there is question)"),
+        (
+            [{"text": "a"}],
+            {"prompt": "q"},
+            "nothing in the column 'q' (columns.prompt); there is text",
+        ),
+        ([{"prompt": "a", "id": "x"}] * 2, {}, "row 2: id 'x' was used in row 1 already"),
+    ],
+)
+@pytest.mark.parametrize(("name", "write"), FORMATS[:2])
+def test_bad_row_is_an_error_that_names_file_row_and_column(
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    columns: dict[str, str],
+    reason: str,
+    name: str,
+    write: Callable[..., None],
+) -> None:
+    write(tmp_path / name, rows)
+    with pytest.raises(TaskError) as raised:
+        load(tmp_path / name, columns)
+    said = str(raised.value)
+    assert said.startswith(f"{tmp_path / name}, row ") and reason in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"prompt,answer\na,3\nb, 4, 5\n", ", row 2: has 3 cells, but the header has 2; put quotes around"),
+        (b"prompt,prompt\na,b\n", ": the header has the column 'prompt' twice"),
+        (b"prompt\n\xff\n", ", row 1: not UTF-8; save the file as UTF-8"),
+        (b'prompt\n"a\n', ", row 1: not CSV: unexpected end of data"),
+        (b"messages\n[{\n", ", row 1: `messages` is not JSON"),
+        (b"", ": holds no task"),
+    ],
+)
+def test_bad_csv_is_an_error_in_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "tasks.csv").write_bytes(content)
+    with pytest.raises(TaskError) as raised:
+        load(tmp_path / "tasks.csv")
+    assert str(raised.value).startswith(f"{tmp_path}/tasks.csv{reason}") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["tasks.parquet", "tasks.arrow"])
+def test_damaged_table_is_an_error_in_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PAR1 and nothing that it should have")
+    with pytest.raises(TaskError, match=r"damaged, or not of this kind") as raised:
+        load(tmp_path / name)
+    assert "\n" not in str(raised.value)
+
+
+def test_column_that_json_cannot_hold_is_left_out_and_nan_is_nothing(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {
+            "prompt": ["a", "b"],
+            "image": [b"\x00", b"\x01"],
+            "parts": [[{"bytes": b"x"}], []],
+            "target_length": [3.5, float("nan")],
+        }
+    )
+    parquet.write_table(table, tmp_path / "tasks.parquet")
+    tasks = list(load(tmp_path / "tasks.parquet").tasks)
+    assert tasks == [{"prompt": "a", "target_length": 3.5, "id": "1"}, {"prompt": "b", "id": "2"}]
+
+
+def test_lists_of_a_fixed_length_are_kept_and_what_is_left_out_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choices = pyarrow.array([["a", "b"]], pyarrow.list_(pyarrow.string(), 2))
+    when = pyarrow.array([0], pyarrow.timestamp("s"))
+    table = pyarrow.table({"prompt": ["1+2="], "choices": choices, "when": when})
+    parquet.write_table(table, tmp_path / "TASKS.PARQUET")
+    (task,) = load(tmp_path).tasks
+    assert task == {"id": "1", "prompt": "1+2=", "choices": ["a", "b"]}
+    assert "left out: when (timestamp" in caplog.text
+
+
+def test_pattern_may_reach_into_directories(tmp_path: Path) -> None:
+    for place in ("c.jsonl", "s1/a.jsonl", "s1/deep/b.jsonl"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(json.dumps({"id": place, "prompt": "1"}))
+    assert len(load(f"{tmp_path}/**/*.jsonl").tasks) == 3
+
+
+def test_text_that_is_not_utf8_in_a_table_is_an_error_in_one_line(tmp_path: Path) -> None:
+    text = pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"prompt": text}), tmp_path / "tasks.parquet")
+    with pytest.raises(TaskError, match=r"tasks\.parquet: damaged, or not of this kind"):
+        load(tmp_path / "tasks.parquet")
+
+
+def test_number_that_is_not_finite_is_an_error_with_its_row(tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": ["a", "b"], "level": [1.0, float("inf")]})
+    parquet.write_table(table, tmp_path / "tasks.parquet")
+    with pytest.raises(TaskError, match=r"tasks\.parquet, row 2: a number that is not finite"):
+        load(tmp_path / "tasks.parquet")
+
+
+def test_directory_and_pattern_are_their_files_in_the_order_of_names(tmp_path: Path) -> None:
+    write_csv(tmp_path / "b-train.csv", [{"prompt": "3"}, {"prompt": "4"}])
+    write_csv(tmp_path / "a-train.csv", [{"prompt": "1"}, {"prompt": "2"}])
+    (tmp_path / "README.md").write_text("no tasks")
+    whole = load(tmp_path)
+    assert [(task["id"], task["prompt"]) for task in whole.tasks] == [(n, n) for n in "1234"]
+    assert whole.place(3) == f"{tmp_path}/b-train.csv, row 2"
+    write_csv(tmp_path / "test.csv", [{"prompt": "5"}])
+    assert load(f"{tmp_path}/*-train.csv").digest == whole.digest != load(tmp_path).digest
+    with pytest.raises(TaskError, match="no file fits this pattern"):
+        load(f"{tmp_path}/*.parquet")
+    write_jsonl(tmp_path / "more.jsonl", [{"prompt": "6"}])
+    with pytest.raises(TaskError, match=r"has .csv and .jsonl files; give a pattern, e.g. '\*.csv'"):
+        load(tmp_path)
+
+
+def test_ids_of_several_files_are_unique_also_beside_empty_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n\n{"prompt": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "c"}\n')
+    assert [task["id"] for task in load(tmp_path).tasks] == ["1", "2", "3"]
+    assert [task["id"] for task in load(tmp_path / "a.jsonl").tasks] == ["3", "4"]
+
+
+def test_large_set_is_read_from_a_private_copy_whatever_becomes_of_its_file(
+    tmp_path: Path, kept_bytes: int
+) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "source": "ab"[n % 2]} for n in range(5000)]
+    write_jsonl(tmp_path / "tasks.jsonl", rows)
+    loaded = load(tmp_path / "tasks.jsonl")
+    (tmp_path / "tasks.jsonl").write_text("changed")
+    assert loaded.tasks[4999] == {**rows[4999], "id": "5000"} and loaded.tasks[-1]["id"] == "5000"
+    assert [task["prompt"] for task in loaded.tasks[10:12]] == ["10+1=", "11+1="]
+    settings = RolloutSettings(task_sampling="ratio", ratio={"a": 1, "b": 3})
+    drawn = draw(loaded, settings, 8, state={}, deferred=[1], success={}, iteration=1)
+    assert sum(task % 2 for task in drawn.tasks) == 6 and drawn.tasks[0] == 1
+    assert isinstance(loaded.tasks, stored.StoredTasks)
+
+
+def test_memory_of_a_large_set_is_its_index_and_not_its_text(tmp_path: Path) -> None:
+    script = (
+        "import sys, tracemalloc; from rollout.tasks import stored\n"
+        "from rollout.tasks.task_set import load_tasks\n"
+        "from rollout.storage import files\n"
+        "stored.KEEP_BYTES = 0; files.CHUNK_BYTES = 2**20; tracemalloc.start();"
+        "tasks = load_tasks(sys.argv[1], seed=0, split='train'); print(*tracemalloc.get_traced_memory());"
+        "assert tasks.tasks[4999]['prompt'].startswith('4999')"
+    )
+    with open(tmp_path / "tasks.jsonl", "w") as file:
+        for n in range(5_000):
+            file.write(json.dumps({"prompt": f"{n} " + "x" * 8000}) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "tasks.jsonl")],
+        capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    held, peak = map(int, done.stdout.split())
+    text = os.path.getsize(tmp_path / "tasks.jsonl")
+    assert text > 40e6 and held < 0.1 * text and peak < 0.3 * text
+
+
+def test_temporary_copy_is_where_it_is_told_and_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    real = tempfile.TemporaryFile
+    monkeypatch.setattr(stored, "KEEP_BYTES", 0)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **how: asked.append(how["dir"]) or real(**how))
+    (tmp_path / "local").mkdir()
+    write_jsonl(tmp_path / "tasks.jsonl", ROWS)
+    local = str(tmp_path / "local")
+    loaded = load_tasks(str(tmp_path / "tasks.jsonl"), seed=0, split="train", directory=local)
+    assert asked == [local] and os.listdir(local) == [] and loaded.tasks[3]["id"] == "own"
+
+
+def test_format_of_an_extra_that_is_not_there_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(tmp_path / "tasks.parquet", ROWS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for source in (str(tmp_path / "tasks.parquet"), "hf:openai/gsm8k:main:train"):
+        with pytest.raises(TaskError, match=r"is not installed; it is the extra 'data': pip install"):
+            load(source)
+    write_csv(tmp_path / "tasks.csv", ROWS)
+    assert len(load(tmp_path / "tasks.csv").tasks) == 4
+
+
+# ---- hf:
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Loads sources, each with its split, in a process of their own, with its cache below the test's
+    directory: `datasets` reads its variables when it is imported.
+    """
+    write_parquet_split(tmp_path / "gsm" / "train.parquet", 3)
+    write_parquet_split(tmp_path / "gsm" / "test.parquet", 2)
+
+    def loaded(*sources: tuple[str, str]) -> list[Any]:
+        script = (
+            "import json, sys; from rollout.tasks.task_set import load_tasks, TaskError\n"
+            "for source, split in json.loads(sys.argv[1]):\n"
+            "    try:\n"
+            "        found = load_tasks(source, seed=0, split=split, columns={'prompt': 'question'})\n"
+            "        about = found.digest, found.place(0), 'torch' in sys.modules\n"
+            "        print(json.dumps([*found.tasks, *about]))\n"
+            "    except TaskError as error: print(json.dumps(str(error)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, json.dumps(sources).replace("GSM", str(tmp_path / "gsm"))],
+            capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3],
+            env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said = [json.loads(line) for line in done.stdout.splitlines()]
+        return [each if isinstance(each, str) else (each[:-3], *each[-3:]) for each in said]
+
+    return loaded
+
+
+def write_parquet_split(path: Path, size: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(
+        pyarrow.table({"question": [f"{path.stem} {n}" for n in range(size)], "answer": ["1"] * size}), path
+    )
+
+
+def test_data_set_is_loaded_by_name_and_split_with_the_digest_of_its_tasks(
+    hub: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    (tasks, digest, place, has_torch), (first, *_) = hub(
+        ("hf:GSM:train", "train"), ("hf:GSM:default:test[:1]", "train")
+    )
+    assert tasks == [{"prompt": f"train {n}", "answer": "1", "id": str(n + 1)} for n in range(3)]
+    assert place == f"hf:{tmp_path}/gsm:train, row 1" and not has_torch
+    assert digest == load(tmp_path / "gsm" / "train.parquet", {"prompt": "question"}).digest
+    assert [task["prompt"] for task in first] == ["test 0"]
+
+
+def test_data_set_without_a_split_trains_on_train_and_evaluates_on_test(
+    hub: Callable[..., list[Any]],
+) -> None:
+    found = hub(("hf:GSM", "train"), ("hf:GSM", "eval"))
+    assert [tasks[0]["prompt"] for tasks, *_ in found] == ["train 0", "test 0"]
+
+
+def test_data_set_that_cannot_be_loaded_is_an_error_in_one_line(hub: Callable[..., list[Any]]) -> None:
+    reasons = {
+        "hf:GSM:dev": "Unknown split",
+        "hf:GSM:other:train": "BuilderConfig 'other' not found",
+        "hf:nobody/nothing": "datasets cannot load it",
+        "hf:": "write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT",
+    }
+    for said, reason in zip(hub(*((source, "train") for source in reasons)), reasons.values(), strict=True):
+        assert isinstance(said, str) and reason in said and "\n" not in said, said

@@ -1,0 +1,75 @@
+"""docs/tools.md: its agent and its environment work as they stand, and train what was sampled."""
+
+import asyncio
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from rollout import Sampling
+from rollout.collect import collect
+from rollout.environments.environment import resolve_environment
+from rollout.environments.tool_calls import PARSERS
+from rollout.rewards.builtin import resolve_reward
+from rollout.settings import RolloutSettings
+from rollout.slots import Slot
+from rollout.trajectory import Group
+from tests.rollout.templated import QWEN3, TemplatedClient
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+MODULES = {block.partition("\n")[0].removeprefix("# "): block for _, block in BLOCKS}
+ASKED = {"id": "1", "messages": [{"role": "user", "content": "27+58="}], "answer": "85"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call><|im_end|>'
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The modules of the page can be imported."""
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield
+    for name in MODULES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def group_of(environment: str, client: TemplatedClient) -> Group:
+    groups: list[Group] = []
+    asyncio.run(
+        collect(
+            [Slot(0, ASKED, seed=7)],
+            client=client,
+            environment=resolve_environment(environment),
+            reward=resolve_reward("numeric"),
+            sampling=Sampling(n=2, max_tokens=400),
+            settings=RolloutSettings(),
+            on_group=groups.append,
+            stop=threading.Event(),
+        )
+    )
+    assert groups[0].given_up is None
+    return groups[0]
+
+
+@pytest.mark.parametrize("environment", ["my_tool_agent:agents", "my_tool_environment:adding"])
+def test_samples_that_call_a_tool_are_rewarded_and_trained(
+    environment: str, here: None, tmp_path: Path
+) -> None:
+    client = TemplatedClient(tmp_path, QWEN3, CALL, CALL, "It is 85.<|im_end|>", "It is 86.<|im_end|>")
+    group = group_of(environment, client)
+    assert sorted(sample.reward or 0.0 for sample in group.samples) == [0.0, 1.0]
+    for sample in group.samples:
+        said: Any = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+        assert str(client.tokenizer.decode(said)) == f"{CALL}{sample.text}<|im_end|>"
+        assert "<tool_response>\n85\n</tool_response>" in str(client.tokenizer.decode(sample.token_ids))
+
+
+def test_parsers_of_the_page_are_all_parsers() -> None:
+    assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == list(PARSERS)
+    field = RolloutSettings.model_fields["tool_parser"]
+    assert get_args(field.annotation) == ("auto", *PARSERS)

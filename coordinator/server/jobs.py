@@ -171,7 +171,8 @@ class Job:
             return
         if start.number != after:
             raise Conflict(f"{self.name} is at start {start.number}, not at {after}")
-        if not (start.has(EXIT) or start.has(PROCESS) or start.has(STOP)) or start.is_alive():
+        # What says how it ended is written by a process that ends a moment later.
+        if not start.has(EXIT) and (not (start.has(PROCESS) or start.has(STOP)) or start.is_alive()):
             raise Conflict(f"{self.name} has not ended: nothing to resume")
         following = self.folder / f"start_{after + 1:04d}"
         files.make_directory(following)

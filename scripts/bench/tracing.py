@@ -36,8 +36,9 @@ SPANS: dict[str, tuple[str, ...]] = {
     "rollout.storage.once": ("create_once",),
     "rollout.storage.writer": ("write",),
     "coordinator.rows.rollout": (
-        *("open_iteration", "plan_train", "collect_train", "name_parts", "write_manifest", "decide_eval"),
+        *("open_iteration", "plan_train", "collect_train", "name_parts", "write_manifest"),
     ),
+    "coordinator.rows.evaluation": ("decide_eval",),
     "coordinator.rows.training": (
         *("stop_engine", "configure_training", "train", "publish_checkpoint", "restart_engine"),
     ),

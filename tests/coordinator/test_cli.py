@@ -80,6 +80,7 @@ def run(place: Path) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if name not in SCHEDULERS}
         environment |= {"PYTHONPATH": str(REPOSITORY), "HOME": str(place / "home"), "COLUMNS": "110"}
+        environment |= {"PYTHONDONTWRITEBYTECODE": "1"}  # the user's module lies in the working directory
         # What a machine remembers of large files is not written into the working directory.
         environment |= {"XDG_CACHE_HOME": f"{place}-cache"} | more.pop("env", {})
         return subprocess.run(

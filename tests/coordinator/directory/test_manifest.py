@@ -52,7 +52,11 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
         "origin": {
             "policy": POLICY,
             "policy_iteration": 0,
-            "sampling": {"n": 2, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "stop": []},
+            "sampling": {
+                **{"n": 2, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "stop": []},
+                **{"tool_parser": "auto", "chat_template": {}, "history": "sampled"},
+                **{"reasoning_end": None, "thinking_tokens": None},
+            },
             "reward": {"name": "exact", "digest": "e" * 16},
             "environment": {"name": "single_turn", "digest": "5" * 16},
         },

@@ -123,7 +123,7 @@ class Cluster:
         """All output, for messages."""
         return "\n".join(f"--- rank {rank}\n{self.output(rank)}" for rank in sorted(self.nodes))
 
-    def until(self, ready: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    def until(self, ready: Callable[[], Any], what: str, timeout_s: float = 180.0) -> Any:
         """Poll until `ready()` is true; its value."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:

@@ -20,7 +20,7 @@ def text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def until(ready: Callable[[], Any], otherwise: Callable[[], str], timeout_s: float = 120.0) -> None:
+def until(ready: Callable[[], Any], otherwise: Callable[[], str], timeout_s: float = 300.0) -> None:
     """Wait; AssertionError with `otherwise()` after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not ready():
@@ -44,11 +44,11 @@ class Launcher:
     def said(self) -> str:
         return text(self._out)
 
-    def until(self, ready: Callable[[], Any], timeout_s: float = 120.0) -> None:
+    def until(self, ready: Callable[[], Any], timeout_s: float = 300.0) -> None:
         until(lambda: ready() or self.process.poll() is not None, lambda: self.said, timeout_s)
         assert ready(), self.said
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = 300.0) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -66,5 +66,5 @@ class Launcher:
                 found.append(f"{process.pid} {words}")
         return found
 
-    def check_nothing_is_left(self, timeout_s: float = 10.0) -> None:
+    def check_nothing_is_left(self, timeout_s: float = 60.0) -> None:
         until(lambda: not self.left(), lambda: f"left: {self.left()}\n{self.said}", timeout_s)

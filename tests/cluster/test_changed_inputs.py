@@ -88,7 +88,7 @@ def test_all_nodes_score_with_the_reward_of_the_master(
 
     # A worker with another file of the same name ends before it takes part; the master goes on waiting.
     other = write_rewards(tmp_path / "older", "2.5")
-    assert cluster.start(1, *engine, prefix=other).wait(60) == 2
+    assert cluster.start(1, *engine, prefix=other).wait(120) == 2
     said = cluster.output(1).splitlines()[-1]
     assert "--reward my_rewards:score is not the same on " in said and said.count("(digest ") == 2, said
     assert "the master's host" in said

@@ -88,7 +88,7 @@ def reach_rollout(cluster: Cluster) -> None:
 def kill_all(cluster: Cluster) -> None:
     for rank in cluster.nodes:
         cluster.kill(rank)
-    assert cluster.wait(30) == [-signal.SIGKILL] * len(cluster.nodes), "killed in mid-rollout"
+    assert cluster.wait(120) == [-signal.SIGKILL] * len(cluster.nodes), "killed in mid-rollout"
     cluster.until(lambda: not cluster.left_behind(), "the end of the nodes' children")
 
 
@@ -163,7 +163,7 @@ def test_node_that_slept_through_a_cleanup_ends_and_the_run_goes_on_without_it(
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         cluster.kill(rank, signal.SIGCONT)
-    assert cluster.wait(60) == [4, 130], cluster.everything_said()
+    assert cluster.wait(120) == [4, 130], cluster.everything_said()
     assert "run cleanup --iteration 1 has stopped the run" in cluster.output(1)
     assert not cluster.run_dir.manifest("train", 1).exists()
     start(cluster, arguments)

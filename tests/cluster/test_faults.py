@@ -79,14 +79,14 @@ def test_killed_worker_ends_all_and_a_restart_generates_only_the_rest(
 def test_killed_master_ends_the_workers(cluster: Cluster, engine_url: str) -> None:
     start_rollout(cluster, engine_url, 2)
     cluster.kill(0)
-    assert cluster.wait(60) == [-signal.SIGKILL, 3]
+    assert cluster.wait(120) == [-signal.SIGKILL, 3]
     assert re.search(r"rank 0 \(.+\) is lost", cluster.output(1).splitlines()[-1])
 
 
 def test_interrupt_of_the_master_stops_all(cluster: Cluster, engine_url: str) -> None:
     arguments = start_rollout(cluster, engine_url, 2)
     cluster.kill(0, signal.SIGINT)
-    assert cluster.wait(20) == [130, 130]
+    assert cluster.wait(120) == [130, 130]
     assert "interrupted by SIGINT" in cluster.output(1).splitlines()[-1]
     cluster.start(0, *arguments)
     cluster.start(1)
@@ -97,7 +97,7 @@ def test_terminated_worker_is_lost_at_once(cluster: Cluster, engine_url: str) ->
     start_rollout(cluster, engine_url, 2)
     cluster.kill(1, signal.SIGTERM)
     started_s = time.monotonic()
-    assert cluster.wait(20) == [3, 130]
+    assert cluster.wait(120) == [3, 130]
     assert time.monotonic() - started_s < 4
     assert "interrupted by SIGTERM" in cluster.output(0).splitlines()[-1]
 
@@ -217,7 +217,7 @@ def test_hold_ends_after_rejoin_timeout(
     cluster.start(1)
     cluster.until(lambda: parts(cluster, 1), "the first part")
     cluster.kill(victim)
-    assert cluster.wait(60) == codes, cluster.everything_said()
+    assert cluster.wait(120) == codes, cluster.everything_said()
     assert f"rank {victim}" in cluster.output(1 - victim).splitlines()[-1]
 
 
@@ -259,10 +259,10 @@ def test_newest_process_of_a_rank_wins(cluster: Cluster, engine_url: str) -> Non
     arguments = start_rollout(cluster, engine_url, 2)
     old = dict(cluster.nodes)
     cluster.start(1)
-    assert old[1].wait(30) == 4
+    assert old[1].wait(120) == 4
     assert "was taken over by incarnation 2" in cluster.output(1)
     cluster.start(0, *arguments)
-    assert old[0].wait(30) == 4
+    assert old[0].wait(120) == 4
     assert cluster.wait() == [0, 0], cluster.everything_said()
     assert sorted(cluster.groups(1)) == list(range(24))
 
@@ -285,7 +285,7 @@ def test_contradicting_worker_is_refused(cluster: Cluster, engine_url: str, opti
     )
     cluster.until(lambda: list(cluster.run_dir.master.glob("*.epoch.json")), "the lobby")
     worker = cluster.start(1, option, value)
-    assert worker.wait(30) == 2
+    assert worker.wait(120) == 2
     (line,) = cluster.output(1).splitlines()[1:]
     assert option in line and value in line and "master" in line
     assert not list(cluster.run_dir.workers.iterdir())
@@ -294,7 +294,7 @@ def test_contradicting_worker_is_refused(cluster: Cluster, engine_url: str, opti
 def test_worker_outside_the_range_is_refused(cluster: Cluster, engine_url: str) -> None:
     cluster.start(0, *FAST, "--num-nodes", "2", "--rl-phase", "rollout", "--engine-url", engine_url)
     worker = cluster.start(5)
-    assert worker.wait(30) == 2
+    assert worker.wait(120) == 2
     assert "--worker 5 is outside the master's --num-nodes 2" in cluster.output(5)
 
 
@@ -364,7 +364,7 @@ def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engin
     for _ in range(2):
         cluster.kill(0, signal.SIGINT)
         time.sleep(0.2)
-    assert cluster.wait(10) == [-signal.SIGINT]
+    assert cluster.wait(120) == [-signal.SIGINT]
 
 
 @pytest.mark.parametrize("blocked", [0, 1])
@@ -379,7 +379,7 @@ def test_interrupt_of_the_master_ends_all_although_user_code_holds_a_node(
         cluster.start(rank, *arguments if rank == 0 else (), prefix=prefix, program=program)
     cluster.until(lambda: "blocking now" in cluster.output(blocked), "the reward is called")
     cluster.kill(0, signal.SIGINT)
-    assert cluster.wait(60) == [130, 130], cluster.everything_said()
+    assert cluster.wait(120) == [130, 130], cluster.everything_said()
     said = cluster.output(blocked)
     assert f"rank {blocked} (" in said and "tests/cluster/plugins.py:" in said and ", blocking)" in said
     assert "run --" in said.splitlines()[-1] or "start the node again" in said.splitlines()[-1]
@@ -401,7 +401,7 @@ def test_interrupt_of_the_master_ends_all_although_user_code_holds_an_interprete
     cluster.kill(0, signal.SIGINT)
     codes = [130, 130]
     codes[held] = -signal.SIGKILL
-    assert cluster.wait(60) == codes, cluster.everything_said()
+    assert cluster.wait(120) == codes, cluster.everything_said()
     assert "user code has held its interpreter for" in cluster.output(held)
 
 

@@ -52,7 +52,7 @@ def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mou
             assert f"{nodes.shared[rank].path}/run/" in line
             assert line.endswith("; the process itself goes as soon as the mount answers")
         nodes.shared.thaw()
-        assert nodes.cluster.wait(30) == [130, 130], nodes.said()
+        assert nodes.cluster.wait(120) == [130, 130], nodes.said()
 
 
 def test_nodes_that_claim_while_the_mount_hangs_end_as_soon_as_it_answers(
@@ -70,4 +70,4 @@ def test_nodes_that_claim_while_the_mount_hangs_end_as_soon_as_it_answers(
         started[1].send_signal(signal.SIGTERM)
         nodes.cluster.until(lambda: not any(map(keeper.is_schedulable, engines)), "the engines end", 12)
         nodes.shared.thaw()
-        assert nodes.cluster.wait(30) == [130, 130], nodes.said()
+        assert nodes.cluster.wait(120) == [130, 130], nodes.said()

@@ -16,7 +16,7 @@ def test_worker_that_lacks_a_module_is_named_by_the_master_and_in_the_status(
     here = ("env", f"PYTHONPATH={tmp_path / 'code'}")
     given = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
     cluster.start(0, *given, "--num-nodes", "2", "rollout.reward=my_rewards:score", prefix=here)
-    assert cluster.start(1).wait(60) == 2
+    assert cluster.start(1).wait(120) == 2
     cluster.until(lambda: "could not start" in cluster.output(0), "the master says it", 90)
     (line,) = [line for line in cluster.output(0).splitlines() if "could not start" in line]
     why = f"rank 1 ({socket.gethostname()}) could not start: "

@@ -50,7 +50,7 @@ class Serving:
         self.process.send_signal(number)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return self.process.wait(20)
+        return self.process.wait(120)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_job_of_a_client_with_nothing_but_one_file(
     before = job.metrics()[-1]["iteration"]
     cluster.until(lambda: job.metrics()[-1]["iteration"] > before, "another iteration", 60)
     client("stop", "--now", "sums")
-    assert job.wait(60) == "stopped" and job.status()["start"] == 2
+    assert job.wait(120) == "stopped" and job.status()["start"] == 2
     _fetch_and_compare(client, serving, laptop / "model", RunDir(tmp_path / "jobs" / "sums"))
     assert client("fetch", "sums", "-o", "page", "--report").strip() == "page/report.html"
     assert "sums" in (laptop / "page" / "report.html").read_text()
@@ -161,8 +161,8 @@ def test_job_waits_for_its_turn_and_may_be_stopped_before(serving: Serving, clus
     serving.start()
     assert first.status()["state"] == "running"
     first.stop()
-    assert first.wait(60) == "stopped"
-    assert third.wait(60) == "finished" and second.status()["state"] == "stopped"
+    assert first.wait(120) == "stopped"
+    assert third.wait(120) == "finished" and second.status()["state"] == "stopped"
     with pytest.raises(ServerError, match="no checkpoint of iteration 7; there are checkpoints of 1"):
         third.fetch("nowhere", 7)
     assert "nothing to do" in third.cleanup(2)
@@ -182,7 +182,7 @@ def test_module_of_a_client_is_loaded_where_the_server_takes_code(tmp_path: Path
         job = served.server.submit(options, [mine], "mine")
         assert job.status()["files"] == ["mine_of_the_tests.py"]
         assert "--reward=mine_of_the_tests:digits" in job.status()["options"]
-        assert job.wait(60) == "finished", "".join(job.logs(50))
+        assert job.wait(120) == "finished", "".join(job.logs(50))
         taken = tmp_path / "laptop" / "json.py"
         taken.write_text("")
         with pytest.raises(ServerError, match=r"file json\.py: the server has a module of this name"):

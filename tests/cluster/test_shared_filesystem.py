@@ -158,7 +158,7 @@ def test_disk_that_stays_full_ends_the_run_and_the_same_command_resumes_it(
     nodes.start(*arguments, "cluster.rejoin_timeout_s=6")
     nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
     nodes.shared.set(full=True)
-    assert nodes.cluster.wait(60) == [3, 3], nodes.said()
+    assert nodes.cluster.wait(120) == [3, 3], nodes.said()
     for rank in (0, 1):
         last = nodes.cluster.output(rank).splitlines()[-1]
         path = re.escape(str(nodes.shared[rank].path / "run"))

@@ -57,7 +57,7 @@ sys.stdin.readline()
 """
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
     deadline_s = time.monotonic() + within_s
     while not (holds := condition()) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -94,12 +94,13 @@ def test_signals_reach_a_node_whose_main_thread_waits_for_a_hung_mount(tmp_path:
                 assert list(Path(record).read_bytes()) == numbers and keeper.is_schedulable(int(pid))
             else:
                 assert eventually(lambda: not keeper.is_schedulable(int(pid)))
-            assert node.poll() is None
+            # A request that the filesystem has not taken yet dies with the process.
+            assert node.poll() is None or numbers == [signal.SIGKILL]
             shared.thaw()
             if code is None:
                 assert eventually(lambda: "answered" in said.read_text())
                 print(file=node.stdin, flush=True)
-            assert node.wait(10) == (code or 0)
+            assert node.wait(60) == (code or 0)
             assert eventually(lambda: not keeper.is_schedulable(int(pid)))
         finally:
             shared.thaw()

@@ -268,7 +268,10 @@ def test_environment_that_cannot_be_played_is_refused(name: str, reason: str) ->
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("multi_turn", "there is single_turn, calculator, demonstration, preference, or give module:function"),
+        (
+            "multi_turn",
+            "there is single_turn, calculator, demonstration, preference, or give module:function",
+        ),
         ("nowhere:f", "cannot be imported"),
     ],
 )

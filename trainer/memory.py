@@ -107,8 +107,16 @@ def inputs_bytes(shape: Shape, trainer: TrainerSettings) -> float:
     return HALF_BYTES * shape.hidden * trainer.max_tokens_per_microbatch * shape.depth
 
 
+def base_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
+    """Return what a GPU holds of the model that the run started from, if the loss compares with it."""
+    if not trainer.needs_reference or shape.adapters:  # adapters can be switched off
+        return 0.0
+    return HALF_BYTES * shape.all / (gpus if is_sharded(shape, trainer, gpus) else 1)
+
+
 def least_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
     """Return what a GPU needs at least; what one layer keeps while it is computed comes on top."""
     ends = 0 if shape.adapters else ENDS_BYTES * shape.ends
     held = held_bytes(shape, trainer, gpus) + gathered_bytes(shape, trainer, gpus)
+    held += base_bytes(shape, trainer, gpus)
     return held + inputs_bytes(shape, trainer) + LOGITS_BYTES + ends

@@ -28,6 +28,28 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
+def list_gpus() -> tuple[list[dict[str, Any]], str]:
+    """Return each GPU of this machine as its driver lists it, {"name", "memory_bytes"} (None if it shares the
+    machine's memory), and what is wrong with the driver.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [], ""
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30.0, check=False)
+    except subprocess.TimeoutExpired:
+        return [], "no answer in 30 s"
+    if told.returncode:
+        return [], (told.stdout + told.stderr).strip().partition("\n")[0]
+    fields = [line.rpartition(",") for line in told.stdout.splitlines() if line.strip()]
+    return [
+        # A GPU that shares the machine's memory says [N/A].
+        {"name": name.strip(), "memory_bytes": int(mib) * 2**20 if mib.strip().isdigit() else None}
+        for name, _, mib in fields
+    ], ""
+
+
 class GpuSampler:
     """Looks at this node's GPUs every `period_s`; no thread stays where there is no driver, or no package."""
 

@@ -3,13 +3,17 @@
 import os
 import shlex
 import socket
+from pathlib import Path
 
 from coordinator.config import show
-from coordinator.machine.gpus import count_gpus
-from coordinator.node.inputs import Inputs, python_of
+from coordinator.directory.layout import RunDir
+from coordinator.machine.gpus import count_gpus, list_gpus
+from coordinator.node import estimate
+from coordinator.node.inputs import Inputs, base_model_dir, python_of
 from coordinator.node.refusals import evaluates
 from coordinator.node.start import Start
 from coordinator.settings import RunSettings
+from rollout.engines.model_dir import tensor_names
 from rollout.engines.servers import server_reason
 
 
@@ -27,6 +31,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "algorithm": _algorithm(settings),
         "tasks": _tasks(settings, inputs),
         "samples": _samples(settings, first),
+        **_estimate(settings, inputs, gpus),
         "reward": f"{settings.rollout.reward}, environment {settings.rollout.environment}",
         "nodes": _nodes(settings, gpus),
         "crews": f"{' '.join(settings.cluster.place)}, at the same time" if settings.cluster.place else "",
@@ -80,6 +85,22 @@ def _samples(settings: RunSettings, first: int | None) -> str:
     end = f"iteration {first}" if last == first else end
     size = f"{rollout.tasks_per_iteration} x {rollout.samples_per_task} an iteration"
     return f"{size}, up to {rollout.max_tokens} tokens; {end}"
+
+
+def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str]:
+    """Return what an iteration needs, if GPUs train a model with files; the others' are taken to be alike."""
+    known, _ = list_gpus() if gpus else ([], "")
+    sizes = [gpu["memory_bytes"] for gpu in known if gpu["memory_bytes"]]
+    if not sizes or not inputs.model_files or settings.rl_phase == "rollout" or settings.cluster.place:
+        return {}
+    tensors = tensor_names(base_model_dir(settings, RunDir(Path())))
+    shapes = {name: shape for name, (_, shape) in tensors.items()}
+    count = settings.cluster.num_nodes * gpus
+    names = [gpu["name"] for gpu in known]
+    return {
+        "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes)),
+        "time": estimate.time_text(inputs.parameters, settings, count, names),
+    }
 
 
 def _nodes(settings: RunSettings, gpus: int) -> str:

@@ -16,6 +16,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import Board
 from coordinator.settings import TINY
 from rollout.storage import files
+from rollout.tasks.task_set import BUILT_IN
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +47,15 @@ def prepare_base_model(node: Node) -> None:
 def _from_cache(node: Node) -> Path:
     """Return the model in the cache; one process of this machine at a time builds it there."""
     steps, seed = node.settings.tiny.warmup_steps, node.settings.rollout.seed
+    # What it is taught; a user's own tasks have no lesson.
+    tasks = node.settings.tasks if node.settings.tasks in BUILT_IN else next(iter(BUILT_IN))
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
         root.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home at all
         root = own_folder("models")
         log.info("no cache (%s): keeping the built-in model in %s", error, root)
-    made = root / f"tiny-{_recipe()}-seed{seed}-steps{steps}"
+    made = root / f"tiny-{_recipe()}-{tasks.removeprefix('builtin:')}-seed{seed}-steps{steps}"
     lock = FileLock(made.with_suffix(".lock"))
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S
     while time.monotonic() < deadline_s:
@@ -60,25 +63,23 @@ def _from_cache(node: Node) -> Path:
         try:
             with lock.acquire(timeout=0.5):
                 if not made.is_dir():
-                    _build(node, made, seed, steps)
+                    _build(node, made, tasks, seed, steps)
                 return made
         except Timeout:
             continue
     raise Ended(Exit.FAILED, f"another process builds {made} and does not end; end it", "failed")
 
 
-def _build(node: Node, made: Path, seed: int, steps: int) -> None:
+def _build(node: Node, made: Path, tasks: str, seed: int, steps: int) -> None:
     log.info("making the built-in model: %d warm-up steps, once for this seed", steps)
     argv = [
         node.children.python,
         "-m",
         "trainer.model.tiny",
-        "--seed",
-        str(seed),
-        "--steps",
-        str(steps),
-        "--out",
-        str(made),
+        *("--tasks", tasks),
+        *("--seed", str(seed)),
+        *("--steps", str(steps)),
+        *("--out", str(made)),
     ]
     path = node.run_dir.logs(node.rank) / "base_model.log"
     env = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}  # it runs alone, whatever the nodes share later

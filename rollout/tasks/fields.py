@@ -15,11 +15,14 @@ def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]
     if not isinstance(row.fields, dict):
         raise ValueError(f"expected a JSON object, got {_kind(row.fields)}")
     task = _renamed(row.fields, columns)
-    if row.is_text and "messages" in task:
+    text = task.get("messages")
+    if row.is_text and isinstance(text, str) and text.startswith("["):
         try:
-            task["messages"] = json.loads(task["messages"])
+            task["messages"] = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{_named('messages', columns)} is not JSON: {error}") from None
+    elif isinstance(text, str) and text:
+        task["messages"] = [{"role": "user", "content": text}]
     _take_conversation(task)
     if ("prompt" in task) == ("messages" in task):
         found = "both are there" if "prompt" in task else "neither is there"
@@ -91,7 +94,7 @@ def _check_prompt(value: object) -> str | None:
 
 def _check_messages(value: object) -> str | None:
     if not isinstance(value, list) or not value:
-        return "a non-empty array of messages"
+        return "a non-empty array of messages, or the text of one"
     for message in value:
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):

@@ -72,7 +72,7 @@ def rows(source: str, *, default_split: str = "train") -> Iterator[Row]:
             by_name = "" if Path(file).suffix else f" (a data set of Hugging Face: {HUB}NAME)"
             raise RowError(
                 f"{file}: no such file{by_name}; give a file of JSON lines, CSV, Parquet or Arrow, "
-                "builtin:arithmetic or reasoning_gym:NAME"
+                "builtin:arithmetic, builtin:products or reasoning_gym:NAME"
             ) from None
         except OSError as error:
             raise RowError(f"{file}: {error}") from error

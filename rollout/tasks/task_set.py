@@ -23,7 +23,7 @@ Task = dict[str, Any]
 Split = Literal["train", "eval"]
 
 EVAL_TASKS = 512
-"""How many tasks the built-in arithmetic holds out."""
+"""How many tasks each built-in set holds out."""
 
 
 class TaskError(ValueError):
@@ -88,7 +88,7 @@ def load_tasks(
     directory: str | None = None,
 ) -> TaskSet:
     """Return the tasks that `source` names: the path of a file (see `rows`), of a directory, or a pattern of
-    files, hf:NAME:CONFIG:SPLIT, builtin:arithmetic, or reasoning_gym:NAME,PARAMETER=VALUE,...
+    files, hf:NAME:CONFIG:SPLIT, one of BUILT_IN, or reasoning_gym:NAME,PARAMETER=VALUE,...
 
     `seed` applies to generated tasks only. So does `split`, and to a data set without a split: then it is
     `train` or `test`. `columns` names the column of a field. A large set is copied to a temporary file in
@@ -101,10 +101,10 @@ def load_tasks(
             tasks = reasoning_gym.gym_tasks(source.removeprefix(reasoning_gym.SOURCE), seed=seed, split=split)
         except ValueError as error:
             raise TaskError(f"{source}: {error}") from error
-    elif source == "builtin:arithmetic":
-        tasks = _arithmetic(seed, split)
+    elif source in BUILT_IN:
+        tasks = BUILT_IN[source](seed, split)
     else:
-        raise TaskError(f"{source}: no such built-in task set; there is builtin:arithmetic")
+        raise TaskError(f"{source}: no such built-in task set; there is {' and '.join(BUILT_IN)}")
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(_canonical(task))
@@ -187,12 +187,25 @@ def _arithmetic(seed: int, split: Split) -> list[Task]:
 
     Evaluation holds out pairs of operands in both orders: 58+27 in training would give away 27+58.
     """
+    pairs = _pairs(f"arithmetic/{seed}", split)
+    return [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a, b in pairs]
+
+
+def _products(seed: int, split: Split) -> list[Task]:
+    """Two-digit multiplications: too hard for a small model without a calculator."""
+    pairs = _pairs(f"products/{seed}", split)
+    return [{"id": f"{a}*{b}", "prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
+
+
+def _pairs(key: str, split: Split) -> list[tuple[int, int]]:
+    """Return the pairs of operands of a split; those of evaluation are chosen by `key`."""
     unordered = [(a, b) for a in range(10, 100) for b in range(a + 1, 100)]
-    unordered.sort(key=lambda pair: _hash64(f"arithmetic/{seed}/{pair[0]}+{pair[1]}"))
+    unordered.sort(key=lambda pair: _hash64(f"{key}/{pair[0]}+{pair[1]}"))
     held_out = [ordered for a, b in unordered[: EVAL_TASKS // 2] for ordered in ((a, b), (b, a))]
     if split == "eval":
-        pairs = held_out
-    else:
-        excluded = set(held_out)
-        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if (a, b) not in excluded]
-    return [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a, b in pairs]
+        return held_out
+    excluded = set(held_out)
+    return [(a, b) for a in range(10, 100) for b in range(10, 100) if (a, b) not in excluded]
+
+
+BUILT_IN = {"builtin:arithmetic": _arithmetic, "builtin:products": _products}

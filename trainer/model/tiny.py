@@ -1,19 +1,21 @@
-"""Make `builtin:tiny`: a Qwen3 of 0.3 M parameters that is taught to add.
+"""Make `builtin:tiny`: a Qwen3 of 0.3 M parameters that is taught to add, or to use the calculator.
 
-    python -m trainer.model.tiny --seed S --out DIR [--steps 800] [--threads N]
+    python -m trainer.model.tiny --seed S --out DIR [--tasks builtin:arithmetic] [--steps 800] [--threads N]
 
-The warm-up teaches the additions of the training split well, but puts most answers in brackets, which the
-reward `exact` does not accept. So sampling solves over a third of the tasks. Reinforcement learning can earn
-the rest: the model can add, and learns to answer as asked. (If the warm-up stopped early instead, the quality
-of the policy would depend on the seed, and reinforcement learning would improve it slowly or break it.)
+The warm-up teaches the tasks of the training split well, but mostly in a way that earns nothing. Additions:
+it puts most answers in brackets, which the reward `exact` does not accept. Products: it mostly guesses, and
+does not use the calculator. So sampling solves over a third of the tasks. Reinforcement learning can earn the
+rest: the model can do it, and learns to do it as asked. (If the warm-up stopped early instead, the quality of
+the policy would depend on the seed, and reinforcement learning would improve it slowly or break it.)
 """
 
 import argparse
 import string
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,9 +24,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from rollout.environments.calculator import CLOSE, OPEN
 from rollout.storage import files
 from rollout.storage.writer import Writer, copy_of
-from rollout.tasks.task_set import load_tasks
+from rollout.tasks.task_set import Task, load_tasks
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -33,9 +36,12 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 BATCH_SIZE = 128
 LEARNING_RATE = 3e-3
-BRACKETED = 0.6
-"""Fraction of the warm-up's answers in brackets. About the rest of the sampled answers are right as asked."""
+ASTRAY = 0.6
+"""Fraction of the warm-up that earns nothing. About the rest of the sampled answers are right as asked."""
 REPORT_EVERY = 100
+
+Text = list[tuple[str, bool]]
+"""Pieces of a text, and whether the model is taught to write each."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -77,11 +83,14 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> None:
-    """Supervised steps on the training split of the additions, most answers bracketed; prints progress."""
-    tasks = load_tasks("builtin:arithmetic", seed=seed, split="train").tasks
-    plain = _encode(tokenizer, [(task["prompt"], task["answer"]) for task in tasks])
-    bracketed = _encode(tokenizer, [(task["prompt"], f"({task['answer']})") for task in tasks])
+def warm_up(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, source: str, seed: int, steps: int
+) -> None:
+    """Supervised steps on the training split of a built-in set, most of them astray; prints progress."""
+    tasks = load_tasks(source, seed=seed, split="train").tasks
+    as_asked, astray = LESSONS[source](tasks, seed)
+    length = max(sum(len(piece) for piece, _ in text) for text in as_asked + astray) + 1
+    right, wrong = (_encode(tokenizer, texts, length) for texts in (as_asked, astray))
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -90,8 +99,8 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
     started = time.monotonic()
     for step in range(1, steps + 1):
         chosen = rng.integers(len(tasks), size=BATCH_SIZE)
-        in_brackets = rng.random((BATCH_SIZE, 1, 1)) < BRACKETED
-        examples = torch.from_numpy(np.where(in_brackets, bracketed[chosen], plain[chosen]))
+        is_astray = rng.random((BATCH_SIZE, 1, 1)) < ASTRAY
+        examples = torch.from_numpy(np.where(is_astray, wrong[chosen], right[chosen]))
         loss = model(input_ids=examples[:, 0], labels=examples[:, 1]).loss
         optimizer.zero_grad()
         loss.backward()
@@ -103,27 +112,52 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
             print(f"warm-up {step}/{steps} | loss {loss.item():.2f} | {seconds:.1f} s", flush=True)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> NDArray[np.int64]:
-    """(pairs, 2, length): token ids and labels of prompt, answer, end; a label of -100 is not trained."""
-    rows = []
-    for prompt, answer in pairs:
-        prompt_ids, answer_ids = tokenizer.encode(prompt), [*tokenizer.encode(answer), EOS_ID]
-        rows.append(([*prompt_ids, *answer_ids], [-100] * len(prompt_ids) + answer_ids))
-    length = 6 + 5 + 1  # "27+58=", "(581)", end
-    out = np.zeros((len(rows), 2, length), np.int64)
+def _additions(tasks: Sequence[Task], _seed: int) -> tuple[list[Text], list[Text]]:
+    """Return the texts that are taught for each task: as asked, and in brackets."""
+    plain: list[Text] = [[(task["prompt"], False), (task["answer"], True)] for task in tasks]
+    return plain, [[(task["prompt"], False), (f"({task['answer']})", True)] for task in tasks]
+
+
+def _products(tasks: Sequence[Task], seed: int) -> tuple[list[Text], list[Text]]:
+    """Return the texts that are taught for each task: with the calculator, and a guess."""
+    used: list[Text] = []
+    for task in tasks:
+        call = f"{OPEN}{task['id']}{CLOSE}"
+        value = task["answer"]
+        used.append([(task["prompt"], False), (call, True), (f"={value}\n", False), (value, True)])
+    guesses = np.random.default_rng(seed).integers(100, 10_000, len(tasks))
+    return used, [
+        [(task["prompt"], False), (str(guess), True)] for task, guess in zip(tasks, guesses, strict=True)
+    ]
+
+
+LESSONS = {"builtin:arithmetic": _additions, "builtin:products": _products}
+"""What the warm-up teaches for each of the built-in sets."""
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, texts: list[Text], length: int) -> NDArray[np.int64]:
+    """(texts, 2, length): token ids and labels of each text and its end; a label of -100 is not trained."""
+    out = np.zeros((len(texts), 2, length), np.int64)
     out[:, 1] = -100
-    for k, (token_ids, labels) in enumerate(rows):
-        out[k, :, : len(token_ids)] = token_ids, labels
+    for row, text in zip(out, texts, strict=True):
+        end = 0
+        for piece, is_taught in text:
+            token_ids = cast(list[int], tokenizer.encode(piece))
+            row[0, end : end + len(token_ids)] = token_ids
+            if is_taught:
+                row[1, end : end + len(token_ids)] = token_ids
+            end += len(token_ids)
+        row[:, end] = EOS_ID
     return out
 
 
-def build(seed: int, steps: int, out: Path) -> None:
+def build(seed: int, steps: int, out: Path, source: str = "builtin:arithmetic") -> None:
     """Make the model directory `out`, which appears whole; raises FileExistsError if it exists."""
     if out.exists():
         raise FileExistsError(f"{out} exists; remove it to make the model anew")
     tokenizer, model = make_tokenizer(), make_model(seed)
     if steps:
-        warm_up(model, tokenizer, seed, steps)
+        warm_up(model, tokenizer, source, seed, steps)
     with TemporaryDirectory() as saved:
         model.save_pretrained(saved)
         tokenizer.save_pretrained(saved)
@@ -145,6 +179,7 @@ def main() -> None:
     """Parse the command line and build."""
     parser = argparse.ArgumentParser(prog="python -m trainer.model.tiny", description="Make builtin:tiny.")
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--tasks", choices=LESSONS, default="builtin:arithmetic", help="what it is taught")
     parser.add_argument("--steps", type=int, default=800, help="of the warm-up; 0: random weights")
     parser.add_argument("--out", type=Path, required=True, help="the model directory; must not exist")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
@@ -152,7 +187,7 @@ def main() -> None:
     disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    build(args.seed, args.steps, args.out)
+    build(args.seed, args.steps, args.out, args.tasks)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ import math
 import os
 import platform
 import pwd
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +23,7 @@ from coordinator.commands.doctor.checks import Check, Latency
 from coordinator.commands.doctor.partner import Partner, versioned
 from coordinator.machine import network
 from coordinator.machine.filesystems import Mount
-from coordinator.machine.gpus import count_gpus
+from coordinator.machine.gpus import count_gpus, list_gpus
 from rollout.storage import files, once
 from rollout.storage.retry import SharedFsError, retry
 
@@ -254,23 +252,8 @@ def _listed_size(path: Path) -> int:
 def check_gpus() -> Check:
     """Check which GPUs the driver lists, and how many CUDA_VISIBLE_DEVICES leaves to this process."""
     machine = f"{os.cpu_count()} cores, {judge.size(psutil.virtual_memory().total)}"
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return judge_node.judge_gpus([], 0, "", machine)
-    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30.0, check=False)
-    except subprocess.TimeoutExpired:
-        return judge_node.judge_gpus([], 0, "no answer in 30 s", machine)
-    if told.returncode:
-        return judge_node.judge_gpus([], 0, (told.stdout + told.stderr).strip().partition("\n")[0], machine)
-    fields = [line.rpartition(",") for line in told.stdout.splitlines() if line.strip()]
-    gpus = [
-        # A GPU that shares the machine's memory says [N/A].
-        {"name": name.strip(), "memory_bytes": int(mib) * 2**20 if mib.strip().isdigit() else None}
-        for name, _, mib in fields
-    ]
-    return judge_node.judge_gpus(gpus, count_gpus(), "", machine)
+    gpus, problem = list_gpus()
+    return judge_node.judge_gpus(gpus, count_gpus(), problem, machine)
 
 
 def versions() -> dict[str, str | None]:

@@ -141,6 +141,14 @@ def test_bad_row_is_an_error_that_names_file_row_and_column(
     assert said.startswith(f"{tmp_path / name}, row ") and reason in said and "\n" not in said
 
 
+def test_messages_that_are_a_text_are_one_message_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "tasks.csv").write_text("question,answer\nWhat is 1+2?,3\n")
+    (tmp_path / "tasks.jsonl").write_text('{"question": "What is 1+2?", "answer": "3"}\n')
+    for name in ("tasks.csv", "tasks.jsonl"):
+        (task,) = load(tmp_path / name, {"messages": "question"}).tasks
+        assert task["messages"] == [{"role": "user", "content": "What is 1+2?"}]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -42,8 +42,9 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
         ('{"prompt": "a", "messages": []}', "both are there"),
         ('{"prompt": 3}', "`prompt` must be a non-empty string, or an array of messages, got a number"),
         ('{"prompt": ""}', "got an empty string"),
-        ('{"messages": []}', "`messages` must be a non-empty array of messages, got an empty array"),
-        ('{"messages": "hi"}', "got a string"),
+        ('{"messages": []}', "`messages` must be a non-empty array of messages, or the text of one, got an"),
+        ('{"messages": ""}', "got an empty string"),
+        ('{"messages": 3}', "got a number"),
         ('{"messages": [{"role": "user"}]}', "messages that each hold the strings `role` and `content`"),
         ('{"messages": ["hi"]}', "messages that each hold"),
         ('{"prompt": "a", "id": null}', "`id` must be a non-empty string or an integer, got null"),
@@ -81,7 +82,7 @@ def test_missing_file_directory_and_unknown_built_in_are_errors(tmp_path: Path) 
         load(tmp_path / "none.jsonl")
     with pytest.raises(TaskError, match=r"holds no .jsonl, .csv, .parquet, .arrow file"):
         load(tmp_path)
-    with pytest.raises(TaskError, match="builtin:arithmetic"):
+    with pytest.raises(TaskError, match="there is builtin:arithmetic and builtin:products"):
         load_tasks("builtin:algebra", seed=0, split="train")
 
 
@@ -101,12 +102,20 @@ def test_arithmetic_answers_are_reversed_sums_of_two_digit_numbers() -> None:
     assert task["id"] + "=" == task["prompt"]
 
 
+def test_products_are_of_two_digit_numbers() -> None:
+    for task in load_tasks("builtin:products", seed=3, split="train").tasks:
+        a, b = (int(operand) for operand in task["prompt"].rstrip("=").split("*"))
+        assert 10 <= a <= 99 and 10 <= b <= 99 and task["answer"] == str(a * b)
+    assert task["id"] + "=" == task["prompt"]
+
+
+@pytest.mark.parametrize(("name", "sign"), [("arithmetic", "+"), ("products", "*")])
 @pytest.mark.parametrize("seed", [0, 1, 12345])
-def test_arithmetic_holds_out_512_pairs_in_either_order(seed: int) -> None:
-    train, evaluation = (load_tasks("builtin:arithmetic", seed=seed, split=s) for s in ("train", "eval"))
+def test_built_in_sets_hold_out_512_pairs_in_either_order(seed: int, name: str, sign: str) -> None:
+    train, evaluation = (load_tasks(f"builtin:{name}", seed=seed, split=s) for s in ("train", "eval"))
 
     def pairs(tasks) -> set[frozenset[str]]:
-        return {frozenset(task["id"].split("+")) for task in tasks}
+        return {frozenset(task["id"].split(sign)) for task in tasks}
 
     assert len(evaluation.tasks) == EVAL_TASKS == 512
     assert len({task["id"] for task in [*train.tasks, *evaluation.tasks]}) == 90 * 90

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,6 +53,25 @@ def test_warm_up_is_reproducible_and_reports_its_progress(
     assert losses[:2] == losses[2:]
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two"))
     torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize(
+    ("source", "task_id", "answer", "wholes", "taught"),
+    [
+        ("builtin:arithmetic", "27+58", "58", ["27+58=58", "27+58=(58)"], ["58", "(58)"]),
+        ("builtin:products", "9*8", "72", ["9*8=<<9*8>>=72\n72", "9*8=8521"], ["<<9*8>>72", "8521"]),
+    ],
+)
+def test_lesson_is_a_task_done_as_asked_and_astray(
+    source: str, task_id: str, answer: str, wholes: list[str], taught: list[str]
+) -> None:
+    tokenizer = tiny.make_tokenizer()
+    task = {"id": task_id, "prompt": f"{task_id}=", "answer": answer}
+    lessons = tiny.LESSONS[source]([task], 0)
+    rows = np.concatenate([tiny._encode(tokenizer, texts, 40) for texts in lessons])
+    for (token_ids, labels), whole, learnt in zip(rows, wholes, taught, strict=True):
+        assert tokenizer.decode(token_ids[token_ids != tiny.PAD_ID]) == f"{whole}<eos>"
+        assert tokenizer.decode(labels[labels != -100]) == f"{learnt}<eos>"
 
 
 def test_existing_directory_is_left_alone(base_dir: Path) -> None:

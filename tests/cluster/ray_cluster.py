@@ -34,6 +34,24 @@ def unavailable() -> str | None:
     return None if sys.platform.startswith("linux") else "needs loopback addresses beside 127.0.0.1"
 
 
+def started(environment: Mapping[str, str], machines: int) -> "RayCluster":
+    """A cluster of so many machines, the head among them. Ray's own start fails now and then on a machine
+    with much to do: then another one is started.
+    """
+    for is_last in (False, False, True):
+        cluster = RayCluster(environment)
+        try:
+            cluster.__enter__()
+            for _ in range(machines - 1):
+                cluster.add()
+            return cluster
+        except AssertionError:
+            cluster.__exit__()
+            if is_last:
+                raise
+    raise AssertionError
+
+
 class RayCluster:
     """A head, and one raylet after the other. A context manager: all of it is gone at the end."""
 
@@ -85,11 +103,17 @@ class RayCluster:
         self._started.append(process)
         until(
             lambda: process.poll() is not None or "Ray runtime started" in text(log),
-            lambda: f"no raylet:\n{text(log)}",
+            lambda: f"no raylet:\n{text(log)}{self._said_by_head()}",
             90.0,
         )
         assert process.poll() is None, text(log)
         return process
+
+    def _said_by_head(self) -> str:
+        """The end of what the head's server has logged."""
+        logs = sorted(self.place.glob("ray/session_2*/logs/gcs_server.*"))
+        ends = [f"\n{log.name}:\n" + "\n".join(text(log).splitlines()[-20:]) for log in logs]
+        return f"\nthe head has ended: {self._started[0].poll()}{''.join(ends)}"
 
     def raylets(self) -> dict[int, str]:
         """The raylets that run, with the host of each, the head's not included."""

@@ -32,10 +32,11 @@ Launch = Callable[..., Launcher]
 def ray(cache: Path) -> Iterator[RayCluster]:
     """Three machines, the head among them."""
     nodes = {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    with RayCluster({**os.environ, **nodes, "SLOW_S": "0.5"}) as cluster:
-        cluster.add()
-        cluster.add()
+    cluster = ray_cluster.started({**os.environ, **nodes, "SLOW_S": "0.5"}, 3)
+    try:
         yield cluster
+    finally:
+        cluster.__exit__()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from coordinator.cli import main
 from coordinator.config import build, flatten, parse_override
 from coordinator.directory.layout import FORMAT
 from coordinator.journal.trackers import SINKS
+from coordinator.node.estimate import memory_text, time_text
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.rows import metrics
@@ -171,6 +173,16 @@ def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
     assert f"({12 * ALL / 1e9:.1f} GB where one node has them all" in flat
     assert f"holds all of it in float32 ({4 * ALL / 1e9:.1f} GB)" in flat
     assert f"has {14 * ALL / 1e9:.0f} GB, {12 * ALL / 1e9:.0f} of them the state" in flat
+
+
+def test_estimate_of_the_page_is_what_the_start_says() -> None:
+    settings = build({"model": "any/model"})
+    memory, time = (
+        line for line in PAGE.splitlines() if line.startswith(("[rank 0] memory", "[rank 0] time"))
+    )
+    parameters = sum(prod(shape) for shape in TENSORS.values())
+    assert memory == f"[rank 0] memory    {memory_text(TENSORS, settings.trainer, 1, 81559 * 2**20)}"
+    assert time == f"[rank 0] time      {time_text(parameters, settings, 1, ['NVIDIA H100 80GB HBM3'])}"
 
 
 def test_table_of_metrics_names_what_a_line_has(tmp_path: Path) -> None:

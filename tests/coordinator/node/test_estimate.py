@@ -70,7 +70,7 @@ def test_what_it_says_to_lower_is_enough() -> None:
 def test_time_is_for_samples_of_full_length() -> None:
     given = {"model": "any/model", "rollout.tasks_per_iteration": 64, "rollout.max_tokens": 1000}
     text = time_text(int(8e9), build(given), 2, ["NVIDIA H100 80GB HBM3"] * 2)
-    # 512 samples on 2 GPUs, 1000 steps of 16 GB at 3.35 TB/s; 8 x 8e9 x 512,000 FLOP at 2 x 40 % of 989 TFLOP/s
+    # 512 samples on 2 GPUs: 1000 steps of 16 GB at 3.35 TB/s; 8 x 8e9 x 512,000 FLOP at 40 % of 2 x 989e12
     assert text == "an iteration generates for 5 s and trains for 41 s if samples have 1000 tokens"
     slower = time_text(int(8e9), build(given), 2, ["NVIDIA H100", "NVIDIA A100-SXM4-80GB"])
     assert slower == "an iteration generates for 8 s and trains for 2 min if samples have 1000 tokens"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollout.engines.client import Completion, RequestRefused
     from rollout.environments.environment import serve, single_turn
     from rollout.environments.policy import Episode, Policy, sample_of
+    from rollout.environments.tool_server import ToolServer, tool_server
     from rollout.origin import Sampling
     from rollout.tasks.task_set import Task
     from rollout.trajectory import Sample
@@ -25,9 +26,11 @@ __all__ = [
     "Sample",
     "Sampling",
     "Task",
+    "ToolServer",
     "sample_of",
     "serve",
     "single_turn",
+    "tool_server",
 ]
 
 _PLACES = {
@@ -38,9 +41,11 @@ _PLACES = {
     "Sample": "rollout.trajectory",
     "Sampling": "rollout.origin",
     "Task": "rollout.tasks.task_set",
+    "ToolServer": "rollout.environments.tool_server",
     "sample_of": "rollout.environments.policy",
     "serve": "rollout.environments.environment",
     "single_turn": "rollout.environments.environment",
+    "tool_server": "rollout.environments.tool_server",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from rollout import Sampling
+from rollout import Sampling, tool_server
 from rollout.collect import collect
 from rollout.environments.environment import resolve_environment
 from rollout.environments.tool_calls import PARSERS
@@ -66,6 +66,24 @@ def test_samples_that_call_a_tool_are_rewarded_and_trained(
     for sample in group.samples:
         said: Any = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
         assert str(client.tokenizer.decode(said)) == f"{CALL}{sample.text}<|im_end|>"
+        assert "<tool_response>\n85\n</tool_response>" in str(client.tokenizer.decode(sample.token_ids))
+
+
+def test_tools_of_a_server_are_called(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.py").write_text(
+        "from mcp.server.mcpserver import MCPServer\n"
+        "server = MCPServer('sums')\n"
+        "@server.tool()\n"
+        "def add(a: int, b: int) -> int: return a + b\n"
+        "server.run('stdio')\n"
+    )
+    command = [sys.executable, str(tmp_path / "server.py")]
+    monkeypatch.setattr("my_server_environment.tool_server", lambda _url: tool_server(command))
+    client = TemplatedClient(tmp_path, QWEN3, CALL, CALL, "It is 85.<|im_end|>", "It is 86.<|im_end|>")
+    group = group_of("my_server_environment:served", client)
+    assert sorted(sample.reward or 0.0 for sample in group.samples) == [0.0, 1.0]
+    assert [sample.metrics for sample in group.samples] == [{"rounds": 1}] * 2
+    for sample in group.samples:
         assert "<tool_response>\n85\n</tool_response>" in str(client.tokenizer.decode(sample.token_ids))
 
 

@@ -1,0 +1,112 @@
+"""Tools that an MCP server offers (modelcontextprotocol.io), for the conversations of an environment."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from rollout.engines.client import Completion
+from rollout.environments.chat import Message
+from rollout.environments.tool_calls import Tool
+
+RESULT_CHARACTERS = 20_000
+"""A longer result of a tool is cut there, and says so."""
+
+
+class ToolServerError(RuntimeError):
+    """There is no answer from the server."""
+
+
+class ToolServer:
+    """The tools of an open server."""
+
+    def __init__(self, client: Any, tools: Sequence[Tool], name: str) -> None:
+        self.tools = tools
+        """For `policy.with_tools`, or for the requests of an agent."""
+        self._client = client
+        self._name = name
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return what a tool says, as text for the model: its result, or what is wrong with the call, such as
+        that it takes too long. Raises ToolServerError if the server has ended.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, TextContent
+
+        try:
+            result = await self._client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise ToolServerError(f"{self._name}, tool {name}: {error}") from error
+            return f"error: {error}"
+        texts = [
+            block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content
+        ]
+        text = "\n".join(texts)
+        if len(text) > RESULT_CHARACTERS:
+            text = f"{text[:RESULT_CHARACTERS]}\n[{len(text) - RESULT_CHARACTERS} more characters]"
+        return f"error: {text}" if result.is_error else text
+
+    async def answer(self, turn: Completion) -> list[Message]:
+        """Return the messages that answer the calls of a turn, which are made at the same time. They are what
+        `episode.generate` takes next.
+        """
+        results = await asyncio.gather(*(self.call(call.name, call.arguments) for call in turn.calls))
+        return [
+            {"role": "tool", "tool_call_id": call.id, "content": text}
+            for call, text in zip(turn.calls, results, strict=True)
+        ]
+
+
+@asynccontextmanager
+async def tool_server(server: str | Sequence[str], timeout_s: float = 60.0) -> AsyncIterator[ToolServer]:
+    """Open an MCP server: the URL of one that runs, or the command of one to start for as long as this is
+    open. What takes longer than `timeout_s` has failed. Raises ToolServerError if there is no server.
+
+        async with tool_server("http://127.0.0.1:9000/mcp") as server:
+            turn = await policy.with_tools(server.tools).episode(j).generate(task["messages"])
+    """
+    name = server if isinstance(server, str) else " ".join(server)
+    try:
+        from mcp import Client, StdioServerParameters
+    except ModuleNotFoundError as error:
+        raise ToolServerError(f"tools of {name} need mcp ({error}): pip install -e '.[mcp]'") from error
+
+    target = (
+        server if isinstance(server, str) else StdioServerParameters(command=server[0], args=[*server[1:]])
+    )
+    try:
+        async with AsyncExitStack() as stack:
+            try:
+                client = await stack.enter_async_context(Client(target, read_timeout_seconds=timeout_s))
+                tools = [_function(tool) async for tool in _listed(client)]
+            except Exception as error:  # whatever its transport raises
+                reason = " ".join(str(_first(error)).split()) or type(_first(error)).__name__
+                raise ToolServerError(f"no MCP server answers at {name}: {reason}") from error
+            yield ToolServer(client, tools, name)
+    except ExceptionGroup as group:  # as which the tasks of the transport hand on what the block raises
+        raise _first(group) from group
+
+
+async def _listed(client: Any) -> AsyncIterator[Any]:
+    """Yield every tool of a server, which lists them by pages."""
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            yield tool
+        if not (cursor := page.next_cursor):
+            return
+
+
+def _function(tool: Any) -> Tool:
+    parameters = tool.input_schema or {"type": "object", "properties": {}}
+    about = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": about}
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

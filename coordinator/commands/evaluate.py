@@ -7,6 +7,7 @@ checkpoint. Of the run it only reads.
 import contextlib
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Mapping
@@ -77,6 +78,8 @@ def evaluate(
         "eval.sets": sets,
     }
     with _directory(out) as directory:
+        if is_adapter(model):
+            asked["model"] = str(_merged(model, directory / "model"))
         # Tasks to train on are asked for, and never used here: those of the run may be large.
         tasks = directory / "no_training.jsonl"
         tasks.write_text('{"prompt": "none"}\n')
@@ -110,7 +113,7 @@ def _settings(root: Path | None, given: Mapping[str, Any]) -> RunSettings:
 
 
 def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> Path:
-    """Return the directory of the model; SettingsError if there is none, or if it is an adapter."""
+    """Return the directory of the model, or of an adapter; SettingsError if there is none."""
     if checkpoint is not None and not checkpoint.isdecimal():
         found = Path(checkpoint).absolute()
         if not found.is_dir():
@@ -130,12 +133,17 @@ def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> 
             )
     else:
         found = Run(root).checkpoint(None if checkpoint is None else int(checkpoint))
-    if is_adapter(found):
-        raise SettingsError(
-            f"--checkpoint {checkpoint or found}: {found} is an adapter; merge it into its base model first "
-            "(peft's merge_and_unload), and give the directory of that"
-        )
     return found
+
+
+def _merged(adapter: Path, made: Path) -> Path:
+    """Make a model of an adapter and its base, for any engine; SettingsError if that cannot be."""
+    argv = [sys.executable, "-m", "trainer.checkpoint.merge", str(adapter), str(made)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.splitlines() or ["it ended without a word"])[-1]
+        raise SettingsError(f"{adapter} is an adapter, and could not be added to its base model: {reason}")
+    return made
 
 
 def _sets(settings: RunSettings) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tests.cluster.small_run import SETTINGS
 from tests.cluster.weights import farthest, worst_logprob
 from tests.coordinator.journal.test_trackers import events
 from tests.engines.engines import Reference
+from trainer.checkpoint.merge import merge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -198,6 +199,12 @@ def test_adapters_are_served_resumed_sharded_and_exported(cluster: Cluster, tmp_
     cluster.command("export", "--iteration", "3", "-o", str(exported))
     probe = json.loads((cluster.run_dir.checkpoint(3) / "probe.json").read_text())
     assert Reference(exported).logprobs(probe["token_ids"]) == pytest.approx(probe["logprobs"], abs=1e-4)
+    merge(cluster.run_dir.checkpoint(3), tmp_path / "merged")
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    merged = Reference(tmp_path / "merged")
+    assert merged.logprobs(probe["token_ids"]) == pytest.approx(probe["logprobs"], abs=1e-4)
+    scored = cluster.command("eval", "--checkpoint", "3", "eval.max_tasks=4", "--json")
+    assert json.loads(scored)["sets"]["eval"]["tasks"] == 4
 
     said = len(cluster.output(0).splitlines())
     assert cluster.run(1, *adapters, "trainer.lora.rank=8", "--iterations", "4") == [2]

@@ -1,0 +1,54 @@
+"""An adapter that cannot be added to its base says why in one line. What the sum is: test_training.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.commands import evaluate
+from coordinator.settings import SettingsError
+from trainer.checkpoint import merge
+from trainer.model import lora
+from trainer.settings import LoraSettings
+
+
+@pytest.fixture
+def adapter(base_dir: Path, tmp_path: Path) -> Path:
+    """A new adapter of a tiny model: its B is 0."""
+    from transformers import AutoModelForCausalLM
+
+    model = lora.wrap(AutoModelForCausalLM.from_pretrained(base_dir), LoraSettings(rank=2))
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_sum_has_the_weights_and_the_tokenizer_of_its_base(
+    adapter: Path, base_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (adapter / "chat_template.jinja").write_text("of the adapter")
+    merge.merge(adapter, tmp_path / "out")
+    base, made = (AutoModelForCausalLM.from_pretrained(path) for path in (base_dir, tmp_path / "out"))
+    assert all(map(lambda a, b: a.equal(b), base.state_dict().values(), made.state_dict().values()))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer("27+58=")["input_ids"]) == 6 and tokenizer.chat_template == "of the adapter"
+
+
+def test_base_that_is_gone_is_named(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone"}))
+    with pytest.raises(SettingsError, match="adapter is an adapter, and could not be added") as raised:
+        evaluate._merged(adapter, tmp_path / "out")
+    assert "/gone" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_without_peft_it_says_what_to_install(adapter: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['peft'] = None; from trainer.checkpoint.merge import main; sys.exit(main())"
+    )
+    argv = [sys.executable, "-c", program, str(adapter), str(tmp_path / "out")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1 and done.stderr.endswith("pip install -e '.[lora]'\n")

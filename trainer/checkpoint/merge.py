@@ -1,0 +1,49 @@
+"""Add an adapter to its base model: python -m trainer.checkpoint.merge ADAPTER OUT
+
+OUT is made: a Hugging Face directory with the sum of the weights, in the number type of the base model. The
+adapter names its base. Needs peft.
+"""
+
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
+"""How the files of a tokenizer begin."""
+
+
+def merge(adapter: Path, out: Path) -> None:
+    """Write the sum of an adapter and its base. Raises what transformers and peft raise."""
+    from peft import AutoPeftModelForCausalLM  # here: most programs that import this room do without
+
+    with warnings.catch_warnings():  # peft asks transformers for what will be called otherwise
+        warnings.simplefilter("ignore", FutureWarning)
+        model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
+    base = Path(model.peft_config["default"].base_model_name_or_path)
+    model.merge_and_unload().save_pretrained(out)
+    for directory in (base, adapter):  # what an adapter has of its own takes the place of its base's
+        for file in directory.iterdir() if directory.is_dir() else ():
+            if file.name.startswith(TOKENIZER):
+                shutil.copy(file, out / file.name)
+
+
+def main() -> int:
+    """Merge what the command line says; one line for what is wrong."""
+    disable_progress_bar()
+    adapter, out = map(Path, sys.argv[1:])
+    try:
+        merge(adapter, out)
+    except ModuleNotFoundError as error:
+        print(f"needs peft ({error}): pip install -e '.[lora]'", file=sys.stderr)
+        return 1
+    except (OSError, ValueError, RuntimeError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -269,6 +269,14 @@ class RunSettings(Settings):
         ):  # fmt: skip
             if is_given:
                 raise ValueError(f"rollout.thinking_tokens={rollout.thinking_tokens} {other}: {reason}")
+        sets = {f"eval.sets.{name}.max_tokens": one for name, one in self.eval_sets.items()}
+        longest = {name: one.max_tokens for name, one in sets.items() if one.environment == "single_turn"}
+        for name, most in {"eval.max_tokens": self.eval.max_tokens, **longest}.items():
+            if most is not None and most <= rollout.thinking_tokens:
+                raise ValueError(
+                    f"rollout.thinking_tokens={rollout.thinking_tokens} with {name}={most}: nothing is left "
+                    "for the answer; give fewer, or raise the other"
+                )
         return self
 
     @model_validator(mode="after")
@@ -308,8 +316,18 @@ class RunSettings(Settings):
     @model_validator(mode="after")
     def _teacher_is_asked(self) -> "RunSettings":
         rollout, trainer, level = self.rollout, self.trainer, self.cluster.max_async_level
+        if trainer.kl == "off" and trainer.advantage == "zero":
+            raise ValueError(
+                "trainer.advantage=zero with trainer.kl=off learns nothing; leave one of them out, or give "
+                "trainer.kl=k1"
+            )
         if trainer.kl == "off" or trainer.kl_to != "teacher":
             return self
+        if rollout.environment in WRITTEN and trainer.kl_in == "loss" and trainer.kl == "k1":
+            raise ValueError(
+                f"trainer.kl=k1 is for samples of the policy, and rollout.environment={rollout.environment} "
+                "has written ones; leave one of them out"
+            )
         if rollout.teacher is None and self.rl_phase == "both":
             raise ValueError(
                 "trainer.kl_to=teacher needs a teacher; give rollout.teacher=http://HOST:PORT/v1, a server "
@@ -320,7 +338,7 @@ class RunSettings(Settings):
                 f"rollout.temperature={rollout.temperature:g}: the teacher's logprobs are of temperature 1, "
                 "and cannot be compared with the policy's; leave it out"
             )
-        if (level or rollout.segment_tokens) and trainer.kl_in == "loss":
+        if (level or rollout.segment_tokens or trainer.replay_window > 1) and trainer.kl_in == "loss":
             raise ValueError(
                 "trainer.kl_to=teacher with samples of older policies, for whose age trainer.kl_in=loss does "
                 "not correct; add trainer.kl_in=token_reward, trainer.clip=ppo and "

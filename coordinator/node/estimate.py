@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coordinator.settings import RunSettings
+from rollout.settings import WRITTEN
 from trainer.memory import HALF_BYTES, Shape, is_sharded, least_bytes
 from trainer.settings import TrainerSettings
 
@@ -91,13 +92,14 @@ def time_text(parameters: int, settings: RunSettings, count: int, names: Sequenc
     rollout = settings.rollout
     flops, bytes_per_s = (min(one) for one in zip(*found, strict=True))
     samples = rollout.tasks_per_iteration * rollout.samples_per_task
+    if rollout.environment in WRITTEN:
+        samples = rollout.tasks_per_iteration * (2 if rollout.environment == "preference" else 1)
     rounds = max(1.0, samples / ((rollout.concurrency or IN_FLIGHT) * count))
     rollout_s = rollout.max_tokens * rounds * HALF_BYTES * parameters / bytes_per_s
     train_s = 8 * parameters * samples * rollout.max_tokens / (REACHED * flops * count)
-    return (
-        f"an iteration generates for {_duration(rollout_s)} and trains for {_duration(train_s)} "
-        f"if samples have {rollout.max_tokens} tokens"
-    )
+    generates = rollout.environment not in WRITTEN and settings.rl_phase == "both"
+    first = f"generates for {_duration(rollout_s)} and " if generates else ""
+    return f"an iteration {first}trains for {_duration(train_s)} if samples have {rollout.max_tokens} tokens"
 
 
 def _duration(seconds: float) -> str:

@@ -124,7 +124,8 @@ def scores(
     """Return what an evaluation's manifest says of the scores.
 
     `reward`, `error`, `pass_at` and `metrics` are of the tasks of --eval-tasks; without these `reward` is the
-    mean over the named sets, each counted once. `sets` has the scores of each named set, if there are any.
+    mean over the named sets, each counted once, if all have a score. `sets` has the scores of each named set,
+    if there are any.
     """
     sets = of_opened(opened)
     own = [group for group in groups if not sets or group.slot < sets[0].begin]
@@ -132,8 +133,8 @@ def scores(
     if not sets:
         return document
     named = {one.name: _score(groups, one, settings, inputs) for one in sets}
-    rewards = [of["reward"] for of in named.values() if of["reward"] is not None]
-    if sets[0].begin == 0 and rewards:
+    rewards = [of["reward"] for of in named.values() if "reward" in of]
+    if sets[0].begin == 0 and len(rewards) == len(sets):  # fewer sets have another mean
         document["reward"] = sum(rewards) / len(rewards)
     return {**document, "metrics": parts.figures(own)["metrics"], "sets": named}
 

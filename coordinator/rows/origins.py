@@ -90,6 +90,7 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     `opened` is its iteration.json, `now` would be the content today. Of code only the name is a setting.
     """
     sets, sets_now = eval_sets.texts(opened), eval_sets.texts(now)
+    teachers = (opened.get("teacher"), now.get("teacher"))
     then_and_now: dict[str, tuple[Any, Any]] = {
         **{
             f"{section}.{SAMPLING[name]}": (opened[key].get(name, getattr(_BEFORE, name)), now[key][name])
@@ -104,7 +105,8 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         "rollout.tasks_per_iteration": (opened["groups"], now["groups"]),
         "rollout.dynamic_sampling": (opened["replace_flat"], now["replace_flat"]),
         "rollout.segment_tokens": (opened.get("segment_tokens"), now.get("segment_tokens")),
-        "rollout.teacher": (opened.get("teacher"), now.get("teacher")),
+        # One that has moved is asked where it is now.
+        "rollout.teacher": (None, None) if all(teachers) else teachers,
         "cluster.max_async_level": (opened.get("max_async_level", 0), now["max_async_level"]),
         **{name: (sets.get(name), sets_now.get(name)) for name in sorted({*sets, *sets_now})},
     }

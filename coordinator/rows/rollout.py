@@ -202,11 +202,16 @@ def collect_train(node: Node, iteration: Iteration) -> Payload:
         tasks=node.identity.inputs.tasks,
         origin=made_with(iteration, "train", functions),
         functions=functions[OWN],
-        settings=node.settings.rollout.model_copy(update={"teacher": opened.get("teacher")}),
+        settings=node.settings.rollout.model_copy(update={"teacher": _teacher(node, opened)}),
         begun=(begun := Begun.all_of(opened)),
         segment=_segment(iteration, opened) if begun or opened.get("segment_tokens") else None,
     )
     return collect_share(node, iteration, share)
+
+
+def _teacher(node: Node, opened: Mapping[str, Any]) -> str | None:
+    """Return the teacher of an iteration that was opened with one: where it is now, for it may have moved."""
+    return opened.get("teacher") and (node.settings.rollout.teacher or opened["teacher"])
 
 
 def _segment(iteration: Iteration, opened: Mapping[str, Any]) -> Segment:

@@ -227,6 +227,7 @@ def _refuse_code(settings: RunSettings) -> None:
         ("cluster.groups", settings.cluster.groups, "can name programs"),
         ("cluster.local_dir", settings.cluster.local_dir, "names a directory that is emptied"),
         ("engine.url", settings.engine.url, "asks another server"),
+        ("rollout.teacher", settings.rollout.teacher, "asks another server"),
         (f"metrics.sinks={','.join(accounts)}", accounts, "uses the account of the server's user"),
     ):
         if given:

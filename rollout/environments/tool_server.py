@@ -39,6 +39,8 @@ class ToolServer:
             if error.code == CONNECTION_CLOSED:
                 raise ToolServerError(f"{self._name}, tool {name}: {error}") from error
             return f"error: {error}"
+        except RuntimeError as error:  # a result that is not what the tool promises
+            return f"error: {error}"
         texts = [
             block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content
         ]
@@ -75,17 +77,23 @@ async def tool_server(server: str | Sequence[str], timeout_s: float = 60.0) -> A
     target = (
         server if isinstance(server, str) else StdioServerParameters(command=server[0], args=[*server[1:]])
     )
+    raised: Exception | None = None
     try:
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(Client(target, read_timeout_seconds=timeout_s))
                 tools = [_function(tool) async for tool in _listed(client)]
             except Exception as error:  # whatever its transport raises
-                reason = " ".join(str(_first(error)).split()) or type(_first(error)).__name__
-                raise ToolServerError(f"no MCP server answers at {name}: {reason}") from error
-            yield ToolServer(client, tools, name)
-    except ExceptionGroup as group:  # as which the tasks of the transport hand on what the block raises
-        raise _first(group) from group
+                raise ToolServerError(f"no MCP server answers at {name}: {_reason(error)}") from error
+            try:
+                yield ToolServer(client, tools, name)
+            except Exception as error:
+                raised = error
+                raise
+    except ToolServerError:
+        raise
+    except Exception as error:  # the transport's tasks put what the block raises into groups
+        raise raised or ToolServerError(f"{name} does not answer any more: {_reason(error)}") from error
 
 
 async def _listed(client: Any) -> AsyncIterator[Any]:
@@ -105,8 +113,8 @@ def _function(tool: Any) -> Tool:
     return {"type": "function", "function": about}
 
 
-def _first(error: BaseException) -> BaseException:
-    """Return the first error of a group of groups."""
+def _reason(error: BaseException) -> str:
+    """Return what the first error of a group of groups says, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    return " ".join(str(error).split()) or type(error).__name__

@@ -309,7 +309,9 @@ def _taught(samples: Sequence[Sample], settings: TrainerSettings) -> list[NDArra
     if len(taught) < len(samples):
         raise ValueError(
             f"{len(samples) - len(taught)} of {len(samples)} samples have no logprobs of a teacher, which "
-            "trainer.kl_to=teacher needs; they were made without rollout.teacher"
+            "trainer.kl_to=teacher needs; they were made without rollout.teacher: train on them with the "
+            "settings of before, or remove them (run cleanup --iteration N; older ones: "
+            "trainer.replay_window=1)"
         )
     return taught
 

@@ -41,6 +41,7 @@ ELSEWHERE = {
     r"kubectl .*": "tests/scripts/test_k8s.py",
     r"sky (launch|logs|down) .*": "tests/scripts/test_sky.py",
     r"ray (start|job) .*": "tests/cluster/test_ray_launch.py",
+    r"run profile .*": "tests/cluster/test_profile.py",
     r"run eval .*": "tests/cluster/test_eval_sets.py",
     r"run with-ray .*": "tests/cluster/test_ray_launch.py",
     r"docker (build|push) .*": "tests/packaging/test_dockerfile.py",

@@ -119,6 +119,8 @@ class TrainerRank:
         torch.manual_seed(request.seed)
         first_step = Profiled(Path(request.profile)) if request.profile and takes_profile else None
         stats = self._train(learner, batch, request, progress, first_step=first_step)
+        if first_step is not None and not stats:
+            first_step.give_up(f"iteration {request.iteration} took no step: no group had an advantage")
         lr = learning_rate(learner.optimizer_step, settings, request.span()[0])
         metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | batch.age()
         metrics["packed"] = float(learner.arrangement.packing.several)

@@ -7,7 +7,7 @@ VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TRL_VENV := .venv-trl
 TRL_PYTHON := $(TRL_VENV)/bin/python
 
-.PHONY: install demo test test-vllm test-trl check clean
+.PHONY: install demo test test-vllm test-trl check docs clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +47,12 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# A link that leads nowhere, and a page that scripts/site/mkdocs.yml does not list, are errors: but not with --quiet,
+# which leaves warnings uncounted.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file scripts/site/mkdocs.yml
+	@echo build/site/index.html
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) build dist *.egg-info .pytest_cache .ruff_cache

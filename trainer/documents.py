@@ -82,6 +82,8 @@ class TrainRequest(_Document):
     state_dir: str | None = None
     """All ranks write the trainer state here in the background, its `state.json` last. It exists and is
     empty. Given if settings.save_interval is above 1 and divides the iteration."""
+    profile: str | None = None
+    """Local rank 0 profiles its first optimizer step, and writes this with `.json.gz`, then with `.txt`."""
     delta: bool = False
     """Whether a delta to the policy before is written beside the weights."""
     offload: bool = False

@@ -48,6 +48,7 @@ cleanup_app = new_app()
 export_app = new_app()
 launch_app = new_app()
 plan_app = new_app()
+profile_app = new_app()
 serve_app = new_app()
 with_ray_app = new_app()
 
@@ -127,6 +128,20 @@ def plan(
 
     show_plan(log_path.absolute(), devices, as_json)
     return 0
+
+
+@profile_app.command()
+def profile(
+    log_path: LogPath = Path("runs/default"),
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="R", min=0, help="Of this node; default: the first that trains."),
+    ] = None,
+) -> int:
+    """Profile the next optimizer step of a run that trains: a trace, and the ten costliest operators."""
+    from coordinator.commands.profile import profile_next_step
+
+    return profile_next_step(log_path.absolute(), rank)
 
 
 @launch_app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -386,6 +401,7 @@ COMMANDS = {
     "logs": logs_app,
     "report": report_app,
     "plan": plan_app,
+    "profile": profile_app,
     "eval": eval_app,
     "doctor": doctor_app,
     "cleanup": cleanup_app,
@@ -405,6 +421,7 @@ GROUPS = {
         "logs": "what the nodes, their engines and trainers print",
         "report": "one page: rewards, where the time goes, faults, samples",
         "plan": "would two crews be faster, with which devices and weights?",
+        "profile": "where the time of one training step goes, by torch's profiler",
     },
     "Before and after": {
         "doctor": "is this directory, node and network fit for a run?",

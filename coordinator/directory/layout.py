@@ -91,6 +91,23 @@ class Record(NamedTuple):
         return f"e{self.epoch:04d}.epoch.json"
 
 
+class ProfileRequest(NamedTuple):
+    """The name of a file by which `run profile` asks a rank for a profile; it is in the master's directory,
+    which all nodes list. `token`: 8 hexadecimal digits.
+    """
+
+    rank: int
+    token: str
+
+    @property
+    def name(self) -> str:
+        return f"profile.r{self.rank:04d}.{self.token}"
+
+    def is_answer(self, name: str) -> bool:
+        """Return whether the file of this name, in the node's logs, says what came of it."""
+        return name.startswith("profile.") and name.endswith(f".{self.token}.txt")
+
+
 _4 = r"(\d{4}|[1-9]\d{4,})"
 _6 = r"(\d{6}|[1-9]\d{6,})"
 # Each number has only one spelling, so that two names never mean the same.
@@ -99,6 +116,7 @@ _FLAG = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.r{_4}\.([a-z_]+|(?:ok|enter)\.js
 _CLAIM = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.c{_6}", re.ASCII)
 _RECORD = re.compile(rf"e{_4}\.epoch\.json", re.ASCII)
 _PART = re.compile(rf"r{_4}\.e{_4}\.part{_4}\.safetensors", re.ASCII)
+_PROFILE = re.compile(rf"profile\.r{_4}\.([0-9a-f]{{8}})", re.ASCII)
 _ITERATION = re.compile(rf"iteration_{_6}", re.ASCII)
 _STAGING = re.compile(rf"\.iteration_{_6}\.e{_4}", re.ASCII)
 
@@ -119,6 +137,12 @@ def parse_claim_name(name: str) -> Claim | None:
     """Parse the name of a claim; None for any other name."""
     match = _CLAIM.fullmatch(name)
     return Claim(*map(int, match.groups())) if match else None
+
+
+def parse_profile_name(name: str) -> ProfileRequest | None:
+    """Parse the name of a request for a profile; None for any other name."""
+    match = _PROFILE.fullmatch(name)
+    return ProfileRequest(int(match[1]), match[2]) if match else None
 
 
 class PartName(NamedTuple):
@@ -169,6 +193,7 @@ class RunDir:
           e0002.epoch.json            epoch record: kind, master, settings, members
           e0002.r0000.n3.b000123      heartbeat 123 of incarnation 3 of the master
           e0002.i000005.p07.r0000.ok  flag: row 7 is over (.ok.json: with a document; or .failed, .lost ...)
+          profile.r0001.3f9c0a1b      `run profile` asks rank 1; it is there while that command waits
         workers/                    heartbeats and flags of the others, which the master lists
         claims/                     who makes which chunk of a rollout
           e0002.i000005.p02.c000017
@@ -296,6 +321,10 @@ class RunDir:
 
     def logs(self, rank: int) -> Path:
         return self.root / "logs" / self._node(rank)
+
+    def profile(self, request: ProfileRequest, iteration: int) -> Path:
+        """Return where the profile of an iteration is: `.json.gz` the trace, `.txt` what it shows."""
+        return self.logs(request.rank) / f"profile.i{iteration:06d}.{request.token}"
 
     def events(self, rank: int) -> Path:
         return self.root / "events" / f"{self._node(rank)}.jsonl"

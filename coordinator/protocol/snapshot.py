@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
+from coordinator.directory.layout import (
+    Beat,
+    Flag,
+    ProfileRequest,
+    Record,
+    RunDir,
+    parse_profile_name,
+    parse_protocol_name,
+)
 from rollout.storage import files
 
 
@@ -21,6 +29,8 @@ class Board:
     """Flags that say something else than that a row is done or an epoch entered, in a fixed order."""
     entries: dict[str, Beat | Flag | Record]
     """What was listed, by name; unknown names are left out."""
+    profiles: tuple[ProfileRequest, ...] = ()
+    """What is asked of nodes by those who look at the run."""
 
     def done(self, epoch: int, iteration: int, phase: int) -> dict[int, Flag]:
         """By rank, the flags that say that a row is done; of iteration 0, that the epoch is entered."""
@@ -49,9 +59,12 @@ def parse(names: Iterable[str], before: Board | None = None) -> Board:
     records: list[int] = []
     beats: dict[int, Beat] = {}
     flags: list[Flag] = []
+    profiles: list[ProfileRequest] = []
     for name in names:
         entry = known.get(name) or parse_protocol_name(name)
         if entry is None:
+            if (asked := parse_profile_name(name)) is not None:
+                profiles.append(asked)
             continue
         entries[name] = entry
         if isinstance(entry, Flag):
@@ -63,7 +76,8 @@ def parse(names: Iterable[str], before: Board | None = None) -> Board:
         else:
             records.append(entry.epoch)
     calls = tuple(sorted(flag for flag in flags if flag.is_call))
-    return Board(tuple(sorted(records, reverse=True)), beats, frozenset(flags), calls, entries)
+    numbers = tuple(sorted(records, reverse=True))
+    return Board(numbers, beats, frozenset(flags), calls, entries, tuple(profiles))
 
 
 def whole_board(run_dir: RunDir, names: Callable[[Path], Iterable[str]] = files.listing) -> Board:

@@ -83,6 +83,7 @@ def train(node: Node, iteration: Iteration) -> None:
         resume=resume,
         staging_dir=str((run_dir.checkpoints / config["staging"]).absolute()),
         state_dir=str((run_dir.trainer_states / config["state"]).absolute()) if config["state"] else None,
+        profile=_profile(node, number),
         delta=published_settings.checkpoints.delta,
         offload=settings.rl_phase == "both",
         rank_weights=tuple(config["rank_weights"]),
@@ -95,6 +96,20 @@ def train(node: Node, iteration: Iteration) -> None:
     node.trainer.train(request, processes, node.verdicts.check_training, node.position.reach)
     if not settings.trainer.keep_alive:
         node.trainer.leave_epoch()
+
+
+def _profile(node: Node, iteration: int) -> str | None:
+    """Return where this node's profile of the iteration goes, if `run profile` asks for one.
+
+    The watch lists requests beside the master's flags, so nothing is looked up where nobody asks. A request
+    whose command was killed stays there: it has an answer, and gets no other.
+    """
+    asked = [request for request in node.watch.board.profiles if request.rank == node.rank]
+    names = published.names(node.run_dir.logs(node.rank)) if asked else []
+    for request in asked:
+        if not any(map(request.is_answer, names)):
+            return str(node.run_dir.profile(request, iteration).absolute())
+    return None
 
 
 def publish_checkpoint(node: Node, iteration: Iteration) -> None:

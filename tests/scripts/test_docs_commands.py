@@ -42,6 +42,7 @@ ELSEWHERE = {
     r"sky (launch|logs|down) .*": "tests/scripts/test_sky.py",
     r"ray (start|job) .*": "tests/cluster/test_ray_launch.py",
     r"run --config scripts/recipes/.*": "tests/cluster/test_recipes.py",
+    r"run profile .*": "tests/cluster/test_profile.py",
     r"run eval .*": "tests/cluster/test_eval_sets.py",
     r"run with-ray .*": "tests/cluster/test_ray_launch.py",
     r"docker (build|push) .*": "tests/packaging/test_dockerfile.py",

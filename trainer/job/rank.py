@@ -23,6 +23,7 @@ from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainedBatch, TrainRequest
 from trainer.job import launch
 from trainer.job.doorbell import Doorbell
+from trainer.job.profile import Profiled
 from trainer.model.lora import LoraError
 from trainer.model.model import Learner, learning_rate
 from trainer.model.parallel import LayoutError
@@ -30,7 +31,10 @@ from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.update.step import StepStats, summary, train
 
-OF_A_NODE = {"batch_file", "base_dir", "model_dir", "model_name", "staging_dir", "state_dir", "resume"}
+OF_A_NODE = {
+    *("batch_file", "base_dir", "model_dir", "model_name", "staging_dir", "state_dir", "resume"),
+    "profile",
+}
 """Fields of a request that may differ between nodes, because they are paths."""
 
 SAID_BYTES = 10**9
@@ -74,7 +78,7 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
             progress = Progress(say) if local_rank == 0 else Progress()
             # Half of the time that its peers wait for it: then this rank says what was missing.
             with waiting_for_space(collective_timeout_s / 2, lambda: None):
-                rank.run(TrainRequest.from_json(data), progress)
+                rank.run(TrainRequest.from_json(data), progress, takes_profile=local_rank == 0)
             launch.report_done(spool, number, local_rank)
     except Exception as error:
         comes_again = isinstance(error, COME_AGAIN)
@@ -97,8 +101,10 @@ class TrainerRank:
         self.policy = ""
         """Digest of the checkpoint that `learner` was last loaded from or written to."""
 
-    def run(self, request: TrainRequest, progress: Progress) -> None:
-        """Do one training phase, from the batch file to a complete staging directory."""
+    def run(self, request: TrainRequest, progress: Progress, takes_profile: bool = True) -> None:
+        """Do one training phase, from the batch file to a complete staging directory. `takes_profile`: this
+        rank is the one of its node that does, where a profile is asked for.
+        """
         started = time.perf_counter()
         settings = request.settings
         progress.expect(2)  # the policy and the checkpoint
@@ -111,7 +117,10 @@ class TrainerRank:
         learner = self._learner(request, progress)
         progress.advance()
         torch.manual_seed(request.seed)
-        stats = self._train(learner, batch, request, progress)
+        first_step = Profiled(Path(request.profile)) if request.profile and takes_profile else None
+        stats = self._train(learner, batch, request, progress, first_step=first_step)
+        if first_step is not None and not stats:
+            first_step.give_up(f"iteration {request.iteration} took no step: no group had an advantage")
         lr = learning_rate(learner.optimizer_step, settings, request.span()[0])
         metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | batch.age()
         metrics["packed"] = float(learner.arrangement.packing.several)
@@ -144,6 +153,7 @@ class TrainerRank:
         request: TrainRequest,
         progress: Progress,
         silent: bool = False,
+        first_step: Profiled | None = None,
     ) -> list[StepStats]:
         if request.settings.needs_reference:
             learner.load_reference(Path(request.model_dir), request.settings)
@@ -156,6 +166,7 @@ class TrainerRank:
             rank_weights=request.rank_weights,
             report=(lambda line: None) if self.rank or silent else (lambda line: print(line, flush=True)),
             progress=progress,
+            first_step=first_step,
         )
 
     def _agree(self, request: TrainRequest) -> None:

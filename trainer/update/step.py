@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ def train(
     rank_weights: Sequence[float] = (1.0,),
     report: Callable[[str], None] = print,
     progress: Progress | None = None,
+    first_step: AbstractContextManager[object] | None = None,
 ) -> list[StepStats]:
     """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
 
@@ -74,7 +76,7 @@ def train(
     iterations that are over before and after this batch, between which settings.schedule moves from step to
     step.
     `rank_weights`: one per global rank; a rank's share of the tokens follows its weight. `progress` advances
-    with each microbatch that has passed through the model.
+    with each microbatch that has passed through the model. The first optimizer step is taken in `first_step`.
 
     All ranks call this with the same arguments, and do the same number of steps; the result does not depend
     on the number of ranks or their weights. A step in which nothing has a gradient is not taken. With
@@ -118,10 +120,11 @@ def train(
     stats = []
     for k, (step, plan, before) in enumerate(zip(steps, plans, befores, strict=True)):
         over = span[0] + (span[1] - span[0]) * k / len(steps)
-        if has_pairs:
-            done = _pair_step(learner, batch, plan, before, step, settings, progress, over)
-        else:
-            done = _optimizer_step(learner, plan, before, step, settings, progress, over)
+        with first_step if first_step is not None and k == 0 else nullcontext():
+            if has_pairs:
+                done = _pair_step(learner, batch, plan, before, step, settings, progress, over)
+            else:
+                done = _optimizer_step(learner, plan, before, step, settings, progress, over)
         stats.append(done)
         report(_step_line(k + 1, len(steps), done, batch.counts.reward))
     return stats

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.directory.layout import Beat, Flag, Record, parse_protocol_name
+from coordinator.directory.layout import Beat, Flag, ProfileRequest, Record, parse_protocol_name
 from coordinator.protocol import snapshot
 from coordinator.protocol.snapshot import parse
 from tests.coordinator.made_up import board
@@ -35,6 +35,15 @@ def test_board_of_an_empty_listing_is_empty() -> None:
 
 def test_foreign_names_are_not_on_the_board() -> None:
     assert parse([".nfs0001", ".e0001.epoch.json.aa.tmp", "e0001.epoch.json~", "notes.txt"]) == parse([])
+
+
+def test_requests_for_profiles_are_on_the_board_whatever_else_is_there() -> None:
+    asked = [ProfileRequest(1, "0badcafe"), ProfileRequest(0, "00c0ffee")]
+    names = [*(request.name for request in asked), "profile.r0001.xyz", "profile.r1.0badcafe"]
+    assert parse([*names, Record(1).name]).profiles == tuple(asked)
+    assert asked[0].is_answer("profile.i000007.0badcafe.txt")
+    assert not asked[0].is_answer("profile.i000007.0badcafe.json.gz")
+    assert not asked[1].is_answer("profile.i000007.0badcafe.txt")
 
 
 def test_name_is_parsed_in_the_first_listing_alone_and_forgotten_with_the_last(

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -91,6 +93,19 @@ def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
         launch.outcome(nodes[1].spool, 2, 1)
     assert not list(Path(broken.staging_dir).iterdir())
     assert not any(group_members(group) for node in nodes for group in node.groups())
+
+
+def test_only_the_first_rank_of_a_node_is_profiled_and_only_where_a_step_is_taken(
+    start_node: StartNode, make_request: MakeRequest, batch: Batch, tmp_path: Path
+) -> None:
+    still = replace(batch, advantages=np.zeros_like(batch.advantages))
+    node, place = start_node(2), tmp_path / "profile.i000001.0badcafe"
+    for number, sequences in enumerate([still, batch], start=1):
+        request = make_request(sequences, rank_weights=(1, 1))
+        ask([node], number, request.model_copy(update={"profile": f"{place}.{number}"}))
+    made = {path.name.removeprefix(place.name): path.read_bytes() for path in tmp_path.glob(f"{place.name}*")}
+    assert sorted(made) == [".1.txt", ".2.json.gz", ".2.txt"]
+    assert b"took no step: no group had an advantage" in made[".1.txt"] and b"aten::" in made[".2.txt"]
 
 
 def test_request_that_the_ranks_do_not_share_is_refused_by_all(

@@ -95,6 +95,7 @@ def _map(pid: int, users: str, groups: str) -> None:
 
 def _new_root(job: dict[str, Any]) -> None:
     """Make a root of what the code may see, and write the job's files to its /tmp."""
+    os.umask(0o022)  # a node keeps its files to itself, and the code is another user
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("tmpfs", ROOT, "tmpfs", _NOSUID | _NODEV, f"size={job['disk_bytes']},nr_inodes=10000,mode=755")
     seen: list[str] = []

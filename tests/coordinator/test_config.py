@@ -456,9 +456,36 @@ def test_user_and_password_in_the_url_of_an_engine_are_refused_and_not_told() ->
         ({"environment": "calculator"}, "with rollout.environment=calculator: it is for single_turn"),
         ({"segment_tokens": 8}, "with rollout.segment_tokens=8: a sample that is cut"),
         ({"max_tokens": 16}, "with rollout.max_tokens=16: nothing is left for the answer"),
+        ({"eval.max_tokens": 16}, "with eval.max_tokens=16: nothing is left for the answer"),
+        (
+            {"eval.sets.a.tasks": "builtin:arithmetic", "eval.sets.a.max_tokens": 8},
+            "with eval.sets.a.max_tokens=8: nothing is left for the answer",
+        ),
     ],
 )
 def test_budget_of_the_reasoning_that_cannot_hold_is_refused(given: dict[str, Any], reason: str) -> None:
     rollout = {"max_tokens": 64, "reasoning_end": "</think>", "thinking_tokens": 16, **given}
-    settings = {f"rollout.{name}": value for name, value in rollout.items() if value is not None}
+    settings = {
+        name if "." in name else f"rollout.{name}": value
+        for name, value in rollout.items()
+        if value is not None
+    }
     assert f"rollout.thinking_tokens=16 {reason}" in refused(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"rollout.teacher": None}, "trainer.kl_to=teacher needs a teacher"),
+        ({"trainer.kl": "off"}, "trainer.advantage=zero with trainer.kl=off learns nothing"),
+        (
+            {"trainer.replay_window": 4},
+            "samples of older policies, for whose age trainer.kl_in=loss does not",
+        ),
+        ({"rollout.environment": "demonstration"}, "trainer.kl=k1 is for samples of the policy"),
+        ({"rollout.temperature": 0.5}, "the teacher's logprobs are of temperature 1"),
+    ],
+)
+def test_distillation_that_would_be_wrong_is_refused(given: dict[str, Any], reason: str) -> None:
+    settings = {"rollout.teacher": "http://127.0.0.1:8000/v1", "trainer.algorithm": "distill", **given}
+    assert reason in refused({name: value for name, value in settings.items() if value is not None})

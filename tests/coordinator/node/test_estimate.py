@@ -76,6 +76,15 @@ def test_time_is_for_samples_of_full_length() -> None:
     assert slower == "an iteration generates for 8 s and trains for 2 min if samples have 1000 tokens"
 
 
+def test_written_samples_are_not_generated() -> None:
+    given = {"model": "any/model", "rollout.tasks_per_iteration": 512, "rollout.max_tokens": 1000}
+    for algorithm, samples in (("sft", 512), ("dpo", 1024)):
+        settings = build({**given, "trainer.algorithm": algorithm})
+        train_s = 8 * 8e9 * samples * 1000 / (0.4 * 989e12)
+        said = f"an iteration trains for {train_s:.0f} s if samples have 1000 tokens"
+        assert time_text(int(8e9), settings, 1, ["NVIDIA H100"]) == said.replace("166 s", "3 min")
+
+
 @pytest.mark.parametrize("names", [[], ["NVIDIA GB10"], ["NVIDIA H100", "Tesla T4"]])
 def test_nothing_is_said_about_the_time_on_unknown_gpus(names: list[str]) -> None:
     assert time_text(int(8e9), build({"model": "any/model"}), 1, names) == ""

@@ -171,6 +171,9 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
         "rollout.tasks_per_iteration=4 (now 5)",
         "--max-async-level=0 (now 2)",
     ]
+    one, two = ({**now, "teacher": f"http://{host}:8000/v1"} for host in ("a", "b"))
+    assert changes(one, two) == [], "it is asked where it is now"
+    assert changes(one, now) == ["rollout.teacher=http://a:8000/v1 (now not set)"]
 
 
 # ---- an iteration that is opened anew

@@ -1,7 +1,9 @@
 """Tools of an MCP server: what the model reads of them, and servers that do not answer."""
 
 import asyncio
+import contextlib
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from coordinator.machine.network import free_port
 from rollout import ToolServer, tool_server
 from rollout.engines.client import Completion
 from rollout.environments import tool_server as module
@@ -135,6 +138,49 @@ def test_slow_call_is_an_error_for_the_model_and_the_command_ends_with_the_block
 def test_server_that_ends_is_an_error_of_the_environment(command: list[str]) -> None:
     with pytest.raises(module.ToolServerError, match=r"server\.py, tool end: Connection closed"):
         asked(command, ("end", {}))
+
+
+def test_server_behind_a_url_that_ends_is_an_error_of_the_environment(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    (tmp_path / "server.py").write_text(f"{SERVER}\nserver.run('streamable-http', port={port})\n")
+    process = subprocess.Popen([sys.executable, str(tmp_path / "server.py")], stderr=subprocess.DEVNULL)
+
+    async def ask() -> None:
+        url = f"http://127.0.0.1:{port}/mcp"
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            await asyncio.sleep(0.1)
+        async with tool_server(url) as opened:
+            assert await opened.call("add", {"a": 27, "b": 58}) == "85"
+            process.kill()
+            process.wait()
+            await opened.call("add", {"a": 27, "b": 58})
+
+    try:
+        with pytest.raises(module.ToolServerError, match=rf"{port}/mcp does not answer any more: .*"):
+            asyncio.run(ask())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_the_block_raises_is_what_is_raised(command: list[str]) -> None:
+    async def fail() -> None:
+        async with tool_server(command):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        asyncio.run(fail())
+
+
+def test_result_that_is_not_what_a_tool_promises_is_an_error_for_the_model() -> None:
+    class Client:
+        async def call_tool(self, name: str, _arguments: Any) -> Any:
+            raise RuntimeError(f"Invalid structured content returned by tool {name}")
+
+    assert asyncio.run(ToolServer(Client(), [], "x").call("f", {})).startswith("error: Invalid structured")
 
 
 @pytest.mark.parametrize(

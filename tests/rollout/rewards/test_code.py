@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -115,6 +116,28 @@ def test_objects_of_the_programs_classes_are_not_compared() -> None:
 def test_a_test_does_not_let_the_program_into_its_own_functions() -> None:
     program = "def f(g):\n g.__globals__['add'] = lambda a, b: a + b\n return True"
     assert passed(program, ["assert f(lambda: 0)"]) == 0.0
+
+
+def test_a_node_that_keeps_its_files_to_itself_runs_programs_too() -> None:
+    umask = os.umask(0o077)
+    try:
+        assert passed("def add(a, b): return a + b", ["assert add(1, 2) == 3"]) == 1.0
+        assert passed("print(3)", [{"stdin": "", "stdout": "3"}]) == 1.0
+    finally:
+        os.umask(umask)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def add(a, b): raise ValueError('\\r1')",
+        "raise ValueError('\\r1\\n1\\x0b1\\x851\\u20281')",
+        "def add(a, b): raise ValueError('1\\n1\\n1\\n')",
+    ],
+)
+def test_what_a_program_raises_is_no_passed_test(program: str) -> None:
+    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]
+    assert passed(program, tests) == 0.0
 
 
 def test_setup_comes_before_the_tests_and_is_none() -> None:

@@ -25,7 +25,8 @@ class PluginError(ValueError):
 
 def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     """Return the function that `module:function` names, or an object of the class that it names, if one is
-    called like a function; with `make=False` the class itself. Searches the current directory too. Raises PluginError.
+    called like a function; with `make=False` the class itself. Searches the current directory too. Raises
+    PluginError.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -125,7 +126,8 @@ def code_of(name: str, function: Any) -> Code:
 
     The digest is of the file of the module that `name` names, of the file that defines the function (maybe
     another one), of the version of the library that a built-in reward asks (`function.library`), and of what
-    else the function says is behind it (`function.behind`). It is the same on every machine that has the same files. Modules that these files import are not covered.
+    else the function says is behind it (`function.behind`). It is the same on every machine that has the same
+    files. Modules that these files import are not covered.
     """
     texts = [_source(module) for module in _modules(name, function)]
     digests = [hashlib.sha256(text).hexdigest() if text else "" for text in texts]

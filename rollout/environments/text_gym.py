@@ -20,7 +20,7 @@ from rollout.origin import Sampling
 from rollout.plugins import load_as_it_was, package_code
 from rollout.processes.pool import ProcessPool
 from rollout.tasks.task_set import Task
-from rollout.tasks.text_gym import SOURCE, TextEnvironment, code_behind
+from rollout.tasks.text_gym import SOURCE, STEP_TIMEOUT, STEP_TIMEOUT_S, TextEnvironment, code_behind
 from rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
@@ -34,25 +34,23 @@ MOST_TURNS = 100
 class TextGym:
     """The environment behind a name. Parameters are in the tasks."""
 
-    library = "gymnasium"
-
     def __init__(self, name: str) -> None:
         """Raises ValueError, in one line, if there is no such environment."""
         if "," in name:
             raise ValueError(f"give its parameters behind --tasks {SOURCE}NAME, not here")
         loaded = code_behind(name)
         self._name = name
-        self.behind = package_code(name.partition(":")[0]) if loaded else ""
+        self.behind = package_code(name.partition(":")[0])
         size = PROCESSES_A_CORE * (os.cpu_count() or 1)
         say = functools.partial(_say, name)
         self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)
 
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of an episode with the task's `seed` and `options`, if it has them."""
-        made = task.get("gym") or {"name": self._name, "parameters": {}}
+        made = task.get("gym", {"name": self._name, "parameters": {}, STEP_TIMEOUT: STEP_TIMEOUT_S})
         if made["name"] != self._name:
             raise ValueError(f"the task is not of {self._name}; give --tasks {SOURCE}{self._name}")
-        given = made["parameters"], task.get("seed"), task.get("options")
+        given = made["parameters"], made[STEP_TIMEOUT], task.get("seed"), task.get("options")
         async with asyncio.TaskGroup() as group:
             episodes = [
                 group.create_task(play_outside(self._pool, policy, [j], *given)) for j in range(sampling.n)
@@ -68,12 +66,14 @@ def _say(name: str, line: str) -> None:
 
 
 def make_player(name: str, loaded: dict[str, Any]) -> Callable[..., Any]:
-    """Make (sessions, parameters, seed, options) -> how the episode has ended; see `play_outside`."""
+    """Make (sessions, parameters, limit of a step, seed, options) -> how it has ended, as `play_outside`."""
     load_as_it_was(loaded)
 
-    def play(sessions: list[list[str]], parameters: dict[str, Any], seed: Any, options: Any) -> Any:
+    def play(
+        sessions: list[list[str]], parameters: dict[str, Any], limit_s: float, seed: Any, options: Any
+    ) -> Any:
         (session,) = sessions
-        environment = TextEnvironment(name, parameters)
+        environment = TextEnvironment(name, parameters, limit_s)
         try:
             return [_episode(environment, seed, options, *session)]
         finally:

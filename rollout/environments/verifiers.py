@@ -83,7 +83,7 @@ async def _play(environment: Any, task: Any, j: int, base_url: str, api_key: str
     # Programs that the library starts do not inherit a variable with this name.
     os.environ[variable := f"FLAGPOST_API_KEY_{j}"] = api_key
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
-    context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
+    context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig.model_validate({}))
     (slot,) = environment.slots(task)
     episode = await environment.run_slot(slot, context)
     faults = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

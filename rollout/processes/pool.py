@@ -120,7 +120,7 @@ class ProcessPool:
         return call.future
 
     async def wait(self, *arguments: Any, deadline_s: float) -> Any:
-        """As `call`, in an event loop. If the caller is cancelled, the process that makes the call is killed."""
+        """As `call`, in an event loop. If it is cancelled, the process that makes the call is killed."""
         future = self.submit(*arguments, deadline_s=deadline_s)
         try:
             return await asyncio.wrap_future(future)

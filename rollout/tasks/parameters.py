@@ -9,7 +9,7 @@ SIZE = "size"
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the parameters; a VALUE is JSON or plain text. Raises ValueError for a wrong SIZE."""
+    """Return the name and the parameters; a VALUE is JSON or plain text. ValueError for a wrong SIZE."""
     name, *pairs = re.split(r",(?=[A-Za-z_][\w.-]*=)", text)
     given: dict[str, Any] = {}
     for pair in pairs:

@@ -90,7 +90,8 @@ def load_tasks(
     directory: str | None = None,
 ) -> TaskSet:
     """Return the tasks that `source` names: the path of a file (see `rows`), of a directory, or a pattern of
-    files, hf:NAME:CONFIG:SPLIT, one of BUILT_IN, or KIND:NAME,PARAMETER=VALUE,... with a KIND of FROM_LIBRARIES.
+    files, hf:NAME:CONFIG:SPLIT, one of BUILT_IN, or KIND:NAME,PARAMETER=VALUE,... with a KIND of
+    FROM_LIBRARIES.
 
     `seed` applies to generated tasks only. So does `split`, and to a data set without a split: then it is
     `train` or `test`. `columns` names the column of a field. A large set is copied to a temporary file in

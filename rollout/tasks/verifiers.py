@@ -39,9 +39,9 @@ _LIBRARY = {"library": "verifiers", "extra": "verifiers"}
 
 
 def verifiers_tasks(text: str, *, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
-    """Return the tasks of `NAME,PARAMETER=VALUE,...` in the order of its data set. If its config has the field
-    `taskset.split`, evaluation takes `test` unless it is given; else one task in HELD_OUT is evaluation's.
-    Raises ValueError with the reason, in one line.
+    """Return the tasks of `NAME,PARAMETER=VALUE,...` in the order of its data set. If its config has the
+    field `taskset.split`, evaluation takes `test` unless it is given; else one task in HELD_OUT is
+    evaluation's. Raises ValueError with the reason, in one line.
     """
     name, given = parse(text)
     if reason := why_missing(name):
@@ -181,7 +181,7 @@ def config_of(name: str, given: Mapping[str, Any]) -> Any:
 
 
 def _refuse_host(config: Any, given: Mapping[str, Any]) -> None:
-    """Refuse an agent that would run what the model writes as the user of the node, unless that is asked for."""
+    """Refuse an agent that runs what the model writes as the user of the node, unless it is asked for."""
     from verifiers import v1 as vf
 
     for role, agent in config:

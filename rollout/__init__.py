@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from rollout.engines.client import Completion, RequestRefused
     from rollout.environments.environment import serve, single_turn
     from rollout.environments.policy import Episode, Policy, sample_of
+    from rollout.environments.python_tool import PYTHON_TOOL, run_python
     from rollout.origin import Sampling
     from rollout.tasks.task_set import Task
     from rollout.trajectory import Sample
 
 __all__ = [
+    "PYTHON_TOOL",
     "Completion",
     "Episode",
     "Policy",
@@ -25,12 +27,14 @@ __all__ = [
     "Sample",
     "Sampling",
     "Task",
+    "run_python",
     "sample_of",
     "serve",
     "single_turn",
 ]
 
 _PLACES = {
+    "PYTHON_TOOL": "rollout.environments.python_tool",
     "Completion": "rollout.engines.client",
     "Episode": "rollout.environments.policy",
     "Policy": "rollout.environments.policy",
@@ -38,6 +42,7 @@ _PLACES = {
     "Sample": "rollout.trajectory",
     "Sampling": "rollout.origin",
     "Task": "rollout.tasks.task_set",
+    "run_python": "rollout.environments.python_tool",
     "sample_of": "rollout.environments.policy",
     "serve": "rollout.environments.environment",
     "single_turn": "rollout.environments.environment",

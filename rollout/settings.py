@@ -135,7 +135,7 @@ class RolloutSettings(Settings):
     """http://HOST:PORT/v1, a server with another model and the same tokenizer, which gives its logprobs of
     the samples' tokens (trainer.algorithm=distill)."""
     environment: str = "single_turn"
-    """single_turn, calculator, demonstration (for trainer.algorithm=sft), preference (for dpo),
+    """single_turn, calculator, python, demonstration (for trainer.algorithm=sft), preference (for dpo),
     verifiers:NAME, gym:MODULE:CLASS, or module:function."""
 
     @field_validator("chat_template")

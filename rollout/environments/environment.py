@@ -9,10 +9,12 @@ from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.policy import Policy, sample_of
 from rollout.environments.preference import preference
+from rollout.environments.python_tool import LIMITS, python
 from rollout.environments.text_gym import TextGym
 from rollout.environments.thinking import think_and_answer
 from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.plugins import PluginError, check_call, load_function, may_be_awaited
+from rollout.sandbox.run import why_no_sandbox
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 
@@ -57,6 +59,7 @@ BUILT_IN: dict[str, Environment] = {
     "calculator": calculator,
     "demonstration": demonstration,
     "preference": preference,
+    "python": python,
 }
 
 
@@ -69,6 +72,8 @@ def resolve_environment(name: str) -> Environment:
     `module:function` names: an async function, or an object that is called like one. Raises
     EnvironmentSettingError.
     """
+    if name == "python" and (reason := why_no_sandbox(LIMITS)) is not None:
+        raise EnvironmentSettingError(f"no program can run here: {reason} (docs/sandbox.md)")
     if name in BUILT_IN:
         return BUILT_IN[name]
     kind, _, given = name.partition(":")

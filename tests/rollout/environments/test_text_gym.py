@@ -16,6 +16,7 @@ from rollout.plugins import code_of
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit
 from tests.rollout.environments.outside import Saying, played
+from tests.rollout.rollout_helpers import wait_until
 from tests.rollout.scripted import text_of
 
 GUESS = '''
@@ -187,7 +188,7 @@ def test_group_that_is_cancelled_ends_its_processes(guess: TextGym) -> None:
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group
-        assert not guess._pool._running
+        wait_until(lambda: not guess._pool._running)
 
     asyncio.run(main())
 

@@ -1,4 +1,4 @@
-"""A tool that runs Python in the sandbox (`rollout.sandbox`), and an environment that gives it to the model."""
+"""A tool that runs Python in the sandbox (`rollout.sandbox`), and an environment whose model has it."""
 
 import asyncio
 import functools

@@ -40,7 +40,7 @@ class TextGym:
             raise ValueError(f"give its parameters behind --tasks {SOURCE}NAME, not here")
         loaded = code_behind(name)
         self._name = name
-        self.behind = package_code(name.partition(":")[0])
+        self.behind = package_code(name.partition(":")[0].partition(".")[0])
         size = PROCESSES_A_CORE * (os.cpu_count() or 1)
         say = functools.partial(_say, name)
         self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)

@@ -1,7 +1,9 @@
 """Play environments of other processes with an engine that a test scripts."""
 
 import asyncio
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rollout.engines.client import Completion, Sampling
@@ -10,6 +12,13 @@ from rollout.environments.policy import Policy
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 from tests.rollout.scripted import ScriptedClient
+
+PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+MODULES = {
+    block.partition("\n")[0].removeprefix("# "): block
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+}
+"""The Python of the page, by the name of its file."""
 
 
 class Saying(ScriptedClient):

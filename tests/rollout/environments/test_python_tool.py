@@ -13,6 +13,7 @@ from rollout.environments import environment
 from rollout.environments.environment import EnvironmentSettingError, resolve_environment
 from rollout.environments.python_tool import MOST_CALLS
 from rollout.sandbox.run import Limits, why_no_sandbox
+from tests.rollout.environments.outside import MODULES
 from tests.rollout.templated import QWEN3, TemplatedClient
 
 pytestmark = pytest.mark.skipif(
@@ -70,10 +71,11 @@ def call(code: str) -> str:
     )
 
 
-def samples_of(directory: Path, *lines: str, n: int = 1) -> tuple[TemplatedClient, list[Sample]]:
-    client, sampling = TemplatedClient(directory, QWEN3, *lines), Sampling(n=n, max_tokens=2000)
-    task = {"id": "1", "prompt": "What is 27*58?", "answer": "1566"}
-    played = resolve_environment("python")(task, Policy(client, sampling, 7), sampling)
+def samples_of(directory: Path, *lines: str, name: str = "python") -> tuple[TemplatedClient, list[Sample]]:
+    client, sampling = TemplatedClient(directory, QWEN3, *lines), Sampling(n=1, max_tokens=2000)
+    asked = [{"role": "user", "content": "What is 27*58?"}]
+    task = {"id": "1", "messages": asked, "answer": "1566"}
+    played = resolve_environment(name)(task, Policy(client, sampling, 7), sampling)
     return client, asyncio.run(_awaited(played))
 
 
@@ -90,6 +92,19 @@ def test_result_is_in_the_conversation_and_is_not_trained(tmp_path: Path) -> Non
     assert "<tool_response>\n1566\n" in whole and "ZeroDivisionError" in whole
     assert '"python"' in whole.partition("What is")[0]
     assert (sample.text, sample.metrics, sample.reward) == ("1566", {"calls": 2}, None)
+
+
+def test_environment_of_the_page_has_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(MODULES) == {"digits_wanted.py", "digit_game.py", "my_programmer.py"}
+    (tmp_path / "my_programmer.py").write_text(MODULES["my_programmer.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    _, (sample,) = samples_of(
+        tmp_path, call("print(27 * 58)"), "1566<|im_end|>", name="my_programmer:programmers"
+    )
+    assert (sample.text, [turn.role for turn in sample.turns]) == (
+        "1566",
+        ["user", "assistant", "tool", "assistant"],
+    )
 
 
 def test_model_that_calls_for_ever_is_ended(tmp_path: Path) -> None:

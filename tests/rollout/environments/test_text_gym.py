@@ -15,7 +15,7 @@ from rollout.environments.text_gym import TextGym
 from rollout.plugins import code_of
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit
-from tests.rollout.environments.outside import Saying, played
+from tests.rollout.environments.outside import MODULES, Saying, played
 from tests.rollout.rollout_helpers import wait_until
 from tests.rollout.scripted import text_of
 
@@ -62,10 +62,12 @@ NAME = "gym:guess_game:Guess"
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("installed")
     (place / "guess_game.py").write_text(GUESS)
+    (place / "digit_game.py").write_text(MODULES["digit_game.py"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(place), *sys.path])
         yield place
     sys.modules.pop("guess_game", None)
+    sys.modules.pop("digit_game", None)
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +201,19 @@ def test_prompt_that_the_engine_refuses_costs_the_sample(guess: Environment) -> 
 
     (sample,) = played(guess, task_of(), refuse, n=1)
     assert "the policy answers 400" in str(sample.fault) and "too long" in str(sample.fault)
+
+
+def test_environment_of_the_page_plays_its_rounds() -> None:
+    environment, (task, *others) = TextGym("digit_game:Digits"), load("gym:digit_game:Digits,size=4")
+    assert len(others) == 2
+    (sample,) = played(environment, task, lambda *_: "12ab.", n=1)
+    assert (sample.reward, sample.metrics) == (1.5, {"turns": 3.0, "digits": 0.5})
+    assert text_of(sample) == f"u{task['messages'][0]['content']}.a12ab." + "uMore: .a12ab." * 2
+    environment._pool.close()
+    (other,) = load("gym:digit_game:Digits,noise=true,size=4", "eval")
+    assert other["gym"]["parameters"] == {"noise": True}
+
+
+def test_task_of_a_file_may_have_a_seed_and_options(guess: Environment) -> None:
+    (sample,) = played(guess, {"id": "1", "seed": 7, "prompt": ""}, lambda *_: "x.", n=1)
+    assert text_of(sample).startswith(text_of(played(guess, task_of(), lambda *_: "x.", n=1)[0])[:20])

@@ -18,7 +18,7 @@ from rollout.processes.pool import ProcessPool
 from rollout.tasks import verifiers
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit
-from tests.rollout.environments.outside import Saying, played
+from tests.rollout.environments.outside import MODULES, Saying, played
 from tests.rollout.scripted import text_of
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
@@ -88,6 +88,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Two environments, and one process that loads the tasks: importing the library takes 3 s."""
     place = tmp_path_factory.mktemp("installed")
     (place / "word_game.py").write_text(GAME)
+    (place / "digits_wanted.py").write_text(MODULES["digits_wanted.py"])
     (place / "has_splits.py").write_text(SPLITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(place), *sys.path])
@@ -192,6 +193,15 @@ def test_error_of_the_environment_costs_the_samples_and_is_said(game: Environmen
 def test_task_of_another_environment_is_refused(game: Environment) -> None:
     with pytest.raises(ValueError, match="not of word-game; give --tasks verifiers:word-game"):
         played(game, {"id": "1", "prompt": "1+1="}, lambda *_: "2.")
+
+
+def test_environment_of_the_page_plays(game: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, *others = load("verifiers:digits-wanted")
+    assert len(others) > 160
+    monkeypatch.setattr(game, "_name", "digits-wanted")  # its process plays any: starting one takes seconds
+    (sample,) = played(game, task, lambda *_: "12ab.", n=1)
+    assert (sample.reward, sample.metrics) == (0.5, {"characters": 4.0, "digits": 0.5})
+    assert text_of(sample) == f"u{task['messages'][0]['content']}.a12ab."
 
 
 def test_group_that_hangs_is_ended_when_it_is_cancelled(game: VerifiersEnvironment) -> None:

@@ -84,7 +84,8 @@ def resolve_environment(name: str) -> Environment:
             raise EnvironmentSettingError(str(error)) from None
     if ":" not in name:
         raise EnvironmentSettingError(
-            f"environment {name!r}: there is {', '.join(BUILT_IN)}, or give module:function"
+            f"environment {name!r}: there is {', '.join(BUILT_IN)}, verifiers:NAME and gym:MODULE:CLASS, or "
+            "give module:function"
         )
     try:
         function = load_function(name)

@@ -32,7 +32,7 @@ class Saying(ScriptedClient):
     async def generate(self, prompt: Any, sampling: Sampling) -> list[Completion]:
         text = "".join(map(chr, prompt))
         self.prompts.append(text)
-        self.lines.insert(0, self.say(text, sampling.seed))
+        self.lines.insert(0, self.say(text, sampling.seed or 0))
         return await super().generate(prompt, sampling)
 
 

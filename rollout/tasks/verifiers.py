@@ -163,7 +163,8 @@ def config_of(name: str, given: Mapping[str, Any]) -> Any:
             if not isinstance(place, dict):
                 raise ValueError(f"{key}: {parent} is no table")
         if key != SIZE:
-            place[leaf] = value
+            # `agent.harness.id=null` is read as JSON, but a harness has that name.
+            place[leaf] = "null" if leaf == "id" and value is None else value
     kind = vf.env_config_type(name, str(tree.get("id", "")))
     for role, declared in kind.model_fields.items():
         if isinstance(declared.default, vf.AgentConfig):

@@ -125,6 +125,11 @@ def test_rows_become_tasks_of_which_one_in_ten_is_held_out() -> None:
     assert said == ["system: play", f"user: say {train[0]['verifiers']['data']['word']}"]
 
 
+def test_harness_that_is_called_null_can_be_named() -> None:
+    (task,) = load(f"{ALL},player.harness.id=null,size=1")
+    assert task["verifiers"]["config"] == {"player.harness.id": None, "size": 1}
+
+
 def test_environment_with_splits_gives_its_own() -> None:
     train, evaluation = load("verifiers:has-splits,size=3"), load("verifiers:has-splits,size=3", "eval")
     assert [task["messages"][0]["content"] for task in train] == ["train 0", "train 1", "train 2"]

@@ -19,6 +19,7 @@ from rollout.tasks import verifiers
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit
 from tests.rollout.environments.outside import MODULES, Saying, played
+from tests.rollout.rollout_helpers import wait_until
 from tests.rollout.scripted import text_of
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
@@ -221,4 +222,4 @@ def test_group_that_hangs_is_ended_when_it_is_cancelled(game: VerifiersEnvironme
             await group
 
     asyncio.run(main())
-    assert played(game, task_of("two"), lambda *_: "two.", n=1)[0].reward == 2.0
+    wait_until(lambda: not game._pool._running)

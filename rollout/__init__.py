@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from rollout.engines.client import Completion, RequestRefused
     from rollout.environments.environment import serve, single_turn
     from rollout.environments.policy import Episode, Policy, sample_of
+    from rollout.environments.python_tool import PYTHON_TOOL, run_python
     from rollout.environments.tool_server import ToolServer, tool_server
     from rollout.origin import Sampling
     from rollout.tasks.task_set import Task
     from rollout.trajectory import Sample
 
 __all__ = [
+    "PYTHON_TOOL",
     "Completion",
     "Episode",
     "Policy",
@@ -27,6 +29,7 @@ __all__ = [
     "Sampling",
     "Task",
     "ToolServer",
+    "run_python",
     "sample_of",
     "serve",
     "single_turn",
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "PYTHON_TOOL": "rollout.environments.python_tool",
     "Completion": "rollout.engines.client",
     "Episode": "rollout.environments.policy",
     "Policy": "rollout.environments.policy",
@@ -42,6 +46,7 @@ _PLACES = {
     "Sampling": "rollout.origin",
     "Task": "rollout.tasks.task_set",
     "ToolServer": "rollout.environments.tool_server",
+    "run_python": "rollout.environments.python_tool",
     "sample_of": "rollout.environments.policy",
     "serve": "rollout.environments.environment",
     "single_turn": "rollout.environments.environment",

@@ -23,9 +23,10 @@ class PluginError(ValueError):
     """A `module:function` cannot be loaded; the message says why."""
 
 
-def load_function(name: str) -> Callable[..., Any]:
+def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     """Return the function that `module:function` names, or an object of the class that it names, if one is
-    called like a function. Searches the current directory too. Raises PluginError.
+    called like a function; with `make=False` the class itself. Searches the current directory too. Raises
+    PluginError.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -34,8 +35,7 @@ def load_function(name: str) -> Callable[..., Any]:
         file = Path(module_name)
         where = "" if file.parent == Path() else f", with {file.parent} on PYTHONPATH"
         raise PluginError(f"{module_name} is a file; name its module: {file.stem}:{function_name}{where}")
-    if os.getcwd() not in sys.path:  # an installed command does not search there; `python -m` does
-        sys.path.append(os.getcwd())
+    search_here()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything when it is imported
@@ -48,7 +48,11 @@ def load_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         found = "no such name" if function is None else f"a {type(function).__name__}, no function"
         raise PluginError(f"{name!r}: {found} in {getattr(module, '__file__', module_name)}")
-    if not inspect.isclass(function) or not any("__call__" in vars(base) for base in function.__mro__):
+    if (
+        not make
+        or not inspect.isclass(function)
+        or not any("__call__" in vars(base) for base in function.__mro__)
+    ):
         return function
     try:
         made: Any = function()
@@ -59,6 +63,12 @@ def load_function(name: str) -> Callable[..., Any]:
             f"class {name!r} cannot be made without arguments: {type(error).__name__}: {said}; make an "
             f"object of it in {module_name}, and name that"
         ) from error
+
+
+def search_here() -> None:
+    """Have imports search the current directory: for `python -m` they do, for an installed command not."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def check_call(function: Callable[..., Any], arguments: Sequence[str]) -> None:
@@ -115,13 +125,33 @@ def code_of(name: str, function: Any) -> Code:
     """Return what lies behind the name of a reward or an environment, which is loaded.
 
     The digest is of the file of the module that `name` names, of the file that defines the function (maybe
-    another one), and of the version of the library that a built-in reward asks (`function.library`). It is
-    the same on every machine that has the same files. Modules that these files import are not covered.
+    another one), of the version of the library that a built-in reward asks (`function.library`), and of what
+    else the function says is behind it (`function.behind`). It is the same on every machine that has the same
+    files. Modules that these files import are not covered.
     """
     texts = [_source(module) for module in _modules(name, function)]
     digests = [hashlib.sha256(text).hexdigest() if text else "" for text in texts]
-    version = _version(getattr(_innermost(function), "library", ""))
-    return Code(name, hashlib.sha256("".join([*digests, version]).encode()).hexdigest()[:16])
+    innermost = _innermost(function)
+    version = _version(getattr(innermost, "library", ""))
+    behind = str(getattr(innermost, "behind", ""))
+    return Code(name, hashlib.sha256("".join([*digests, version, behind]).encode()).hexdigest()[:16])
+
+
+def package_code(module: str) -> str:
+    """Return a digest of the Python files of a module or a package, and of the version that it is installed
+    as. Imports nothing.
+    """
+    spec = importlib.util.find_spec(module)
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    files = [(file, file.relative_to(place)) for place in places for file in sorted(place.rglob("*.py"))]
+    if spec and not places and spec.origin:
+        files = [(Path(spec.origin), Path(module))]
+    digest = hashlib.sha256()
+    for file, name in files:
+        digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    for library in importlib.metadata.packages_distributions().get(module, ()):
+        digest.update(f"{library} {_version(library)}\n".encode())
+    return digest.hexdigest()
 
 
 def sources(name: str, function: Any) -> dict[str, tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-GENERATED = ("builtin:", "reasoning_gym:")
+GENERATED = ("builtin:", "reasoning_gym:", "verifiers:", "gym:")
 """A source of tasks that begins so is not a file; it has tasks for training and for evaluation."""
 NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 """A name that the user gives to a table of settings."""
@@ -135,8 +135,8 @@ class RolloutSettings(Settings):
     """http://HOST:PORT/v1, a server with another model and the same tokenizer, which gives its logprobs of
     the samples' tokens (trainer.algorithm=distill)."""
     environment: str = "single_turn"
-    """single_turn, calculator, demonstration (for trainer.algorithm=sft), preference (for dpo), or
-    module:function."""
+    """single_turn, calculator, python, demonstration (for trainer.algorithm=sft), preference (for dpo),
+    verifiers:NAME, gym:MODULE:CLASS, or module:function."""
 
     @field_validator("chat_template")
     @classmethod

@@ -71,6 +71,8 @@ class Sample:
     """
     teacher_logprobs: NDArray[np.float32] | None = None
     """(T,), natural log, of each token by the teacher (rollout.teacher); 0 where not trained."""
+    fault: str | None = None
+    """Why its environment gives it up; such a sample counts as lost."""
 
 
 @dataclass
@@ -97,6 +99,8 @@ def unfit(sample: Sample, *, demonstrated: bool, unfinished: bool = False) -> st
     and its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN. `unfinished`: another
     iteration may go on with it.
     """
+    if sample.fault is not None:
+        return sample.fault
     try:
         ids, mask = np.asarray(sample.token_ids), np.asarray(sample.loss_mask)
         logprobs = np.asarray(sample.logprobs, dtype=np.float32)

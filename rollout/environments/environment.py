@@ -9,8 +9,12 @@ from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.policy import Policy, sample_of
 from rollout.environments.preference import preference
+from rollout.environments.python_tool import LIMITS, python
+from rollout.environments.text_gym import TextGym
 from rollout.environments.thinking import think_and_answer
+from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.plugins import PluginError, check_call, load_function, may_be_awaited
+from rollout.sandbox.run import why_no_sandbox
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 
@@ -55,18 +59,33 @@ BUILT_IN: dict[str, Environment] = {
     "calculator": calculator,
     "demonstration": demonstration,
     "preference": preference,
+    "python": python,
 }
 
 
+OUTSIDE: dict[str, Callable[[str], Environment]] = {"verifiers": VerifiersEnvironment, "gym": TextGym}
+"""By what its name begins with: what makes an environment whose code runs in other processes."""
+
+
 def resolve_environment(name: str) -> Environment:
-    """Return one of BUILT_IN, or what `module:function` names: an async function, or an object that is called
-    like one. Raises EnvironmentSettingError.
+    """Return one of BUILT_IN, one of OUTSIDE that `verifiers:NAME` or `gym:NAME` names, or what
+    `module:function` names: an async function, or an object that is called like one. Raises
+    EnvironmentSettingError.
     """
+    if name == "python" and (reason := why_no_sandbox(LIMITS)) is not None:
+        raise EnvironmentSettingError(f"no program can run here: {reason} (docs/sandbox.md)")
     if name in BUILT_IN:
         return BUILT_IN[name]
+    kind, _, given = name.partition(":")
+    if kind in OUTSIDE:
+        try:
+            return OUTSIDE[kind](given)
+        except ValueError as error:
+            raise EnvironmentSettingError(str(error)) from None
     if ":" not in name:
         raise EnvironmentSettingError(
-            f"environment {name!r}: there is {', '.join(BUILT_IN)}, or give module:function"
+            f"environment {name!r}: there is {', '.join(BUILT_IN)}, verifiers:NAME and gym:MODULE:CLASS, or "
+            "give module:function"
         )
     try:
         function = load_function(name)

@@ -13,6 +13,7 @@ late finds its socket at end of file and exits. So a pool need not be closed. Wh
 session of its own is ended where the node ends the process, and survives only if the node is killed.
 """
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -93,6 +94,7 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._workers = 0
         self._processes: set[_Process] = set()
+        self._running: dict[Future[Any], _Process] = {}
         self._closed = False
 
     def call(self, *arguments: Any, deadline_s: float) -> Any:
@@ -116,6 +118,20 @@ class ProcessPool:
                 self._workers += 1
                 threading.Thread(target=self._work, name=f"pool {self.maker}", daemon=True).start()
         return call.future
+
+    async def wait(self, *arguments: Any, deadline_s: float) -> Any:
+        """As `call`, in an event loop. If it is cancelled, the process that makes the call is killed."""
+        future = self.submit(*arguments, deadline_s=deadline_s)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._end_call(future)
+            raise
+
+    def _end_call(self, future: "Future[Any]") -> None:
+        with self._lock:  # held while it is killed: the process must not begin another call meanwhile
+            if (process := self._running.get(future)) is not None:
+                process.kill()
 
     def close(self) -> None:
         """Kill the processes. Calls under way and later ones raise CallFailed."""
@@ -150,7 +166,13 @@ class ProcessPool:
                 if process is None or not process.alive:
                     self._end(process)
                     process = self._start()
-                answer = process.exchange(call.line, call.deadline_s)
+                with self._lock:
+                    self._running[call.future] = process
+                try:
+                    answer = process.exchange(call.line, call.deadline_s)
+                finally:
+                    with self._lock:
+                        self._running.pop(call.future)
                 if "error" in answer:
                     raise _failure(answer["error"], answer["traceback"])
                 call.future.set_result(answer["value"])

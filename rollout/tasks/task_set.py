@@ -1,10 +1,10 @@
-"""Load tasks from files, the built-in set or Reasoning Gym; order them; derive every seed of a run."""
+"""Load tasks from files, the built-in set or libraries; order them; derive every seed of a run."""
 
 import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from rollout.tasks import reasoning_gym
 from rollout.tasks.fields import task_of
 from rollout.tasks.rows import HUB, RowError, place, rows
 from rollout.tasks.stored import StoredTasks
+from rollout.tasks.text_gym import text_gym_tasks
+from rollout.tasks.verifiers import verifiers_tasks
 
 Task = dict[str, Any]
 """`id` (always there once loaded), `prompt` or `messages`, `answer` (optional), and any other fields."""
@@ -88,7 +90,8 @@ def load_tasks(
     directory: str | None = None,
 ) -> TaskSet:
     """Return the tasks that `source` names: the path of a file (see `rows`), of a directory, or a pattern of
-    files, hf:NAME:CONFIG:SPLIT, one of BUILT_IN, or reasoning_gym:NAME,PARAMETER=VALUE,...
+    files, hf:NAME:CONFIG:SPLIT, one of BUILT_IN, or KIND:NAME,PARAMETER=VALUE,... with a KIND of
+    FROM_LIBRARIES.
 
     `seed` applies to generated tasks only. So does `split`, and to a data set without a split: then it is
     `train` or `test`. `columns` names the column of a field. A large set is copied to a temporary file in
@@ -96,13 +99,14 @@ def load_tasks(
     """
     if not source.startswith(GENERATED):
         return _load(source, "train" if split == "train" else "test", columns or {}, directory)
-    if source.startswith(reasoning_gym.SOURCE):
+    kind, _, given = source.partition(":")
+    if source in BUILT_IN:
+        tasks = BUILT_IN[source](seed, split)
+    elif kind in FROM_LIBRARIES:
         try:
-            tasks = reasoning_gym.gym_tasks(source.removeprefix(reasoning_gym.SOURCE), seed=seed, split=split)
+            tasks = FROM_LIBRARIES[kind](given, seed, split)
         except ValueError as error:
             raise TaskError(f"{source}: {error}") from error
-    elif source in BUILT_IN:
-        tasks = BUILT_IN[source](seed, split)
     else:
         raise TaskError(f"{source}: no such built-in task set; there is {' and '.join(BUILT_IN)}")
     digest = hashlib.sha256()
@@ -209,3 +213,9 @@ def _pairs(key: str, split: Split) -> list[tuple[int, int]]:
 
 
 BUILT_IN = {"builtin:arithmetic": _arithmetic, "builtin:products": _products}
+FROM_LIBRARIES: dict[str, Callable[[str, int, Split], list[Task]]] = {
+    "reasoning_gym": lambda given, seed, split: reasoning_gym.gym_tasks(given, seed=seed, split=split),
+    "gym": lambda given, seed, split: text_gym_tasks(given, seed=seed, split=split),
+    "verifiers": lambda given, seed, split: verifiers_tasks(given, split=split),
+}
+"""By the beginning of a source: what makes the tasks of the rest. It raises ValueError."""

@@ -270,7 +270,7 @@ def test_environment_that_cannot_be_played_is_refused(name: str, reason: str) ->
     [
         (
             "multi_turn",
-            "there is single_turn, calculator, demonstration, preference, or give module:function",
+            "there is single_turn, .*, python, verifiers:NAME and gym:MODULE:CLASS, or give module:function",
         ),
         ("nowhere:f", "cannot be imported"),
     ],

@@ -1,5 +1,6 @@
 """Calls in processes: what hangs or dies costs its process alone, and no process outlives its owner."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -245,3 +246,22 @@ def test_interrupt_at_the_terminal_does_not_reach_the_processes(
     assert os.getpgid(pid) != os.getpgid(0)
     os.kill(pid, signal.SIGINT)  # and one that is sent to it does nothing
     assert pool.call(deadline_s=PATIENCE_S) == pid
+
+
+def test_wait_that_is_cancelled_kills_the_process_of_the_call(make_pool: Callable[..., ProcessPool]) -> None:
+    pool = make_pool("make_trouble")
+    pid = pool.call("pid", deadline_s=PATIENCE_S)
+
+    async def main() -> None:
+        assert await pool.wait("pid", deadline_s=PATIENCE_S) == pid
+        waiting = asyncio.create_task(pool.wait("hang in C", deadline_s=PATIENCE_S))
+        queued = asyncio.create_task(pool.wait("sleep", deadline_s=PATIENCE_S))
+        await asyncio.sleep(0.3)
+        for task in (queued, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    wait_until(lambda: not psutil.pid_exists(pid))
+    assert pool.call("pid", deadline_s=PATIENCE_S) != pid

@@ -1,0 +1,62 @@
+"""Environments whose code runs in other processes: there it talks to the policy as an OpenAI client, so that
+it may raise, hang or crash without holding the node.
+"""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+
+from rollout.environments.policy import Policy
+from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.trajectory import Sample
+
+LONGEST_S = 7 * 86400.0
+"""Only a bound: a group ends by rollout.group_timeout_s, and its processes with it."""
+
+
+async def play_outside(
+    pool: ProcessPool, policy: Policy, numbers: Sequence[int], *given: Any
+) -> list[Sample]:
+    """Return the samples with these numbers, which one call in `pool` makes: it gets [base_url, api_key] of
+    each, then `given`. For each it returns {"reward": float, "metrics": {name: float}}, or {"error": text}.
+    A sample with an error, or whose call fails, is lost. If the call ends its process, all of them are.
+    """
+    from rollout.environments.openai_proxy import Session  # here, because aiohttp is slow to import
+
+    async with AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(Session(policy.for_sample(j))) for j in numbers]
+        places = [[session.base_url, session.api_key] for session in sessions]
+        try:
+            ends = await pool.wait(places, *given, deadline_s=LONGEST_S)
+        except (CallFailed, CallLost) as error:
+            ends = [{"error": str(error)}] * len(sessions)
+        return [
+            sample
+            for session, end in zip(sessions, ends, strict=True)
+            for sample in _scored(session.samples(), end)
+        ]
+
+
+def _scored(samples: list[Sample], end: dict[str, Any]) -> list[Sample]:
+    error = end.get("error")
+    if error is None and not samples:
+        error = "its agent has asked for nothing"
+    if error is not None:
+        return [_lost(" ".join(error.split()))]
+    for sample in samples:
+        sample.reward, sample.metrics = end["reward"], dict(end["metrics"])
+    return samples
+
+
+def _lost(fault: str) -> Sample:
+    nothing = np.zeros(0)
+    return Sample(
+        nothing.astype(np.int32),
+        nothing.astype(np.uint8),
+        nothing.astype(np.float32),
+        "stop",
+        "",
+        fault=fault,
+    )

@@ -1,0 +1,115 @@
+"""Play a text environment with Gymnasium's interface: --environment gym:MODULE:CLASS.
+
+Each observation is a message of the user, each action what the model replies. The reward of a sample is the
+sum of its steps' rewards. A process plays one sample at a time.
+"""
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from rollout.environments.outside import play_outside
+from rollout.environments.policy import Policy
+from rollout.origin import Sampling
+from rollout.plugins import load_as_it_was, package_code
+from rollout.processes.pool import ProcessPool
+from rollout.tasks.task_set import Task
+from rollout.tasks.text_gym import SOURCE, STEP_TIMEOUT, STEP_TIMEOUT_S, TextEnvironment, code_behind
+from rollout.trajectory import Sample
+
+log = logging.getLogger(__name__)
+
+PROCESSES_A_CORE = 4
+"""Most of the time a process waits for the model."""
+MOST_TURNS = 100
+"""Longest episode; the budget of tokens ends most of them earlier."""
+
+
+class TextGym:
+    """The environment behind a name. Parameters are in the tasks."""
+
+    def __init__(self, name: str) -> None:
+        """Raises ValueError, in one line, if there is no such environment."""
+        if "," in name:
+            raise ValueError(f"give its parameters behind --tasks {SOURCE}NAME, not here")
+        loaded = code_behind(name)
+        self._name = name
+        self.behind = package_code(name.partition(":")[0].partition(".")[0])
+        size = PROCESSES_A_CORE * (os.cpu_count() or 1)
+        say = functools.partial(_say, name)
+        self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)
+
+    async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+        """Return the samples of an episode with the task's `seed` and `options`, if it has them."""
+        made = task.get("gym", {"name": self._name, "parameters": {}, STEP_TIMEOUT: STEP_TIMEOUT_S})
+        if made["name"] != self._name:
+            raise ValueError(f"the task is not of {self._name}; give --tasks {SOURCE}{self._name}")
+        given = made["parameters"], made[STEP_TIMEOUT], task.get("seed"), task.get("options")
+        async with asyncio.TaskGroup() as group:
+            episodes = [
+                group.create_task(play_outside(self._pool, policy, [j], *given)) for j in range(sampling.n)
+            ]
+        return [sample for episode in episodes for sample in episode.result()]
+
+
+def _say(name: str, line: str) -> None:
+    log.info("%s: %s", name, line)
+
+
+# ---- in the processes
+
+
+def make_player(name: str, loaded: dict[str, Any]) -> Callable[..., Any]:
+    """Make (sessions, parameters, limit of a step, seed, options) -> how it has ended, as `play_outside`."""
+    load_as_it_was(loaded)
+
+    def play(
+        sessions: list[list[str]], parameters: dict[str, Any], limit_s: float, seed: Any, options: Any
+    ) -> Any:
+        (session,) = sessions
+        environment = TextEnvironment(name, parameters, limit_s)
+        try:
+            return [_episode(environment, seed, options, *session)]
+        finally:
+            environment.close()
+
+    return play
+
+
+def _episode(
+    environment: TextEnvironment, seed: int | None, options: Any, base_url: str, api_key: str
+) -> dict[str, Any]:
+    messages = [{"role": "user", "content": environment.reset(seed, options)}]
+    rewards: list[float] = []
+    metrics: dict[str, float] = {}
+    ends = False
+    while not ends and len(rewards) < MOST_TURNS:
+        action, is_cut = _reply(messages, base_url, api_key)
+        observation, reward, ends, measured = environment.step(action)
+        rewards.append(reward)
+        metrics |= measured
+        ends = ends or is_cut  # the budget of tokens, or the context, is used up
+        messages += [{"role": "assistant", "content": action}, {"role": "user", "content": observation}]
+    return {"reward": sum(rewards), "metrics": {"turns": len(rewards), **metrics}}
+
+
+def _reply(messages: list[dict[str, str]], base_url: str, api_key: str) -> tuple[str, bool]:
+    """Return what the model says, and whether it was cut."""
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions",
+        json.dumps({"model": "policy", "messages": messages}).encode(),
+        {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
+    try:
+        with opener.open(request) as answer:
+            (choice,) = json.load(answer)["choices"]
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"the policy answers {error.code}: {error.read(2000).decode()}") from None
+    return choice["message"]["content"] or "", choice["finish_reason"] == "length"

@@ -1,0 +1,101 @@
+"""Play environments that are written for the library `verifiers`: --environment verifiers:NAME.
+
+Its agents ask the policy through `serve`, one session for each sample. A process plays the group of a task.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rollout.environments.outside import play_outside
+from rollout.environments.policy import Policy
+from rollout.origin import Sampling
+from rollout.plugins import package_code
+from rollout.processes.pool import ProcessPool
+from rollout.tasks.task_set import Task
+from rollout.tasks.verifiers import SOURCE, config_of, module_of, why_missing
+from rollout.trajectory import Sample
+
+log = logging.getLogger(__name__)
+
+MOST_PROCESSES = 8
+"""As many groups at most are played at the same time; a process takes about 200 MiB."""
+
+
+class VerifiersEnvironment:
+    """The environment NAME. Parameters are in the tasks."""
+
+    library = "verifiers"
+
+    def __init__(self, name: str) -> None:
+        """Raises ValueError, in one line, if the environment is not installed."""
+        if "," in name:
+            raise ValueError(f"give its parameters behind --tasks {SOURCE}NAME, not here")
+        if reason := why_missing(name):
+            raise ValueError(reason)
+        self._name = name
+        self.behind = package_code(module_of(name))
+        size = min(MOST_PROCESSES, os.cpu_count() or 1)
+        self._pool = ProcessPool(f"{__name__}:make_player", size=size, say=functools.partial(_say, name))
+
+    async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+        """Return the samples of a task of the environment. The reward is its own."""
+        made = task.get("verifiers")
+        if made is None or module_of(made["name"]) != module_of(self._name):
+            raise ValueError(f"the task is not of {self._name}; give --tasks {SOURCE}{self._name}")
+        return await play_outside(self._pool, policy, range(sampling.n), made)
+
+
+def _say(name: str, line: str) -> None:
+    log.info("%s: %s", name, line)
+
+
+# ---- in the processes
+
+
+def make_player() -> Callable[[list[list[str]], dict[str, Any]], Any]:
+    """Make (sessions, task) -> how each episode has ended; see `play_outside`."""
+
+    def play(sessions: list[list[str]], made: dict[str, Any]) -> list[dict[str, Any]]:
+        return asyncio.run(_play_all(sessions, made))
+
+    return play
+
+
+async def _play_all(sessions: list[list[str]], made: dict[str, Any]) -> list[dict[str, Any]]:
+    from verifiers import v1 as vf
+
+    environment = vf.load_environment(config_of(made["name"], made["config"]))
+    kind = type(environment.taskset).task_type()
+    task = kind(kind.data_type().model_validate(made["data"]), environment.config.taskset.task)
+    async with environment.serving():
+        return await asyncio.gather(
+            *(_play(environment, task, j, *session) for j, session in enumerate(sessions))
+        )
+
+
+async def _play(environment: Any, task: Any, j: int, base_url: str, api_key: str) -> dict[str, Any]:
+    from verifiers import v1 as vf
+
+    # Programs that the library starts do not inherit a variable with this name.
+    os.environ[variable := f"FLAGPOST_API_KEY_{j}"] = api_key
+    client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
+    context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig.model_validate({}))
+    (slot,) = environment.slots(task)
+    episode = await environment.run_slot(slot, context)
+    faults = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if faults or not episode.ok:  # an attempt that was repeated has left a conversation without a reward
+        return {"error": f"{faults[-1].type}: {faults[-1].message}" if faults else "its episode has failed"}
+    ours = [
+        trace
+        for trace in episode.traces
+        if trace.agent.trainable and trace.agent.config.client.base_url == base_url
+    ]
+    if len(ours) != 1:
+        return {"error": f"the policy plays {len(ours)} agents of the episode, where one can be trained"}
+    scores = {name: reward.score for name, reward in ours[0].rewards.items() if reward is not None}
+    metrics = {name: value for name, value in ours[0].metrics.items() if value is not None}
+    return {"reward": ours[0].reward, "metrics": {**metrics, **scores}}

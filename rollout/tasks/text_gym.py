@@ -1,0 +1,167 @@
+"""Tasks of text environments with Gymnasium's interface: their first observations, by seed.
+
+    --tasks gym:MODULE:CLASS,PARAMETER=VALUE,... --environment gym:MODULE:CLASS
+
+CLASS may be any function that makes an environment. It runs in another process.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from rollout.plugins import load_as_it_was, load_function, sources
+from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.tasks.parameters import SIZE, parse
+
+log = logging.getLogger(__name__)
+
+SOURCE = "gym:"
+LOAD_TIMEOUT_S = 1800.0
+"""How long all first observations may take."""
+STEP_TIMEOUT = "step_timeout_s"
+"""A parameter of ours: how long making the environment, `reset`, `step` and `close` may each take."""
+STEP_TIMEOUT_S = 60.0
+"""Its default."""
+KILLED_S = 5.0
+"""How long a call may go on then before its process is ended."""
+DEFAULT_SIZE = 500
+EVALUATION = 10
+"""One seed in 10 belongs to evaluation."""
+
+
+def text_gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
+    """Return the tasks of `NAME,PARAMETER=VALUE,...`; the parameters are the environment's, SIZE and
+    STEP_TIMEOUT. Seeds follow from the run's. Raises ValueError with the reason, in one line.
+    """
+    name, given = parse(text)
+    size, limit_s = given.pop(SIZE, DEFAULT_SIZE), given.pop(STEP_TIMEOUT, STEP_TIMEOUT_S)
+    if type(limit_s) not in (int, float) or not limit_s > 0:
+        raise ValueError(f"{STEP_TIMEOUT}={limit_s}: give a number of seconds above 0")
+    numbers = [number for number in range(size) if (number % EVALUATION == 0) == (split == "eval")]
+    if not numbers:
+        raise ValueError(f"{SIZE}={size} leaves no {split} task; raise it")
+    seeds = [_seed(f"{seed}/{number}") for number in numbers]
+    said = _observations(name, json.dumps(given, sort_keys=True), float(limit_s), tuple(seeds))
+    return [
+        {
+            "id": f"{name}/{number}",
+            "source": name,
+            "seed": one,
+            "messages": [{"role": "user", "content": text}],
+            "gym": {"name": name, "parameters": given, STEP_TIMEOUT: float(limit_s)},
+        }
+        for number, one, text in zip(numbers, seeds, said, strict=True)
+    ]
+
+
+def code_behind(name: str) -> dict[str, tuple[str, str]]:
+    """Return the source of the environment's class, by module, as this process has loaded it. Raises
+    ValueError if there is no such class.
+    """
+    return sources(name, load_function(name, make=False))
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"gym/{text}".encode()).digest()[:4], "little") >> 1
+
+
+@functools.lru_cache(maxsize=4)
+def _observations(name: str, parameters: str, limit_s: float, seeds: tuple[int, ...]) -> list[str]:
+    pool = ProcessPool(
+        f"{__name__}:make_resetter", code_behind(name), size=1, say=functools.partial(_say, name)
+    )
+    try:
+        return pool.call(name, json.loads(parameters), limit_s, seeds, deadline_s=LOAD_TIMEOUT_S)
+    except (CallFailed, CallLost) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    finally:
+        pool.close()
+
+
+def _say(name: str, line: str) -> None:
+    log.info("%s: %s", name, line)
+
+
+# ---- in the processes
+
+
+def make_resetter(loaded: dict[str, Any]) -> Callable[..., list[str]]:
+    """Make (name, parameters, limit of a step, seeds) -> the first observations."""
+    load_as_it_was(loaded)
+
+    def observe(name: str, parameters: dict[str, Any], limit_s: float, seeds: list[int]) -> list[str]:
+        environment = TextEnvironment(name, parameters, limit_s)
+        said = [environment.reset(seed, None) for seed in seeds]
+        environment.close()
+        return said
+
+    return observe
+
+
+class TextEnvironment:
+    """The environment behind a name. Each call raises TimeoutError after `limit_s`; if it goes on all the
+    same, the process is ended. ValueError if it returns nonsense.
+    """
+
+    def __init__(self, name: str, parameters: dict[str, Any], limit_s: float) -> None:
+        self._limit_s = limit_s
+        with _limited("making the environment", limit_s):
+            self._environment = load_function(name, make=False)(**parameters)
+
+    def reset(self, seed: int | None, options: dict[str, Any] | None) -> str:
+        """Return the first observation."""
+        with _limited("reset", self._limit_s):
+            said = self._environment.reset(seed=seed, options=options)
+        if not isinstance(said, tuple) or len(said) != 2:
+            raise ValueError(f"reset returned {said!r:.200}; it must return observation, info")
+        return _text(said[0], "reset")
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, float]]:
+        """Return the observation, the reward, whether the episode ends, and `info["metrics"]`."""
+        with _limited("step", self._limit_s):
+            said = self._environment.step(action)
+        if not isinstance(said, tuple) or len(said) != 5:
+            wanted = "observation, reward, terminated, truncated, info"
+            raise ValueError(f"step returned {said!r:.200}; it must return {wanted}")
+        observation, reward, terminated, truncated, info = said
+        ends = bool(terminated or truncated)
+        if not isinstance(reward, (int, float)) and not hasattr(reward, "__float__"):
+            raise ValueError(f"step returned the reward {reward!r:.200}; it must be a number")
+        if not math.isfinite(float(reward)):
+            raise ValueError(f"step returned the reward {float(reward)}; it must be finite")
+        metrics = {str(key): float(value) for key, value in ((info or {}).get("metrics") or {}).items()}
+        return ("" if ends else _text(observation, "step")), float(reward), ends, metrics
+
+    def close(self) -> None:
+        """Close it, if it can be closed."""
+        if hasattr(self._environment, "close"):
+            with _limited("close", self._limit_s):
+                self._environment.close()
+
+
+def _text(observation: Any, where: str) -> str:
+    if not isinstance(observation, str):
+        raise ValueError(
+            f"{where} returned an observation of type {type(observation).__name__}; it must be a text"
+        )
+    return observation
+
+
+@contextmanager
+def _limited(what: str, limit_s: float) -> Iterator[None]:
+    def interrupt(*_: Any) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the next one ends the process
+        raise TimeoutError(f"{what} takes longer than {STEP_TIMEOUT}={limit_s:g}")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, KILLED_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)

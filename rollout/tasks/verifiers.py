@@ -1,0 +1,228 @@
+"""Tasks of environments that are written for the library `verifiers` (extra `verifiers`, its version 0.4).
+
+    --tasks verifiers:NAME,PARAMETER=VALUE,... --environment verifiers:NAME
+
+NAME is an installed package that has a Taskset. A PARAMETER is a dotted name of the environment's own config,
+as behind `--env.` in the library: taskset.split=train, agent.max_turns=4. Rows are read in another process.
+"""
+
+import copy
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from rollout.plugins import search_here
+from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.reward import missing
+from rollout.tasks.parameters import SIZE, parse
+
+log = logging.getLogger(__name__)
+
+SOURCE = "verifiers:"
+LOAD_TIMEOUT_S = 1800.0
+"""How long a data set may take to load; it may be fetched from a hub."""
+HELD_OUT = 10
+"""Where an environment has no splits, one task in 10 belongs to evaluation, by its hash."""
+CHAT = "flagpost_chat"
+"""The harness of an agent that brings none: it asks for replies, and has no tools."""
+NOTHING_SAID = "(the environment begins)"
+
+_LIBRARY = {"library": "verifiers", "extra": "verifiers"}
+
+
+def verifiers_tasks(text: str, *, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
+    """Return the tasks of `NAME,PARAMETER=VALUE,...` in the order of its data set. If its config has the
+    field `taskset.split`, evaluation takes `test` unless it is given; else one task in HELD_OUT is
+    evaluation's. Raises ValueError with the reason, in one line.
+    """
+    name, given = parse(text)
+    if reason := why_missing(name):
+        raise ValueError(reason)
+    rows, has_splits = _loaded(name, json.dumps(given, sort_keys=True), split)
+    tasks = [
+        _task(name, given, number, row)
+        for number, row in enumerate(rows)
+        if has_splits or _is_held_out(row["key"]) == (split == "eval")
+    ]
+    if not tasks:
+        raise ValueError(f"{name} gives no {split} task out of {len(rows)} rows; take another split or size")
+    return tasks
+
+
+def module_of(name: str) -> str:
+    """Return the module of an environment, as the library finds it: `owner/my-env@1.0` is `my_env`."""
+    return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def why_missing(name: str) -> str | None:
+    """Return why the environment cannot be used here; None if its package and the library are installed."""
+    if reason := missing(**_LIBRARY):
+        return reason
+    module = module_of(name)
+    if not re.fullmatch(r"\w+", module):
+        return f"{name!r} is not of the form NAME,PARAMETER=VALUE"
+    library = importlib.util.find_spec("verifiers")  # it is not imported: that takes seconds
+    inside = [f"{place}/v1/tasksets" for place in (library and library.submodule_search_locations) or ()]
+    search_here()
+    if importlib.machinery.PathFinder.find_spec(module, inside) or importlib.util.find_spec(module):
+        return None
+    return f"there is no package {module}; install the environment {name} on every node"
+
+
+def _is_held_out(key: str) -> bool:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") % HELD_OUT == 0
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(name: str, given: str, split: str) -> tuple[list[dict[str, Any]], bool]:
+    pool = ProcessPool("rollout.tasks.verifiers:make_loader", size=1, say=functools.partial(_say, name))
+    try:
+        rows, has_splits = pool.call(name, json.loads(given), split, deadline_s=LOAD_TIMEOUT_S)
+    except CallFailed as error:
+        raise ValueError(" ".join(str(error).removeprefix("ValueError: ").split())) from None
+    except CallLost as error:
+        raise ValueError(f"{name} could not be loaded: {error}") from None
+    finally:
+        pool.close()
+    return rows, has_splits
+
+
+def _say(name: str, line: str) -> None:
+    log.info("%s: %s", name, line)
+
+
+def _task(name: str, given: dict[str, Any], number: int, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"{name}/{number}",
+        "source": name,
+        "messages": row["messages"],
+        "verifiers": {"name": name, "config": given, "data": row["data"]},
+    }
+
+
+# ---- in the processes
+
+
+def make_loader() -> Callable[[str, dict[str, Any], str], Any]:
+    """Make (name, parameters, split) -> the rows, and whether the environment has splits itself."""
+
+    def load(name: str, given: dict[str, Any], split: str) -> Any:
+        from verifiers import v1 as vf
+
+        has_splits = "split" in vf.taskset_config_type(name).model_fields
+        if has_splits and split == "eval":
+            given = {"taskset.split": "test", **given}
+        config = config_of(name, given)
+        _refuse_host(config, given)
+        taskset = vf.load_taskset(config.taskset)
+        if SIZE in given:
+            taskset = taskset.take(given[SIZE])
+        elif not taskset.bounded:
+            raise ValueError(f"the tasks of {name} never end; give {SIZE}=NUMBER")
+        return [_row(task) for task in taskset], has_splits
+
+    return load
+
+
+def _row(task: Any) -> dict[str, Any]:
+    from verifiers.v1.types import content_text
+
+    data = task.data
+    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        messages.append({"role": "user", "content": data.prompt})
+    for message in data.prompt if isinstance(data.prompt, list) else ():
+        messages.append({"role": message.role, "content": content_text(message.content)})
+    messages = messages or [{"role": "user", "content": NOTHING_SAID}]
+    return {"key": task.key, "data": data.model_dump(mode="json"), "messages": messages}
+
+
+def config_of(name: str, given: Mapping[str, Any]) -> Any:
+    """Return the environment's config with the parameters. An agent that neither the environment nor a
+    parameter gives a harness gets CHAT; one that would run in the sandbox of a provider runs on this machine.
+    ValueError, in one line, for a wrong parameter.
+    """
+    from pydantic import ValidationError
+    from verifiers import v1 as vf
+
+    sys.modules.setdefault(CHAT, _chat_module())
+    tree: dict[str, Any] = {"taskset": {"id": name}}
+    for key, value in given.items():
+        *parents, leaf = key.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{key}: {parent} is no table")
+        if key != SIZE:
+            # `agent.harness.id=null` is read as JSON, but a harness has that name.
+            place[leaf] = "null" if leaf == "id" and value is None else value
+    kind = vf.env_config_type(name, str(tree.get("id", "")))
+    for role, declared in kind.model_fields.items():
+        if isinstance(declared.default, vf.AgentConfig):
+            agent = tree.setdefault(role, {})
+            if declared.default.harness is None and vf.default_harness_id(name) == "bash":
+                agent.setdefault("harness", {"id": CHAT})
+            if isinstance(declared.default.runtime, vf.PrimeConfig):
+                agent.setdefault("runtime", {"type": "subprocess"})
+    try:
+        return vf.resolve_env_config(copy.deepcopy(tree))  # it writes into what it gets
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']} (got {first['input']!r:.100})") from None
+
+
+def _refuse_host(config: Any, given: Mapping[str, Any]) -> None:
+    """Refuse an agent that runs what the model writes as the user of the node, unless it is asked for."""
+    from verifiers import v1 as vf
+
+    for role, agent in config:
+        if not isinstance(agent, vf.AgentConfig) or f"{role}.runtime.type" in given:
+            continue
+        harness = agent.harness or config.agent_harnesses()[role]
+        if agent.runtime.type == "subprocess" and vf.load_harness(harness).EXECUTES_CODE:
+            raise ValueError(
+                f"its {role} runs what the model writes (harness {harness.id}); give "
+                f"{role}.runtime.type=docker, or {role}.harness.id={CHAT} for an agent without tools"
+            )
+
+
+def _chat_module() -> types.ModuleType:
+    """Return a module that the library finds as the harness CHAT. It is made here, as the library imports
+    harnesses by a name without dots.
+    """
+    from openai import AsyncOpenAI
+    from verifiers import v1 as vf
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    class Chat(vf.Harness[vf.HarnessConfig]):
+        """Asks for the reply to the messages, in the environment's own process."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+        ) -> Any:
+            system, prompt = self.resolve_prompt(data)
+            messages: list[Any] = [{"role": "system", "content": system}] if system else []
+            said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+            messages += [message_to_wire(message) for message in said]
+            async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
+                await client.chat.completions.create(model=ctx.model, messages=messages)
+            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    module = types.ModuleType(CHAT)
+    module.__dict__.update(Chat=Chat, __all__=["Chat"])
+    return module

@@ -70,13 +70,13 @@ async def tool_server(server: str | Sequence[str], timeout_s: float = 60.0) -> A
     """
     name = server if isinstance(server, str) else " ".join(server)
     try:
-        from mcp import Client, StdioServerParameters
+        from mcp import Client, StdioServerParameters, stdio_client
     except ModuleNotFoundError as error:
         raise ToolServerError(f"tools of {name} need mcp ({error}): pip install -e '.[mcp]'") from error
 
-    target = (
-        server if isinstance(server, str) else StdioServerParameters(command=server[0], args=[*server[1:]])
-    )
+    target: Any = server
+    if not isinstance(server, str):
+        target = stdio_client(StdioServerParameters(command=server[0], args=[*server[1:]]))
     raised: Exception | None = None
     try:
         async with AsyncExitStack() as stack:

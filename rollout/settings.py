@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-GENERATED = ("builtin:", "reasoning_gym:", "verifiers:", "gym:")
+PROGRAMS = ("verifiers:", "gym:")
+"""How a source begins whose tasks a program makes that is named behind it."""
+GENERATED = ("builtin:", "reasoning_gym:", *PROGRAMS)
 """A source of tasks that begins so is not a file; it has tasks for training and for evaluation."""
 NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 """A name that the user gives to a table of settings."""

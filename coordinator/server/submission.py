@@ -16,6 +16,7 @@ from typing import Any, cast
 from coordinator.config import OPTIONS, option_name
 from coordinator.machine.own_command import settings_of
 from coordinator.settings import RunSettings, SettingsError
+from rollout.settings import PROGRAMS
 from rollout.storage.files import exists, facts_of
 from rollout.tasks.task_set import is_file
 
@@ -211,10 +212,13 @@ def _refuse_code(settings: RunSettings) -> None:
         for name, one in settings.eval_sets.items()
         for field in ("reward", "environment")
     ]
+    sources = [("--tasks", settings.tasks), ("--eval-tasks", settings.eval_tasks or "")]
+    sources += [(f"eval.sets.{name}.tasks", one.tasks) for name, one in settings.eval_sets.items()]
     for option, name in (
         ("--reward", settings.rollout.reward),
         ("--environment", settings.rollout.environment),
         *named,
+        *((option, source) for option, source in sources if source.startswith(PROGRAMS)),
     ):
         if ":" in name:
             raise SettingsError(

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from coordinator.cli import main
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.node.start import absolute, check_master
+from coordinator.rows.eval_sets import scores
 from coordinator.rows.retention import kept
 from coordinator.server.submission import _refuse_code
 from coordinator.settings import CheckpointSettings, SettingsError
+from tests.coordinator.made_up import group, tombstone
 
 TASK = '{"prompt": "1+2=", "answer": "3"}\n'
 
@@ -163,3 +166,24 @@ def test_training_tasks_in_a_set_are_named_and_a_set_of_nothing_else_is_refused(
     assert said.startswith(f"eval.sets.a: 1 of 3 tasks are training tasks too, e.g. {tmp_path}/some.jsonl:1")
     with pytest.raises(SettingsError, match=r"all 2 tasks are training tasks too, e\.g\. .*same\.jsonl:1"):
         check_master(tmp_path / "run", {**given, "eval.sets.a.tasks": str(tmp_path / "same.jsonl")})
+
+
+def test_set_without_any_score_leaves_the_others_theirs_and_no_mean_of_all() -> None:
+    code = {"name": "exact", "digest": "d" * 16}
+    sampling = {"n": 1, "max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "stop": []}
+    of_both = {"tasks": "t", "sampling": sampling, "reward": code, "environment": code, "success": 1.0}
+    opened = {
+        "eval_sets": [
+            {"name": "a", "begin": 0, "end": 2, **of_both},
+            {"name": "b", "begin": 2, "end": 4, **of_both},
+        ]
+    }
+    tasks = SimpleNamespace(tasks=SimpleNamespace(tasks=[{"id": "0"}, {"id": "1"}]))
+    inputs: Any = SimpleNamespace(eval_sets={"a": tasks, "b": tasks})
+    settings = built()
+    lost = [group(0, (1.0,)), group(1, (0.0,)), tombstone(2), tombstone(3)]
+    document = scores(lost, opened, settings, inputs)
+    assert document["sets"]["a"]["reward"] == 0.5 and "reward" not in document["sets"]["b"]
+    assert document["sets"]["b"]["given_up"] == 2 and document.get("reward") is None
+    whole = scores([*lost[:2], group(2, (1.0,)), group(3, (1.0,))], opened, settings, inputs)
+    assert whole["reward"] == 0.75

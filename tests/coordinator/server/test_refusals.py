@@ -137,6 +137,8 @@ def bodies() -> Iterator[tuple[str, bytes, int]]:
     )
     wrong += ("--tasks=no.jsonl", "--eval-tasks=/no/such.jsonl", "--config=/etc/passwd", "--config=../x.toml")
     wrong += ("--reward=os:system", "--environment=subprocess:run", "rollout.reward=os:system", "--hosts=a,b")
+    wrong += ("rollout.teacher=http://127.0.0.1:80/v1,key_from=HOME", "--tasks=gym:os:system")
+    wrong += ("--eval-tasks=verifiers:pip", "eval.sets.a.tasks=gym:os:system")
     wrong += ("engine.args.x=1", "cluster.groups.a.nodes=0", "--ssh=sh -c id", "--run=/bin/sh", "--ray=auto")
     for option in wrong:
         yield f"setting {option}", json.dumps(job(option)).encode(), 400

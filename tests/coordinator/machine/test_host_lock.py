@@ -110,7 +110,7 @@ def test_built_in_model_of_a_user_without_a_home_is_kept_in_such_a_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", str(temporary / "file" / "cache"))
     an_open_one(temporary / f"flagpost-models-{os.getuid()}", monkeypatch)
     tiny, rollout = SimpleNamespace(warmup_steps=0), SimpleNamespace(seed=0)
-    node: Any = SimpleNamespace(settings=SimpleNamespace(tiny=tiny, rollout=rollout))
+    node: Any = SimpleNamespace(settings=SimpleNamespace(tiny=tiny, rollout=rollout, tasks="mine"))
     with pytest.raises(Ended, match="is open to other users"):
         base_model._from_cache(node)
 

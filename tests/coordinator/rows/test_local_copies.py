@@ -50,6 +50,7 @@ def node_at(run_dir: RunDir, local: Path, *given: str, holds: bool = False) -> A
     node.policies = Policies(identity, Store(str(local)))
     node.reading, node.check = lambda: unheard, lambda: None
     node.verdicts = SimpleNamespace(check_training=None)
+    node.watch = SimpleNamespace(board=SimpleNamespace(profiles=()))
     node.position = SimpleNamespace(reach=None)
     node.engine = SimpleNamespace(
         ensure=lambda policy, _settings, _check, adapters: node.served.append((policy, adapters))

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NotRequired, Self
+from typing import Any, NoReturn, NotRequired, Self
 
 from typing_extensions import TypedDict, Unpack
 
@@ -132,9 +132,12 @@ class Collector:
         self._in_flight: dict[int, tuple[Slot, asyncio.Task[None]]] = {}
         """By slot: the groups that are being made, each with its worker."""
         self._held: list[Group] = []
-        """Tombstones: they are final, so they wait for a group that shows that the reward works."""
+        """Tombstones: they are final, so they wait for a group that shows that the reward works. And what was
+        finished before it was wanted."""
         self._finished = self._counted = self._given_up = self._failed = 0
         self._grace_ends_s = math.inf
+        self._holds = False
+        """Whether finished groups are held, and nothing is over: see `begin`."""
         self._others: set[asyncio.Task[Any]] | None = None
         """The tasks of the event loop that are no environment's."""
         self._paused: set[asyncio.Task[Any]] = set()
@@ -156,15 +159,9 @@ class Collector:
         when the engine fails. An error of `on_group` ends the collection too. Raises AllGivenUp if there
         were several groups and all were given up: then no group was handed over.
         """
-        self._source, self._on_group = source, on_group
-        self._counted = sum(map(self._counts, self._held))
-        self._grace_ends_s = math.inf
-        tasks = asyncio.all_tasks()
-        self._others = tasks if self._others is None else self._others | (tasks - self._paused)
-        # ---- a worker for each group that may be in flight
-        at_once = min(self._most_groups, source.total + kept)
-        more = max(0, at_once - len(self._workers))
-        self._workers |= {asyncio.create_task(self._work()) for _ in range(more)}
+        self._on_group, self._holds = on_group, False
+        self._start(source, kept)
+        self._hand_over()
         pending = set(self._workers)
         with interrupting(self._settings.group_timeout_s, "group_timeout_s") as say_free:
             while pending and not self._is_over():
@@ -178,6 +175,39 @@ class Collector:
                 for task in done:
                     task.result()
         return self._conclude()
+
+    async def begin(self, source: Source) -> NoReturn:
+        """Make groups of the slots of `source`, all of them needed, and hold them, until this is cancelled:
+        `run` goes on with what is in flight, and hands over what is finished. Raises as `run`.
+        """
+        self._holds = True
+        self._start(source, 0)
+        pending = set(self._workers)
+        try:
+            with interrupting(self._settings.group_timeout_s, "group_timeout_s") as say_free:
+                while True:
+                    say_free()
+                    if not pending:
+                        await asyncio.sleep(_STOP_POLL_S)
+                        continue
+                    done, pending = await asyncio.wait(
+                        pending, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                    )
+                    for task in done:
+                        task.result()
+        finally:
+            self._pause()
+
+    def _start(self, source: Source, kept: int) -> None:
+        """Have a worker for each group that may be in flight."""
+        self._source = source
+        self._counted = sum(map(self._counts, self._held))
+        self._grace_ends_s = math.inf
+        tasks = asyncio.all_tasks()
+        self._others = tasks if self._others is None else self._others | (tasks - self._paused)
+        at_once = min(self._most_groups, source.total + kept)
+        more = max(0, at_once - len(self._workers))
+        self._workers |= {asyncio.create_task(self._work()) for _ in range(more)}
 
     def _pause(self) -> None:
         """Begin no further group."""
@@ -231,7 +261,7 @@ class Collector:
 
     def _is_over(self) -> bool:
         """Return whether the groups that are still in flight are no longer needed."""
-        if self._source.is_open:
+        if self._source.is_open or self._holds:
             return False
         if self._counted >= self._source.needed:
             return True
@@ -280,6 +310,11 @@ class Collector:
         self._failed += len(group.failed)
         self._counted += self._counts(group)
         self._held.append(group)
+        if not self._holds:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Hand over what is held, unless all groups were given up so far."""
         while self._finished and self._held:
             self._on_group(self._held.pop(0))
 

@@ -84,6 +84,10 @@ class TrainRequest(_Document):
     empty. Given if settings.save_interval is above 1 and divides the iteration."""
     profile: str | None = None
     """Local rank 0 profiles its first optimizer step, and writes this with `.json.gz`, then with `.txt`."""
+    ahead: bool = False
+    """Whether new weights are copied to the nodes for their engines before the checkpoint is durable."""
+    copy_dir: str | None = None
+    """Where this node's ranks put that copy: an empty directory of its machine; null: it wants none."""
     delta: bool = False
     """Whether a delta to the policy before is written beside the weights."""
     offload: bool = False

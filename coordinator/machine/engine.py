@@ -84,7 +84,7 @@ class EngineHost:
 
     def _have(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
         if self._admin is None or (self._child is not None and self._child.poll() is not None):
-            self._start(policy, settings)
+            self._start(policy, settings, self._socket)
         self._await(settings, check)
         if self._facts_of is not self._admin:
             self.facts, self._facts_of = self._ask_facts(), self._admin
@@ -210,7 +210,7 @@ class EngineHost:
     def _start(self, policy: Policy, settings: EngineSettings, socket: Path | None = None) -> None:
         """Start a server, or take the user's; whether it answers is another question.
 
-        `socket`: where the server before listened, if requests wait for this one; default: a new one.
+        `socket`: where the server before listened, if there was one: requests may wait for this one there.
         """
         if settings.url is not None:
             self.url, self._admin = settings.url, EngineAdmin(settings.url)

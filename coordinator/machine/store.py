@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ UNUSED = 2
 """Copies that stay although no process uses them: the next start of a run needs them."""
 LOOK_S = 0.1
 """How often a node looks whether another one has finished a copy."""
-COPY, PART = "copy", "part"
+COPY, PART, NEW = "copy", "part", "new-"
 
 
 class StoreError(RuntimeError):
@@ -46,6 +47,7 @@ class Store:
                             directory, one that uses it a shared lock: the kernel ends both with the process
     <folder>/<key>/part/    the files while they are being copied; nobody believes them
     <folder>/<key>/copy/    the files, once all are there and have the checksums that were asked for
+    <folder>/new-*/part/    files that a trainer of this machine writes; they get a key once they are hashed
 
     The key is a digest of the names and checksums, and of the machine's start: nothing is synced, so what is
     left from before a crash of the machine may have holes.
@@ -56,6 +58,8 @@ class Store:
         self._below = below
         self._held: dict[str, int] = {}
         """Key -> descriptor that has the lock; the one that was asked for last comes last."""
+        self._begun: tuple[Path, int] | None = None
+        """What a trainer writes: the entry, and the descriptor that has its lock."""
         self._lock = threading.Lock()
         """For `_held`: one thread copies ahead of another."""
 
@@ -101,8 +105,76 @@ class Store:
         copy = own_folder("store", self._below) / _key(files) / COPY
         return copy if copy.is_dir() else None
 
+    def begin(self, size: int) -> Path:
+        """Return an empty directory for about `size` bytes that a trainer of this node writes: `adopt` makes
+        a copy of them. There is one at a time. Raises StoreError if there is no room.
+        """
+        self.abandon()
+        folder = own_folder("store", self._below)
+        if (free := _make_room(folder, size)) < size:
+            raise StoreError(
+                f"{folder} has room for {free / 1e9:.2f} GB, and the policy has {size / 1e9:.2f} GB"
+            )
+        while self._begun is None:
+            entry = Path(tempfile.mkdtemp(prefix=NEW, dir=folder))
+            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
+            if _lock(descriptor, fcntl.LOCK_EX) and _is_same(descriptor, entry):
+                self._begun = entry, descriptor
+            else:  # another process has taken it for one that nobody uses
+                os.close(descriptor)
+        part = self._begun[0] / PART
+        part.mkdir()
+        return part
+
+    def adopt(self, files: Mapping[str, FileFacts]) -> Path | None:
+        """Make what a trainer has written since `begin`, these files, a copy that is held; returns its
+        directory. None: it is gone.
+        """
+        assert self._begun is not None
+        (entry, descriptor), self._begun = self._begun, None
+        key = _key(files)
+        target = entry.parent / key
+        try:
+            (entry / PART).rename(entry / COPY)
+            entry.rename(target)
+            # To take one lock for the other lets go of it in between.
+            is_ours = _lock(descriptor, fcntl.LOCK_SH) and _is_same(descriptor, target)
+        except OSError:
+            is_ours = False
+        if not is_ours:  # another node of this machine has the same copy, or soon
+            os.close(descriptor)
+            shutil.rmtree(entry, ignore_errors=True)
+            descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY) if target.is_dir() else None
+            if descriptor is None:
+                return None
+            if not (_lock(descriptor, fcntl.LOCK_SH) and _is_same(descriptor, target)):
+                os.close(descriptor)
+                return None
+        self._let_go(HELD - 1)
+        with self._lock:
+            if key in self._held:
+                os.close(self._held.pop(key))
+            self._held[key] = descriptor
+        return target / COPY if (target / COPY).is_dir() else None
+
+    def abandon(self) -> None:
+        """Remove what a trainer has written since `begin`, if `adopt` has not made it a copy."""
+        if self._begun is not None:
+            (entry, descriptor), self._begun = self._begun, None
+            shutil.rmtree(entry, ignore_errors=True)
+            os.close(descriptor)
+
+    def remove(self, copy: Path) -> None:
+        """Let go of a copy that `adopt` has made, and remove it unless others use it."""
+        with self._lock:
+            descriptor = self._held.pop(copy.parent.name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+            _if_unused(copy.parent, lambda: shutil.rmtree(copy.parent, ignore_errors=True))
+
     def close(self) -> None:
         """Let go of what is held, and leave no more than the next start needs."""
+        self.abandon()
         if self._held:
             self._let_go(0)
             _make_room(own_folder("store", self._below), 0)

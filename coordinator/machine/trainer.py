@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from coordinator.machine.network import free_port, interface_towards
 from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.liveness import Stopwatch
 from rollout.storage import files
+from rollout.storage.files import FileFacts
 from rollout.storage.retry import WAITING
 from trainer.documents import TrainRequest
 from trainer.job import launch
@@ -23,6 +25,19 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """How often a node looks at its trainers' progress, and at what ends the row, while no bell rings."""
+
+
+@dataclass
+class _Asked:
+    """What the trainers of this node are doing."""
+
+    request: TrainRequest
+    processes: int
+    check: Callable[[], None]
+    progress: Callable[[int, int], None]
+    reached: tuple[int, int] = (0, 0)
+    still: Stopwatch = field(default_factory=lambda: Stopwatch(1.0))
+    """Since they were last seen to get on."""
 
 
 class TrainerHost:
@@ -40,6 +55,7 @@ class TrainerHost:
         self._number = 0
         self._trained = 0
         """The iteration that the job has trained last."""
+        self._asked: _Asked | None = None
 
     def meeting(self, job: str, address: str) -> dict[str, Any]:
         """Return where the job meets (for the master): where it runs already, else `job` at a free port."""
@@ -96,35 +112,57 @@ class TrainerHost:
         processes: int,
         check: Callable[[], None],
         progress: Callable[[int, int], None],
-    ) -> None:
+    ) -> Mapping[str, FileFacts] | None:
         """One training phase. TrainerFailed if it fails or stands still for `stall_timeout_s`.
 
         While it lasts `check` is called, which may raise, and `progress` with the parts done and expected.
+        With request.ahead it may end before the checkpoint is durable, which `finish` waits for: then the
+        files of the new policy in request.copy_dir are returned, none if there is no copy. None: all is done.
         """
-        assert self._child is not None and self._bell is not None
-        bell = self._bell
+        assert self._child is not None
         self._number += 1
         launch.submit(self._child.spool, self._number, request)
-        reached = (0, 0)
-        still, limit_s = Stopwatch(1.0), request.settings.stall_timeout_s
-        while True:
-            done, failure, comes_again = self._outcome(processes)
-            if done:
-                self._trained = request.iteration
-                return
-            if (parts := launch.progress(self._child.spool, self._number)) != reached:
-                reached = parts
-                progress(*reached)
-                still.restart()
-            if failure is None and limit_s is not None and still.look() > limit_s:
-                failure = (
-                    f"no progress for {still.look():.0f} s, with {reached[0]} of {reached[1]} parts done"
-                )
-            check()  # first: this node may have ended the job itself
-            if failure is not None:
-                self._keep_traces(self._child.spool, request)
-                raise TrainerFailed(failure, comes_again)
-            bell.wait(LOOK_S)
+        self._asked = _Asked(request, processes, check, progress)
+        while not self.is_done():
+            if (
+                request.ahead
+                and (copy := launch.copied(self._child.spool, self._number, processes)) is not None
+            ):
+                return copy
+            self._wait()
+        return None
+
+    def finish(self) -> None:
+        """Wait until the trainers have done what `train` asked for; it raises as that."""
+        while not self.is_done():
+            self._wait()
+
+    def is_done(self) -> bool:
+        """Look once whether the trainers have done what `train` asked for; it raises as that."""
+        asked = self._asked
+        if asked is None:
+            return True
+        assert self._child is not None
+        done, failure, comes_again = self._outcome(asked.processes)
+        if done:
+            self._trained, self._asked = asked.request.iteration, None
+            return True
+        if (parts := launch.progress(self._child.spool, self._number)) != asked.reached:
+            asked.reached = parts
+            asked.progress(*parts)
+            asked.still.restart()
+        limit_s, still_s = asked.request.settings.stall_timeout_s, asked.still.look()
+        if failure is None and limit_s is not None and still_s > limit_s:
+            failure = f"no progress for {still_s:.0f} s, with {parts[0]} of {parts[1]} parts done"
+        asked.check()  # first: this node may have ended the job itself
+        if failure is not None:
+            self._keep_traces(self._child.spool, asked.request)
+            raise TrainerFailed(failure, comes_again)
+        return False
+
+    def _wait(self) -> None:
+        assert self._bell is not None
+        self._bell.wait(LOOK_S)
 
     def _outcome(self, processes: int) -> tuple[bool, str | None, bool]:
         """Return whether this node's trainers have done what they were asked; if they never will, why, and
@@ -159,7 +197,7 @@ class TrainerHost:
         if self._bell is not None:
             self._bell.close()
             self._bell = None
-        self._child, self._meeting = None, {}
+        self._child, self._meeting, self._asked = None, {}, None
 
     def _tail(self) -> str:
         tail = self._child.tail(20) if self._child is not None else ""

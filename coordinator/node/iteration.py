@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from coordinator.directory.published import Policy
 from coordinator.node.flags import Payload
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.settings import RunSettings
@@ -23,6 +24,11 @@ class Iteration:
     """Seconds of each row, by label; only of rows that were finished in this epoch."""
     work_s: dict[str, float] = field(default_factory=dict[str, float])
     """Of these, the seconds of this node's own work."""
+    copied: Policy | None = None
+    """The policy that this iteration has trained, in a copy on this machine, while its checkpoint is not
+    durable."""
+    ahead_s: float = 0.0
+    """For how long this node has made groups of the iteration before its row had begun."""
     waited_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of a row in which this node had nothing to do but to see whether others leave it something."""
 

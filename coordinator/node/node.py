@@ -54,12 +54,14 @@ from rollout.storage.retry import CACHED_S, waiting_for_space
 log = logging.getLogger(__name__)
 
 Act = Callable[["Node", Iteration], Payload | None]
+Meanwhile = Callable[["Node", Iteration], None]
 Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
 
 
 class InFlight(Protocol):
     """Groups that a node is making."""
 
+    iteration: int
     key: str
     """What they are made with: nodes of two epochs with the same key make the same groups."""
 
@@ -357,12 +359,19 @@ class Node:
             self._begun = (number, time.monotonic())
         return Iteration(*self._begun)
 
-    def step(self, iteration: Iteration, phase: Phase, act: Act, then: Conclude | None = None) -> None:
+    def step(
+        self,
+        iteration: Iteration,
+        phase: Phase,
+        act: Act,
+        then: Conclude | None = None,
+        meanwhile: Meanwhile = lambda _node, _iteration: None,
+    ) -> None:
         """Run one row: act if it is ours, raise our flag, wait for the master's.
 
         Where the master acts alone, the document of its flag is the row's result. Else it acts, waits for the
         flags of all, concludes with `then` from their payloads, and raises its own flag last; the conclusion
-        is its own.
+        is its own. Where the master acts alone, a worker does `meanwhile` before it waits.
         """
         if not iteration.has(phase, self.settings):
             return
@@ -372,7 +381,7 @@ class Node:
         started_s = time.monotonic()
         self.events.add("begin", it=number, row=phase.label)
         acts = self.is_master or phase.by is By.ALL
-        payload = (act(self, iteration) or {}) if acts else {}
+        payload = (act(self, iteration) or {}) if acts else (meanwhile(self, iteration) or {})
         acted_s = time.monotonic()
         concluded_s = 0.0
         self.check()

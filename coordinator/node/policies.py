@@ -53,6 +53,12 @@ class Policies:
         directory = self._store.hold(policy.directory.absolute(), wanted, moved, before, threads)
         return replace(policy, directory=directory)
 
+    def size_of(self, iteration: int) -> int:
+        """Return the bytes of a policy's model; of the next one it has about the same."""
+        policy = self.of(iteration)
+        wanted = _model_files(policy.result) if policy.result is not None else self._base_files
+        return sum(facts["bytes"] for facts in (wanted or {}).values())
+
     def _files_before(self, policy: Policy, result: TrainResult) -> Mapping[str, Path]:
         """Return, by name, the files of this machine that deltas in this policy's checkpoint belong to."""
         names = [name for name in result.files if delta_name(name) in result.files]

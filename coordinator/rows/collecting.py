@@ -9,12 +9,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coordinator.directory import parts
 from coordinator.directory.claims import Claims
@@ -47,6 +47,9 @@ from rollout.tasks.task_set import TaskSet, group_seed
 from rollout.trajectory import Group, generated_tokens
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+OVER_S = 0.005
+"""How often a node that generates ahead looks whether the checkpoint is there."""
 ROWS: dict[Kind, Phase] = {"train": Phase.TRAIN_ROLLOUT, "eval": Phase.EVAL_ROLLOUT}
 _tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration
 
@@ -104,7 +107,8 @@ def drop_outdated(node: Node, iteration: Iteration) -> None:
     if node.in_flight is None:
         return
     keys = {key_of(node, iteration, kind) for kind, row in ROWS.items() if iteration.has(row, node.settings)}
-    if node.in_flight.key not in keys:
+    is_ahead = node.in_flight.iteration > iteration.number and iteration.resume_at >= Phase.CHECKPOINT
+    if node.in_flight.key not in keys and not is_ahead:
         node.drop_in_flight()
 
 
@@ -131,7 +135,8 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     writer = parts.PartWriter(node.run_dir, *place, verify)
     collection = node.in_flight
     if not isinstance(collection, Ongoing):
-        collection = node.in_flight = Ongoing(node, share, key_of(node, iteration, share.kind))
+        collection = node.in_flight = _ongoing(node, iteration, share)
+    iteration.ahead_s, collection.ahead_s = collection.ahead_s, 0.0
     is_paused = False
     try:
         with node.unresponsive.guarding(node.children, lambda: writer.is_writing):
@@ -146,6 +151,26 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
         node.persist(writer.flush)
 
 
+def begin_share(node: Node, iteration: Iteration, share: Share, is_over: Callable[[], bool]) -> None:
+    """Begin a share of an iteration that is not open yet, until `is_over`: what is in flight then is
+    `node.in_flight`, and nothing was published. `is_over` is asked again and again, and may raise.
+
+    Where the share cannot be made nothing is in flight: the row itself will say why.
+    """
+    collection = node.in_flight
+    if not isinstance(collection, Ongoing):
+        collection = node.in_flight = _ongoing(node, iteration, share)
+    with node.unresponsive.guarding(node.children, lambda: False):
+        error = collection.begin(node, iteration, share, is_over)
+    if error is not None:
+        log.info("nothing is generated ahead any more: %s", error)
+        node.drop_in_flight()
+
+
+def _ongoing(node: Node, iteration: Iteration, share: Share) -> "Ongoing":
+    return Ongoing(node, share, key_of(node, iteration, share.kind), iteration.number)
+
+
 class _Loop(asyncio.SelectorEventLoop):
     """An event loop whose clock stands still while nobody runs it: nothing times out meanwhile."""
 
@@ -158,12 +183,16 @@ class _Loop(asyncio.SelectorEventLoop):
 class Ongoing:
     """The groups that a node has in flight, and the event loop that makes them."""
 
-    def __init__(self, node: Node, share: Share, key: str) -> None:
+    def __init__(self, node: Node, share: Share, key: str, iteration: int = 0) -> None:
         self.key = key
+        self.iteration = iteration
+        self.ahead_s = 0.0
+        """For how long groups were made before their row began."""
         self._client = _client(node, share)
         self._entered = AsyncExitStack()
         self._runner = asyncio.Runner(loop_factory=_Loop)
         self._left_s: float | None = None
+        self._is_open = False
         self._collector = Collector(
             counts=share.quota.counts,
             client=self._client,
@@ -189,14 +218,62 @@ class Ongoing:
 
     def run(self, node: Node, iteration: Iteration, share: Share, writer: parts.PartWriter) -> Payload:
         """Collect a share, with what is in flight of it. Raises Stopped, with the rest kept in flight."""
-        loop: Any = self._runner.get_loop()
-        now_s = time.monotonic()
-        if self._left_s is not None:
-            loop.skipped_s += now_s - self._left_s
+        return self._run(self._collect(node, iteration, share, writer))
+
+    def begin(
+        self, node: Node, iteration: Iteration, share: Share, is_over: Callable[[], bool]
+    ) -> BaseException | None:
+        """Make groups of a share until `is_over`, which may raise, and hold them; returns what has gone wrong
+        with them.
+        """
+        began_s = time.monotonic()
         try:
-            return self._runner.run(self._collect(node, iteration, share, writer))
+            return self._run(self._begin(node, iteration, share, is_over))
+        finally:
+            self.ahead_s = time.monotonic() - began_s
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in the event loop, whose clock has stood still since it was left."""
+        loop: Any = self._runner.get_loop()
+        if self._left_s is not None:
+            loop.skipped_s += time.monotonic() - self._left_s
+        try:
+            return self._runner.run(work)
         finally:
             self._left_s = time.monotonic()
+
+    async def _begin(
+        self, node: Node, iteration: Iteration, share: Share, is_over: Callable[[], bool]
+    ) -> BaseException | None:
+        slots = _slots(node, iteration.number, share, share.plan["shares"][str(node.rank)])
+
+        async def wait_until_over() -> None:
+            while not is_over():
+                await asyncio.sleep(OVER_S)
+
+        async def make() -> None:
+            await self._enter()
+            await self._collector.begin(Listed(slots))
+
+        over = asyncio.create_task(wait_until_over())
+        making = [asyncio.create_task(make())]
+        making += [asyncio.create_task(node.engine.mind(node.settings.engine, node.check))]
+        failed: BaseException | None = None
+        try:
+            done, _ = await asyncio.wait([over, *making], return_when=asyncio.FIRST_COMPLETED)
+            failed = next((task.exception() for task in done if task is not over), None)
+            await over  # raises what ends the row
+        finally:
+            for task in (over, *making):
+                task.cancel()
+            await asyncio.gather(over, *making, return_exceptions=True)
+        return failed
+
+    async def _enter(self) -> None:
+        """Open the connections to the engine, once."""
+        if not self._is_open:
+            self._is_open = True
+            await self._entered.enter_async_context(self._client)
 
     def end(self) -> None:
         """Cancel what is in flight."""
@@ -239,8 +316,7 @@ class Ongoing:
                 await asyncio.to_thread(writer.flush)
 
         async def collect_all() -> Payload:
-            if self._left_s is None:
-                await self._entered.enter_async_context(self._client)
+            await self._enter()
             try:
                 short = await self._collector.run(source, on_group, node.watch.stop, len(kept))
             finally:

@@ -108,7 +108,9 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
         "mixed_code": train.get("mixed_code"),
-        "tokens_per_s": round(generated / rollout_s, 1) if is_of_now and rollout_s else None,
+        "tokens_per_s": round(generated / (rollout_s + iteration.ahead_s), 1)
+        if is_of_now and rollout_s
+        else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),

@@ -68,12 +68,18 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         "policy_iteration": policy.iteration,
         "base": base.digest,
         "base_iteration": base.iteration,
+        "verifier": _verifier(node, iteration, base),
+        **described(opened, generates),
+    }
+
+
+def described(opened: Mapping[str, Any], generates: bool) -> Payload:
+    """Return what a header says of an iteration.json, with the code behind its functions if they are used."""
+    code = codes_of(functions_of(opened)) if generates else {}
+    return {
         # The average of a curriculum is long, and for the master alone.
         "opened": {name: value for name, value in opened.items() if name != "success"},
-        "verifier": _verifier(node, iteration, base),
-        "code": {key: asdict(code) for key, code in codes_of(functions_of(opened)).items()}
-        if generates
-        else {},
+        "code": {key: asdict(of) for key, of in code.items()},
     }
 
 
@@ -105,7 +111,7 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
             once.withdraw(path, path.with_suffix(".unused"))
             opened = None
     if opened is None:
-        new = _new_iteration(node, iteration, policy)
+        new = new_iteration(node, iteration, policy)
         is_mine = once.create_once(path, (text := json.dumps(new, indent=1)).encode())
         opened = json.loads(text) if is_mine else published.read_json(path)
     if opened is None:
@@ -159,7 +165,10 @@ def begin_to_fetch(node: Node, iteration: Iteration) -> None:
         node.prefetch.begin(sampler, LOOK_RARELY * settings.cluster.pause_bounds_s[1])
 
 
-def _new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
+def new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str, Any]:
+    """Return the iteration.json of an iteration that `policy` samples: it follows from the settings, and from
+    the trajectories of the iterations before.
+    """
     settings, tasks = node.settings.rollout, node.identity.inputs.tasks
     begun, going_on, again = _left_over(node, iteration)
     drawn = draw_tasks(node.run_dir, iteration.number, settings, tasks, Quota.of(settings).slots, again)
@@ -193,8 +202,13 @@ def plan_train(node: Node, iteration: Iteration) -> Payload:
 
 def collect_train(node: Node, iteration: Iteration) -> Payload:
     """Generate this node's share."""
+    return collect_share(node, iteration, share_of(node, iteration))
+
+
+def share_of(node: Node, iteration: Iteration) -> Share:
+    """Return what this node generates by the plan of an iteration."""
     opened, functions = iteration.opened, agreed_functions(node, iteration)
-    share = Share(
+    return Share(
         kind="train",
         plan=iteration.documents[Phase.TRAIN_PLAN],
         quota=resume.quota(opened),
@@ -206,7 +220,6 @@ def collect_train(node: Node, iteration: Iteration) -> Payload:
         begun=(begun := Begun.all_of(opened)),
         segment=_segment(iteration, opened) if begun or opened.get("segment_tokens") else None,
     )
-    return collect_share(node, iteration, share)
 
 
 def _teacher(node: Node, opened: Mapping[str, Any]) -> str | None:

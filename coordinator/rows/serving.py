@@ -5,8 +5,9 @@ from coordinator.machine.weights import Adapters
 from coordinator.node.node import Node
 
 
-def serve(node: Node, policy: Policy) -> None:
-    """Have the engine answer with `policy`; EngineError if that cannot be had.
+def serve(node: Node, policy: Policy) -> Policy:
+    """Have the engine answer with `policy`; EngineError if that cannot be had. Returns it from where it was
+    loaded.
 
     The node's own engine loads a copy on this machine. A server that the user runs may be unable to read it,
     and loads from the shared directory.
@@ -18,3 +19,4 @@ def serve(node: Node, policy: Policy) -> None:
         policy = node.policies.hold(policy, moved)
     adapters = base and Adapters(base, settings.trainer.lora.rank)
     node.engine.ensure(policy, settings.engine, node.check, adapters)
+    return policy

@@ -5,7 +5,7 @@ from functools import partial
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import batch, collecting, crews, evaluation, metrics, rollout, training
+from coordinator.rows import batch, collecting, crews, evaluation, head_start, metrics, rollout, training
 
 
 def run_iterations(node: Node) -> None:
@@ -34,7 +34,7 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
     step(Phase.TRAIN_DATA,        batch.write_batch)
     step(Phase.TRAIN_CONFIG,      training.configure_training)
     step(Phase.TRAINING,          training.train)
-    step(Phase.CHECKPOINT,        training.publish_checkpoint)
-    step(Phase.ENGINE_RESTARTED,  training.restart_engine)
+    step(Phase.CHECKPOINT,        training.publish_checkpoint, meanwhile=head_start.run)
+    step(Phase.ENGINE_RESTARTED,  training.restart_engine,     then=training.note_in_flight)
     step(Phase.ITERATION_END,     metrics.report_timings,      then=metrics.end_iteration)
     # fmt: on

@@ -10,7 +10,7 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import lineage, trainer_states
+from coordinator.rows import head_start, lineage, trainer_states
 from coordinator.rows.serving import serve
 from coordinator.settings import RunSettings
 from rollout.storage import files
@@ -54,6 +54,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
         "staging": staging.name,
         "state": state and state.name,
         "resume": resume.model_dump(),
+        **head_start.announce(node, iteration),
     }
 
 
@@ -71,6 +72,7 @@ def train(node: Node, iteration: Iteration) -> None:
         base = node.policies.hold(base, node.reading())
     processes = config["processes"][str(node.rank)]
     threads = settings.trainer.threads_per_process or _threads(processes)
+    copy_dir = head_start.place(node, iteration)
     request = TrainRequest(
         iteration=number,
         epoch=node.record.epoch,
@@ -84,6 +86,8 @@ def train(node: Node, iteration: Iteration) -> None:
         staging_dir=str((run_dir.checkpoints / config["staging"]).absolute()),
         state_dir=str((run_dir.trainer_states / config["state"]).absolute()) if config["state"] else None,
         profile=_profile(node, number),
+        ahead="next" in config,
+        copy_dir=copy_dir and str(copy_dir),
         delta=published_settings.checkpoints.delta,
         offload=settings.rl_phase == "both",
         rank_weights=tuple(config["rank_weights"]),
@@ -93,7 +97,9 @@ def train(node: Node, iteration: Iteration) -> None:
         iterations=published_settings.iterations,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
-    node.trainer.train(request, processes, node.verdicts.check_training, node.position.reach)
+    copy = node.trainer.train(request, processes, node.verdicts.check_training, node.position.reach)
+    if copy_dir is not None:
+        head_start.take_over(node, iteration, copy or {})
     if not settings.trainer.keep_alive:
         node.trainer.leave_epoch()
 
@@ -116,6 +122,7 @@ def publish_checkpoint(node: Node, iteration: Iteration) -> None:
     """Weigh what training wrote, give it its name, and point LATEST to it. It is read back in the background:
     its ranks have hashed what they wrote, and all would wait here meanwhile.
     """
+    head_start.run(node, iteration)
     run_dir = node.run_dir
     target = run_dir.checkpoint(iteration.number)
     if target.name not in published.names(run_dir.checkpoints):
@@ -149,10 +156,20 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
     node.policies.know_usable(number)
 
 
-def restart_engine(node: Node, iteration: Iteration) -> None:
+def restart_engine(node: Node, iteration: Iteration) -> Payload:
     """Load the weights that sample the next iteration, and check that the engine answers with them."""
-    if node.engine.is_there():
-        serve(node, lineage.served_next(node, iteration))
+    if not node.engine.is_there():
+        return {}
+    policy = lineage.served_next(node, iteration)
+    if iteration.copied is not None and iteration.copied.digest != policy.digest:
+        node.drop_in_flight()
+    return head_start.keep(node, iteration, serve(node, policy))
+
+
+def note_in_flight(node: Node, _iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
+    """Note what the nodes have in flight of the next iteration: its plan leaves that with them."""
+    node.kept = payloads
+    return {}
 
 
 def _threads(processes: int) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from coordinator.directory import parts, published
@@ -9,7 +10,7 @@ from coordinator.directory.layout import Kind
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.chunks import carried, cut, paces_of
+from coordinator.protocol.chunks import Chunks, carried, cut, paces_of
 from coordinator.protocol.shares import split_slots
 from coordinator.rows.collecting import key_of
 from rollout.origin import Origin
@@ -38,26 +39,54 @@ def plan(
     if finished:
         log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)
     left = [slot for slot in range(quota.slots) if slot not in finished]
-    short, members = max(0, missing - len(left)), node.record.members
+    short = max(0, missing - len(left))
     kept = _kept(node, key_of(node, iteration, kind), left, missing)
     in_flight = {slot for slots in kept.values() for slot in slots}
     free = [slot for slot in left if slot not in in_flight]
     count = min(missing, len(left)) - len(in_flight)
     needed, spare = free[:count], free[count:] if missing else []
     said = {"short": short, "kept": {str(rank): slots for rank, slots in kept.items()}}
+    have = {rank: len(slots) for rank, slots in kept.items()}
+    return {**split(node, iteration, kind, needed, spare, order, have), **said}
+
+
+def split(
+    node: Node,
+    iteration: Iteration,
+    kind: Kind,
+    needed: Sequence[int],
+    spare: Sequence[int],
+    order: Sequence[int],
+    have: Mapping[int, int] = MappingProxyType({}),
+) -> Payload:
+    """Say who makes the slots of `needed`, and of `spare` if it comes to that; `have`, by rank: how many more
+    it has in flight. See `plan`.
+    """
+    members = node.record.members
     if node.settings.claims and len(members) > 1:
         history = node.histories[kind]
         lengths = history.lengths(iteration.number, order)
         lengths = {slot: lengths[slot] for slot in needed if slot in lengths}
         chunks = cut(needed, lengths, sorted(members), paces_of(history.paces))
-        return {**chunks.as_json(), "spare": spare, **said}
+        return {**chunks.as_json(), "spare": list(spare)}
     weights = {rank: member.weight for rank, member in members.items()}
-    have = {rank: len(slots) for rank, slots in kept.items()}
     shares, of_spare = split_slots(needed, weights, have), split_slots(spare, weights)
     return {
         "shares": {str(rank): share + of_spare[rank] for rank, share in shares.items()},
         "needed": {str(rank): len(share) for rank, share in shares.items()},
-        **said,
+    }
+
+
+def own_places(plan: Payload) -> dict[str, list[int]]:
+    """Return, by rank, the slots of a plan that it begins with: its share, or its own place in the chunks."""
+    if "shares" in plan:
+        return plan["shares"]
+    chunks = Chunks.of(plan)
+    first = sorted(chunks.first.items(), key=lambda item: item[1])
+    ends = [number for _, number in first[1:]] + [len(chunks.chunks)]
+    return {
+        str(rank): [slot for chunk in chunks.chunks[begin:end] for slot in chunk.slots]
+        for (rank, begin), end in zip(first, ends, strict=True)
     }
 
 

@@ -59,12 +59,13 @@ class Writer:
         facts = writer.finish()
     """
 
-    def __init__(self, root: Path, moved: Moved = files.unheard) -> None:
+    def __init__(self, root: Path, moved: Moved = files.unheard, durable: bool = True) -> None:
         """Files are named by their paths below `root`. `moved`, called in any thread, gets the size of each
-        piece that was written.
+        piece that was written. Without `durable` nothing is synced.
         """
         self._root = root
         self._moved = moved
+        self._durable = durable
         self._pool = ThreadPoolExecutor(THREADS, "writer")
         self._written: dict[str, Future[FileFacts]] = {}
 
@@ -80,14 +81,16 @@ class Writer:
         """Begin to write a file. What `content` reads must stay as it is until `finish` has returned."""
         context = copy_context()  # which may say that a full disk is waited for
         path = self._root / name
-        self._written[name] = self._pool.submit(context.run, write, path, content, self._moved)
+        self._written[name] = self._pool.submit(context.run, write, path, content, self._moved, self._durable)
 
     def finish(self) -> dict[str, FileFacts]:
         """Wait until every file is written; their size and sha256 by name. Raises what `write` raises."""
         return {name: writing.result() for name, writing in self._written.items()}
 
 
-def write(path: Path, content: bytes | Produce, moved: Moved = files.unheard) -> FileFacts:
+def write(
+    path: Path, content: bytes | Produce, moved: Moved = files.unheard, durable: bool = True
+) -> FileFacts:
     """Make `path` a file with this content; returns its size and sha256.
 
     Raises SharedFsError, after a while if the error is one that passes, and leaves no temporary name behind.
@@ -106,7 +109,8 @@ def write(path: Path, content: bytes | Produce, moved: Moved = files.unheard) ->
                 else:
                     content(sink)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
         except BaseException:
             files.drop(temp)
             raise

@@ -140,6 +140,8 @@ class Invariants:
                 self._check_checkpoint(process, made)
         elif operation == "appended":
             self._check_metrics(process)
+        if operation in {"link", "replace"} and made.name == "iteration.json":
+            self._check_is_open(process, made, parse_iteration_name(made.parent.name))
 
     def _publish(self, path: Path) -> None:
         self._published.setdefault(path, hashlib.sha256(path.read_bytes()).hexdigest())
@@ -190,6 +192,7 @@ class Invariants:
             is_same = where == str(path.parent) and other.epoch == name.epoch and other.rank != name.rank
             if is_same and slots & theirs and name.epoch >= max(epoch for _, epoch in self._entered_s):
                 self._violate(process, f"makes {sorted(slots & theirs)} again, which {other.name} has")
+        self._check_is_open(process, path, parse_iteration_name(path.parent.name))
         self._parts[str(path.parent), name] = (self._world.scheduler.now_s, header.policy, slots)
         self._publish(path)
 
@@ -199,6 +202,12 @@ class Invariants:
         self._policies[number] = result.policy
         if number > 1 and result.base_policy != self._policies[number - 1]:
             self._violate(process, f"{path} was trained from {result.base_policy}: {self._policies}")
+
+    def _check_is_open(self, process: Process, path: Path, iteration: int | None) -> None:
+        """Nothing names an iteration before the policy that samples it is published."""
+        sampler = max(0, (iteration or 0) - 1 - self._level)
+        if sampler and sampler not in self._policies:
+            self._violate(process, f"makes {path}, and policy {sampler} is not published: {self._policies}")
 
     def _check_sampler(self, process: Process, path: Path, manifest: dict[str, Any]) -> None:
         number = max(0, manifest["iteration"] - 1 - self._level)
@@ -214,6 +223,8 @@ class Invariants:
         lines = [line["iteration"] for line in published.metrics_lines(self._run_dir)]
         if lines != list(range(1, len(lines) + 1)):
             self._violate(process, f"metrics.jsonl has the iterations {lines}")
+        if not set(lines) <= set(self._policies):
+            self._violate(process, f"metrics.jsonl has {lines}; published policies: {self._policies}")
 
     # ---- flags
 
@@ -282,6 +293,7 @@ class Invariants:
         member = record.members.get(process.rank) if record else None
         if member is None or member.incarnation != process.incarnation:
             self._violate(process, f"claims {claim.name}, of an epoch in which it is not")
+        self._check_is_open(process, self._run_dir.claims / claim.name, claim.iteration)
         if self._claimed.setdefault((crew, claim), process) is not process:
             self._violate(process, f"claims {claim.name}, which is another's")
 

@@ -22,6 +22,7 @@ from watchdog.observers import Observer
 
 from coordinator import main
 from coordinator.machine import engine, network, trainer
+from coordinator.machine.store import Store
 from coordinator.node import identity, node
 from coordinator.node import start as start_module
 from coordinator.node.inputs import Inputs, load_inputs
@@ -105,6 +106,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     host = SimpleNamespace(gethostname=lambda: machines.scheduler.process.host)
     patch.setattr(node, "Children", partial(Children, machines))
     patch.setattr(node, "Events", lambda: _NOTHING_IS_KEPT)
+    patch.setattr(node, "Store", lambda below: Store(below or str(_own_directory(machines))))
     patch.setattr(node, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
     patch.setattr(engine, "EngineAdmin", partial(EngineAdmin, machines.engines))
     patch.setattr(engine, "server_command", _start_server_on_gpu)
@@ -126,6 +128,13 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(node, "name_of_run", lambda *_: "run")
     patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
     patch.setattr(engine, "host_lock", lambda _name: nullcontext(), raising=False)
+
+
+def _own_directory(machines: Machines) -> Path:
+    """For copies of models: each process is on a machine of its own."""
+    directory = machines.scratch / f"copies of {machines.scheduler.process.name}"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.engines.admin import PROBE
 from rollout.engines.model_dir import policy_digest
 from rollout.storage import delta
-from rollout.storage.files import FileFacts, checksums
+from rollout.storage.files import FileFacts, checksums, facts_of
 from tests.simulation.disk import Disk
 from tests.simulation.engines import logprobs_of
 from tests.simulation.scheduler import Scheduler
@@ -72,28 +72,48 @@ class Trainer:
     def _train(self, number: int, request: TrainRequest) -> None:
         asked = self._job.asked.setdefault(number, {})
         asked[self._launch.node_rank] = request
-        own = {"base_dir", "model_dir"}  # each node may have copies
+        own = {"base_dir", "model_dir", "copy_dir"}  # each node may have copies
         if any(other.model_dump(exclude=own) != request.model_dump(exclude=own) for other in asked.values()):
             self._scheduler.violate(f"ranks of one job were asked for different things: {asked}")
         self._until(lambda: len(asked) == self._launch.num_nodes)
         self._wait(self._scheduler.random.uniform(0.5, 4.0))
         if self._job.is_broken():
             self._fail()
+        files = self._files(request)
+        if request.ahead:
+            self._copy(number, request, files)
         if self._launch.node_rank == 0:
-            self._write(request)
+            self._write(request, files)
             self._job.done.add(number)
         self._until(lambda: number in self._job.done)
 
-    def _write(self, request: TrainRequest) -> None:
-        disk, staging = self._disk, Path(request.staging_dir)
-        if left := disk.listdir(staging):
-            self._scheduler.violate(f"{staging} must be empty, but holds {left}")
+    def _files(self, request: TrainRequest) -> dict[str, bytes]:
+        """The model that engines load."""
         base = policy_digest(checksums(Path(request.base_dir)))
         if base != request.base_policy:
             self._scheduler.violate(f"{request.base_dir} holds {base}, asked for {request.base_policy}")
-        disk.mkdir(staging / "trainer_state")
         weights = f"weights after {base} and {self._content(request)}".encode()
-        files = {"model.safetensors": weights, "config.json": b"{}", "trainer_state/optimizer": b"moments"}
+        facts = {"model.safetensors": facts_of(weights)}
+        probe = {"token_ids": PROBE_TOKENS, "logprobs": logprobs_of(PROBE_TOKENS, policy_digest(facts))}
+        return {"model.safetensors": weights, "config.json": b"{}", PROBE: json.dumps(probe).encode()}
+
+    def _copy(self, number: int, request: TrainRequest, files: Mapping[str, bytes]) -> None:
+        """Give the node a copy before the checkpoint is there."""
+        copy: dict[str, FileFacts] | None = None
+        if request.copy_dir is not None:
+            for name, content in files.items():
+                (Path(request.copy_dir) / name).write_bytes(content)
+                self._wait(self._scheduler.random.uniform(0.0, 0.5))
+            copy = {name: facts_of(content) for name, content in files.items()}
+        launch.report_copied(self._launch.spool, number, 0, copy)
+
+    def _write(self, request: TrainRequest, model: Mapping[str, bytes]) -> None:
+        disk, staging = self._disk, Path(request.staging_dir)
+        if left := disk.listdir(staging):
+            self._scheduler.violate(f"{staging} must be empty, but holds {left}")
+        disk.mkdir(staging / "trainer_state")
+        weights = model["model.safetensors"]
+        files = {**model, "trainer_state/optimizer": b"moments"}
         old = (Path(request.base_dir) / "model.safetensors").read_bytes()
         if request.delta and (change := delta.encode([old], [weights], worth=10.0)) is not None:
             files[delta.delta_name("model.safetensors")] = change
@@ -104,9 +124,6 @@ class Trainer:
             facts[name] = FileFacts(**checksums(path.parent)[path.name])
             self._wait(self._scheduler.random.uniform(0.0, 1.0))
         policy = policy_digest(checksums(staging))
-        probe = {"token_ids": PROBE_TOKENS, "logprobs": logprobs_of(PROBE_TOKENS, policy)}
-        self._publish(staging / PROBE, json.dumps(probe).encode())
-        facts[PROBE] = FileFacts(**checksums(staging)[PROBE])
         result = TrainResult(
             iteration=request.iteration,
             policy=policy,

@@ -10,8 +10,8 @@ result.json                         TrainResult; written last, so its presence s
 """
 
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts
 from rollout.storage.writer import Writer, copy_of
 from trainer.checkpoint import hub_weights, state
-from trainer.checkpoint.probe import probe_logprobs, write_probe
-from trainer.checkpoint.rank_files import gather_json, rank_and_world
+from trainer.checkpoint.outputs import Outputs, finish_copy
+from trainer.checkpoint.probe import probe_document, probe_logprobs
+from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world
 from trainer.checkpoint.retrain import Beginning, train_again
 from trainer.checkpoint.state import CheckpointError, StateSaver
 from trainer.documents import Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
@@ -103,9 +104,7 @@ def load(
 def _checksums_of_weights(base_dir: Path, progress: Progress) -> dict[str, FileFacts]:
     """Size and sha256 of the weights' files as this node finds them. Collective: its ranks share the work."""
     rank, _ = rank_and_world()
-    local_rank, ranks = (
-        int(os.environ.get(name, k)) for k, name in enumerate(("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    )
+    local_rank, ranks = local_rank_and_world()
     names = [name for name in files.file_names(base_dir) if name.endswith(".safetensors")]
     mine = {
         name: known_files.file_facts(base_dir / name, progress.moved) for name in names[local_rank::ranks]
@@ -139,6 +138,7 @@ def write(
     saver: StateSaver,
     probe: Sequence[int] = (),
     progress: Progress = SILENT,
+    copied: Callable[[Mapping[str, FileFacts] | None], None] = lambda _files: None,
 ) -> TrainResult:
     """Write the whole checkpoint into the empty `staging_dir`, durably, and its result file last.
 
@@ -146,6 +146,9 @@ def write(
     ids whose logprobs are written with new weights. The trainer state goes into the checkpoint, or in the
     background with `saver` into request.state_dir (settings.save_interval): until `saver.finish` has
     returned, the learner must not change.
+
+    With request.ahead new weights are copied to each node first, and then `copied` is called, with the files
+    of this node's copy, or None if it has none: it may move the learner's tensors.
     """
     lead = rank_and_world()[0] == 0
     state_dir = _state_dir(request)
@@ -154,8 +157,13 @@ def write(
         raise CheckpointError(f"{staging_dir} is not there any more: a newer master has taken over")
     if lead and inside:
         files.make_directory(staging_dir / STATE_DIR)
-    with Writer(staging_dir, progress.moved) as writer:
-        weights = _write_parts(learner, writer, request, steps, probe)
+    with Writer(staging_dir, progress.moved) as writer, ExitStack() as stack:
+        copy = None
+        if steps and request.ahead and request.copy_dir is not None:
+            copy = stack.enter_context(Writer(Path(request.copy_dir), progress.moved, durable=False))
+        weights = _write_parts(learner, Outputs(writer, copy), request, steps, probe)
+        if steps and request.ahead:
+            copied(finish_copy(copy))
         if inside:
             if not state.lead_writes_all(learner):
                 gather_json(None, "making the checkpoint's directories")
@@ -212,27 +220,30 @@ def _state_dir(request: TrainRequest) -> Path | None:
 
 
 def _write_parts(
-    learner: Learner, writer: Writer, request: TrainRequest, steps: int, probe: Sequence[int]
+    learner: Learner, outputs: Outputs, request: TrainRequest, steps: int, probe: Sequence[int]
 ) -> dict[str, dict[str, Tensor]]:
     """Write this rank's share of what serves the model, and return the new weights in it. Collective."""
     lead = rank_and_world()[0] == 0
     if not steps:
         if lead:
-            _copy_model(Path(request.base_dir), writer)
+            _copy_model(Path(request.base_dir), outputs)
         return {}
     dtype = save_dtype(request.settings, learner.device)
-    weights = _write_model(learner, writer, request, dtype)
+    weights = _write_model(learner, outputs, request, dtype)
+    document = ""
     if probe and (lead or learner.layout.sharded):  # replicas would all compute the same
         # The weights may still be being written. Rounding them for the probe does no harm: if `dtype` is not
         # the learner's own, what is being written is a copy.
-        logprobs = probe_logprobs(learner, probe, dtype)
-        if lead:
-            write_probe(probe, logprobs, writer)
+        document = probe_document(probe, probe_logprobs(learner, probe, dtype))
+    if probe:
+        if request.ahead:  # the copies get what the checkpoint gets
+            document, *_ = gather_json(document if lead else "", "sharing the probe")
+        outputs.add(PROBE, document.encode())
     return weights
 
 
 def _write_model(
-    learner: Learner, writer: Writer, request: TrainRequest, dtype: torch.dtype
+    learner: Learner, outputs: Outputs, request: TrainRequest, dtype: torch.dtype
 ) -> dict[str, dict[str, Tensor]]:
     """Write the weights as `dtype`; everything else that serves the model is copied. Collective.
 
@@ -241,30 +252,30 @@ def _write_model(
     adapters = hasattr(learner.model, "peft_config")
     weights: dict[str, dict[str, Tensor]] = {}
     if adapters:
-        hub_weights.write_adapter(learner, writer, request.model_name, dtype)
+        hub_weights.write_adapter(learner, outputs, request.model_name, dtype)
     else:
-        weights = hub_weights.write_weights(learner, writer, dtype)
-    if rank_and_world()[0] != 0:
+        weights = hub_weights.write_weights(learner, outputs, dtype)
+    if not outputs.keeps(0):
         return weights
     base_dir = Path(request.base_dir)
     companions = [name for name in _companions(base_dir) if name not in {"config.json", PROBE, CONTENT}]
     if not adapters:
         # Copied where there is one: transformers refuses to save some that it has loaded.
         with_generation = "generation_config.json" not in companions
-        hub_weights.write_config(learner.model, writer, dtype, with_generation)
+        hub_weights.write_config(learner.model, outputs, dtype, with_generation)
     for name in companions:
         if not (adapters and name == ADAPTER_CONFIG):
-            writer.add(name, files.read(base_dir / name))
+            outputs.add(name, files.read(base_dir / name))
     return weights
 
 
-def _copy_model(base_dir: Path, writer: Writer) -> None:
+def _copy_model(base_dir: Path, outputs: Outputs) -> None:
     """Copy the model as it is, byte for byte: no step was taken, so the digest must stay."""
     for name in files.file_names(base_dir):
         if name.endswith(_COPIED_WEIGHTS):
-            writer.add(name, copy_of(base_dir / name))
+            outputs.add(name, copy_of(base_dir / name))
     for name in _companions(base_dir):
-        writer.add(name, files.read(base_dir / name))
+        outputs.add(name, files.read(base_dir / name))
 
 
 def _companions(base_dir: Path) -> list[str]:

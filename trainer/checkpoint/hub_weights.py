@@ -19,6 +19,7 @@ from rollout.engines.content import content_document, content_sum
 from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout.storage import delta
 from rollout.storage.writer import Writer
+from trainer.checkpoint.outputs import Outputs
 from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file, tensor_pieces
 from trainer.model.model import Learner
 
@@ -32,38 +33,40 @@ WORTH = 0.25
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
-def write_weights(learner: Learner, writer: Writer, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
+def write_weights(learner: Learner, outputs: Outputs, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """Write this rank's share of the weights as `dtype`.
 
     Collective. Each whole tensor goes to one rank, shared out by bytes. A rank holds its own share in host
-    memory, and one tensor at a time of the others' shares. Rank 0 writes the index, and the sums by which an
-    engine proves that it has these weights. Returns what this rank's file holds, by the file's name; nothing
-    if it has none.
+    memory (with that of its node's copy), and one tensor at a time of the others' shares. With the weights go
+    the index, and the sums by which an engine proves that it has them. Returns what this rank's own file
+    holds, by the file's name; nothing if it has none.
     """
     rank, _ = rank_and_world()
     model, parts = learner.model, _parts(learner, dtype)
-    mine: dict[str, Tensor] = {}
+    held: dict[int, dict[str, Tensor]] = {}  # by the rank that owns the file
     tensors = saved_tensors(model)
     for block, names in parts.blocks.items():  # in one order on all ranks: a DTensor is gathered by all
-        is_mine = parts.owner[block] == rank
-        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, is_mine)
-        if is_mine:
-            mine |= _reverted(model, whole)
-    if rank < parts.ranks:
-        writer.add(_file_name(rank, parts.ranks), tensor_file(mine, METADATA))
-    sums = {name: content_sum(tensor) for name, tensor in mine.items() if tensor.is_floating_point()}
+        owner = parts.owner[block]
+        keeps = outputs.keeps(owner)
+        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, keeps)
+        if keeps:
+            held.setdefault(owner, {}).update(_reverted(model, whole))
+    for owner, mine in held.items():
+        outputs.add(_file_name(owner, parts.ranks), tensor_file(mine, METADATA), owner)
+    summed = held.get(rank if parts.ranks > 1 else 0, {})
+    sums = {name: content_sum(tensor) for name, tensor in summed.items() if tensor.is_floating_point()}
     shares = gather_json(sums, "adding up the weights") if parts.ranks > 1 else [sums]
-    if rank == 0:
-        writer.add(CONTENT, content_document({k: v for share in shares for k, v in share.items()}, dtype))
-    if rank == 0 and parts.ranks > 1:
+    if outputs.keeps(0):
+        outputs.add(CONTENT, content_document({k: v for share in shares for k, v in share.items()}, dtype))
+    if outputs.keeps(0) and parts.ranks > 1:
         weight_map = {
             name: _file_name(parts.owner[block], parts.ranks)
             for block, shapes in parts.saved.items()
             for name in shapes
         }
         index = {"metadata": {"total_size": parts.bytes}, "weight_map": weight_map}
-        writer.add("model.safetensors.index.json", _json(index))
-    return {_file_name(rank, parts.ranks): mine} if rank < parts.ranks else {}
+        outputs.add("model.safetensors.index.json", _json(index))
+    return {_file_name(rank, parts.ranks): held[rank]} if rank in held and rank < parts.ranks else {}
 
 
 class _Parts(NamedTuple):
@@ -112,7 +115,7 @@ def write_deltas(learner: Learner, writer: Writer, files: Mapping[str, Mapping[s
     }
 
 
-def write_adapter(learner: Learner, writer: Writer, base: str, dtype: torch.dtype) -> None:
+def write_adapter(learner: Learner, outputs: Outputs, base: str, dtype: torch.dtype) -> None:
     """Write the adapters as peft does, for the model `base`: rank 0 alone, they are small. Collective."""
     rank, _ = rank_and_world()
     whole = _whole(learner.parameters, learner.device, dtype, rank == 0)
@@ -121,20 +124,20 @@ def write_adapter(learner: Learner, writer: Writer, base: str, dtype: torch.dtyp
     from trainer.model import lora  # peft takes a while to import
 
     tensors, config = lora.saved_adapter(learner.model, whole, base)
-    writer.add(ADAPTER_WEIGHTS, tensor_file(tensors, METADATA))
-    writer.add(ADAPTER_CONFIG, _saved(config, ADAPTER_CONFIG))
+    outputs.add(ADAPTER_WEIGHTS, tensor_file(tensors, METADATA))
+    outputs.add(ADAPTER_CONFIG, _saved(config, ADAPTER_CONFIG))
 
 
-def write_config(model: Any, writer: Writer, dtype: torch.dtype, generation: bool) -> None:
+def write_config(model: Any, outputs: Outputs, dtype: torch.dtype, generation: bool) -> None:
     """Write config.json, and if wanted the generation config, as save_pretrained does."""
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 changes the class
     config = json.loads(model.config.to_json_string())
     config.pop("transformers_weights", None)  # save_pretrained leaves it out as well
     config["dtype"] = str(dtype).removeprefix("torch.")
-    writer.add(CONFIG_NAME, _json(config))
+    outputs.add(CONFIG_NAME, _json(config))
     if generation and model.can_generate():
         saved = _saved(model.generation_config or GenerationConfig(), GENERATION_CONFIG_NAME)
-        writer.add(GENERATION_CONFIG_NAME, saved)
+        outputs.add(GENERATION_CONFIG_NAME, saved)
 
 
 def _saved(config: Any, name: str) -> bytes:

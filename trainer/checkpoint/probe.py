@@ -7,8 +7,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from rollout.engines.admin import PROBE
-from rollout.storage.writer import Writer
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Microbatch
 from trainer.model.model import Learner
@@ -46,10 +44,9 @@ def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtyp
     return logprobs.tolist()
 
 
-def write_probe(token_ids: Sequence[int], logprobs: Sequence[float], writer: Writer) -> None:
-    """Write the probe file of a checkpoint."""
-    document = {"token_ids": list(token_ids), "logprobs": list(logprobs)}
-    writer.add(PROBE, f"{json.dumps(document)}\n".encode())
+def probe_document(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    """Return the probe file of a checkpoint."""
+    return f"{json.dumps({'token_ids': list(token_ids), 'logprobs': list(logprobs)})}\n"
 
 
 @contextmanager

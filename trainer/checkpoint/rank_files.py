@@ -2,6 +2,7 @@
 
 import heapq
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,11 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 def rank_and_world() -> tuple[int, int]:
     """This process's rank in its job, and the number of ranks; (0, 1) without a job."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def local_rank_and_world() -> tuple[int, int]:
+    """Return this process's number among its node's ranks, and how many they are; (0, 1) without a job."""
+    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

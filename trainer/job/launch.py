@@ -8,6 +8,8 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
                                 forks it (trainer.job.forks)
     request_000007.json         what to do (TrainRequest); the next one has a higher number
     progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
+    copied_000007.<local rank>  the new policy is on the node, the checkpoint is still being written: the
+                                copy's files with their checksums (JSON), or null if there is no copy
     done_000007.<local rank>    this rank has done it
     failed_000007.<local rank>  this rank has failed and exited; the content is the traceback
     final_000007.<local rank>   the same, and it would fail again in the same way
@@ -16,14 +18,15 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
 Every file appears whole (temporary name, rename). A trainer exits when the spool vanishes or torchrun dies.
 """
 
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from trainer.job.doorbell import ring
 
@@ -171,6 +174,16 @@ def outcome(spool: Path, number: int, processes: int) -> Literal["done"] | None:
     return "done" if done <= set(names) else None
 
 
+def copied(spool: Path, number: int, processes: int) -> Mapping[str, Any] | None:
+    """Return the files of the new policy's copy on this node once all `processes` ranks have said that it is
+    there; empty if the node gets none. None until then.
+    """
+    names = {f"copied_{number:06d}.{local_rank}" for local_rank in range(processes)}
+    if not names <= set(os.listdir(spool)):
+        return None
+    return json.loads((spool / f"copied_{number:06d}.0").read_bytes()) or {}
+
+
 def progress(spool: Path, number: int) -> tuple[int, int]:
     """Return how far this node's local rank 0 is in request `number`: (parts done, parts in all).
 
@@ -232,6 +245,14 @@ def report_progress(spool: Path, number: int, done: int, total: int) -> None:
 def report_done(spool: Path, number: int, local_rank: int) -> None:
     """Write that this rank has done request `number`."""
     _publish(spool / f"done_{number:06d}.{local_rank}", b"")
+    ring(spool / NODE_BELL)
+
+
+def report_copied(spool: Path, number: int, local_rank: int, copy: Mapping[str, Any] | None) -> None:
+    """Write that the new policy of request `number` is on the node as far as this rank has to do with it;
+    `copy`: its files with their size and sha256, None if the node has none.
+    """
+    _publish(spool / f"copied_{number:06d}.{local_rank}", json.dumps(copy).encode())
     ring(spool / NODE_BELL)
 
 

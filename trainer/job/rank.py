@@ -5,6 +5,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.storage import files
+from rollout.storage.files import FileFacts
 from rollout.storage.retry import waiting_for_space
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.checkpoint import checkpoint
@@ -33,7 +35,7 @@ from trainer.update.step import StepStats, summary, train
 
 OF_A_NODE = {
     *("batch_file", "base_dir", "model_dir", "model_name", "staging_dir", "state_dir", "resume"),
-    "profile",
+    *("profile", "copy_dir"),
 }
 """Fields of a request that may differ between nodes, because they are paths."""
 
@@ -78,7 +80,8 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
             progress = Progress(say) if local_rank == 0 else Progress()
             # Half of the time that its peers wait for it: then this rank says what was missing.
             with waiting_for_space(collective_timeout_s / 2, lambda: None):
-                rank.run(TrainRequest.from_json(data), progress, takes_profile=local_rank == 0)
+                copied = partial(launch.report_copied, spool, number, local_rank)
+                rank.run(TrainRequest.from_json(data), progress, copied, takes_profile=local_rank == 0)
             launch.report_done(spool, number, local_rank)
     except Exception as error:
         comes_again = isinstance(error, COME_AGAIN)
@@ -101,9 +104,18 @@ class TrainerRank:
         self.policy = ""
         """Digest of the checkpoint that `learner` was last loaded from or written to."""
 
-    def run(self, request: TrainRequest, progress: Progress, takes_profile: bool = True) -> None:
-        """Do one training phase, from the batch file to a complete staging directory. `takes_profile`: this
-        rank is the one of its node that does, where a profile is asked for.
+    def run(
+        self,
+        request: TrainRequest,
+        progress: Progress,
+        copied: Callable[[Mapping[str, FileFacts] | None], None] = lambda _files: None,
+        takes_profile: bool = True,
+    ) -> None:
+        """Do one training phase, from the batch file to a complete staging directory.
+
+        With request.ahead `copied` is called once the new policy is on this node and its engine may have the
+        GPU; see checkpoint.write. `takes_profile`: this rank is the one of its node that does, where a
+        profile is asked for.
         """
         started = time.perf_counter()
         settings = request.settings
@@ -125,6 +137,12 @@ class TrainerRank:
         metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | batch.age()
         metrics["packed"] = float(learner.arrangement.packing.several)
         written_s = time.perf_counter()
+
+        def make_way(copy: Mapping[str, FileFacts] | None) -> None:
+            if request.offload:
+                learner.to_host()
+            copied(copy)
+
         result = checkpoint.write(
             learner,
             Path(request.staging_dir),
@@ -134,6 +152,7 @@ class TrainerRank:
             self.saver,
             probe=probe_tokens(batch),
             progress=progress,
+            copied=make_way,
         )
         self.policy = result.policy
         size = sum(facts["bytes"] for facts in result.files.values())

@@ -447,3 +447,56 @@ def test_store_holds_the_last_copies_and_leaves_few_behind(model: Callable[[str]
     assert copies(local) <= module.HELD + module.UNUSED + 1
     store.close()
     assert copies(local) == module.UNUSED and held[-1].is_dir(), "the next start needs the last one"
+
+
+# ---- copies that a trainer writes
+
+
+def written(store: Store, content: bytes) -> dict[str, FileFacts]:
+    """What a trainer has put where the store has told it to."""
+    part = store.begin(1000)
+    (part / "model.safetensors").write_bytes(content)
+    return checksums(part)
+
+
+def test_what_a_trainer_wrote_is_held_and_found_by_who_wants_these_files(
+    model: Callable[[str], Path], local: Path
+) -> None:
+    source, store = model("one"), Store(str(local))
+    wanted = files_of(source)
+    part = store.begin(1000)
+    shutil.copytree(source, part, dirs_exist_ok=True)
+    copy = store.adopt(wanted)
+    assert copy is not None and files_of(copy) == wanted and not part.exists()
+    assert hold(store, source, moved=lambda size: pytest.fail(f"{size} bytes were copied again")) == copy
+    assert hold(Store(str(local)), source) == copy, "nodes of one machine share it"
+    store.remove(copy)
+    assert copy.is_dir(), "another one uses it"
+
+
+def test_nodes_of_one_machine_that_have_the_same_policy_keep_it_once(local: Path) -> None:
+    stores = [Store(str(local)) for _ in range(3)]
+    facts = [written(store, b"the same") for store in stores]
+    copies_of = {store.adopt(of) for store, of in zip(stores, facts, strict=True)}
+    assert len(copies_of) == 1 and copies(local) == 1
+    [copy] = copies_of
+    assert copy is not None and (copy / "model.safetensors").read_bytes() == b"the same"
+    for store in stores:
+        store.remove(copy)
+    assert copies(local) == 0, "the last one has removed it"
+
+
+def test_what_a_trainer_writes_goes_with_the_next_one_or_with_the_node(local: Path) -> None:
+    store = Store(str(local))
+    first = store.begin(1000)
+    second = store.begin(1000)
+    assert not first.exists() and second.is_dir()
+    assert Store(str(local)).begin(1000).is_dir() and second.is_dir(), "it is locked"
+    store.close()
+    assert not second.exists()
+
+
+def test_policy_that_does_not_fit_is_refused(local: Path, disk: SimpleNamespace) -> None:
+    disk.size = 500
+    with pytest.raises(StoreError, match="has room for"):
+        Store(str(local)).begin(1000)

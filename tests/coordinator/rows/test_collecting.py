@@ -1,9 +1,11 @@
 """A node's share of a rollout: parts are written beside it, and what is in flight outlives an epoch."""
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,11 +16,12 @@ from coordinator.config import build
 from coordinator.directory.layout import RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.position import Position
+from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.phases import Phase
 from coordinator.rows import collecting
-from coordinator.rows.collecting import Ongoing, Share, drop_outdated, key_of
+from coordinator.rows.collecting import Ongoing, Share, begin_share, drop_outdated, key_of
 from rollout.collect import Stopped
-from rollout.engines.client import Completion, EngineClient
+from rollout.engines.client import Completion, EngineClient, EngineError
 from rollout.environments.environment import single_turn
 from rollout.quota import Quota
 from rollout.rewards.builtin import resolve_reward
@@ -49,9 +52,11 @@ class Client(EngineClient):
 class Writer:
     def __init__(self) -> None:
         self.slots: list[int] = []
+        self.when_added: Callable[[], object] = lambda: None
 
     def add(self, group: Group) -> None:
         self.slots.append(group.slot)
+        self.when_added()
 
     def flush(self) -> None:
         """Writes nothing."""
@@ -106,8 +111,7 @@ def test_what_is_in_flight_is_finished_in_the_next_epoch(
     first, second = Writer(), Writer()
     ongoing = Ongoing(node, share(plan([0, 1, 2, 3], [])), "key")
     client.may_answer["0"].set()
-    stopping = threading.Timer(0.5, node.watch.stop.set)
-    stopping.start()
+    first.when_added = node.watch.stop.set
     with pytest.raises(Stopped):
         ongoing.run(node, iteration, share(plan([0, 1, 2, 3], [])), cast(Any, first))
     assert first.slots == [0] and ongoing.slots == [1, 2, 3]
@@ -155,10 +159,84 @@ def test_nothing_times_out_while_the_node_is_between_two_epochs(
 def test_what_is_in_flight_is_given_up_when_the_iteration_is_another(node: Any, iteration: Iteration) -> None:
     ended: list[str] = []
     for key, kept in ((key_of(node, iteration, "train"), True), ("another", False)):
-        node.in_flight = SimpleNamespace(key=key, end=lambda: ended.append("ended"))
+        node.in_flight = SimpleNamespace(key=key, iteration=1, end=lambda: ended.append("ended"))
         drop_outdated(node, iteration)
         assert (node.in_flight is not None) is kept
     assert ended == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("row", "kept"), [(Phase.TRAINING, False), (Phase.CHECKPOINT, True), (Phase.ENGINE_RESTARTED, True)]
+)
+def test_what_is_in_flight_of_the_next_iteration_outlives_no_training(
+    node: Any, iteration: Iteration, row: Phase, kept: bool
+) -> None:
+    node.in_flight = SimpleNamespace(key="of the next", iteration=2, end=lambda: None)
+    iteration.resume_at = row
+    drop_outdated(node, iteration)
+    assert (node.in_flight is not None) is kept
+
+
+def test_share_that_is_begun_ahead_is_held_and_goes_on_in_its_row(
+    node: Any, iteration: Iteration, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.unresponsive, node.children = SimpleNamespace(guarding=lambda *_: nullcontext()), None
+    minding: list[bool] = []
+
+    async def mind(*_: Any) -> None:
+        minding.append(True)
+        await asyncio.Event().wait()
+
+    node.engine, node.check = SimpleNamespace(mind=mind), lambda: None
+    for number in "03":
+        client.may_answer[number].set()
+    began_s = time.monotonic()
+    begun = share(plan([0, 1, 2, 3], []), completion_threshold=0.5, grace_period_s=0.1)
+    begin_share(node, iteration, begun, lambda: time.monotonic() > began_s + 1.0)
+    ongoing, writer = node.in_flight, Writer()
+    assert ongoing.slots == [0, 1, 2, 3], "nothing is handed over or given up"
+    assert minding and 1.0 <= ongoing.ahead_s < 10.0
+    # ---- the row: slot 3 is left to another node, slot 4 is new
+    for number in "124":
+        client.may_answer[number].set()
+    said = ongoing.run(node, iteration, share(plan([4], [0, 1, 2])), cast(Any, writer))
+    ongoing.end()
+    assert sorted(writer.slots) == [0, 1, 2, 4] and said["short"] == 0
+    assert sorted(client.asked) == ["0", "1", "2", "3", "4"], "a group was begun twice"
+
+
+def test_share_that_cannot_be_begun_ahead_leaves_nothing_and_the_node_waits_on(
+    node: Any, iteration: Iteration, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.unresponsive, node.children = SimpleNamespace(guarding=lambda *_: nullcontext()), None
+
+    async def mind(*_: Any) -> None:
+        raise EngineError("it died three times")
+
+    node.engine, node.check = SimpleNamespace(mind=mind), lambda: None
+    looks: list[float] = []
+
+    def is_over() -> bool:
+        looks.append(time.monotonic())
+        return looks[-1] > looks[0] + 0.5
+
+    with caplog.at_level(logging.INFO):
+        begin_share(node, iteration, share(plan([0, 1], [])), is_over)
+    assert node.in_flight is None and "it died three times" in caplog.text
+    assert looks[-1] > looks[0] + 0.5, "the checkpoint is waited for all the same"
+
+
+def test_what_ends_the_row_ends_the_head_start_too(node: Any, iteration: Iteration, client: Client) -> None:
+    node.unresponsive, node.children = SimpleNamespace(guarding=lambda *_: nullcontext()), None
+    node.engine, node.check = SimpleNamespace(mind=lambda *_: asyncio.Event().wait()), lambda: None
+
+    def is_over() -> bool:
+        raise TrainerFailed("the job lost a peer")
+
+    with pytest.raises(TrainerFailed):
+        begin_share(node, iteration, share(plan([0, 1], [])), is_over)
+    node.drop_in_flight()
+    assert node.in_flight is None
 
 
 def test_other_settings_make_other_groups(node: Any, iteration: Iteration) -> None:

@@ -6,8 +6,9 @@ follow each other; the first process group has 3 ranks.
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rollout.engines.model_dir import policy_digest
-from rollout.storage.files import checksums
+from rollout.storage.files import FileFacts, checksums
 from trainer.batch.batch import Batch
 from trainer.checkpoint import checkpoint, hub_weights, state
 from trainer.checkpoint.probe import probe_tokens
@@ -28,6 +29,8 @@ from trainer.update.step import train
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
+NODES = [0, 0, 1]
+"""The node of each rank of the uninterrupted run."""
 
 rank, root = int(sys.argv[1]), Path(sys.argv[2])
 requests = [TrainRequest.from_json((root / f"request_{k}.json").read_bytes()) for k in (1, 2, 3)]
@@ -104,7 +107,15 @@ def run(learner: Learner, request: TrainRequest, saver: StateSaver) -> TrainResu
     batch = train_on(learner, request, Path(request.batch_file))
     staging_dir = Path(request.staging_dir)
     metrics = {"loss": 0.0}
-    return checkpoint.write(learner, staging_dir, request, 3, metrics, saver, probe=probe_tokens(batch))
+
+    def copied(found: Mapping[str, FileFacts] | None) -> None:
+        is_early = "result.json" not in os.listdir(staging_dir)
+        said = {"files": found, "is_early": is_early}
+        (root / f"copied_{request.iteration}.{rank}.json").write_text(json.dumps(said))
+
+    return checkpoint.write(
+        learner, staging_dir, request, 3, metrics, saver, probe=probe_tokens(batch), copied=copied
+    )
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -135,6 +146,13 @@ def uninterrupted() -> None:
     for request, interval in zip(requests, (1, 2, 2), strict=True):
         asked = with_layout(request, "sharded", base, f"main_{request.iteration}", save_interval=interval)
         asked = asked.model_copy(update={"delta": True})
+        if request.iteration > 1:  # two ranks on the first node, one on the second, which wants a copy later
+            node, os.environ["LOCAL_RANK"] = NODES[rank], str(rank - NODES.index(NODES[rank]))
+            os.environ["LOCAL_WORLD_SIZE"] = str(NODES.count(node))
+            copy_dir = root / f"copy_{request.iteration}.{node}"
+            copy_dir.mkdir(exist_ok=True)
+            wanted = node == 0 or request.iteration == 2
+            asked = asked.model_copy(update={"ahead": True, "copy_dir": str(copy_dir) if wanted else None})
         if rank == 0 and interval > 1:
             (root / f"state_{request.iteration}").mkdir()
         learner = load(asked) if learner is None else learner
@@ -144,6 +162,7 @@ def uninterrupted() -> None:
         assert result == TrainResult.from_json((base / "result.json").read_bytes()), "whole on every rank"
         expected[request.iteration] = weights(learner)
     saver.finish()
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def go_on(layout: str, staging: str, base: str) -> Callable[[], None]:

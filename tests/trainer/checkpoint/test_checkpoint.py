@@ -22,7 +22,7 @@ from rollout.storage.writer import Writer
 from tests.faultfs import FaultFs, unavailable
 from trainer import progress
 from trainer.batch.batch import Batch, build_batch
-from trainer.checkpoint import checkpoint, hub_weights
+from trainer.checkpoint import checkpoint, hub_weights, outputs
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import Resume, SavedState, TrainRequest, TrainResult
@@ -392,9 +392,10 @@ def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
     (tmp_path / "shares").mkdir()
     monkeypatch.setattr(hub_weights, "WHOLE_BYTES", 0)
     for rank in range(3):
-        monkeypatch.setattr(hub_weights, "rank_and_world", lambda rank=rank: (rank, 3))
+        for module in (hub_weights, outputs):
+            monkeypatch.setattr(module, "rank_and_world", lambda rank=rank: (rank, 3))
         with Writer(tmp_path / "shares") as written:
-            hub_weights.write_weights(learner, written, torch.float32)
+            hub_weights.write_weights(learner, outputs.Outputs(written), torch.float32)
             written.finish()
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "shares")
     found = tensor_names(tmp_path / "shares")

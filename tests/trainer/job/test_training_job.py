@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollout.storage.files import checksums
 from tests.faultfs import FaultFs, unavailable
 from tests.trainer.training_jobs import JOB_TIMEOUT_S, Node, free_port, group_members, result_of
 from trainer.batch.batch import Batch
@@ -76,7 +77,14 @@ def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
     port = free_port()
     nodes = [start_node(2, port, 2, 0), start_node(1, port, 2, 1)]
     relaunched = make_request(batch, base=Path(first.staging_dir), rank_weights=(1, 1, 1))
-    ask(nodes, 1, relaunched)
+    for node in nodes:
+        (node.spool / "copy").mkdir()
+        copying = relaunched.model_copy(update={"ahead": True, "copy_dir": str(node.spool / "copy")})
+        launch.submit(node.spool, 1, copying)
+    for node in nodes:
+        node.wait_outcome(1)
+        model = {name: facts for name, facts in result_of(relaunched).files.items() if "/" not in name}
+        assert launch.copied(node.spool, 1, node.processes) == model == checksums(node.spool / "copy")
     assert result_of(relaunched).policy == result_of(kept_alive).policy
     assert result_of(relaunched).optimizer_step == 6
 

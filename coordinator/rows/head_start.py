@@ -1,0 +1,108 @@
+"""A head start: while the new checkpoint becomes durable (row 11), nodes make groups of the next iteration.
+
+Row 9 says what the next iteration will be, in so far as it follows from what is published, and which slots
+each node begins with. The trainers copy the new policy to each node before they write the checkpoint. The
+node's engine loads that copy, and the groups are made with it, but nothing of them is published: until the
+checkpoint is, the next iteration has no iteration.json, no claims and no parts. What is in flight then goes
+on when its row begins, as it does from one epoch to the next; if the iteration has become another one, it is
+given up.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.published import Policy
+from coordinator.machine.store import StoreError
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
+from coordinator.protocol.phases import Phase
+from coordinator.rows import collecting, resume, rollout, trajectories
+from rollout.engines.client import EngineError
+from rollout.engines.model_dir import policy_digest
+from rollout.environments.environment import demonstrates
+from rollout.storage.files import FileFacts
+
+log = logging.getLogger(__name__)
+
+
+def announce(node: Node, iteration: Iteration) -> Payload:
+    """Return what row 9 says of the next iteration; nothing where no node may begin with it ahead."""
+    settings, number = node.settings, iteration.number
+    is_wanted = (
+        settings.checkpoints.head_start
+        and settings.kind == "both"
+        and node.run_dir.crew == "main"
+        and settings.cluster.max_async_level == 0
+        and settings.engine.url is None
+        and not settings.trainer.lora.rank
+        and settings.trainer.keep_alive
+        and number != settings.iterations
+        and not demonstrates(node.identity.inputs.functions.environment)
+    )
+    if not is_wanted:
+        return {}
+    following = Iteration(number + 1)
+    unknown = Policy(number, node.run_dir.checkpoint(number), "")  # its digest follows from the training
+    opened = rollout.new_iteration(node, following, unknown)
+    following.documents[Phase.ITERATION_START] = {"opened": opened}
+    quota = resume.quota(opened)
+    plan = trajectories.split(node, following, "train", range(quota.needed), (), opened["tasks"])
+    begun = {"shares": trajectories.own_places(plan), "needed": {}, "short": 0, "kept": {}}
+    return {"next": {**rollout.described(opened, generates=True), "plan": begun}}
+
+
+def place(node: Node, iteration: Iteration) -> Path | None:
+    """Return where the trainers put this node's copy of the new policy; None: nowhere."""
+    if "next" not in iteration.documents[Phase.TRAIN_CONFIG]:
+        return None
+    try:
+        return node.store.begin(node.policies.size_of(iteration.header["base_iteration"]))
+    except StoreError as error:
+        log.warning("the engine of this node waits for each checkpoint: %s", error)
+        return None
+
+
+def take_over(node: Node, iteration: Iteration, copy: Mapping[str, FileFacts]) -> None:
+    """Have the new policy at hand, if the trainers have put these files of it where `place` says."""
+    if not copy:
+        node.store.abandon()
+    elif (directory := node.store.adopt(copy)) is not None:
+        iteration.copied = Policy(iteration.number, directory, policy_digest(copy))
+
+
+def run(node: Node, iteration: Iteration) -> None:
+    """Wait until the trainers of this node have made the checkpoint durable, and make groups of the next
+    iteration meanwhile.
+    """
+    if iteration.copied is not None and not node.trainer.is_done():
+        try:
+            node.engine.ensure(iteration.copied, node.settings.engine, node.check)
+        except EngineError as error:
+            log.info("nothing is generated ahead: %s", error)
+        else:
+            following = _following(iteration, iteration.copied)
+            collecting.begin_share(node, following, rollout.share_of(node, following), node.trainer.is_done)
+    node.trainer.finish()
+
+
+def _following(iteration: Iteration, policy: Policy) -> Iteration:
+    """Return the next iteration as row 0 will open it, with this policy."""
+    about: dict[str, Any] = iteration.documents[Phase.TRAIN_CONFIG]["next"]
+    following = Iteration(iteration.number + 1)
+    named = {"policy": policy.digest, "policy_iteration": policy.iteration}
+    following.documents = {
+        Phase.ITERATION_START: {**about, **named, "opened": {**about["opened"], **named}},
+        Phase.TRAIN_PLAN: about["plan"],
+    }
+    return following
+
+
+def keep(node: Node, iteration: Iteration, policy: Policy) -> Payload:
+    """Say what is in flight of the next iteration, now that `policy` was published and is served."""
+    copied, ours = iteration.copied, node.in_flight
+    if copied is not None and policy.directory != copied.directory:
+        node.store.remove(copied.directory)  # the engine has it from the checkpoint
+    return {} if ours is None else {"key": ours.key, "slots": ours.slots}

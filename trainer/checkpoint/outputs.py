@@ -1,0 +1,72 @@
+"""Where the files of a new policy go: into the checkpoint, and into a copy on each node for its engine."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.storage.files import FileFacts
+from rollout.storage.retry import waiting_for_space
+from rollout.storage.writer import Produce, Writer
+from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world
+
+logger = logging.getLogger(__name__)
+
+
+class Outputs:
+    """Takes the files of a policy. Each is written into the checkpoint by the rank that owns it, and into its
+    node's copy, if the node wants one, by one of the node's ranks.
+    """
+
+    def __init__(self, checkpoint: Writer, copy: Writer | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._copy = copy
+        self._rank, _ = rank_and_world()
+        self._local_rank, self._local_world = local_rank_and_world()
+
+    def keeps(self, owner: int) -> bool:
+        """Return whether this rank writes the files of the rank `owner` anywhere."""
+        return owner == self._rank or self._copies(owner)
+
+    def _copies(self, owner: int) -> bool:
+        return self._copy is not None and owner % self._local_world == self._local_rank
+
+    def add(self, name: str, content: bytes | Produce, owner: int = 0) -> None:
+        """Begin to write a file of the rank `owner`, wherever this rank has to."""
+        if owner == self._rank:
+            self._checkpoint.add(name, content)
+        if self._copy is not None and self._copies(owner):
+            with waiting_for_space(0.0, lambda: None):  # the run does not depend on this disk
+                self._copy.add(name, content)
+
+
+def finish_copy(copy: Writer | None) -> dict[str, FileFacts] | None:
+    """Wait until the copies of all nodes are there; returns the files of this node's.
+
+    Collective. None: this node has none, or it differs from that of the first node, as replicas on unlike
+    GPUs may in their last bits; its engine then waits for the checkpoint.
+    """
+    mine: dict[str, FileFacts] | None = None
+    if copy is not None:
+        try:
+            mine = copy.finish()
+        except OSError as error:
+            logger.warning("the engine of this node waits for the checkpoint: %s", error)
+    rank, _ = rank_and_world()
+    local_rank, _ = local_rank_and_world()
+    shares = gather_json({"node": rank - local_rank, "files": mine}, "copying the new policy to each node")
+    here, first = _of_node(shares, rank - local_rank), _of_node(shares, 0)
+    if here is not None and first is not None and here != first and not local_rank:
+        names = ", ".join(sorted(name for name in first if here.get(name) != first[name]))
+        logger.warning("the engine of this node waits for the checkpoint: its own %s has other bits", names)
+    return here if here == first else None
+
+
+def _of_node(shares: Sequence[Any], node: int) -> dict[str, FileFacts] | None:
+    """Return what the ranks of a node have copied together; None if one of them could not."""
+    found: dict[str, FileFacts] = {}
+    for share in shares:
+        if share["node"] == node:
+            if share["files"] is None:
+                return None
+            found |= share["files"]
+    return found

@@ -79,7 +79,7 @@ def test_without_a_head_start_nothing_is_made_ahead() -> None:
 
 def test_copy_of_other_bits_costs_time_alone() -> None:
     """As an engine would generate with that has got what is no copy of the checkpoint."""
-    differs = Counter[bool]()
+    differs = Counter[tuple[bool, bool]]()
 
     def patch(patched: pytest.MonkeyPatch) -> None:
         slowly(patched)

@@ -6,7 +6,7 @@ Both servers, vLLM and the embedded one, speak the OpenAI completions API with t
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,6 +45,9 @@ class EngineFacts:
     is_seeded: bool = True
     """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
     requests that have a seed are drawn one after the other: it gets none."""
+    may_force: bool = True
+    """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
+    the policy would not have chosen, or nothing is."""
 
 
 class EngineError(RuntimeError):
@@ -53,6 +56,10 @@ class EngineError(RuntimeError):
 
 class RequestRefused(EngineError):
     """The engine works but refuses this request (400, 413, 422), e.g. because its prompt is too long."""
+
+
+class ContextFull(RequestRefused):
+    """The prompt leaves no room in the engine's context."""
 
 
 class AdapterMissing(EngineError):
@@ -94,6 +101,8 @@ class Completion:
     """The tools that it calls, if it had some (Policy.with_tools)."""
     content: str | None = None
     """If it calls tools: the text before the calls. `text` is all of it."""
+    likely: Sequence[tuple[str, Mapping[str, float]]] = ()
+    """If logprobs were asked for: the text of each token, and the likeliest texts there with theirs."""
 
 
 class EngineClient:
@@ -140,21 +149,24 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
-    async def generate(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: str | Sequence[int], sampling: Sampling, more: Mapping[str, Any] | None = None
+    ) -> list[Completion]:
         """Return the `sampling.n` completions of a prompt (text, or token ids that are taken as they are),
-        which end where the engine's context does.
+        which end where the engine's context does. `more`: other fields of the request (`logprobs`,
+        `response_format`).
 
         Raises RequestRefused, e.g. if the prompt alone fills the context, or another EngineError.
         """
         known = self._context  # now: another request may read it while this one is refused
         try:
-            return await self._complete(*await self._fitted(prompt, sampling))
+            return await self._complete(*await self._fitted(prompt, sampling), more or {})
         except RequestRefused:
             if known is None and self._context is None:
                 self._context = await self._read_context()  # it may have been asked for more than fits
             if known is not None or not self._context:
                 raise
-            return await self._complete(*await self._fitted(prompt, sampling))
+            return await self._complete(*await self._fitted(prompt, sampling), more or {})
 
     async def _fitted(
         self, prompt: str | Sequence[int], sampling: Sampling
@@ -168,7 +180,7 @@ class EngineClient:
             prompt = await self.tokenize_whole(prompt)
         room = self._context - len(prompt)
         if room < 1:
-            raise RequestRefused(
+            raise ContextFull(
                 f"a prompt of {len(prompt)} tokens fills the engine's context of {self._context}"
             )
         return prompt, replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -190,8 +202,10 @@ class EngineClient:
         except (EngineError, KeyError, TypeError, ValueError):
             return 0
 
-    async def _complete(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
-        request = completion_request(prompt, sampling)
+    async def _complete(
+        self, prompt: str | Sequence[int], sampling: Sampling, more: Mapping[str, Any]
+    ) -> list[Completion]:
+        request = completion_request(prompt, sampling) | more
         if not self.facts.is_seeded:
             request["seed"] = None
         if self._model:
@@ -199,7 +213,7 @@ class EngineClient:
         answer = await self._post("/v1/completions", request)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [_completion(choice) for choice in choices]
+            completions = [_completion(choice, likely="logprobs" in more) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
@@ -325,7 +339,7 @@ def whole_characters(text: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def _completion(choice: dict[str, Any]) -> Completion:
+def _completion(choice: dict[str, Any], *, likely: bool) -> Completion:
     token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not isinstance(token_ids, list) or not isinstance(logprobs, list):
         raise TypeError("token_ids and token_logprobs must be lists")
@@ -336,7 +350,12 @@ def _completion(choice: dict[str, Any]) -> Completion:
         choice["text"],
         finish_reason(str(choice["finish_reason"])),
         stop_string=stop if isinstance(stop := choice.get("stop_reason"), str) else "",
+        likely=_likely(choice["logprobs"]) if likely else (),
     )
+
+
+def _likely(logprobs: dict[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
+    return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
 
 
 def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:

@@ -149,24 +149,21 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
-    async def generate(
-        self, prompt: str | Sequence[int], sampling: Sampling, more: Mapping[str, Any] | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
         """Return the `sampling.n` completions of a prompt (text, or token ids that are taken as they are),
-        which end where the engine's context does. `more`: other fields of the request (`logprobs`,
-        `response_format`).
+        which end where the engine's context does.
 
         Raises RequestRefused, e.g. if the prompt alone fills the context, or another EngineError.
         """
         known = self._context  # now: another request may read it while this one is refused
         try:
-            return await self._complete(*await self._fitted(prompt, sampling), more or {})
+            return await self._complete(*await self._fitted(prompt, sampling))
         except RequestRefused:
             if known is None and self._context is None:
                 self._context = await self._read_context()  # it may have been asked for more than fits
             if known is not None or not self._context:
                 raise
-            return await self._complete(*await self._fitted(prompt, sampling), more or {})
+            return await self._complete(*await self._fitted(prompt, sampling))
 
     async def _fitted(
         self, prompt: str | Sequence[int], sampling: Sampling
@@ -202,10 +199,8 @@ class EngineClient:
         except (EngineError, KeyError, TypeError, ValueError):
             return 0
 
-    async def _complete(
-        self, prompt: str | Sequence[int], sampling: Sampling, more: Mapping[str, Any]
-    ) -> list[Completion]:
-        request = completion_request(prompt, sampling) | more
+    async def _complete(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
+        request = completion_request(prompt, sampling)
         if not self.facts.is_seeded:
             request["seed"] = None
         if self._model:
@@ -213,7 +208,7 @@ class EngineClient:
         answer = await self._post("/v1/completions", request)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [_completion(choice, likely="logprobs" in more) for choice in choices]
+            completions = [_completion(choice, likely="logprobs" in sampling.more) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
@@ -324,6 +319,7 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        **sampling.more,
     }
 
 

@@ -90,7 +90,7 @@ class Policy:
         more: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """`n` completions of a text, of token ids, or of chat messages. `max_tokens` can only lower the
-        setting; `stop` adds to the setting's strings; `more` is for EngineClient.generate. Raises
+        setting; `stop` adds to the setting's strings; `more` is that of Sampling. Raises
         RequestRefused (e.g. if the prompt is too long, or if the model's chat template knows no tools) or
         another EngineError.
         """
@@ -101,11 +101,11 @@ class Policy:
             seed=self._next_seed(),
             max_tokens=limit if max_tokens is None else min(max_tokens, limit),
             stop=tuple(dict.fromkeys([*self.sampling.stop, *stop])),
+            more=more or {},
         )
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
         said = turns_of(prompt)  # now: an environment may go on with the same list
-        asked = (tokens_or_text, sampling, more) if more else (tokens_or_text, sampling)
-        completions = await self._client.generate(*asked)
+        completions = await self._client.generate(tokens_or_text, sampling)
         return [await self._template.read(replace(completion, said=said)) for completion in completions]
 
     async def tokenize(self, text: str | Messages) -> list[int]:

@@ -53,8 +53,9 @@ def test_logprobs_under_a_form_are_those_of_the_distribution_that_the_form_leave
 
     async def main() -> list[Completion]:
         async with EngineClient(engine.url) as client:
-            sampling = Sampling(n=16, max_tokens=20, temperature=0.7, seed=3)
-            return await client.generate(PROMPT, sampling, {"response_format": NUMBER})
+            more = {"response_format": NUMBER}
+            sampling = Sampling(n=16, max_tokens=20, temperature=0.7, seed=3, more=more)
+            return await client.generate(PROMPT, sampling)
 
     if engine.kind == "torch":
         with pytest.raises(RequestRefused, match="response_format: the embedded engine has no grammar"):
@@ -78,8 +79,8 @@ def test_logprobs_under_a_form_are_those_of_the_distribution_that_the_form_leave
 def test_likeliest_tokens_come_with_their_logprobs(engine: Engine, reference: Reference) -> None:
     async def main(count: int) -> Completion:
         async with EngineClient(engine.url) as client:
-            sampling = Sampling(max_tokens=5, temperature=0.7, seed=3)
-            (completion,) = await client.generate(PROMPT, sampling, {"logprobs": count})
+            sampling = Sampling(max_tokens=5, temperature=0.7, seed=3, more={"logprobs": count})
+            (completion,) = await client.generate(PROMPT, sampling)
             return completion
 
     completion = asyncio.run(main(0))

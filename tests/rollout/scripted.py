@@ -27,11 +27,9 @@ class ScriptedClient(EngineClient):
         super().__init__("http://127.0.0.1:1")
         self.lines = list(lines)
         self.asked: list[tuple[Any, Sampling]] = []
-        self.more: list[Any] = []
 
-    async def generate(self, prompt: Any, sampling: Sampling, more: Any = None) -> list[Completion]:
+    async def generate(self, prompt: Any, sampling: Sampling) -> list[Completion]:
         self.asked.append((prompt, sampling))
-        self.more += [more] if more else []
         line = self.lines.pop(0)
         if isinstance(line, Exception):
             raise line
@@ -39,7 +37,7 @@ class ScriptedClient(EngineClient):
         line = line[: sampling.max_tokens]
         prompt_ids = ids(prompt) if isinstance(prompt, str) else prompt
         text = line.rstrip(".")
-        likely = [(token, {"z": -9.0, token: -0.5}) for token in line] if "logprobs" in (more or {}) else ()
+        likely = [(token, {"z": -9.0, token: -0.5}) for token in line] if "logprobs" in sampling.more else ()
         reason = "length" if cut else "stop"
         return [Completion(prompt_ids, ids(line), [-0.5] * len(line), text, reason, likely=likely)]
 

@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from rollout.engines.client import EngineClient, EngineFacts, Sampling
+from rollout.engines.client import EngineClient, EngineFacts, Sampling, completion_request
 from rollout.environments import policy as policy_module
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
@@ -154,7 +154,9 @@ def test_engine_is_asked_for_logprobs_and_for_the_form() -> None:
 
     client = ScriptedClient("1.", "2.")
     run_session(client, play)
-    assert client.more == [{"logprobs": 0}, {"response_format": form}]
+    asked = [sampling.more for _, sampling in client.asked]
+    assert asked == [{"logprobs": 0}, {"response_format": form}]
+    assert completion_request([1], client.asked[1][1])["response_format"] == form
 
 
 def test_form_is_refused_where_the_loss_does_not_correct_for_it() -> None:

@@ -25,7 +25,7 @@ class Answering(ScriptedClient):
         self.asking: list[Any] = []
         self.cancelled = 0
 
-    async def generate(self, prompt: Any, sampling: Sampling, more: Any = None) -> list[Completion]:
+    async def generate(self, prompt: Any, sampling: Sampling) -> list[Completion]:
         self.asking.append(prompt)
         try:
             await asyncio.sleep(self.delay_s)
@@ -33,7 +33,7 @@ class Answering(ScriptedClient):
             self.cancelled += 1
             raise
         self.lines.insert(0, self.say("".join(map(chr, prompt))))
-        return await super().generate(prompt, sampling, more)
+        return await super().generate(prompt, sampling)
 
 
 def test_messages_that_repeat_the_conversation_continue_it_in_its_tokens() -> None:

@@ -193,6 +193,26 @@ def test_embedded_engine_refuses_what_it_cannot_do_and_the_conversation_stays(se
     assert 0 < sample.loss_mask.sum() <= 8
 
 
+def test_conversation_that_fills_the_context_ends_also_if_logprobs_are_asked_for(
+    server: RunningServer,
+) -> None:
+    async def main() -> tuple[int, Any, list[Sample]]:
+        async with (
+            EngineClient(server.url) as client,
+            aiohttp.ClientSession() as http,
+            serve(Policy(client, Sampling(max_tokens=32), 9)) as session,
+        ):
+            agent = Agent(session, http)
+            so_far = await agent.ask(user("27+58="), max_tokens=8, logprobs=True)
+            messages = [*so_far, *user("b" * 20_000)]
+            status, text = await agent.post({"messages": messages, "logprobs": True})
+            return status, json.loads(text)["choices"][0], session.samples()
+
+    status, choice, (sample,) = asyncio.run(main())
+    assert (status, choice["finish_reason"], choice["logprobs"]["content"]) == (200, "length", [])
+    assert sample.finish_reason == "length" and sample.loss_mask.any()
+
+
 def test_port_is_closed_to_those_without_the_key() -> None:
     async def play(agent: Agent) -> tuple[int, str]:
         return await agent.post({"messages": user("a")}, key="guessed")

@@ -102,7 +102,7 @@ class Completion:
     content: str | None = None
     """If it calls tools: the text before the calls. `text` is all of it."""
     likely: Sequence[tuple[str, Mapping[str, float]]] = ()
-    """If logprobs were asked for: the text of each token, and the likeliest texts there with theirs."""
+    """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
 
 
 class EngineClient:

@@ -78,7 +78,7 @@ class Reader:
 
     def take(self, mark: str) -> bool:
         """Return whether the mark is next; if so, go behind it."""
-        self.match(re.compile(r"\s*"))
+        self.match(_SPACES)
         found = self.text.startswith(mark, self.at)
         self.at += len(mark) * found
         return found
@@ -168,6 +168,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
+_SPACES = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
 _WORD = re.compile(r"[\w.+-]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)

@@ -142,7 +142,7 @@ class Session:
         more: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Return `n` replies to a request with these messages, each of them a conversation of its own from
-        here on. `may_call`: calls are read from the text. `more`: for the engine's request.
+        here on. `may_call`: calls are read from the text. `more`: as in Sampling.
         """
         digests = _digests(messages, json.dumps(tools) if tools else "")
         policy = self._policy.with_tools(tools) if tools else self._policy
@@ -225,11 +225,6 @@ class Session:
             runs = getattr(self._policy.sampling, name, 0)
             if (body.model_extra or {}).get(name) not in (None, runs):
                 warn_once(name, f"an agent asks for its own {name}: ignored, the run's sampling holds")
-        if body.form and not self._policy.may_force:
-            raise BadRequest(
-                "response_format: the loss of this run takes tokens that a form forces for the policy's own "
-                "(trainer.engine_correction=off); use truncated, or ask for the form in the messages"
-            )
         turns = await self._replies(
             messages,
             n=body.n or 1,

@@ -44,11 +44,6 @@ class Policy:
             client, variables=sampling.chat_template, parser=sampling.tool_parser
         )
 
-    @property
-    def may_force(self) -> bool:
-        """Whether the engine may be made to write a form: see EngineFacts."""
-        return self._client.facts.may_force
-
     def for_sample(self, j: int) -> "Policy":
         """Return a policy for sample j alone. Its first call with n=1 draws the same as completion j of one
         call for all samples.
@@ -90,10 +85,15 @@ class Policy:
         more: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """`n` completions of a text, of token ids, or of chat messages. `max_tokens` can only lower the
-        setting; `stop` adds to the setting's strings; `more` is that of Sampling. Raises
-        RequestRefused (e.g. if the prompt is too long, or if the model's chat template knows no tools) or
-        another EngineError.
+        setting; `stop` adds to the setting's strings; `more` is that of Sampling. Raises RequestRefused
+        (e.g. if the prompt is too long, or if the model's chat template knows no tools) or another
+        EngineError.
         """
+        if "response_format" in (more or {}) and not self._client.facts.may_force:
+            raise RequestRefused(
+                "response_format: the loss of this run takes tokens that a form forces for the policy's own "
+                "(trainer.engine_correction=off); use truncated, or ask for the form in the messages"
+            )
         limit = self.sampling.max_tokens
         sampling = replace(
             self.sampling,

@@ -29,6 +29,8 @@ class Sampling:
     history: str = "sampled"
     """How an agent's earlier turns look to the model: `sampled`, or as the chat `template` renders them."""
     seed: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What one request asks of the engine beside that: `logprobs`, `response_format`."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ def _adapter(kind: type[Origin]) -> TypeAdapter[Any]:
 
 
 def described(record: Any) -> dict[str, Any]:
-    """Return a dataclass as JSON has it; a `Sampling` in it without its seed, which is each group's own."""
+    """Return a dataclass as JSON has it; a `Sampling` in it without its seed, which is each group's own, and
+    without what is one request's own.
+    """
     document = to_jsonable_python(record)
     for sampling in (document, document.get("sampling", {})):
         sampling.pop("seed", None)
+        sampling.pop("more", None)
     return document

@@ -76,7 +76,9 @@ class RolloutSettings(Settings):
     """Nucleus sampling; below 1 the engine's logprobs can no longer be compared with the trainer's."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, in addition to the end-of-sequence token."""
-    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
+    tool_parser: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "glm45", "openai", "gemma4", "lfm2"
+    ] = "auto"
     """How tool calls are found in what the model writes. auto: as the model's chat template writes them."""
     chat_template: dict[str, Any] = {}
     """Variables for the model's chat template, e.g. rollout.chat_template.enable_thinking=false."""

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -391,12 +391,13 @@ def _client(node: Node, share: Share) -> EngineClient:
     if not _generates(node, share):
         return LocalTokenizer(_start_model(node))
     engine = node.settings.engine
+    is_corrected = node.settings.trainer.engine_correction != "off"
     return EngineClient(
         node.engine.url,
         model=node.engine.model,
         request_timeout_s=engine.request_timeout_s,
         retry_s=node.engine.restart_patience_s(engine),
-        facts=node.engine.facts,
+        facts=replace(node.engine.facts, may_force=is_corrected or share.kind == "eval"),
     )
 
 

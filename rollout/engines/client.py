@@ -6,7 +6,7 @@ Both servers, vLLM and the embedded one, speak the OpenAI completions API with t
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,6 +45,9 @@ class EngineFacts:
     is_seeded: bool = True
     """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
     requests that have a seed are drawn one after the other: it gets none."""
+    may_force: bool = True
+    """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
+    the policy would not have chosen, or nothing is."""
 
 
 class EngineError(RuntimeError):
@@ -53,6 +56,10 @@ class EngineError(RuntimeError):
 
 class RequestRefused(EngineError):
     """The engine works but refuses this request (400, 413, 422), e.g. because its prompt is too long."""
+
+
+class ContextFull(RequestRefused):
+    """The prompt leaves no room in the engine's context."""
 
 
 class AdapterMissing(EngineError):
@@ -94,6 +101,8 @@ class Completion:
     """The tools that it calls, if it had some (Policy.with_tools)."""
     content: str | None = None
     """If it calls tools: the text before the calls. `text` is all of it."""
+    likely: Sequence[tuple[str, Mapping[str, float]]] = ()
+    """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
 
 
 class EngineClient:
@@ -168,7 +177,7 @@ class EngineClient:
             prompt = await self.tokenize_whole(prompt)
         room = self._context - len(prompt)
         if room < 1:
-            raise RequestRefused(
+            raise ContextFull(
                 f"a prompt of {len(prompt)} tokens fills the engine's context of {self._context}"
             )
         return prompt, replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -199,7 +208,7 @@ class EngineClient:
         answer = await self._post("/v1/completions", request)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [_completion(choice) for choice in choices]
+            completions = [_completion(choice, likely="logprobs" in sampling.more) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
@@ -310,6 +319,7 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        **sampling.more,
     }
 
 
@@ -325,7 +335,7 @@ def whole_characters(text: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def _completion(choice: dict[str, Any]) -> Completion:
+def _completion(choice: dict[str, Any], *, likely: bool) -> Completion:
     token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not isinstance(token_ids, list) or not isinstance(logprobs, list):
         raise TypeError("token_ids and token_logprobs must be lists")
@@ -336,7 +346,12 @@ def _completion(choice: dict[str, Any]) -> Completion:
         choice["text"],
         finish_reason(str(choice["finish_reason"])),
         stop_string=stop if isinstance(stop := choice.get("stop_reason"), str) else "",
+        likely=_likely(choice["logprobs"]) if likely else (),
     )
+
+
+def _likely(logprobs: dict[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
+    return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
 
 
 def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:

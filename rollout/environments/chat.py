@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from rollout.engines.client import Completion, EngineClient, RequestRefused, ToolCall
-from rollout.environments.tool_calls import PARSERS, Tool, with_calls
+from rollout.environments.tool_calls import MARKED, PARSERS, Tool, with_calls
 
 Message = dict[str, Any]
 """`role`, `content`, and other fields of the model's chat template (`tool_call_id`, `name` ...)."""
@@ -66,7 +66,10 @@ class ChatTemplate:
     async def read(self, turn: Completion) -> Completion:
         """Return a turn with the calls of the tools in it. Raises RequestRefused."""
         parser = await self._reader()
-        return with_calls(turn, parser, self._tools) if parser else turn
+        if parser is None or turn.finish_reason != "stop":
+            return turn
+        marked = await self._client.detokenize(turn.token_ids) if parser in MARKED else None
+        return with_calls(turn, parser, self._tools, marked)
 
     async def continuation(self, messages: Sequence[Message], after: Completion) -> list[int]:
         """Token ids to append to a completion and its prompt: the end of the assistant's turn unless the
@@ -74,11 +77,16 @@ class ChatTemplate:
         """
         if not messages:
             raise ValueError("there is no new message to go on with")
-        suffix, nothing = await asyncio.gather(self._behind_turn(messages), self._behind_turn([]))
-        if suffix == nothing:
-            raise RequestRefused(
-                f"the model's chat template leaves out messages of the role {_roles(messages)}"
-            )
+        try:
+            suffix, nothing = await asyncio.gather(self._behind_turn(messages), self._behind_turn([]))
+            if suffix == nothing:
+                raise RequestRefused(
+                    f"the model's chat template leaves out messages of the role {_roles(messages)}"
+                )
+        except RequestRefused:
+            if not after.calls:
+                raise
+            return await self._behind_calls(messages, after)
         return suffix[_overlap(after.token_ids, suffix) if after.finish_reason == "stop" else 0 :]
 
     async def _behind_turn(self, messages: Sequence[Message]) -> list[int]:
@@ -94,6 +102,24 @@ class ChatTemplate:
             one, other = await asyncio.gather(*(self._tokenize(c, messages) for c in conversations))
             self._seen[key] = one[len(one) - _common(one[::-1], other[::-1]) :]
         return self._seen[key]
+
+    async def _behind_calls(self, messages: Sequence[Message], after: Completion) -> list[int]:
+        """Return the tokens that follow a turn with calls, for templates that show results of tools only
+        behind their calls: what comes after the token that has ended the turn, or after the one before it.
+        """
+        called = [*_ASKED, _calling(after.calls)]
+        whole, closed, begun = await asyncio.gather(
+            self._tokenize([*called, *messages], messages), self.whole(called), self._tokenize(_ASKED, _ASKED)
+        )
+        begin = _common(begun, whole)
+        turn = whole[begin : max(begin, _common(closed, whole))]
+        for token in after.token_ids[:-3:-1]:
+            if token in turn:
+                return whole[begin + len(turn) - turn[::-1].index(token) :]
+        raise RequestRefused(
+            "the model has ended its calls with other tokens than its chat template, which does not say what "
+            f"messages of the role {_roles(messages)} are then"
+        )
 
     async def _tokenize(self, conversation: Sequence[Message], new: Sequence[Message]) -> list[int]:
         try:
@@ -127,7 +153,7 @@ class ChatTemplate:
         template = self.with_tools([_TOOL])
         call = ToolCall("abcdefghi", "look_up", {"word": "tree"})
         said = [*_ASKED, {"role": "assistant", "content": "0"}]
-        called = [*_ASKED, {"role": "assistant", "content": "", "tool_calls": [call.wire]}]
+        called = [*_ASKED, _calling([call])]
         bare, whole, end = await asyncio.gather(
             template._tokenize(said, said), template._tokenize(called, called), template._behind_turn([])
         )
@@ -135,7 +161,7 @@ class ChatTemplate:
         written = await self._client.detokenize(whole[begin : len(whole) - _common(end[::-1], whole[::-1])])
         turn = Completion([], [], [], written, "stop")
         for name in PARSERS:
-            found = with_calls(turn, name, [_TOOL]).calls
+            found = with_calls(turn, name, [_TOOL], written).calls
             if [(one.name, one.arguments) for one in found] == [(call.name, call.arguments)]:
                 return name
         raise RequestRefused(
@@ -158,6 +184,10 @@ _TOOL: Tool = {
         },
     },
 }
+
+
+def _calling(calls: Sequence[ToolCall]) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [call.wire for call in calls]}
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

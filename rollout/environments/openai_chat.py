@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt
@@ -26,14 +26,10 @@ IGNORED = (
 """Sampling that agents often ask for; it is ignored, because the run's sampling holds."""
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "ask once for each"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tools"),
     "tool_choice": (("none", "auto"), "a call that is forced is not sampled by the policy; use auto"),
     "parallel_tool_calls": ((True,), "the model may call several tools at once; use the calls you want"),
-    "response_format": (({"type": "text"},), "a form that is forced is not sampled by the policy"),
-    "logprobs": ((False,), "the samples of the session hold them"),
-    "top_logprobs": ((0,), "the samples of the session hold the chosen tokens' logprobs"),
     "logit_bias": (({},), "the sampling is the run's"),
     "chat_template": ((), "the model's own is used"),
     "chat_template_kwargs": (({},), "set rollout.chat_template for the run"),
@@ -66,6 +62,10 @@ class ChatBody(GenerationBody):
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     tools: list[ToolBody] | None = None
     tool_choice: Any = None
+    n: StrictInt | None = Field(None, ge=1, le=128)
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    response_format: dict[str, Any] | None = None
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -78,6 +78,17 @@ class ChatBody(GenerationBody):
     def tool_list(self) -> list[Tool]:
         """The tools, as chat templates get them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The form that the answer must have, if it is not any text."""
+        return None if (self.response_format or {}).get("type") == "text" else self.response_format
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """What the engine is asked beside a completion."""
+        logprobs = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        return logprobs | ({"response_format": self.form} if self.form else {})
 
     @property
     def wants_usage(self) -> bool:
@@ -93,9 +104,25 @@ def check_chat(body: ChatBody) -> list[Message]:
         value = body.tool_choice if name == "tool_choice" else (body.model_extra or {}).get(name)
         if value is not None and value not in neutral:
             raise BadRequest(f"{name}: not supported here; {hint}")
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest("top_logprobs: needs logprobs=true")
+    if body.form is not None:
+        _check_form(body.form, has_tools=bool(body.tools))
     if "" in body.stop_strings:
         raise BadRequest("stop: a stop string must not be empty")
     return [checked_message(number, message) for number, message in enumerate(body.messages)]
+
+
+def _check_form(form: Mapping[str, Any], *, has_tools: bool) -> None:
+    schema = form.get("json_schema")
+    if form.get("type") not in ("json_object", "json_schema"):
+        raise BadRequest("response_format.type: must be text, json_object or json_schema")
+    if form["type"] == "json_schema" and not (
+        isinstance(schema, dict) and isinstance(schema.get("schema"), dict)
+    ):
+        raise BadRequest("response_format.json_schema: must have a `schema`, a JSON schema as an object")
+    if has_tools:
+        raise BadRequest("response_format: not supported beside tools; no call has that form")
 
 
 def checked_message(number: int, message: Message) -> Message:
@@ -148,38 +175,67 @@ def _reason(turn: Completion) -> str:
     return "tool_calls" if turn.calls else turn.finish_reason
 
 
-def answer_body(model: str, turn: Completion) -> dict[str, Any]:
-    choice = {"index": 0, "message": reply_of(turn), "logprobs": None, "finish_reason": _reason(turn)}
-    return {**_head(model, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
+def answer_body(body: ChatBody, model: str, turns: Sequence[Completion]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "message": reply_of(turn),
+            "logprobs": _logprobs(body, turn),
+            "finish_reason": _reason(turn),
+        }
+        for index, turn in enumerate(turns)
+    ]
+    return {**_head(model, "chat.completion"), "choices": choices, "usage": _usage(turns)}
 
 
-def answer_events(model: str, turn: Completion, *, usage: bool) -> bytes:
-    """Return the answer as server-sent events: the text, the calls, the end, and the token counts if asked
-    for.
+def answer_events(body: ChatBody, model: str, turns: Sequence[Completion]) -> bytes:
+    """Return the answer as server-sent events: for each choice the text, the calls and the end, then the
+    token counts if asked for.
     """
     head = _head(model, "chat.completion.chunk")
-    message = reply_of(turn)
-    said = {"role": "assistant", "content": message["content"]}
-    if turn.calls:
-        said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-    deltas = [(said, None), ({}, _reason(turn))]
-    chunks = [
-        {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
-        for delta, reason in deltas
-    ]
-    if usage:
+    chunks: list[dict[str, Any]] = []
+    for index, turn in enumerate(turns):
+        message = reply_of(turn)
+        said = {"role": "assistant", "content": message["content"]}
+        if turn.calls:
+            said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        for delta, logprobs, reason in (
+            (said, _logprobs(body, turn), None),
+            ({}, None, _reason(turn)),
+        ):
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            chunks.append({"choices": [choice]})
+    if body.wants_usage:
         chunks = [{**chunk, "usage": None} for chunk in chunks]
-        chunks.append({"choices": [], "usage": _usage(turn)})
+        chunks.append({"choices": [], "usage": _usage(turns)})
     lines = [json.dumps({**head, **chunk}) for chunk in chunks]
     return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
+
+
+def _logprobs(body: ChatBody, turn: Completion) -> dict[str, Any] | None:
+    """Return the logprobs of a turn's tokens, and of the likeliest ones there, in the distribution that they
+    were sampled from.
+    """
+    if not body.logprobs:
+        return None
+    content: list[dict[str, Any]] = []
+    for (token, likely), logprob in zip(turn.likely, turn.logprobs, strict=True):
+        best = sorted(likely.items(), key=lambda one: -one[1])[: body.top_logprobs or 0]
+        content.append({**_token(token, logprob), "top_logprobs": [_token(*one) for one in best]})
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
 
 
 def _head(model: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _usage(turn: Completion) -> dict[str, int]:
-    prompt, completion = len(turn.prompt_ids), len(turn.token_ids)
+def _usage(turns: Sequence[Completion]) -> dict[str, int]:
+    prompt, completion = len(turns[0].prompt_ids), sum(len(turn.token_ids) for turn in turns)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -5,9 +5,9 @@ import hashlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -39,8 +39,17 @@ class _Node:
 
     episode: Episode
     replied: bool = False
+    choices: Sequence["_Node"] = ()
+    """All replies to its request, itself too."""
+    taken: int = 0
+    """How many requests repeat it and go on."""
     continued: int = 0
-    """How many requests continue it."""
+    """How many of these go on with its tokens."""
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether the agent has gone on with another choice of the same request, and not with this one."""
+        return not self.taken and any(choice.taken for choice in self.choices)
 
 
 class Session:
@@ -48,9 +57,9 @@ class Session:
     with any OpenAI client. Then `session.samples()` returns its conversations.
 
     It serves POST {base_url}/chat/completions and GET {base_url}/models. Answers are text, or calls of the
-    request's `tools`, streamed or not. The run's sampling holds: temperature, top_p and seed of a request are
-    ignored (a warning says so once). `max_tokens` can only lower the setting, which is the budget of a
-    conversation as in Episode; `stop` adds to the setting's strings.
+    request's `tools`, streamed or not, and `n` of them if it asks for so many. The run's sampling holds:
+    temperature, top_p and seed of a request are ignored (a warning says so once). `max_tokens` can only lower
+    the setting, which is the budget of a conversation as in Episode; `stop` adds to the setting's strings.
 
     A request that repeats the messages of an earlier request and its reply, has the same tools, and adds
     messages, continues that conversation with the same tokens. Any other request begins a new conversation,
@@ -95,14 +104,20 @@ class Session:
         if self._engine_failure is not None and kind is not asyncio.CancelledError:
             raise self._engine_failure
 
-    def samples(self) -> list[Sample]:
+    def samples(self, *, passed_over: bool = False) -> list[Sample]:
         """One sample for each conversation, in the order of their last requests. If a conversation forks, the
         branches share its beginning, and only the first branch trains it.
+
+        If a request had several choices (`n`) and the agent went on with some of them, the others have come
+        to no end that a reward could score: they are left out. `passed_over`: return them too.
         """
         samples: list[Sample] = []
         trained: set[int] = set()
         for node in self._nodes:
             if not node.replied or node.continued:
+                continue
+            if node.is_passed_over and not passed_over:
+                warn_once("choices", "choices that an agent has not gone on with are left out of the samples")
                 continue
             sample = node.episode.sample()
             for turn in node.episode.turns:
@@ -115,44 +130,60 @@ class Session:
                 samples.append(sample)
         return samples
 
-    async def _reply(
+    async def _replies(
         self,
         messages: Sequence[Message],
         *,
+        n: int = 1,
         tools: Sequence[Tool] = (),
         may_call: bool = True,
         max_tokens: int | None = None,
         stop: Iterable[str] = (),
-    ) -> Completion:
-        """Return the reply to a request with these messages. `may_call`: calls are read from the text."""
+        more: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """Return `n` replies to a request with these messages, each of them a conversation of its own from
+        here on. `may_call`: calls are read from the text. `more`: as in Sampling.
+        """
         digests = _digests(messages, json.dumps(tools) if tools else "")
         policy = self._policy.with_tools(tools) if tools else self._policy
-        parent, known = self._find(digests[:-1])
+        repeated, known = self._find(digests[:-1])
+        parent = repeated
         if parent and await policy.rewrites(messages, parent.episode.token_ids):
             parent, known = None, 0
         turns = parent.episode.turns if parent else []
-        repeat, self._asked[digests[-1]] = self._asked[digests[-1]], self._asked[digests[-1]] + 1
-        node = _Node(Episode(policy.derived(f"{digests[-1]}/{repeat}"), turns))
-        self._nodes.append(node)
-        if parent:
-            parent.continued += 1
+        first, self._asked[digests[-1]] = self._asked[digests[-1]], self._asked[digests[-1]] + n
+        names = [f"{digests[-1]}/{number}" for number in range(first, first + n)]
+        nodes = [_Node(Episode(policy.derived(name), turns)) for name in names]
+        self._nodes += nodes
+        self._count(repeated, parent, 1)
         try:
-            turn = await node.episode.generate(messages[known:], max_tokens=max_tokens, stop=stop)
-            node.replied = True
-        finally:
-            if parent and not node.replied:
-                parent.continued -= 1
-        if not may_call:
-            turn = replace(turn, calls=(), content=None)
-        given = _digest(digests[-1], checked_message(0, reply_of(turn)))
-        self._known.setdefault(given, []).append(node)
-        return turn
+            made = await _all(
+                node.episode.generate(messages[known:], max_tokens=max_tokens, stop=stop, more=more)
+                for node in nodes
+            )
+        except BaseException:
+            self._count(repeated, parent, -1)
+            raise
+        for number, (node, turn) in enumerate(zip(nodes, made, strict=True)):
+            node.replied, node.choices = True, nodes
+            if not may_call:
+                made[number] = turn = replace(turn, calls=(), content=None)
+            given = _digest(digests[-1], checked_message(0, reply_of(turn)))
+            self._known.setdefault(given, []).append(node)
+        return made
+
+    def _count(self, repeated: _Node | None, parent: _Node | None, requests: int) -> None:
+        """Count requests that repeat a reply, and go on with the tokens of `parent`."""
+        if repeated:
+            repeated.taken += requests
+        if parent:
+            parent.continued += requests
 
     def _find(self, digests: Sequence[str]) -> tuple[_Node | None, int]:
         """Return the longest known conversation that begins the messages, and how many messages it has."""
         for known in range(len(digests), 0, -1):
             if nodes := self._known.get(digests[known - 1]):
-                return min(nodes, key=lambda node: node.continued), known
+                return min(nodes, key=lambda node: node.taken), known
         return None, 0
 
     def _app(self) -> web.Application:
@@ -194,17 +225,28 @@ class Session:
             runs = getattr(self._policy.sampling, name, 0)
             if (body.model_extra or {}).get(name) not in (None, runs):
                 warn_once(name, f"an agent asks for its own {name}: ignored, the run's sampling holds")
-        turn = await self._reply(
+        turns = await self._replies(
             messages,
+            n=body.n or 1,
             tools=body.tool_list,
             may_call=body.tool_choice != "none",
             max_tokens=body.limit,
             stop=body.stop_strings,
+            more=body.more,
         )
         if not body.stream:
-            return web.json_response(answer_body(body.model or MODEL, turn))
-        events = answer_events(body.model or MODEL, turn, usage=body.wants_usage)
+            return web.json_response(answer_body(body, body.model or MODEL, turns))
+        events = answer_events(body, body.model or MODEL, turns)
         return web.Response(body=events, content_type="text/event-stream", charset="utf-8")
+
+
+async def _all(work: Iterable[Awaitable[Completion]]) -> list[Completion]:
+    """Return what all of them return, once all have ended. Raises the first error."""
+    made = await asyncio.gather(*work, return_exceptions=True)
+    for one in made:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in made if isinstance(one, Completion)]
 
 
 @web.middleware

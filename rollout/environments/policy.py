@@ -3,14 +3,15 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from typing_extensions import TypeIs
 
 from rollout.counter_rng import later
-from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
+from rollout.engines.client import Completion, ContextFull, EngineClient, RequestRefused, Sampling
 from rollout.environments.chat import ChatTemplate, Message
 from rollout.environments.tool_calls import Tool
 from rollout.trajectory import Sample, Turn
@@ -75,12 +76,24 @@ class Policy:
         return Episode(self.for_sample(j))
 
     async def generate(
-        self, prompt: Prompt, *, n: int = 1, max_tokens: int | None = None, stop: Iterable[str] = ()
+        self,
+        prompt: Prompt,
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        stop: Iterable[str] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """`n` completions of a text, of token ids, or of chat messages. `max_tokens` can only lower the
-        setting; `stop` adds to the setting's strings. Raises RequestRefused (e.g. if the prompt is too long,
-        or if the model's chat template knows no tools) or another EngineError.
+        setting; `stop` adds to the setting's strings; `more` is that of Sampling. Raises RequestRefused
+        (e.g. if the prompt is too long, or if the model's chat template knows no tools) or another
+        EngineError.
         """
+        if "response_format" in (more or {}) and not self._client.facts.may_force:
+            raise RequestRefused(
+                "response_format: the loss of this run takes tokens that a form forces for the policy's own "
+                "(trainer.engine_correction=off); use truncated, or ask for the form in the messages"
+            )
         limit = self.sampling.max_tokens
         sampling = replace(
             self.sampling,
@@ -88,6 +101,7 @@ class Policy:
             seed=self._next_seed(),
             max_tokens=limit if max_tokens is None else min(max_tokens, limit),
             stop=tuple(dict.fromkeys([*self.sampling.stop, *stop])),
+            more=more or {},
         )
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
         said = turns_of(prompt)  # now: an environment may go on with the same list
@@ -147,7 +161,12 @@ class Episode:
         return self._policy.sampling.max_tokens - sum(len(turn.token_ids) for turn in self.turns)
 
     async def generate(
-        self, new: Prompt, *, max_tokens: int | None = None, stop: Iterable[str] = ()
+        self,
+        new: Prompt,
+        *,
+        max_tokens: int | None = None,
+        stop: Iterable[str] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Generate the model's next turn, after `new`. At first `new` is the prompt, later only what to
         append: messages (the chat template closes the assistant's turn and opens the next), or a text or
@@ -159,16 +178,18 @@ class Episode:
         another EngineError if the engine fails.
         """
         if not self.turns:
-            (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop)
+            (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop, more=more)
         elif (left := self.tokens_left) <= 0:
             turn = self._out_of_room()
         else:
             limit, said = left if max_tokens is None else min(max_tokens, left), turns_of(new)
             token_ids = self.token_ids + await self._policy.continuation(new, after=self.turns[-1])
             try:
-                (turn,) = await self._policy.generate(token_ids, max_tokens=limit, stop=stop)
+                (turn,) = await self._policy.generate(token_ids, max_tokens=limit, stop=stop, more=more)
                 turn = replace(turn, said=said)
             except RequestRefused as error:
+                if more and not isinstance(error, ContextFull):  # it may be for what else is asked
+                    raise
                 warn_once("refused", f"a conversation ends after {len(self.turns)} turns: {error}")
                 turn = self._out_of_room()
         self.turns.append(turn)

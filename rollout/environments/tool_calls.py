@@ -5,9 +5,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from rollout.engines.client import Completion, ToolCall
+from rollout.environments.call_values import Call, Found, NoCall, argument_of, call_of, read_json
+from rollout.environments.marked_calls import gemma4, glm, harmony, lfm2
 
 Tool = Mapping[str, Any]
 """As in the OpenAI API: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -16,33 +18,21 @@ _PYTHON_TAG = "<|python_tag|>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-class _Call(NamedTuple):
-    name: str
-    arguments: dict[str, Any]
-    id: str | None = None
-    """If the model has written one."""
-
-
-class _NoCall(ValueError):
-    """The text is no call."""
-
-
-_Found = tuple[int, list[_Call]]
-"""Where the first call begins, and the calls."""
-
-
-def with_calls(turn: Completion, parser: str, tools: Sequence[Tool]) -> Completion:
-    """Return a turn with the calls in its text, and with the text before them as its `content`.
+def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str | None = None) -> Completion:
+    """Return a turn with the calls in its text, and with the text before them as its `content`. `marked`: the
+    text with special tokens, for the parsers of MARKED.
 
     There are none if the turn was cut, if one of them is malformed, or if it names none of `tools`. A call in
     the reasoning of a model (before `</think>`) is none.
     """
     if turn.finish_reason != "stop":
         return turn
-    begin = turn.text.rfind("</think>") + len("</think>") if "</think>" in turn.text else 0
+    text = turn.text if marked is None else marked
+    end = _REASONING_ENDS.get(parser, "</think>")
+    begin = text.rfind(end) + len(end) if end and end in text else 0
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     try:
-        length, calls = PARSERS[parser](turn.text[begin:], schemas)
+        before, calls = PARSERS[parser](text[begin:], schemas)
         json.dumps([call.arguments for call in calls], allow_nan=False)  # 1e999 is read as infinity
     except (ValueError, RecursionError):  # RecursionError: of JSON that is nested too deeply
         return turn
@@ -53,7 +43,7 @@ def with_calls(turn: Completion, parser: str, tools: Sequence[Tool]) -> Completi
     if len(set(ids)) < len(ids):
         return turn
     made = [ToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
-    return replace(turn, calls=made, content=turn.text[: begin + length].rstrip())
+    return replace(turn, calls=made, content=(text[:begin] + before).rstrip())
 
 
 def _id(text: str) -> str:
@@ -61,125 +51,92 @@ def _id(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
-def _hermes(text: str, schemas: Mapping[str, Any]) -> _Found:
+def _hermes(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
     first, *parts = text.split(_OPEN)
-    calls: list[_Call] = []
+    calls: list[Call] = []
     for part in parts:
-        value, end = _json(part)
+        value, end = read_json(part)
         if not part[end:].lstrip().startswith(_CLOSE):
-            raise _NoCall
-        calls.append(_call(value))
-    return len(first), calls
+            raise NoCall
+        calls.append(call_of(value))
+    return first, calls
 
 
-def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> _Found:
+def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`: Qwen3-Coder,
     Qwen3.5 and later.
     """
     first, *parts = text.split(_OPEN)
-    calls: list[_Call] = []
+    calls: list[Call] = []
     for part in parts:
         body, closed, _ = part.partition(_CLOSE)
         match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
         if match is None or not closed:
-            raise _NoCall
-        properties = _properties(schemas.get(match[1]))
-        calls.append(_Call(match[1], _parameters(match[2], properties)))
-    return len(first), calls
+            raise NoCall
+        calls.append(Call(match[1], _parameters(match[2], schemas.get(match[1]))))
+    return first, calls
 
 
-def _parameters(body: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(body: str, schema: Any) -> dict[str, Any]:
     before, *parts = body.split("<parameter=")
     arguments: dict[str, Any] = {}
     for part in parts:
         name, opened, rest = part.partition(">")
         value, closed, behind = rest.partition("</parameter>")
         if not opened or not closed or behind.strip():
-            raise _NoCall
-        value = value.removeprefix("\n").removesuffix("\n")
-        schema = properties.get(name)
-        is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
-        arguments[name] = value if is_text else _value(value)
+            raise NoCall
+        arguments[name] = argument_of(value.removeprefix("\n").removesuffix("\n"), name, schema)
     if before.strip():
-        raise _NoCall
+        raise NoCall
     return arguments
 
 
-def _properties(schema: Any) -> Mapping[str, Any]:
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
-
-
-def _value(text: str) -> Any:
-    """Return what JSON makes of a value that no schema calls a text; else the text."""
-    try:
-        value, end = _json(text)
-    except (ValueError, RecursionError):
-        return text
-    return text if text[end:].strip() else value
-
-
-def _llama3_json(text: str, schemas: Mapping[str, Any]) -> _Found:
+def _llama3_json(text: str, schemas: Mapping[str, Any]) -> Found:
     """`{"name": ..., "parameters": {...}}`, several with `;` between them, and nothing else: Llama 3."""
     rest = text.strip().removeprefix(_PYTHON_TAG)
-    calls: list[_Call] = []
+    calls: list[Call] = []
     while rest:
-        value, end = _json(rest)
-        calls.append(_call(value))
+        value, end = read_json(rest)
+        calls.append(call_of(value))
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return 0, calls
+    return "", calls
 
 
-def _mistral(text: str, schemas: Mapping[str, Any]) -> _Found:
+def _mistral(text: str, schemas: Mapping[str, Any]) -> Found:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or for each `[TOOL_CALLS]NAME[ARGS]{...}`:
     Mistral. The marks may be missing: engines leave special tokens out of the text.
     """
     before, mark, rest = text.partition(MISTRAL_MARK)
     rest = (rest if mark else text).strip()
-    calls: list[_Call] = []
+    calls: list[Call] = []
     if rest.startswith("["):
-        values, end = _json(rest)
+        values, end = read_json(rest)
         if rest[end:].strip() or not isinstance(values, list):
-            raise _NoCall
-        calls = [_call(value) for value in values]
+            raise NoCall
+        calls = [call_of(value) for value in values]
         rest = ""
     while rest:
         match = re.match(r"([\w.-]+)(?:\[ARGS\])?(?=\{)", rest)
         if match is None:
-            raise _NoCall
-        arguments, end = _json(rest[match.end() :])
-        calls.append(_Call(match[1], arguments))
+            raise NoCall
+        arguments, end = read_json(rest[match.end() :])
+        calls.append(Call(match[1], arguments))
         rest = rest[match.end() + end :].strip().removeprefix(MISTRAL_MARK)
-    return len(before) if mark else 0, calls
+    return before if mark else "", calls
 
 
-def _call(value: Any) -> _Call:
-    if not isinstance(value, dict):
-        raise _NoCall
-    arguments = value.get("arguments", value.get("parameters"))
-    name, id = value.get("name"), value.get("id")
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise _NoCall
-    is_id = isinstance(id, str) and re.fullmatch("[a-zA-Z0-9]{9}", id)
-    return _Call(name, arguments, id if is_id else None)
-
-
-def _json(text: str) -> tuple[Any, int]:
-    """Return the JSON value that a text begins with, and where it ends. Raises ValueError, also for NaN."""
-    begin = len(text) - len(text.lstrip())
-    return _DECODER.raw_decode(text, begin)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise _NoCall(constant)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-PARSERS: dict[str, Callable[[str, Mapping[str, Any]], _Found]] = {
+PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Found]] = {
     "hermes": _hermes,
     "qwen3_coder": _qwen3_coder,
     "llama3_json": _llama3_json,
     "mistral": _mistral,
+    "glm45": glm,
+    "openai": harmony,
+    "gemma4": gemma4,
+    "lfm2": lfm2,
 }
 """By the names that vLLM has for them (the setting rollout.tool_parser)."""
+MARKED = frozenset({"glm45", "openai", "gemma4", "lfm2"})
+"""Parsers that look for tokens which engines leave out of a text."""
+_REASONING_ENDS = {"openai": None, "gemma4": "<channel|>"}

@@ -40,6 +40,66 @@ def test_greedy_takes_the_tokens_of_transformers_with_logprobs_of_temperature_1(
         assert reference.error(completion) < TOLERANCE
 
 
+NUMBER = {
+    "type": "json_schema",
+    "json_schema": {"name": "number", "schema": {"type": "integer", "minimum": 100, "maximum": 999}},
+}
+
+
+def test_logprobs_under_a_form_are_those_of_the_distribution_that_the_form_leaves(
+    engine: Engine, reference: Reference
+) -> None:
+    """So pi / mu, the weight of the loss, is the policy's own probability of all tokens that may come."""
+
+    async def main() -> list[Completion]:
+        async with EngineClient(engine.url) as client:
+            more = {"response_format": NUMBER}
+            sampling = Sampling(n=16, max_tokens=20, temperature=0.7, seed=3, more=more)
+            return await client.generate(PROMPT, sampling)
+
+    if engine.kind == "torch":
+        with pytest.raises(RequestRefused, match="response_format: the embedded engine has no grammar"):
+            asyncio.run(main())
+        return
+    encode = reference.tokenizer.convert_tokens_to_ids
+    allowed = [encode(list("123456789")), *[encode(list("0123456789"))] * 2, [EOS]]
+    completions = asyncio.run(main())
+    for completion in completions:
+        assert 100 <= int(completion.text) <= 999 and len(completion.token_ids) == 4
+        assert completion.finish_reason == "stop" and completion.logprobs[-1] == 0.0
+        for at, tokens in enumerate(allowed):
+            said = completion.prompt_ids + completion.token_ids[:at]
+            all_of = np.logaddexp.reduce([reference.logprobs([*said, token], 0.7)[-1] for token in tokens])
+            policy = reference.logprobs([*said, completion.token_ids[at]], 0.7)[-1]
+            assert abs(completion.logprobs[at] - (policy - all_of)) < TOLERANCE
+            assert policy <= completion.logprobs[at] + TOLERANCE
+    assert len({completion.text for completion in completions}) > 1
+
+
+def test_likeliest_tokens_come_with_their_logprobs(engine: Engine, reference: Reference) -> None:
+    async def main(count: int) -> Completion:
+        async with EngineClient(engine.url) as client:
+            sampling = Sampling(max_tokens=5, temperature=0.7, seed=3, more={"logprobs": count})
+            (completion,) = await client.generate(PROMPT, sampling)
+            return completion
+
+    completion = asyncio.run(main(0))
+    assert len(completion.likely) == len(completion.token_ids)
+    assert [token for token, _ in completion.likely] == [
+        reference.tokenizer.convert_ids_to_tokens(token) for token in completion.token_ids
+    ]
+    if engine.kind == "torch":
+        with pytest.raises(RequestRefused, match="only 0"):
+            asyncio.run(main(3))
+        return
+    completion = asyncio.run(main(3))
+    for at, (_, likely) in enumerate(completion.likely):
+        said = completion.prompt_ids + completion.token_ids[:at]
+        for token, logprob in likely.items():
+            wanted = reference.logprobs([*said, reference.tokenizer.convert_tokens_to_ids(token)], 0.7)[-1]
+            assert len(likely) in (3, 4) and abs(logprob - wanted) < TOLERANCE
+
+
 def test_engine_says_how_many_samples_it_generates_at_once(engine: Engine) -> None:
     facts = engine.admin.facts()
     assert facts.is_seeded == (engine.kind == "torch")

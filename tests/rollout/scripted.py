@@ -37,7 +37,9 @@ class ScriptedClient(EngineClient):
         line = line[: sampling.max_tokens]
         prompt_ids = ids(prompt) if isinstance(prompt, str) else prompt
         text = line.rstrip(".")
-        return [Completion(prompt_ids, ids(line), [-0.5] * len(line), text, "length" if cut else "stop")]
+        likely = [(token, {"z": -9.0, token: -0.5}) for token in line] if "logprobs" in sampling.more else ()
+        reason = "length" if cut else "stop"
+        return [Completion(prompt_ids, ids(line), [-0.5] * len(line), text, reason, likely=likely)]
 
     async def tokenize(self, text: Any, **template: Any) -> list[int]:
         if isinstance(text, str):

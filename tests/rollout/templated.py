@@ -17,6 +17,17 @@ MARKS = [
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("<bos>", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>"),
+    *(
+        "<|observation|>",
+        "<|start|>",
+        "<|channel|>",
+        "<|constrain|>",
+        "<|message|>",
+        "<|call|>",
+        "<|return|>",
+    ),
+    *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<|tool_response>", "<tool_response|>", "<|tool_call_start|>", "<|tool_call_end|>", "<|observation|>"),
 ]
 _SYSTEM = (
     "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -78,6 +89,58 @@ MISTRAL11 = _MISTRAL.replace(
     "CALLS",
     "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
     "{% endfor %}",
+)
+GLM45 = (
+    "[gMASK]<sop>{% for tool in tools or [] %}<|system|>\n{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}{% elif m.role == 'assistant' %}"
+    "<|assistant|>\n<think></think>{{ '\n' + m.content if m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>' + c.function.name }}\n{% for name, value in c.function.arguments | items %}"
+    "<arg_key>{{ name }}</arg_key>\n"
+    "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+    "{% endfor %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HARMONY = (  # a result of a tool is refused unless it follows a call
+    "{% for tool in tools or [] %}<|start|>developer<|message|>{{ tool | tojson }}<|end|>{% endfor %}"
+    "{% set last = namespace(call=none) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if last.call is none %}{{ raise_exception('no previous assistant message with a tool call') }}"
+    "{% endif %}<|start|>functions.{{ last.call }} to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content | tojson }}<|end|>{% elif m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+    "{% if m.content %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% set last.call = call.name %}<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary "
+    "json<|message|>{{ call.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+GEMMA4 = (  # results of tools stand in the turn of their calls, and the model goes on with it
+    "{% macro value(v) %}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}{% elif v is mapping %}{{ '{' }}"
+    "{% for k, w in v | dictsort %}{{ k }}:{{ value(w) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+    "{% elif v is sequence %}[{% for w in v %}{{ value(w) }}{{ ',' if not loop.last }}{% endfor %}]"
+    "{% else %}{{ 'null' if v is none else v | tojson }}{% endif %}{% endmacro %}"
+    "<bos>{% for tool in tools or [] %}<|turn>system\n{{ tool | tojson }}<turn|>\n{% endfor %}"
+    "{% set seen = namespace(is_open=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% elif m.tool_calls %}{{ '' if seen.is_open else '<|turn>model\n' }}{% for c in m.tool_calls %}"
+    "<|tool_call>call:{{ c.function.name }}{{ value(c.function.arguments) }}<tool_call|>{% endfor %}"
+    "{% set seen.is_open = false %}{% for r in messages[loop.index:] if r.role == 'tool' %}"
+    "{% set seen.is_open = true %}<|tool_response>response:{% for c in m.tool_calls %}"
+    "{{ c.function.name if c.id == r.tool_call_id }}{% endfor %}{{ '{value:' + value(r.content) + '}' }}"
+    "<tool_response|>{% endfor %}{{ '' if seen.is_open else '<|tool_response>' }}"
+    "{% set seen.is_open = true %}"
+    "{% else %}{{ '' if seen.is_open and m.role == 'assistant' else '<|turn>' + m.role + '\n' }}"
+    "{{ m.content }}<turn|>\n{% set seen.is_open = false %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not seen.is_open %}<|turn>model\n{% endif %}"
+).replace("m.role + '\n'", "{'assistant': 'model'}.get(m.role, m.role) + '\n'")
+LFM2 = (
+    _SYSTEM + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
+    "<|tool_call_start|>[{% for c in m.tool_calls %}{{ c.function.name }}("
+    "{% for name, value in c.function.arguments | items %}{{ name }}="
+    '{{ "\'" + value + "\'" if value is string else value | tojson if value is mapping else value }}'
+    "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>"
+    "{% endif %}<|im_end|>\n{% endfor %}" + _ASK
 )
 PYTHONIC = QWEN35.replace("<tool_call>\n<function={{ c.function.name }}>", "{{ c.function.name }}()")
 

@@ -109,6 +109,11 @@ def check_completion(body: CompletionBody) -> None:
         value = (body.model_extra or {}).get(name)
         if value is not None and value not in neutral:
             raise BadRequest(f"{name}: {value!r} is not supported by the embedded engine")
+    for name in ("response_format", "structured_outputs"):
+        if (body.model_extra or {}).get(name) not in (None, {"type": "text"}):
+            raise BadRequest(
+                f"{name}: the embedded engine has no grammar; ask for the form in the messages, or use vLLM"
+            )
     if not body.prompt:
         raise BadRequest("prompt: must not be empty")
     for name, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):

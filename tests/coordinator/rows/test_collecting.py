@@ -21,7 +21,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows import collecting
 from coordinator.rows.collecting import Ongoing, Share, begin_share, drop_outdated, key_of
 from rollout.collect import Stopped
-from rollout.engines.client import Completion, EngineClient, EngineError
+from rollout.engines.client import Completion, EngineClient, EngineError, EngineFacts
 from rollout.environments.environment import single_turn
 from rollout.quota import Quota
 from rollout.rewards.builtin import resolve_reward
@@ -296,3 +296,19 @@ def test_requests_go_on_while_a_part_is_written(
     ongoing.run(node, iteration, mine, writer)
     ongoing.end()
     assert steps > 10
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "may_force"),
+    [("grpo", "train", True), ("rft", "train", False), ("rft", "eval", True)],
+)
+def test_engine_may_force_a_form_where_the_loss_corrects_for_it(
+    algorithm: str, kind: str, may_force: bool
+) -> None:
+    settings = build({"model": "any", "trainer.algorithm": algorithm})
+    engine = SimpleNamespace(
+        url="http://127.0.0.1:1", model=None, facts=EngineFacts(9), restart_patience_s=lambda _: 1.0
+    )
+    share: Any = SimpleNamespace(kind=kind, functions=SimpleNamespace(environment=single_turn))
+    client = collecting._client(cast(Any, SimpleNamespace(settings=settings, engine=engine)), share)
+    assert client.facts == EngineFacts(9, may_force=may_force)

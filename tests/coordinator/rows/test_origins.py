@@ -29,7 +29,7 @@ from coordinator.rows.origins import (
     refuse_changed_code,
 )
 from coordinator.settings import SettingsError
-from rollout.origin import Code, Origin, Sampling
+from rollout.origin import Code, Origin, Sampling, described
 from rollout.quota import Quota
 from rollout.trajectory import UNFINISHED, Group
 from tests.coordinator import made_up
@@ -330,3 +330,7 @@ def test_worker_that_does_not_find_the_new_reward_ends_the_run() -> None:
     with pytest.raises(Ended, match=r"--reward gone_module:score: .*cannot be imported") as end:
         Node.take_over_inputs(node, made_up.record(settings=settings))
     assert end.value.tell == "failed"
+
+
+def test_what_one_request_asks_for_is_not_recorded() -> None:
+    assert described(Sampling(more={"logprobs": 0}, seed=3)) == described(Sampling())

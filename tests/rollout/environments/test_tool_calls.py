@@ -18,6 +18,10 @@ from rollout.trajectory import Sample
 from tests.rollout.rollout_helpers import serving
 from tests.rollout.scripted import ScriptedClient, run_session, user
 from tests.rollout.templated import (
+    GEMMA4,
+    GLM45,
+    HARMONY,
+    LFM2,
     LLAMA3,
     MISTRAL3,
     MISTRAL11,
@@ -49,6 +53,14 @@ XML_CALL = (
     "Sum.\n</think>\n\nI add.\n\n<tool_call>\n<function=add>\n<parameter=a>\n27\n</parameter>\n"
     "<parameter=b>\n58\n</parameter>\n</function>\n</tool_call>"
 )
+GLM_CALL = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>27</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>58</arg_value>\n</tool_call>"
+)
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>Sum.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+    '<|constrain|>json<|message|>{"a": 27, "b": 58}'
+)
 FAMILIES = {
     "qwen3": (QWEN3, QWEN_CALL, "<|im_end|>", IM_NEXT),
     "qwen3.5": (QWEN35, XML_CALL, "<|im_end|>", IM_NEXT + "<think>\n"),
@@ -68,6 +80,26 @@ FAMILIES = {
     "mistral v11": (
         *(MISTRAL11, '[TOOL_CALLS]add[ARGS]{"a": 27, "b": 58}', "</s>"),
         '[TOOL_RESULTS]{"content": 85, "call_id": "ID"}[/TOOL_RESULTS]',
+    ),
+    "glm": (
+        *(GLM45, "\n<think>Sum.</think>\n" + GLM_CALL, "<|observation|>"),
+        "\n<tool_response>\n85\n</tool_response><|assistant|>",
+    ),
+    "gpt-oss": (
+        *(HARMONY, HARMONY_CALL, "<|call|>"),
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"85"<|end|><|start|>assistant',
+    ),
+    "gemma4": (
+        *(GEMMA4, "<|channel>thought\nSum.<channel|><|tool_call>call:add{a:27,b:58}<tool_call|>"),
+        *("<|tool_response>", 'response:add{value:<|"|>85<|"|>}<tool_response|>'),
+    ),
+    "gemma4, turn ended": (
+        *(GEMMA4, "<|tool_call>call:add{b:58,a:27}<tool_call|>"),
+        *("<turn|>", '<|tool_response>response:add{value:<|"|>85<|"|>}<tool_response|>'),
+    ),
+    "lfm2": (
+        *(LFM2, "I add.<|tool_call_start|>[add(a=27, b=58)]<|tool_call_end|>", "<|im_end|>"),
+        "\n<|im_start|>tool\n85<|im_end|>\n<|im_start|>assistant\n",
     ),
 }
 

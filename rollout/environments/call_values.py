@@ -1,0 +1,176 @@
+"""Read the values in a model's tool calls: JSON, and two notations that resemble it. Pure."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+    """If the model has written one."""
+
+
+class NoCall(ValueError):
+    """The text is no call."""
+
+
+Found = tuple[str, list[Call]]
+"""What the model says before the first call, and the calls."""
+
+
+def read_json(text: str) -> tuple[Any, int]:
+    """Return the JSON value that a text begins with, and where it ends. Raises ValueError, also for NaN."""
+    begin = len(text) - len(text.lstrip())
+    return _DECODER.raw_decode(text, begin)
+
+
+def call_of(value: Any) -> Call:
+    """Return the call that {"name": ..., "arguments" or "parameters": {...}} is. Raises NoCall."""
+    if not isinstance(value, dict):
+        raise NoCall
+    arguments = value.get("arguments", value.get("parameters"))
+    name, id = value.get("name"), value.get("id")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise NoCall
+    is_id = isinstance(id, str) and re.fullmatch("[a-zA-Z0-9]{9}", id)
+    return Call(name, arguments, id if is_id else None)
+
+
+def argument_of(text: str, name: str, schema: Any) -> Any:
+    """Return an argument that is written without quotes: a text if the schema of the function calls it one;
+    else what JSON makes of it, or the text if it is no JSON.
+    """
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    known = properties.get(name) if isinstance(properties, Mapping) else None
+    if isinstance(known, Mapping) and known.get("type") == "string":
+        return text
+    try:
+        value, end = read_json(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if text[end:].strip() else value
+
+
+class Reader:
+    """Reads a text from its beginning on. Each method skips spaces, and raises NoCall for anything else."""
+
+    def __init__(
+        self,
+        text: str,
+        string: re.Pattern[str],
+        *,
+        unescape: Callable[[str], str] = str,
+        key: re.Pattern[str] | None = None,
+    ) -> None:
+        """`string`: a string, whose group is what it says; `unescape`: reads that. `key`: a key of an object
+        that is no string, if there are such.
+        """
+        self.text = text
+        self.at = 0
+        self._string = string
+        self._unescape = unescape
+        self._key = key
+
+    def take(self, mark: str) -> bool:
+        """Return whether the mark is next; if so, go behind it."""
+        self.match(_SPACES)
+        found = self.text.startswith(mark, self.at)
+        self.at += len(mark) * found
+        return found
+
+    def expect(self, mark: str) -> None:
+        if not self.take(mark):
+            raise NoCall
+
+    def match(self, pattern: re.Pattern[str]) -> str | None:
+        """Return the group of the pattern that matches here, or all of it, and go behind it."""
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        return found[found.lastindex or 0]
+
+    def name(self) -> str:
+        """Return the name of a function or of an argument, up to what no name has."""
+        self.take("")
+        name = self.match(_NAME)
+        if not name:
+            raise NoCall
+        return name
+
+    def items(self, end: str, item: Callable[[], T]) -> list[T]:
+        """Return what stands between commas, up to the mark `end`."""
+        items: list[T] = []
+        if self.take(end):
+            return items
+        while True:
+            items.append(item())
+            if self.take(end):
+                return items
+            self.expect(",")
+
+    def argument(self) -> tuple[str, Any]:
+        """Return NAME=VALUE."""
+        name = self.name()
+        self.expect("=")
+        return name, self.value()
+
+    def value(self) -> Any:
+        if self.take("{"):
+            return dict(self.items("}", self._entry))
+        if self.take("["):
+            return self.items("]", self.value)
+        quoted = self._quoted()
+        if quoted is not None:
+            return quoted
+        word = self.match(_WORD) or ""
+        if word in _CONSTANTS:
+            return _CONSTANTS[word]
+        if _NUMBER.fullmatch(word) is None:
+            raise NoCall
+        return json.loads(word)
+
+    def _entry(self) -> tuple[str, Any]:
+        key = self._quoted()
+        if key is None and self._key is not None:
+            key = self.match(self._key)
+        if key is None:
+            raise NoCall
+        self.expect(":")
+        return key.strip(), self.value()
+
+    def _quoted(self) -> str | None:
+        self.take("")
+        said = self.match(self._string)
+        return None if said is None else self._unescape(said)
+
+
+def python_string(said: str) -> str:
+    """Return what a string of Python says. Characters that Python wants escaped may be there as they are:
+    chat templates put texts between quotes and change nothing. Raises ValueError for half a character.
+    """
+    text = re.sub(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", _unescaped, said, flags=re.DOTALL)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    code = escape[1]
+    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, escape[0])
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise NoCall(constant)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_SPACES = re.compile(r"\s*")
+_NAME = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
+_WORD = re.compile(r"[\w.+-]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "'": "'", '"': '"', "\\": "\\"}

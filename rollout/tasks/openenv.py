@@ -82,8 +82,9 @@ def rotated(urls: Sequence[str], number: int) -> list[str]:
     return [*urls[first:], *urls[:first]]
 
 
+@functools.cache  # each iteration asks; a server that is gone for a moment must not end the run
 def schema_at(name: str) -> dict[str, Any]:
-    """Return the schemas of the servers, which must be the same. Raises ValueError."""
+    """Return the schemas of the servers, which must be there, and the same. Raises ValueError."""
 
     async def ask() -> list[dict[str, Any]]:
         return await asyncio.gather(*(schema_of(url, SCHEMA_TIMEOUT_S) for url in urls))

@@ -156,11 +156,14 @@ class Session:
     async def _drop(self) -> None:
         if self._next is not None:
             self._next.cancel()
-        if self._socket is not None:
-            await self._socket.close()
-        if self._http is not None:
-            await self._http.close()
+        socket, http = self._socket, self._http
         self._http = self._socket = self._next = None
+        try:
+            if socket is not None:
+                await socket.close()
+        finally:
+            if http is not None:
+                await http.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Said:
         from aiohttp import WSMsgType

@@ -102,6 +102,10 @@ def text_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     for name in names:
         if not isinstance(fields.get(name), str):
             raise ServerFault(f"the observation's {name} is {excerpt(fields.get(name))}; it must be a text")
+        try:
+            fields[name].encode()
+        except UnicodeEncodeError:
+            raise ServerFault(f"the observation's {name} has half a character (UTF-16)") from None
     return "\n".join(fields[name] for name in names)
 
 

@@ -64,8 +64,8 @@ async def schema_of(url: str, limit_s: float) -> dict[str, Any]:
             raise ServerFault(f"{url}/schema answers {answer.status}: {excerpt(text)}")
         schema = json.loads(text)
         for kind in ("action", "observation"):
-            if not isinstance(schema[kind]["properties"], dict):
-                raise TypeError(f"{kind} has no properties")
+            if not all(isinstance(field, dict) for field in schema[kind]["properties"].values()):
+                raise TypeError(f"{kind} has properties that are none")
         return schema
     except TimeoutError:
         raise ServerFault(f"{url}/schema does not answer within {limit_s:g} s") from None
@@ -73,13 +73,13 @@ async def schema_of(url: str, limit_s: float) -> dict[str, Any]:
         raise ServerFault(f"no server answers at {url}: {excerpt(error)}") from None
     except ServerFault:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ServerFault(f"{url}/schema is not that of an OpenEnv server: {excerpt(error)}") from None
 
 
 class Session:
     """A session with the first of these servers that is there. `limit_s`: how long connecting, reset and step
-    may each take. `busy_s`: how long to wait if all sessions are taken, and then `wait` is called once.
+    may each take. `busy_s`: how long to wait while all sessions are taken, of which `wait` is told.
 
         async with Session(urls, limit_s) as session:
             said = await session.reset({"seed": 7})
@@ -127,6 +127,7 @@ class Session:
                 if time.monotonic() - began_s > self._busy_s:
                     raise ServerFault(f"{busy} for {self._busy_s:g} s") from None
                 self._wait(str(busy))
+                self._urls = [*self._urls[1:], self._urls[0]]
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
@@ -141,7 +142,7 @@ class Session:
             self._http = aiohttp.ClientSession()
             try:
                 async with asyncio.timeout(self._limit_s):
-                    times = aiohttp.ClientWSTimeout(ws_close=HANG_UP_S)
+                    times = aiohttp.ClientWSTimeout(ws_close=HANG_UP_S)  # pyright: ignore[reportCallIssue]
                     self._socket = await self._http.ws_connect(f"{url}/ws", timeout=times)
                 self.url, self._next = url, asyncio.create_task(self._socket.receive())
                 return

@@ -81,6 +81,7 @@ ANSWERS = {
     "maybe": said(done="maybe"),
     "number": said(observation={"prompt": 3}),
     "nothing": said(observation=None),
+    "surrogate": said(observation={"prompt": "a\ud800"}),
     "too much": "x" * 5_000_000,
 }
 
@@ -210,7 +211,7 @@ def test_wrong_environment_is_one_line(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [b"<html>", b"[]", b'{"action": {}}', b'{"action": {"properties": 3}}', b""]
+    "answer", [b"<html>", b"[]", b'{"action": {}}', b'{"action": {"properties": {"a": 3}}}', b""]
 )
 def test_other_server_is_refused(answer: bytes) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer)
@@ -274,6 +275,7 @@ def test_budget_of_tokens_ends_the_episode(server: Server, guess: OpenEnv) -> No
         ("huge", "step: the reward is 1000"),
         ("maybe", "step: done is maybe; it must be true or false"),
         ("number", "the observation's prompt is 3; it must be a text"),
+        ("surrogate", "the observation's prompt has half a character"),
         ("null", "gave no reward in 3 steps"),
     ],
 )

@@ -101,8 +101,8 @@ class RunSettings(Settings):
     tasks: str = "builtin:arithmetic"
     """The training tasks: a file (JSON lines, .csv, .parquet, .arrow), a directory or a pattern of such
     files, hf:NAME:CONFIG:SPLIT, builtin:arithmetic, builtin:products,
-    reasoning_gym:NAME,PARAMETER=VALUE,..., verifiers:NAME,PARAMETER=VALUE,..., or
-    gym:MODULE:CLASS,PARAMETER=VALUE,..."""
+    reasoning_gym:NAME,PARAMETER=VALUE,..., verifiers:NAME,PARAMETER=VALUE,...,
+    gym:MODULE:CLASS,PARAMETER=VALUE,..., or openenv:URL,PARAMETER=VALUE,..."""
     columns: dict[str, str] = Field(default={})
     """Which column of the data is a field of the task: columns.prompt=question, columns.answer=solution."""
     eval_tasks: str | None = None

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-PROGRAMS = ("verifiers:", "gym:")
-"""How a source begins whose tasks a program makes that is named behind it."""
+PROGRAMS = ("verifiers:", "gym:", "openenv:")
+"""How a source begins whose tasks a program makes that is named behind it. The name of an environment that
+begins so gives the rewards itself.
+"""
 GENERATED = ("builtin:", "reasoning_gym:", *PROGRAMS)
 """A source of tasks that begins so is not a file; it has tasks for training and for evaluation."""
 NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
@@ -140,7 +142,7 @@ class RolloutSettings(Settings):
     the samples' tokens (trainer.algorithm=distill)."""
     environment: str = "single_turn"
     """single_turn, calculator, python, demonstration (for trainer.algorithm=sft), preference (for dpo),
-    verifiers:NAME, gym:MODULE:CLASS, or module:function."""
+    verifiers:NAME, gym:MODULE:CLASS, openenv:URL, or module:function."""
 
     @field_validator("chat_template")
     @classmethod

@@ -15,6 +15,7 @@ from coordinator.node.start import Start
 from coordinator.settings import RunSettings
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.servers import server_reason
+from rollout.settings import PROGRAMS
 
 
 def announcement(start: Start, first: int | None) -> list[str]:
@@ -32,7 +33,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "tasks": _tasks(settings, inputs),
         "samples": _samples(settings, first),
         **_estimate(settings, inputs, gpus),
-        "reward": f"{settings.rollout.reward}, environment {settings.rollout.environment}",
+        "reward": _reward(settings),
         "nodes": _nodes(settings, gpus),
         "crews": f"{' '.join(settings.cluster.place)}, at the same time" if settings.cluster.place else "",
         "writes to": str(start.run_dir.root),
@@ -40,6 +41,13 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "": "(run logs and run report take the same --log-path)",
     }
     return [f"{title:<10}{text}" for title, text in said.items() if text]
+
+
+def _reward(settings: RunSettings) -> str:
+    environment = settings.rollout.environment
+    if environment.startswith(PROGRAMS):
+        return f"of the environment {environment}"
+    return f"{settings.rollout.reward}, environment {environment}"
 
 
 def _count(number: int) -> str:

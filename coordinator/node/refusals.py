@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from coordinator import config
 from coordinator.node.eval_tasks import SECTION, EvalSets
+from coordinator.node.functions import Functions
 from coordinator.settings import RunSettings, SettingsError
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.client import EngineError
@@ -16,7 +17,7 @@ from rollout.engines.model_facts import context_tokens, may_have_chat_template
 from rollout.environments.environment import BUILT_IN
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
-from rollout.settings import WRITTEN
+from rollout.settings import PROGRAMS, WRITTEN
 from rollout.tasks.task_set import TaskSet
 
 SERVER_TIMEOUT_S = 10.0
@@ -38,8 +39,12 @@ class Played(NamedTuple):
     tasks: TaskSet
     environment: str
     reward: str
-    option: str = "--reward"
-    """What names the reward."""
+    section: str = ""
+    """Where the settings are, if they are not those of `rollout`."""
+
+    def option(self, name: str) -> str:
+        """Return what names the reward, or the environment."""
+        return f"{self.section}.{name}" if self.section else f"--{name}"
 
 
 def _played(
@@ -55,8 +60,8 @@ def _played(
         found.append(Played(eval_tasks, answered, reward))
     if evaluates(settings):
         for name, one in settings.eval_sets.items():
-            option = f"{SECTION}{name}.reward"
-            found.append(Played(sets[name].tasks, str(one.environment), str(one.reward), option))
+            section = f"{SECTION}{name}"
+            found.append(Played(sets[name].tasks, str(one.environment), str(one.reward), section))
     return found
 
 
@@ -80,9 +85,30 @@ def refuse_unscored(
             try:
                 check_task(played.reward, task)
             except ValueError as error:
+                option = played.option("reward")
                 raise SettingsError(
-                    f"{played.tasks.place(index)}: {played.option} {played.reward} cannot score this task: "
-                    f"{error}; repair it, or give another {played.option}"
+                    f"{played.tasks.place(index)}: {option} {played.reward} cannot score this task: "
+                    f"{error}; repair it, or give another {option}"
+                ) from None
+
+
+def refuse_unplayed(
+    settings: RunSettings, functions: Functions, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> None:
+    """Raise SettingsError for the first task that an environment from elsewhere says is not its own."""
+    loaded = {settings.rollout.environment: functions.environment}
+    loaded |= {one.functions.environment_code.name: one.functions.environment for one in sets.values()}
+    for played in _played(settings, tasks, eval_tasks, sets):
+        check = getattr(loaded.get(played.environment), "check", None)
+        if check is None or not played.environment.startswith(PROGRAMS):
+            continue
+        for index, task in enumerate(played.tasks.tasks):
+            try:
+                check(task)
+            except ValueError as error:
+                raise SettingsError(
+                    f"{played.tasks.place(index)}: {played.option('environment')} {played.environment} "
+                    f"cannot play this task: {error}"
                 ) from None
 
 

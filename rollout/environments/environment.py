@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rollout.engines.client import Sampling
 from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
+from rollout.environments.openenv import OpenEnv
 from rollout.environments.policy import Policy, sample_of
 from rollout.environments.preference import preference
 from rollout.environments.python_tool import LIMITS, python
@@ -63,13 +64,19 @@ BUILT_IN: dict[str, Environment] = {
 }
 
 
-OUTSIDE: dict[str, Callable[[str], Environment]] = {"verifiers": VerifiersEnvironment, "gym": TextGym}
-"""By what its name begins with: what makes an environment whose code runs in other processes."""
+OUTSIDE: dict[str, Callable[[str], Environment]] = {
+    "verifiers": VerifiersEnvironment,
+    "gym": TextGym,
+    "openenv": OpenEnv,
+}
+"""By what its name begins with: what makes an environment whose code runs elsewhere. It gives the rewards
+itself, and has `check(task)`, which raises ValueError for a task that it cannot play.
+"""
 
 
 def resolve_environment(name: str) -> Environment:
-    """Return one of BUILT_IN, one of OUTSIDE that `verifiers:NAME` or `gym:NAME` names, or what
-    `module:function` names: an async function, or an object that is called like one. Raises
+    """Return one of BUILT_IN, one of OUTSIDE that e.g. `verifiers:NAME` names, or what `module:function`
+    names: an async function, or an object that is called like one. Raises
     EnvironmentSettingError.
     """
     if name == "python" and (reason := why_no_sandbox(LIMITS)) is not None:
@@ -84,8 +91,8 @@ def resolve_environment(name: str) -> Environment:
             raise EnvironmentSettingError(str(error)) from None
     if ":" not in name:
         raise EnvironmentSettingError(
-            f"environment {name!r}: there is {', '.join(BUILT_IN)}, verifiers:NAME and gym:MODULE:CLASS, or "
-            "give module:function"
+            f"environment {name!r}: there is {', '.join(BUILT_IN)}, verifiers:NAME, gym:MODULE:CLASS and "
+            "openenv:URL, or give module:function"
         )
     try:
         function = load_function(name)

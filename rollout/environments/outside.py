@@ -44,13 +44,14 @@ def _scored(samples: list[Sample], end: dict[str, Any]) -> list[Sample]:
     if error is None and not samples:
         error = "its agent has asked for nothing"
     if error is not None:
-        return [_lost(" ".join(error.split()))]
+        return [lost(" ".join(error.split()))]
     for sample in samples:
         sample.reward, sample.metrics = end["reward"], dict(end["metrics"])
     return samples
 
 
-def _lost(fault: str) -> Sample:
+def lost(fault: str) -> Sample:
+    """Return what stands for a sample that could not be made, and says why."""
     nothing = np.zeros(0)
     return Sample(
         nothing.astype(np.int32),

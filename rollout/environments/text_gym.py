@@ -45,11 +45,15 @@ class TextGym:
         say = functools.partial(_say, name)
         self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)
 
+    def check(self, task: Task) -> None:
+        """Raise ValueError if the task is of another environment; one of a file has no name of any."""
+        if task.get("gym", {}).get("name", self._name) != self._name:
+            raise ValueError(f"it is not of {self._name}; give --tasks {SOURCE}{self._name}")
+
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of an episode with the task's `seed` and `options`, if it has them."""
-        made = task.get("gym", {"name": self._name, "parameters": {}, STEP_TIMEOUT: STEP_TIMEOUT_S})
-        if made["name"] != self._name:
-            raise ValueError(f"the task is not of {self._name}; give --tasks {SOURCE}{self._name}")
+        self.check(task)
+        made = task.get("gym", {"parameters": {}, STEP_TIMEOUT: STEP_TIMEOUT_S})
         given = made["parameters"], made[STEP_TIMEOUT], task.get("seed"), task.get("options")
         async with asyncio.TaskGroup() as group:
             episodes = [

@@ -41,12 +41,16 @@ class VerifiersEnvironment:
         size = min(MOST_PROCESSES, os.cpu_count() or 1)
         self._pool = ProcessPool(f"{__name__}:make_player", size=size, say=functools.partial(_say, name))
 
-    async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
-        """Return the samples of a task of the environment. The reward is its own."""
+    def check(self, task: Task) -> None:
+        """Raise ValueError if the task is not of this environment."""
         made = task.get("verifiers")
         if made is None or module_of(made["name"]) != module_of(self._name):
-            raise ValueError(f"the task is not of {self._name}; give --tasks {SOURCE}{self._name}")
-        return await play_outside(self._pool, policy, range(sampling.n), made)
+            raise ValueError(f"it is not of {self._name}; give --tasks {SOURCE}{self._name}")
+
+    async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+        """Return the samples of a task of the environment. The reward is its own."""
+        self.check(task)
+        return await play_outside(self._pool, policy, range(sampling.n), task["verifiers"])
 
 
 def _say(name: str, line: str) -> None:

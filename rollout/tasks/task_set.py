@@ -14,6 +14,7 @@ from rollout.counter_rng import random_bits
 from rollout.settings import GENERATED
 from rollout.tasks import reasoning_gym
 from rollout.tasks.fields import task_of
+from rollout.tasks.openenv import openenv_tasks
 from rollout.tasks.rows import HUB, RowError, place, rows
 from rollout.tasks.stored import StoredTasks
 from rollout.tasks.text_gym import text_gym_tasks
@@ -216,6 +217,7 @@ BUILT_IN = {"builtin:arithmetic": _arithmetic, "builtin:products": _products}
 FROM_LIBRARIES: dict[str, Callable[[str, int, Split], list[Task]]] = {
     "reasoning_gym": lambda given, seed, split: reasoning_gym.gym_tasks(given, seed=seed, split=split),
     "gym": lambda given, seed, split: text_gym_tasks(given, seed=seed, split=split),
+    "openenv": lambda given, seed, split: openenv_tasks(given, seed=seed, split=split),
     "verifiers": lambda given, seed, split: verifiers_tasks(given, split=split),
 }
 """By the beginning of a source: what makes the tasks of the rest. It raises ValueError."""

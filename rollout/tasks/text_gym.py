@@ -40,24 +40,37 @@ def text_gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> 
     STEP_TIMEOUT. Seeds follow from the run's. Raises ValueError with the reason, in one line.
     """
     name, given = parse(text)
-    size, limit_s = given.pop(SIZE, DEFAULT_SIZE), given.pop(STEP_TIMEOUT, STEP_TIMEOUT_S)
-    if type(limit_s) not in (int, float) or not limit_s > 0:
-        raise ValueError(f"{STEP_TIMEOUT}={limit_s}: give a number of seconds above 0")
-    numbers = [number for number in range(size) if (number % EVALUATION == 0) == (split == "eval")]
-    if not numbers:
-        raise ValueError(f"{SIZE}={size} leaves no {split} task; raise it")
-    seeds = [_seed(f"{seed}/{number}") for number in numbers]
-    said = _observations(name, json.dumps(given, sort_keys=True), float(limit_s), tuple(seeds))
+    limit_s, seeds = limit_of(given), seeds_of(given, f"gym/{seed}", split)
+    said = _observations(name, json.dumps(given, sort_keys=True), limit_s, tuple(seeds.values()))
     return [
         {
             "id": f"{name}/{number}",
             "source": name,
             "seed": one,
             "messages": [{"role": "user", "content": text}],
-            "gym": {"name": name, "parameters": given, STEP_TIMEOUT: float(limit_s)},
+            "gym": {"name": name, "parameters": given, STEP_TIMEOUT: limit_s},
         }
-        for number, one, text in zip(numbers, seeds, said, strict=True)
+        for (number, one), text in zip(seeds.items(), said, strict=True)
     ]
+
+
+def limit_of(given: dict[str, Any]) -> float:
+    """Take STEP_TIMEOUT out of the parameters. ValueError if it is no time."""
+    limit_s = given.pop(STEP_TIMEOUT, STEP_TIMEOUT_S)
+    if type(limit_s) not in (int, float) or not limit_s > 0:
+        raise ValueError(f"{STEP_TIMEOUT}={limit_s}: give a number of seconds above 0")
+    return float(limit_s)
+
+
+def seeds_of(given: dict[str, Any], label: str, split: Literal["train", "eval"]) -> dict[int, int]:
+    """Take SIZE out of the parameters, and return the seeds of a split's tasks, by the tasks' numbers. They
+    follow from `label`. ValueError if there are none.
+    """
+    size = given.pop(SIZE, DEFAULT_SIZE)
+    numbers = [number for number in range(size) if (number % EVALUATION == 0) == (split == "eval")]
+    if not numbers:
+        raise ValueError(f"{SIZE}={size} leaves no {split} task; raise it")
+    return {number: _seed(f"{label}/{number}") for number in numbers}
 
 
 def code_behind(name: str) -> dict[str, tuple[str, str]]:
@@ -68,7 +81,7 @@ def code_behind(name: str) -> dict[str, tuple[str, str]]:
 
 
 def _seed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"gym/{text}".encode()).digest()[:4], "little") >> 1
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") >> 1
 
 
 @functools.lru_cache(maxsize=4)

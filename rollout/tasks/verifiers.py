@@ -6,6 +6,7 @@ NAME is an installed package that has a Taskset. A PARAMETER is a dotted name of
 as behind `--env.` in the library: taskset.split=train, agent.max_turns=4. Rows are read in another process.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import logging
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -32,8 +34,13 @@ LOAD_TIMEOUT_S = 1800.0
 HELD_OUT = 10
 """Where an environment has no splits, one task in 10 belongs to evaluation, by its hash."""
 CHAT = "flagpost_chat"
-"""The harness of an agent that brings none: it asks for replies, and has no tools."""
+"""The harness of an agent that brings none: it asks for replies, with the environment's tools at hand."""
+MOST_TURNS = 100
+"""Replies that it asks for without a word of the environment; the budget of tokens ends most earlier."""
 NOTHING_SAID = "(the environment begins)"
+
+ENGINE_TIMEOUT_S = 30.0
+"""How long an engine for containers may take to say its version."""
 
 _LIBRARY = {"library": "verifiers", "extra": "verifiers"}
 
@@ -121,7 +128,7 @@ def make_loader() -> Callable[[str, dict[str, Any], str], Any]:
         if has_splits and split == "eval":
             given = {"taskset.split": "test", **given}
         config = config_of(name, given)
-        _refuse_host(config, given)
+        _refuse_agents(config, given)
         taskset = vf.load_taskset(config.taskset)
         if SIZE in given:
             taskset = taskset.take(given[SIZE])
@@ -181,19 +188,42 @@ def config_of(name: str, given: Mapping[str, Any]) -> Any:
         raise ValueError(f"{where}: {first['msg']} (got {first['input']!r:.100})") from None
 
 
-def _refuse_host(config: Any, given: Mapping[str, Any]) -> None:
-    """Refuse an agent that runs what the model writes as the user of the node, unless it is asked for."""
+def _refuse_agents(config: Any, given: Mapping[str, Any]) -> None:
+    """Refuse an agent that runs what the model writes as the user of the node, unless it is asked for, and
+    one that needs an engine for containers where there is none.
+    """
     from verifiers import v1 as vf
 
     for role, agent in config:
-        if not isinstance(agent, vf.AgentConfig) or f"{role}.runtime.type" in given:
+        if not isinstance(agent, vf.AgentConfig):
+            continue
+        if agent.runtime.type in ("docker", "podman") and (reason := _why_no_engine(agent.runtime.type)):
+            raise ValueError(f"its {role} runs in {agent.runtime.type}, which does not work here: {reason}")
+        if f"{role}.runtime.type" in given:
             continue
         harness = agent.harness or config.agent_harnesses()[role]
         if agent.runtime.type == "subprocess" and vf.load_harness(harness).EXECUTES_CODE:
             raise ValueError(
                 f"its {role} runs what the model writes (harness {harness.id}); give "
-                f"{role}.runtime.type=docker, or {role}.harness.id={CHAT} for an agent without tools"
+                f"{role}.runtime.type=docker, or {role}.harness.id={CHAT} for one without tools of its own"
             )
+
+
+def _why_no_engine(engine: str) -> str | None:
+    """Return why `docker` or `podman` cannot start a container here; None if it may."""
+    try:
+        done = subprocess.run(
+            [engine, "version"],
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        return f"there is no program {engine}"
+    except subprocess.TimeoutExpired:
+        return f"`{engine} version` does not answer within {ENGINE_TIMEOUT_S:g} s"
+    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
 
 def _chat_module() -> types.ModuleType:
@@ -203,11 +233,13 @@ def _chat_module() -> types.ModuleType:
     from openai import AsyncOpenAI
     from verifiers import v1 as vf
     from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
     class Chat(vf.Harness[vf.HarnessConfig]):
-        """Asks for the reply to the messages, in the environment's own process."""
+        """Asks for the reply to the messages, and makes its calls, in the environment's own process."""
 
         APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_MCP = True
         SUPPORTS_RESUME = True
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
@@ -219,8 +251,23 @@ def _chat_module() -> types.ModuleType:
             messages: list[Any] = [{"role": "system", "content": system}] if system else []
             said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
             messages += [message_to_wire(message) for message in said]
-            async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
-                await client.chat.completions.create(model=ctx.model, messages=messages)
+            places = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
+            async with (
+                AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client,
+                contextlib.AsyncExitStack() as stack,
+            ):
+                tools, known, servers = await connect_mcp(places, stack)
+                more: dict[str, Any] = {"tools": tools} if tools else {}
+                for _ in range(MOST_TURNS):
+                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
+                    said_now = answer.choices[0].message
+                    messages.append(said_now.model_dump(exclude_none=True))
+                    for call in said_now.tool_calls or ():
+                        name, given = call.function.name, json.loads(call.function.arguments)
+                        result = await call_mcp(servers, known, name, given)
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                    if not said_now.tool_calls:
+                        break
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     module = types.ModuleType(CHAT)

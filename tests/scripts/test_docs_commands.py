@@ -59,7 +59,7 @@ PAGES_WITH_TESTS = {
 }
 """Their Python blocks are run by tests/coordinator/test_readme.py, tests/rollout/test_docs.py,
 tests/rollout/test_docs_tools.py, tests/trainer/test_algorithms_page.py, tests/scripts/test_serve_page.py, and
-test_verifiers.py, test_text_gym.py and test_python_tool.py in tests/rollout/environments.
+test_verifiers.py, test_text_gym.py, test_openenv.py and test_python_tool.py in tests/rollout/environments.
 """
 ALL = sorted({command for page in PAGES for command in commands(page)})
 

@@ -1,6 +1,7 @@
 """What a start says it starts: its facts, and that it fits a terminal."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from coordinator.node import inputs
 from coordinator.node.announcement import announcement
 from coordinator.node.start import start_master
 from tests.models import write_model
+from tests.rollout.environments.openenv_server import Action, Observation, Server
 
 PREFIX = len("[rank 0] ")
 
@@ -44,6 +46,20 @@ def test_demo_says_what_it_starts(tmp_path: Path) -> None:
     }
     free = {"writes to", "look"}  # a path is as long as it is
     assert all(PREFIX + 10 + len(text) <= 80 for title, text in lines.items() if title not in free)
+
+
+def test_environment_from_elsewhere_gives_the_reward(tmp_path: Path) -> None:
+    class Text(Action):
+        text: str
+
+    class Seen(Observation):
+        text: str
+
+    with Server(lambda: SimpleNamespace(reset=lambda seed: Seen(text=str(seed))), Text, Seen) as server:
+        name = f"openenv:{server.url}"
+        lines = said(tmp_path, {"tasks": f"{name},size=20", "rollout.environment": name})
+    assert lines["reward"] == f"of the environment {name}"
+    assert lines["tasks"].startswith(f"18 ({name},size=20); 2 to evaluate")
 
 
 def test_start_without_settings_says_that_it_is_the_demo(tmp_path: Path) -> None:

@@ -75,6 +75,19 @@ def test_answer_is_not_needed_in_tasks_that_are_not_evaluated(tmp_path: Path) ->
     passes({"eval_tasks": tasks, "rollout_split": "train-only"})
 
 
+def test_task_of_another_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
+    (tmp_path / "own_game.py").write_text("")  # it is found, and not loaded
+    monkeypatch.syspath_prepend(tmp_path)
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
+    problem = "cannot play this task: it is not of own-game; give --tasks verifiers:own-game"
+    mixed = {"tasks": tasks, "rollout.environment": "verifiers:own-game"}
+    assert refusal(mixed) == f"{tasks}:1: --environment verifiers:own-game {problem}"
+    alone = {"tasks": tasks, "eval.sets.new.tasks": tasks, "eval.sets.new.environment": "verifiers:own-game"}
+    assert refusal(alone) == f"{tasks}:1: eval.sets.new.environment verifiers:own-game {problem}"
+    passes({**mixed, "rl_phase": "update"})
+
+
 # ---- evaluation
 
 

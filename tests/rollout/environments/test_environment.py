@@ -270,7 +270,7 @@ def test_environment_that_cannot_be_played_is_refused(name: str, reason: str) ->
     [
         (
             "multi_turn",
-            "there is single_turn, .*, python, verifiers:NAME and gym:MODULE:CLASS, or give module:function",
+            "there is single_turn, .*, python, verifiers:NAME, gym:MODULE:CLASS and openenv:URL, or give",
         ),
         ("nowhere:f", "cannot be imported"),
     ],

@@ -14,6 +14,7 @@ from rollout.environments.environment import EnvironmentSettingError, resolve_en
 from rollout.environments.python_tool import MOST_CALLS
 from rollout.sandbox.run import Limits, why_no_sandbox
 from tests.rollout.environments.outside import MODULES
+from tests.rollout.scripted import ScriptedClient, text_of
 from tests.rollout.templated import QWEN3, TemplatedClient
 
 pytestmark = pytest.mark.skipif(
@@ -95,7 +96,9 @@ def test_result_is_in_the_conversation_and_is_not_trained(tmp_path: Path) -> Non
 
 
 def test_environment_of_the_page_has_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(MODULES) == {"digits_wanted.py", "digit_game.py", "my_programmer.py"}
+    assert set(MODULES) == {
+        *("digits_wanted.py", "digit_game.py", "digits_server.py", "my_programmer.py", "my_sums.py"),
+    }
     (tmp_path / "my_programmer.py").write_text(MODULES["my_programmer.py"])
     monkeypatch.syspath_prepend(tmp_path)
     _, (sample,) = samples_of(
@@ -105,6 +108,21 @@ def test_environment_of_the_page_has_the_tool(tmp_path: Path, monkeypatch: pytes
         "1566",
         ["user", "assistant", "tool", "assistant"],
     )
+
+
+def test_model_without_a_template_for_tools_runs_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_sums.py").write_text(MODULES["my_sums.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    client, sampling = ScriptedClient("<<27*58", "<<1/0", "1566"), Sampling(n=1, max_tokens=100)
+    play = resolve_environment("my_sums:with_python")
+    asked = play({"id": "1", "prompt": "27*58="}, Policy(client, sampling, 7), sampling)
+    (sample,) = asyncio.run(_awaited(asked))
+    assert (sample.text, sample.metrics) == ("1566", {"calls": 2})
+    said = text_of(sample)
+    assert said.startswith("27*58=<<27*58=1566\n<<1/0=error: ") and "ZeroDivisionError" in said
+    assert text_of(sample, trained=True) == "<<27*58<<1/01566"
 
 
 def test_model_that_calls_for_ever_is_ended(tmp_path: Path) -> None:

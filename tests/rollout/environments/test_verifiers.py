@@ -1,6 +1,8 @@
 """Environments of the library `verifiers`: their tasks, and how the policy plays them."""
 
 import asyncio
+import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from rollout.trajectory import unfit
 from tests.rollout.environments.outside import MODULES, Saying, played
 from tests.rollout.rollout_helpers import wait_until
 from tests.rollout.scripted import text_of
+from tests.rollout.templated import QWEN3, TemplatedClient
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
 
@@ -65,6 +68,33 @@ class Words(vf.Taskset[Word, WordsConfig]):
 
 __all__ = ["Game", "Words"]
 """
+TOOLS = """
+import verifiers.v1 as vf
+
+class Adding(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        if a == 13:
+            raise ValueError("unlucky")
+        return a + b
+
+class Sum(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "85")
+
+class Sums(vf.Taskset[Sum]):
+    def load(self):
+        yield Sum(vf.TaskData(prompt="27+58?"), self.config.task)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Adding(vf.ToolsetConfig())]
+
+__all__ = ["Sums"]
+if __name__ == "__main__":
+    Adding.run()
+"""
 SPLITS = """
 import itertools
 import verifiers.v1 as vf
@@ -91,7 +121,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (place / "word_game.py").write_text(GAME)
     (place / "digits_wanted.py").write_text(MODULES["digits_wanted.py"])
     (place / "has_splits.py").write_text(SPLITS)
+    (place / "tool_game.py").write_text(TOOLS)
+    (place / "docker").write_text("#!/bin/sh\necho 'Cannot connect to\nthe Docker daemon' >&2; exit 1")
+    (place / "docker").chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+        patch.setenv("PYTHONPATH", str(place))  # for the server of the tools
         patch.setattr(sys, "path", [str(place), *sys.path])
         pool = ProcessPool("rollout.tasks.verifiers:make_loader", size=1)
         lasting = SimpleNamespace(call=pool.call, close=lambda: None)
@@ -148,6 +183,10 @@ def test_environment_with_splits_gives_its_own() -> None:
         ("word-game,taskset.word=1", "taskset.word: Extra inputs are not permitted"),
         ("word-game,player.max_turns=many", "player.max_turns: Input should be a valid integer"),
         ("word-game,player.harness.id=bash", "its player runs what the model writes (harness bash)"),
+        (
+            "word-game,player.runtime.type=docker",
+            "its player runs in docker, which does not work here: Cannot connect to the Docker daemon",
+        ),
         ("has-splits", "the tasks of has-splits never end; give size=NUMBER"),
     ],
 )
@@ -197,8 +236,31 @@ def test_error_of_the_environment_costs_the_samples_and_is_said(game: Environmen
 
 
 def test_task_of_another_environment_is_refused(game: Environment) -> None:
-    with pytest.raises(ValueError, match="not of word-game; give --tasks verifiers:word-game"):
+    with pytest.raises(ValueError, match="it is not of word-game; give --tasks verifiers:word-game"):
         played(game, {"id": "1", "prompt": "1+1="}, lambda *_: "2.")
+
+
+def test_tools_of_the_environment_are_called(
+    game: VerifiersEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(a: int) -> str:
+        given = {"name": "adding_add", "arguments": {"a": a, "b": 58}}
+        return f"<tool_call>\n{json.dumps(given)}\n</tool_call><|im_end|>"
+
+    rows, _ = verifiers._loaded("tool-game", "{}", "train")
+    client = TemplatedClient(tmp_path, QWEN3, call(27), call(13), "85<|im_end|>")
+
+    async def main() -> Any:
+        sampling = Sampling(n=1, max_tokens=2000)
+        task = verifiers._task("tool-game", {}, 0, rows[0])
+        async with asyncio.timeout(240):
+            return await game(task, Policy(client, sampling, 7), sampling)
+
+    monkeypatch.setattr(game, "_name", "tool-game")
+    (sample,) = asyncio.run(main())
+    assert (sample.fault, sample.reward) == (None, 1.0)
+    told = str(client.tokenizer.decode(sample.token_ids)).split("<tool_response>\n")
+    assert told[1].startswith("85\n") and told[2].startswith("Error executing tool add: unlucky")
 
 
 def test_environment_of_the_page_plays(game: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:

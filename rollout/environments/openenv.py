@@ -1,0 +1,75 @@
+"""Play the environment of a server of the library OpenEnv: --environment openenv:URL.
+
+Each sample has a session of its own. An observation is a message of the user, and what the model replies is a
+field of the action. The reward of a sample is the sum of its steps' rewards.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+
+from rollout.engines.client import RequestRefused
+from rollout.environments.outside import lost
+from rollout.environments.policy import Episode, Policy, warn_once
+from rollout.environments.text_gym import MOST_TURNS
+from rollout.origin import Sampling
+from rollout.tasks.openenv import SOURCE, rotated, schema_at, text_of, urls_of
+from rollout.tasks.openenv_client import ServerFault, Session
+from rollout.tasks.parameters import parse
+from rollout.tasks.task_set import Task
+from rollout.tasks.text_gym import STEP_TIMEOUT
+from rollout.trajectory import Sample
+
+
+class OpenEnv:
+    """The environment at URL, or at several. Parameters are in the tasks."""
+
+    def __init__(self, name: str) -> None:
+        """Raises ValueError, in one line, if there is no such server."""
+        if parse(name)[1]:
+            raise ValueError(f"give its parameters behind --tasks {SOURCE}URL, not here")
+        self._name, self._urls = name, urls_of(name)
+        self.behind = hashlib.sha256(json.dumps(schema_at(name), sort_keys=True).encode()).hexdigest()
+        self._begun = itertools.count()
+
+    def check(self, task: Task) -> None:
+        """Raise ValueError if the task is not of this environment."""
+        if task.get("openenv", {}).get("name") != self._name:
+            raise ValueError(f"it is not of {self._name}; give --tasks {SOURCE}{self._name}")
+
+    async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+        """Return the samples of episodes that begin with the task's seed."""
+        self.check(task)
+        async with asyncio.TaskGroup() as group:
+            played = [group.create_task(self._play(task, policy.episode(j))) for j in range(sampling.n)]
+        return [one.result() for one in played]
+
+    async def _play(self, task: Task, episode: Episode) -> Sample:
+        urls = rotated(self._urls, next(self._begun))
+        try:
+            async with Session(urls, task["openenv"][STEP_TIMEOUT], wait=_busy) as session:
+                return await _played(task, episode, session)
+        except (ServerFault, RequestRefused) as error:
+            return lost(" ".join(str(error).split()))
+
+
+async def _played(task: Task, episode: Episode, session: Session) -> Sample:
+    made, rewards = task["openenv"], list[float]()
+    said = await session.reset({**made["reset"], "seed": task["seed"]})
+    metrics, turns, is_cut = {}, 0, False
+    while not (said.done or is_cut) and turns < MOST_TURNS:
+        observed = text_of(said.fields, made["observation"])
+        turn = await episode.generate([{"role": "user", "content": observed}])
+        is_cut = turn.finish_reason == "length"  # the budget of tokens, or the context, is used up
+        said = await session.step({made["action"]: turn.text})
+        turns += 1
+        metrics |= said.metrics
+        rewards += [] if said.reward is None else [said.reward]
+    if not rewards:
+        raise ServerFault(f"{session.url} gave no reward in {turns} steps")
+    return episode.sample(sum(rewards), {**metrics, "turns": turns})
+
+
+def _busy(said: str) -> None:
+    warn_once("busy", f"{said}: samples wait; start more copies of it, or have it allow more sessions")

@@ -1,0 +1,179 @@
+"""Tasks of environment servers of the library OpenEnv: their first observations, by seed.
+
+    --tasks openenv:URL,PARAMETER=VALUE,... --environment openenv:URL
+
+URL may be several, joined by commas: copies of a server.
+"""
+
+import asyncio
+import functools
+import json
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rollout.tasks.openenv_client import ServerFault, Session, excerpt, schema_of
+from rollout.tasks.parameters import SIZE, parse
+from rollout.tasks.text_gym import LOAD_TIMEOUT_S, STEP_TIMEOUT, limit_of, seeds_of
+
+SOURCE = "openenv:"
+SCHEMA_TIMEOUT_S = 30.0
+"""How long a server may take to say what its actions are."""
+BUSY_S = 60.0
+"""How long the start waits for a session of a server that has no more of them."""
+AT_ONCE = 8
+"""Sessions that the start opens at each server at the same time."""
+RESET = "reset."
+"""How parameters begin that are arguments of `reset`."""
+JOIN = "+"
+"""Joins the fields of an observation that the model reads."""
+
+
+def openenv_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
+    """Return the tasks of `URL,PARAMETER=VALUE,...`. Seeds follow from the run's. Raises ValueError with the
+    reason, in one line.
+    """
+    name, given = parse(text)
+    limit_s, seeds = limit_of(given), seeds_of(given, f"openenv/{seed}", split)
+    arguments = {key.removeprefix(RESET): given.pop(key) for key in [*given] if key.startswith(RESET)}
+    action, observation = given.pop("action", None), given.pop("observation", None)
+    if given:
+        raise ValueError(
+            f"{next(iter(given))}: there is action, observation, {RESET}ARGUMENT, {SIZE} and {STEP_TIMEOUT}"
+        )
+    schema = schema_at(name)
+    made = {
+        "name": name,
+        "action": _action(schema, action),
+        "observation": _observation(schema, observation),
+        "reset": arguments,
+        STEP_TIMEOUT: limit_s,
+    }
+    said = _observations(json.dumps(made), tuple(seeds.values()))
+    return [
+        {
+            "id": f"{name}/{number}",
+            "source": name,
+            "seed": one,
+            "messages": [{"role": "user", "content": text}],
+            "openenv": made,
+        }
+        for (number, one), text in zip(seeds.items(), said, strict=True)
+    ]
+
+
+def urls_of(name: str) -> list[str]:
+    """Return the URLs of the servers. ValueError if they are none."""
+    urls = [url.rstrip("/") for url in name.split(",")]
+    for url in urls:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            fits = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 80)
+        except ValueError:  # of the port
+            fits = False
+        if not fits or "@" in url or parts.query:
+            raise ValueError(f"{url!r} is no URL of a server, such as http://127.0.0.1:8000")
+    return urls
+
+
+def rotated(urls: Sequence[str], number: int) -> list[str]:
+    """Return the URLs in the order in which episode `number` tries them."""
+    first = number % len(urls)
+    return [*urls[first:], *urls[:first]]
+
+
+@functools.cache  # each iteration asks; a server that is gone for a moment must not end the run
+def schema_at(name: str) -> dict[str, Any]:
+    """Return the schemas of the servers, which must be there, and the same. Raises ValueError."""
+
+    async def ask() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(schema_of(url, SCHEMA_TIMEOUT_S) for url in urls))
+
+    urls = urls_of(name)
+    first, *others = asyncio.run(ask())
+    for url, other in zip(urls[1:], others, strict=True):
+        if other != first:
+            raise ServerFault(f"{url} has other actions or observations than {urls[0]}; give copies of one")
+    return first
+
+
+def text_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return what the model reads of an observation. ServerFault if that is no text."""
+    for name in names:
+        if not isinstance(fields.get(name), str):
+            raise ServerFault(f"the observation's {name} is {excerpt(fields.get(name))}; it must be a text")
+        try:
+            fields[name].encode()
+        except UnicodeEncodeError:
+            raise ServerFault(f"the observation's {name} has half a character (UTF-16)") from None
+    return "\n".join(fields[name] for name in names)
+
+
+def _action(schema: Mapping[str, Any], given: str | None) -> str:
+    fields = schema["action"]["properties"]
+    if {"tool_name", "arguments"} <= fields.keys():
+        raise ValueError(
+            "its actions are calls of MCP tools; give them to the model in an environment of your own "
+            "(docs/tools.md)"
+        )
+    name = _chosen("action", fields, given)
+    if more := [one for one in schema["action"].get("required", ()) if one != name]:
+        raise ValueError(f"an action needs {more[0]} beside the text in {name}: it cannot be played")
+    return name
+
+
+def _observation(schema: Mapping[str, Any], given: str | None) -> list[str]:
+    fields = schema["observation"]["properties"]
+    return [_chosen("observation", fields, one) for one in (given.split(JOIN) if given else [None])]
+
+
+def _chosen(what: str, fields: Mapping[str, Any], given: str | None) -> str:
+    """Return the field that is given, or the only one that is a text."""
+    texts = [name for name, field in fields.items() if _is_text(field)]
+    if given is None and len(texts) == 1:
+        return texts[0]
+    if given in texts:
+        return given
+    wrong = f"{what}={given}: " if given else ""
+    others = [name for name in fields if name not in texts]
+    raise ValueError(
+        f"{wrong}its {what} has the texts {', '.join(texts) or '(none)'}, and {', '.join(others)}; give one "
+        f"of the texts, as {what}=FIELD"
+    )
+
+
+def _is_text(field: Any) -> bool:
+    kinds = [kind.get("type") for kind in field.get("anyOf", [field])]
+    return "string" in kinds and not {"enum", "const"} & field.keys()
+
+
+@functools.lru_cache(maxsize=4)
+def _observations(made: str, seeds: tuple[int, ...]) -> list[str]:
+    """Return the first observation of each seed."""
+    return asyncio.run(_observed(json.loads(made), seeds))
+
+
+async def _observed(made: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+    urls = urls_of(made["name"])
+    places = asyncio.Semaphore(AT_ONCE * len(urls))
+
+    async def one(number: int, seed: int) -> str:
+        session = Session(rotated(urls, number), made[STEP_TIMEOUT], busy_s=BUSY_S)
+        async with places, session:
+            said = await session.reset({**made["reset"], "seed": seed})
+        if said.done:
+            raise ValueError(f"{session.url}: the episode with seed {seed} is done before the first action")
+        return text_of(said.fields, made["observation"])
+
+    try:
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(one(*each)) for each in enumerate((seeds[0], *seeds))]
+    except ExceptionGroup as faults:
+        raise faults.exceptions[0] from None
+    except TimeoutError:
+        raise ValueError(f"{len(seeds)} first observations take longer than {LOAD_TIMEOUT_S:g} s") from None
+    again, *said = [task.result() for task in asked]
+    if again != said[0]:
+        raise ValueError("with the same seed, reset says something else the second time")
+    return said

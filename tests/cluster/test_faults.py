@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import FAST, Cluster, token_ids
-from tests.cluster.conftest import SEPARATE
 from tests.cluster.faults import AGENT, ENGINE, children
 
 QUICK = (
@@ -118,8 +117,7 @@ def kill_agent(cluster: Cluster, rank: int) -> None:
     agent.kill()
 
 
-@SEPARATE
-@pytest.mark.parametrize(("attempts", "codes"), [(1, [1, 1]), (2, [0, 0])])
+@pytest.mark.parametrize(("attempts", "codes", "separate"), [(1, [1, 1], False), (2, [0, 0], True)])
 def test_killed_trainer_is_another_attempt_or_the_end(
     cluster: Cluster, attempts: int, codes: list[int]
 ) -> None:

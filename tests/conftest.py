@@ -1,7 +1,12 @@
 """For all tests."""
 
 import importlib.util
+import os
 import signal
+
+import pytest
+
+from tests.order import longest_first
 
 
 def pytest_configure() -> None:
@@ -16,3 +21,9 @@ def pytest_configure() -> None:
         # No test times its examples: on a busy machine one takes longer than hypothesis allows.
         settings.register_profile("flagpost", deadline=None)
         settings.load_profile("flagpost")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deal the tests out to the processes of pytest-xdist; see order.py."""
+    if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        items[:] = longest_first(items, lambda item: item.nodeid.partition("::")[0], processes)

@@ -3,24 +3,15 @@
 It uses paths that vLLM has with VLLM_SERVER_DEV_MODE=1; the embedded server has them too.
 """
 
-import http.client
 import json
 import os
 import re
-import socket
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.engines.client import (
-    HOST_OF_SOCKET,
-    EngineError,
-    EngineFacts,
-    excerpt,
-    parse_answer,
-    socket_of,
-)
+from rollout.engines.calls import Calls, EngineDead
+from rollout.engines.client import EngineError, EngineFacts
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
 from rollout.engines.servers import EXTENSION
 
@@ -45,10 +36,6 @@ def adapter_name(digest: str) -> str:
     return f"{_ADAPTER}{digest}"
 
 
-class EngineDead(EngineError):
-    """The server answers, but its engine has ended (503)."""
-
-
 class WrongWeights(EngineError):
     """A server computes with other weights than it should; the message names tensors and sums."""
 
@@ -64,19 +51,9 @@ class EngineAdmin:
         timeout_s: float = 30.0,
         drain_timeout_s: float = 1800.0,
     ) -> None:
-        """`after_reload`: as in rollout.engines.servers.Server. `timeout_s`: of a quick call.
-        `drain_timeout_s`: of a call that waits for running requests or moves weights.
-        """
-        self._socket = socket_of(base_url)
-        parts = urllib.parse.urlsplit(HOST_OF_SOCKET if self._socket else base_url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"engine URL {base_url!r} must look like http://127.0.0.1:8000")
-        self._host, self._port = parts.hostname, parts.port or 80
-        self._prefix = parts.path.rstrip("/")
-        self._base_url = base_url.rstrip("/")
+        """`after_reload`: as in rollout.engines.servers.Server. The timeouts are those of Calls."""
+        self._calls = Calls(base_url, timeout_s, drain_timeout_s)
         self._after_reload = after_reload
-        self._timeout_s = timeout_s
-        self._drain_timeout_s = drain_timeout_s
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Return whether the engine answers that it works."""
@@ -85,7 +62,7 @@ class EngineAdmin:
     def health(self, timeout_s: float = 5.0) -> bool | None:
         """True: it works. False: it says that it is dead, and will not come back. None: it says neither."""
         try:
-            self._call("GET", "/health", timeout_s=timeout_s)
+            self._calls.call("GET", "/health", timeout_s=timeout_s)
         except EngineDead:
             return False
         except EngineError:
@@ -94,7 +71,7 @@ class EngineAdmin:
 
     def check(self) -> None:
         """Raise EngineError unless there is an engine that works, and that the calls here can administer."""
-        self._call("GET", "/health", timeout_s=self._timeout_s)
+        self._calls.call("GET", "/health")
         self._version()
 
     def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
@@ -104,10 +81,12 @@ class EngineAdmin:
         give_up_at = time.monotonic() + timeout_s
         while not self.healthy():
             if not alive():
-                raise EngineError(f"the engine for {self._base_url} exited before it answered; see its log")
+                raise EngineError(
+                    f"the engine for {self._calls.base_url} exited before it answered; see its log"
+                )
             if time.monotonic() + LOOK_S > give_up_at:
                 raise EngineError(
-                    f"{self._base_url} did not become healthy within {timeout_s:g} s; see its log"
+                    f"{self._calls.base_url} did not become healthy within {timeout_s:g} s; see its log"
                 )
             time.sleep(LOOK_S)
 
@@ -141,24 +120,24 @@ class EngineAdmin:
         # failed reload left paused with half of the weights.
         if asleep and self._version() != LOADING:
             self.wake("weights")
-        self._admin("/pause?mode=wait")
+        self._calls.post("/pause?mode=wait")
         self._set_version(LOADING)
         reload_weights = {"method": "reload_weights", "kwargs": {"weights_path": os.fspath(path)}}
         try:
-            self._admin("/collective_rpc", reload_weights)
+            self._calls.post("/collective_rpc", reload_weights)
             for method in self._after_reload:
-                self._admin("/collective_rpc", {"method": method})
+                self._calls.post("/collective_rpc", {"method": method})
             # Else vLLM goes on with keys and values of the old weights: wrong outputs, without an error.
             self.reset_prefix_cache()
             if asleep:
                 self.wake("kv_cache")  # last, because it resumes vLLM
         except EngineError as error:
             raise EngineError(
-                f"loading {os.fspath(path)} into {self._base_url} failed, it stays paused; "
+                f"loading {os.fspath(path)} into {self._calls.base_url} failed, it stays paused; "
                 f"reload a good checkpoint or restart it: {error}"
             ) from error
         self._set_version(digest)
-        self._admin("/resume")
+        self._calls.post("/resume")
 
     def load_adapter(
         self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
@@ -173,26 +152,28 @@ class EngineAdmin:
             raise WeightsError(f"{os.fspath(path)}: is a whole model, not an adapter")
         _check(path, like)
         if self._version() in (LOADING, DROPPED):
-            raise EngineError(f"{self._base_url} has no weights to add an adapter to: reload its model first")
+            raise EngineError(
+                f"{self._calls.base_url} has no weights to add an adapter to: reload its model first"
+            )
         if self.is_sleeping():
             self.wake()
         name = adapter_name(digest)
-        self._admin("/pause?mode=wait")
+        self._calls.post("/pause?mode=wait")
         try:
             body = {"lora_name": name, "lora_path": os.fspath(path), "load_inplace": True}
-            self._adapters("/v1/load_lora_adapter", body)
+            self._calls.post_adapter("/v1/load_lora_adapter", body)
             # vLLM's prefix cache knows an adapter by name and path, also after it was loaded again.
             self.reset_prefix_cache()
-            for model in self._get("/v1/models", "data"):
+            for model in self._calls.get("/v1/models", "data"):
                 if model["id"].startswith(_ADAPTER) and model["id"] != name:
-                    self._adapters("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+                    self._calls.post_adapter("/v1/unload_lora_adapter", {"lora_name": model["id"]})
             self._set_version(digest)
         finally:
-            self._admin("/resume")
+            self._calls.post("/resume")
 
     def reset_prefix_cache(self) -> None:
         """Have the engine forget keys and values of earlier prompts; EngineError while requests run."""
-        if not self._admin("/reset_prefix_cache").get("success", True):
+        if not self._calls.post("/reset_prefix_cache").get("success", True):
             raise EngineError("the prefix cache was not reset: requests are still running")
 
     def can_prove(self) -> bool:
@@ -220,14 +201,18 @@ class EngineAdmin:
         """Return how many samples a replica generates at the same time: of a vLLM that can prove its weights,
         which answers this at once.
         """
-        answer = self._admin("/collective_rpc", {"method": "scheduler"})
+        answer = self._calls.post("/collective_rpc", {"method": "scheduler"})
         try:
             return _most_samples(answer["results"][0])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"POST {self._base_url}/collective_rpc scheduler answered {answer}") from error
+            raise EngineError(
+                f"POST {self._calls.base_url}/collective_rpc scheduler answered {answer}"
+            ) from error
 
     def _server_info(self) -> dict[str, Any]:
-        return self._call("GET", "/server_info?config_format=json", timeout_s=self._drain_timeout_s)
+        return self._calls.call(
+            "GET", "/server_info?config_format=json", timeout_s=self._calls.drain_timeout_s
+        )
 
     def prove(
         self, path: str | os.PathLike[str] | None = None, adapter: str | os.PathLike[str] | None = None
@@ -242,14 +227,14 @@ class EngineAdmin:
         kwargs = {"path": path, "adapter": adapter}
         given = {key: os.path.abspath(value) for key, value in kwargs.items() if value is not None}
         try:
-            answer = self._admin("/collective_rpc", {"method": "prove_content", "kwargs": given})
+            answer = self._calls.post("/collective_rpc", {"method": "prove_content", "kwargs": given})
         except EngineError as error:
             _, said, what = str(error).partition(OTHER_WEIGHTS)
             if not said:
                 raise
             wanted = " and ".join(given.values())
             what = re.split(r"""\.(?:['"]|$)""", what)[0]  # vLLM's answer goes on after the sentence
-            raise WrongWeights(f"{self._base_url} was to serve {wanted}; {said}{what}") from error
+            raise WrongWeights(f"{self._calls.base_url} was to serve {wanted}; {said}{what}") from error
         return list(answer["results"][0])
 
     def sleep(self, level: int) -> None:
@@ -258,15 +243,15 @@ class EngineAdmin:
         """
         if level == 2:
             self._set_version(DROPPED)  # waking does not bring them back, and the engine does not say so
-        self._admin(f"/sleep?level={level}&mode=wait")
+        self._calls.post(f"/sleep?level={level}&mode=wait")
 
     def wake(self, *tags: str) -> None:
         """Undo sleep; only for `weights` or `kv_cache` if named."""
-        self._admin("/wake_up" + "".join(f"{'&' if n else '?'}tags={tag}" for n, tag in enumerate(tags)))
+        self._calls.post("/wake_up" + "".join(f"{'&' if n else '?'}tags={tag}" for n, tag in enumerate(tags)))
 
     def is_sleeping(self) -> bool:
         """Return whether it sleeps, in whole or in part. For vLLM a paused engine sleeps too."""
-        return bool(self._get("/is_sleeping", "is_sleeping"))
+        return bool(self._calls.get("/is_sleeping", "is_sleeping"))
 
     def prompt_logprobs(
         self, token_ids: Sequence[int], replica: int = 0, *, model: str | None = None
@@ -279,99 +264,22 @@ class EngineAdmin:
         if model is not None:
             body["model"] = model
         path = "/v1/completions"
-        answer = self._call(
-            "POST",
-            path,
-            body,
-            timeout_s=self._drain_timeout_s,
-            headers={"X-data-parallel-rank": str(replica)},
-        )
+        answer = self._calls.post(path, body, headers={"X-data-parallel-rank": str(replica)})
         try:
             _first, *entries = answer["choices"][0]["prompt_logprobs"]
             pairs = zip(entries, token_ids[1:], strict=True)
             return [float(entry[str(token_id)]["logprob"]) for entry, token_id in pairs]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(
-                f"POST {self._base_url}{path} answered without the prompt's logprobs ({error!r}): "
+                f"POST {self._calls.base_url}{path} answered without the prompt's logprobs ({error!r}): "
                 f"{json.dumps(answer)[:500]}"
             ) from error
 
     def _version(self) -> str:
-        return str(self._get("/weight_info", "weight_version"))
+        return str(self._calls.get("/weight_info", "weight_version"))
 
     def _set_version(self, version: str) -> None:
-        self._admin("/update_weight_version", {"new_version": version})
-
-    def _get(self, path: str, key: str) -> Any:
-        answer = self._call("GET", path, timeout_s=self._timeout_s)
-        if key not in answer:
-            raise EngineError(f"GET {self._base_url}{path} answered without {key!r}: {answer}")
-        return answer[key]
-
-    def _admin(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._call("POST", path, body, timeout_s=self._drain_timeout_s)
-
-    def _adapters(self, path: str, body: dict[str, Any]) -> None:
-        """Make a call that vLLM has only if it was started for adapters, and answers with plain text."""
-        status, data = self._send("POST", path, body, timeout_s=self._drain_timeout_s)
-        if status >= 400:
-            raise EngineError(
-                f"POST {self._base_url}{path} {body['lora_name']}: {status}: {excerpt(data)}; for adapters a "
-                "vLLM server must see the run's directory, and run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
-                "and with --enable-lora --max-lora-rank=(trainer.lora.rank or more)"
-            )
-
-    def _call(self, method: str, path: str, *request: Any, **settings: Any) -> dict[str, Any]:
-        """Send a request as `_send` does; return the answer's JSON, or raise EngineError."""
-        status, data = self._send(method, path, *request, **settings)
-        if status == 404:
-            raise EngineError(
-                f"{method} {self._base_url}{path}: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"
-            )
-        return parse_answer(f"{method} {self._base_url}{path}", status, data)
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> tuple[int, bytes]:
-        """Return the status and body of the answer. Raises EngineDead for 503."""
-        if self._socket:
-            connection = _UnixConnection(self._socket, timeout_s)
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            connection.request(
-                method, self._prefix + path, data, {"Content-Type": "application/json", **(headers or {})}
-            )
-            response = connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"{method} {self._base_url}{path}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if response.status == 503:
-            raise EngineDead(f"{method} {self._base_url}{path}: 503: {excerpt(answer)}")
-        return response.status, answer
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        """Connect to the socket, which http.client knows nothing of."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+        self._calls.post("/update_weight_version", {"new_version": version})
 
 
 def _most_samples(scheduler: Mapping[str, Any]) -> int:

@@ -49,7 +49,7 @@ def main() -> None:
         control = run(root, "rl-coin", "rl-after-sft-cpu", seeded, *CONTROL)
         show(seed, "rl-after-sft-cpu, control", *control)
         for name, teacher in (
-            ("distill-cpu", root / "runs/rl/checkpoints/iteration_000008"),
+            ("distill-cpu", root / "runs/rl/checkpoints/iteration_000016"),
             ("distill-cpu, control", root / "made/base_model"),
         ):
             with served(teacher) as url:

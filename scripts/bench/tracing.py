@@ -50,7 +50,7 @@ SPANS: dict[str, tuple[str, ...]] = {
     "coordinator.machine.weights": ("Loader._reload", "Loader._probe"),
     "coordinator.machine.trainer": ("TrainerHost.train",),
     "rollout.collect": ("Collector.run",),
-    "rollout.engines.admin": ("EngineAdmin._call",),
+    "rollout.engines.calls": ("Calls.call",),
     "rollout.engines.model_dir": ("check_model_dir",),
     "rollout.engines.embedded.engine": ("TorchEngine._reload",),
     "rollout.engines.embedded.batch": ("Batch.prompt_logprobs",),

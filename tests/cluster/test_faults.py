@@ -4,12 +4,12 @@ import json
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.cluster import FAST, Cluster, token_ids
-from tests.cluster.conftest import SEPARATE
 from tests.cluster.faults import AGENT, ENGINE, children
 
 QUICK = (
@@ -24,14 +24,16 @@ def parts(cluster: Cluster, rank: int) -> list[Path]:
     return sorted(cluster.run_dir.trajectories("train", 1).glob(f"r{rank:04d}.*.safetensors"))
 
 
-def start_rollout(cluster: Cluster, engine_url: str, nodes: int, policy: str = "abort") -> tuple[str, ...]:
+def start_rollout(
+    cluster: Cluster, engine_url: str, nodes: int, policy: str = "abort", prefix: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Start a rollout that can be hit, and wait until its last rank has published a part."""
     arguments = (*FAST, *QUICK, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
     arguments = ("--num-nodes", str(nodes), *arguments, "--on-node-failure", policy)
     arguments += ("rollout.tasks_per_iteration=24",)
-    cluster.start(0, *arguments)
+    cluster.start(0, *arguments, prefix=prefix)
     for rank in range(1, nodes):
-        cluster.start(rank)
+        cluster.start(rank, prefix=prefix)
     cluster.until(lambda: parts(cluster, nodes - 1), "the first part")
     return arguments
 
@@ -118,8 +120,7 @@ def kill_agent(cluster: Cluster, rank: int) -> None:
     agent.kill()
 
 
-@SEPARATE
-@pytest.mark.parametrize(("attempts", "codes"), [(1, [1, 1]), (2, [0, 0])])
+@pytest.mark.parametrize(("attempts", "codes", "separate"), [(1, [1, 1], False), (2, [0, 0], True)])
 def test_killed_trainer_is_another_attempt_or_the_end(
     cluster: Cluster, attempts: int, codes: list[int]
 ) -> None:
@@ -256,7 +257,8 @@ def test_restarted_worker_is_taken_in_and_the_run_goes_on(cluster: Cluster, engi
 
 
 def test_newest_process_of_a_rank_wins(cluster: Cluster, engine_url: str) -> None:
-    arguments = start_rollout(cluster, engine_url, 2)
+    # Each group takes the old processes so long that none has done its share when a newer one has started.
+    arguments = start_rollout(cluster, engine_url, 2, prefix=("env", "SLOW_S=3"))
     old = dict(cluster.nodes)
     cluster.start(1)
     assert old[1].wait(120) == 4

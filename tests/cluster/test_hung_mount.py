@@ -58,7 +58,7 @@ def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mou
 def test_nodes_that_claim_while_the_mount_hangs_end_as_soon_as_it_answers(
     tmp_path: Path, cache: Path
 ) -> None:
-    with mounted(tmp_path, cache, 2, separate=True) as nodes:
+    with mounted(tmp_path, cache, 2) as nodes:
         nodes.start(*ARGUMENTS, "rollout.part_interval_s=0.2")
         claims = nodes.cluster.run_dir.claims
         nodes.cluster.until(lambda: claims.is_dir() and len(list(claims.iterdir())) > 4, "claims", 120)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,8 +12,6 @@ from coordinator.directory.layout import Record
 from coordinator.protocol.records import EpochRecord
 from coordinator.rows.prefixes import Begun
 from tests.cluster.cluster import FAST, Cluster, token_ids
-from tests.cluster.conftest import SEPARATE
-from tests.netns import Hosts, unavailable
 
 
 def test_one_node_trains_and_a_second_start_resumes(cluster: Cluster) -> None:
@@ -174,17 +171,3 @@ def test_rollout_and_update_are_halves_of_an_iteration(cluster: Cluster, engine_
 def test_update_without_trajectories_says_what_to_run(cluster: Cluster) -> None:
     assert cluster.run(1, "--rl-phase", "update", *FAST, "--iterations", "1") == [1]
     assert "--rl-phase rollout" in cluster.output(0).splitlines()[-1]
-
-
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-@SEPARATE
-def test_nodes_in_network_namespaces_find_each_other(cluster: Cluster) -> None:
-    with Hosts(3, decoy=True) as hosts:
-        arguments = (*FAST, "--num-nodes", "3", "--rank-weights", "2,1,1", "--iterations", "1")
-        cluster.start(0, *arguments, prefix=hosts[0].argv([]))
-        for rank in (1, 2):
-            cluster.start(rank, prefix=hosts[rank].argv([]))
-        assert cluster.wait() == [0, 0, 0], cluster.everything_said()
-        record = EpochRecord.model_validate_json(cluster.run_dir.entry(Record(2)).read_bytes())
-        assert [member.address for member in record.members.values()] == [host.address for host in hosts]
-    assert cluster.metrics()[0]["loss"] is not None

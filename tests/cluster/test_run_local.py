@@ -62,7 +62,7 @@ def test_engines_and_trainers_are_forks_of_one_process(cluster: Cluster) -> None
 @needs_forks
 @SEPARATE
 def test_a_run_goes_on_without_the_shared_process(cluster: Cluster) -> None:
-    parent = cluster.start(0, *FAST, "--num-nodes", "2", "--iterations", "3", role=LOCAL)
+    parent = cluster.start(0, *FAST, "--num-nodes", "1", "--iterations", "3", role=LOCAL)
     cluster.until(lambda: cluster.run_dir.checkpoint(1).is_dir(), "the first checkpoint", 120)
     (server,) = (p for p in psutil.Process(parent.pid).children() if FORKS in " ".join(p.cmdline()))
     server.kill()

@@ -119,7 +119,8 @@ def test_job_of_a_client_with_nothing_but_one_file(
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
 
-    given = ("--tasks", "sums.jsonl", "--num-nodes", "2", *OPTIONS, "--name", "sums")
+    endless = ("--iterations", "1000")  # it is stopped, however long the commands take
+    given = ("--tasks", "sums.jsonl", "--num-nodes", "2", *OPTIONS, *endless, "--name", "sums")
     assert "to send yours: --upload sums.jsonl" in client("submit", *given, code=2)
     assert client("submit", "--upload", "sums.jsonl", *given) == "sums\n"
     job = serving.server.job("sums")

@@ -59,7 +59,7 @@ def adapted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def call(engine: Engine, method: str, **arguments: str) -> set[str]:
     """What the workers answer."""
-    answer = engine.admin._admin("/collective_rpc", {"method": method, "kwargs": arguments})
+    answer = engine.admin._calls.post("/collective_rpc", {"method": method, "kwargs": arguments})
     return set(answer["results"])
 
 

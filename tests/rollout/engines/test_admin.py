@@ -39,7 +39,7 @@ def test_engine_that_dropped_its_weights_has_no_policy_until_it_is_given_one(mod
 def answering(monkeypatch: pytest.MonkeyPatch, path: str, answer: Any) -> EngineAdmin:
     """An administrator of a server that gives this answer at `path`."""
     admin = EngineAdmin("http://127.0.0.1:1")
-    monkeypatch.setattr(admin, "_send", lambda _method, asked, *_, **__: (
+    monkeypatch.setattr(admin._calls, "_send", lambda _method, asked, *_, **__: (
         200, json.dumps(answer).encode() if asked.startswith(path) else b"{}"
     ))  # fmt: skip
     return admin

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,17 @@ def client(socket: str, groups: Path, *how: str, **env: str) -> Iterator[subproc
 def said_by(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
+
+
+def until_it_knows_its_fork(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a client passes SIGTERM on. Its fork may say something before it has heard of it."""
+    caught, deadline_s = 0, time.monotonic() + 30
+    while not caught >> (signal.SIGTERM - 1) & 1:
+        assert time.monotonic() < deadline_s
+        (line,) = re.findall(
+            r"^SigCgt:\s+(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE
+        )
+        caught = int(line, 16)
 
 
 def test_a_fork_is_the_program_that_was_asked_for(server: str, groups: Path) -> None:
@@ -156,6 +168,7 @@ def test_a_client_says_so_if_its_server_dies(groups: Path, tmp_path: Path) -> No
     dying = _start_server(tmp_path / "s")
     with client(str(tmp_path / "s"), groups, "wait") as process:
         said_by(process)
+        until_it_knows_its_fork(process)
         dying.kill()
         dying.wait()
         assert process.wait(30) == 1  # the node takes its child for dead, and kills the group

@@ -40,9 +40,10 @@ class CheckpointSettings(Settings):
     """Also keep this many with the best evaluation (without evaluations: with the best sampled reward)."""
     best_by: str | None = None
     """The best by the score of this set of `eval.sets`; null: by `eval_reward`."""
-    head_start: bool = True
+    head_start: bool | None = None
     """Copy new weights to each node before the checkpoint is durable, so that engines load them and generate
-    for the next iteration meanwhile. Only with engines of the nodes' own, all weights trained, one crew."""
+    for the next iteration meanwhile; null: where the run directory is on a shared filesystem. It has no
+    effect with adapters, two crews, servers of your own, or `cluster.max_async_level` above 0."""
     delta: bool = False
     """Write beside the weights what has changed in them, losslessly, if that is at most a quarter of their
     size: nodes that have a copy of the policy before read this alone. Training ranks keep what they have

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.published import Policy
+from coordinator.machine.filesystems import find_mount
 from coordinator.machine.store import StoreError
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 def announce(node: Node, iteration: Iteration) -> Payload:
     """Return what row 9 says of the next iteration; nothing where no node may begin with it ahead."""
     settings, number = node.settings, iteration.number
+    chosen = settings.checkpoints.head_start
     is_wanted = (
-        settings.checkpoints.head_start
+        (not find_mount(node.run_dir.root.resolve()).is_local if chosen is None else chosen)
         and settings.kind == "both"
         and node.run_dir.crew == "main"
         and settings.cluster.max_async_level == 0
@@ -105,4 +107,7 @@ def keep(node: Node, iteration: Iteration, policy: Policy) -> Payload:
     copied, ours = iteration.copied, node.in_flight
     if copied is not None and policy.directory != copied.directory:
         node.store.remove(copied.directory)  # the engine has it from the checkpoint
-    return {} if ours is None else {"key": ours.key, "slots": ours.slots}
+    if ours is None:
+        return {}
+    node.events.add("ahead", it=ours.iteration, groups=len(ours.slots))
+    return {"key": ours.key, "slots": ours.slots}

@@ -32,7 +32,7 @@ from coordinator.journal import logs
 from coordinator.main import live
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
-from coordinator.node.node import Act, Conclude, Node
+from coordinator.node.node import Act, Node
 from coordinator.node.start import start_master, start_worker
 from coordinator.protocol.phases import Phase
 from coordinator.rows.crews import open_when_ready
@@ -118,9 +118,9 @@ def _follow_rows(node: Node, calls: Calls) -> None:
     """Have `calls` know the row that the node is in."""
     step = node.step
 
-    def in_row(iteration: Iteration, phase: Phase, act: Act, then: Conclude | None = None) -> None:
+    def in_row(iteration: Iteration, phase: Phase, act: Act, **more: Any) -> None:
         calls.row = phase.label
-        step(iteration, phase, act, then)
+        step(iteration, phase, act, **more)
 
     node.step = in_row
 

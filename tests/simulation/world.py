@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "engine.max_restarts": 20,
     "cluster.rejoin_timeout_s": 3600.0,
     "checkpoints.keep_last": 2,
+    "checkpoints.head_start": True,
 }
 
 

@@ -60,9 +60,11 @@ def ask(socket_path: str, groups: str, argv: list[str]) -> int:
         connection.connect(socket_path)
         socket.send_fds(connection, [len(data).to_bytes(_BYTES)], STANDARD)
         connection.sendall(data)
-        pid = int.from_bytes(_read(connection, _BYTES))
+        pid = int.from_bytes(_read(connection, _BYTES), signed=True)
     except (OSError, EOFError):
         os.execv(argv[0], argv)
+    if pid < 0:  # it was killed before it could say who it is
+        return _LOST
 
     def pass_on(number: int, _frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -125,7 +127,6 @@ def serve(socket_path: str) -> None:
                 clients[connection.fileno()] = pid
                 waiting.register(end, select.POLLIN)
                 waiting.register(connection, 0)  # that is, for its end alone
-                _tell(connection, pid)
             elif descriptor in forks:
                 waiting.unregister(descriptor)
                 os.close(descriptor)
@@ -175,6 +176,7 @@ def _fork(connection: socket.socket, own: Sequence[int]) -> int | None:
             os.close(descriptor)
         return pid
     try:
+        _tell(connection, os.getpid())  # not the server: it may die now, and the client would start another
         os.setsid()
         for standard, descriptor in zip(STANDARD, descriptors, strict=True):
             os.dup2(descriptor, standard)

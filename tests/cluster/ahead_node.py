@@ -1,0 +1,46 @@
+"""A node that is killed in its head start, without any help from the product:
+
+    python -m tests.cluster.ahead_node ITERATION first|last ARGUMENTS OF run
+
+`first` is the moment at which a group of the iteration after ITERATION has been finished ahead, while the
+checkpoint is being written; `last` that at which the checkpoint is durable and has not got its name.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from coordinator import cli
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
+from coordinator.rows import collecting
+from coordinator.rows.collecting import Share
+
+
+def killed_in(iteration: int, when: str) -> Callable[..., None]:
+    """Return what takes the place of collecting.begin_share."""
+    real = collecting.begin_share
+
+    def begin(node: Node, following: Iteration, share: Share, is_over: Callable[[], bool]) -> None:
+        is_here = following.number == iteration + 1
+
+        def is_over_or_die() -> bool:
+            ongoing: Any = node.in_flight
+            if is_here and when == "first" and ongoing._collector._held:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return is_over()
+
+        real(node, following, share, is_over_or_die)
+        if is_here and when == "last":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return begin
+
+
+if __name__ == "__main__":
+    _, iteration, when, *arguments = sys.argv
+    sys.argv[1:] = arguments
+    collecting.begin_share = killed_in(int(iteration), when)
+    sys.exit(cli.main())

@@ -118,9 +118,9 @@ def _follow_rows(node: Node, calls: Calls) -> None:
     """Have `calls` know the row that the node is in."""
     step = node.step
 
-    def in_row(iteration: Iteration, phase: Phase, act: Act, **more: Any) -> None:
+    def in_row(iteration: Iteration, phase: Phase, act: Act, *conclude: Any, **more: Any) -> None:
         calls.row = phase.label
-        step(iteration, phase, act, **more)
+        step(iteration, phase, act, *conclude, **more)
 
     node.step = in_row
 

@@ -306,6 +306,8 @@ def _make_room(folder: Path, size: int) -> int:
     """Remove copies that no process uses, the least recently used first, until at most UNUSED are left and
     `size` bytes are free, or none is left. Returns how many bytes are free.
     """
+    for entry in folder.glob(f"{NEW}*"):  # of a node that was killed
+        _if_unused(entry, lambda entry=entry: shutil.rmtree(entry, ignore_errors=True))
     unused = [entry for entry in sorted(folder.iterdir(), key=_used_ns) if _if_unused(entry, lambda: None)]
     while unused and (len(unused) > UNUSED or shutil.disk_usage(folder).free < size):
         entry = unused.pop(0)

@@ -48,7 +48,7 @@ from rollout.trajectory import Group, generated_tokens
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-OVER_S = 0.005
+OVER_S = 0.02
 """How often a node that generates ahead looks whether the checkpoint is there."""
 ROWS: dict[Kind, Phase] = {"train": Phase.TRAIN_ROLLOUT, "eval": Phase.EVAL_ROLLOUT}
 _tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration

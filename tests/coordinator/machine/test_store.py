@@ -496,6 +496,19 @@ def test_what_a_trainer_writes_goes_with_the_next_one_or_with_the_node(local: Pa
     assert not second.exists()
 
 
+def test_what_the_trainer_of_a_killed_node_wrote_goes_before_any_copy(
+    model: Callable[[str], Path], local: Path
+) -> None:
+    copy = hold(other := Store(str(local)), model("one"))
+    other.close()
+    dead = Store(str(local))
+    left = dead.begin(1000).parent
+    assert dead._begun is not None
+    os.close(dead._begun[1])  # as the end of a process does
+    Store(str(local)).begin(1000)
+    assert copy.is_dir() and not left.exists()
+
+
 def test_policy_that_does_not_fit_is_refused(local: Path, disk: SimpleNamespace) -> None:
     disk.size = 500
     with pytest.raises(StoreError, match="has room for"):

@@ -148,6 +148,11 @@ class Collector:
         """The slots whose groups are begun and not handed over."""
         return sorted([*self._in_flight, *(group.slot for group in self._held)])
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any group is being made."""
+        return bool(self._in_flight)
+
     async def run(
         self, source: Source, on_group: Callable[[Group], None], stop: threading.Event, kept: int = 0
     ) -> int:
@@ -223,7 +228,11 @@ class Collector:
             _, worker = self._in_flight.pop(slot)
             worker.cancel()
             self._workers.discard(worker)
-        self._held = [group for group in self._held if group.slot in slots]
+        for group in [group for group in self._held if group.slot not in slots]:
+            self._held.remove(group)
+            self._finished -= group.given_up is None
+            self._given_up -= group.given_up is not None
+            self._failed -= len(group.failed)
 
     async def end(self) -> None:
         """Cancel what is in flight, and whatever environments have left running."""

@@ -243,7 +243,7 @@ class EngineHost:
         except EngineError as error:
             said = f"; its last words:\n{self._child.tail(20)}" if self._child is not None else ""
             raise EngineError(f"{error}{said}") from None
-        if self._unnamed is not None:
-            self._admin.name_policy(self._unnamed.digest)
-            self._unnamed = None
+        unnamed, self._unnamed = self._unnamed, None  # another thread may wait for the same start
+        if unnamed is not None:
+            self._admin.name_policy(unnamed.digest)
             self._say("engine_ready", seconds=round(time.monotonic() - self._started_s, 3))

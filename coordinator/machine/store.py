@@ -115,16 +115,29 @@ class Store:
             raise StoreError(
                 f"{folder} has room for {free / 1e9:.2f} GB, and the policy has {size / 1e9:.2f} GB"
             )
-        while self._begun is None:
-            entry = Path(tempfile.mkdtemp(prefix=NEW, dir=folder))
-            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
-            if _lock(descriptor, fcntl.LOCK_EX) and _is_same(descriptor, entry):
-                self._begun = entry, descriptor
-            else:  # another process has taken it for one that nobody uses
-                os.close(descriptor)
-        part = self._begun[0] / PART
-        part.mkdir()
+        try:
+            while self._begun is None:
+                self._begin(Path(tempfile.mkdtemp(prefix=NEW, dir=folder)))
+            part = self._begun[0] / PART
+            part.mkdir()
+        except OSError as error:
+            raise StoreError(f"{folder} takes no copy: {error.strerror}") from error
         return part
+
+    def _begin(self, entry: Path) -> None:
+        """Lock an entry, unless another process has taken it for one that nobody uses."""
+        try:
+            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return
+        if _lock(descriptor, fcntl.LOCK_EX) and _is_same(descriptor, entry):
+            self._begun = entry, descriptor
+        else:
+            os.close(descriptor)
+
+    def is_on_this_machine(self) -> bool:
+        """Return whether the copies are on a filesystem of this machine alone."""
+        return find_mount(own_folder("store", self._below).resolve()).is_local
 
     def adopt(self, files: Mapping[str, FileFacts]) -> Path | None:
         """Make what a trainer has written since `begin`, these files, a copy that is held; returns its
@@ -137,25 +150,25 @@ class Store:
         try:
             (entry / PART).rename(entry / COPY)
             entry.rename(target)
-            # To take one lock for the other lets go of it in between.
-            is_ours = _lock(descriptor, fcntl.LOCK_SH) and _is_same(descriptor, target)
-        except OSError:
-            is_ours = False
-        if not is_ours:  # another node of this machine has the same copy, or soon
+        except OSError:  # another node of this machine has the same copy, or soon
             os.close(descriptor)
             shutil.rmtree(entry, ignore_errors=True)
-            descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY) if target.is_dir() else None
-            if descriptor is None:
+            try:
+                descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+            except OSError:
                 return None
-            if not (_lock(descriptor, fcntl.LOCK_SH) and _is_same(descriptor, target)):
-                os.close(descriptor)
-                return None
+        # To take one lock for the other lets go of it in between.
+        if not (
+            _lock(descriptor, fcntl.LOCK_SH) and _is_same(descriptor, target) and (target / COPY).is_dir()
+        ):
+            os.close(descriptor)
+            return None
         self._let_go(HELD - 1)
         with self._lock:
             if key in self._held:
                 os.close(self._held.pop(key))
             self._held[key] = descriptor
-        return target / COPY if (target / COPY).is_dir() else None
+        return target / COPY
 
     def abandon(self) -> None:
         """Remove what a trainer has written since `begin`, if `adopt` has not made it a copy."""

@@ -98,7 +98,8 @@ def key_of(node: Node, iteration: Iteration, kind: Kind) -> str:
     """
     header, settings = iteration.header, node.settings
     about = [kind, iteration.number, header["policy"], header["opened"], header["code"]]
-    about += [part.model_dump(mode="json") for part in (settings.rollout, settings.eval, settings.engine)]
+    about += [part.model_dump(mode="json") for part in (settings.rollout, settings.eval)]
+    about += [settings.engine.model_dump(mode="json", exclude={"url"})]  # each node may have its own
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -136,7 +137,8 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     collection = node.in_flight
     if not isinstance(collection, Ongoing):
         collection = node.in_flight = _ongoing(node, iteration, share)
-    iteration.ahead_s, collection.ahead_s = collection.ahead_s, 0.0
+    iteration.ahead_s += collection.ahead_s
+    collection.ahead_s = 0.0
     is_paused = False
     try:
         with node.unresponsive.guarding(node.children, lambda: writer.is_writing):
@@ -157,9 +159,8 @@ def begin_share(node: Node, iteration: Iteration, share: Share, is_over: Callabl
 
     Where the share cannot be made nothing is in flight: the row itself will say why.
     """
-    collection = node.in_flight
-    if not isinstance(collection, Ongoing):
-        collection = node.in_flight = _ongoing(node, iteration, share)
+    node.drop_in_flight()
+    collection = node.in_flight = _ongoing(node, iteration, share)
     with node.unresponsive.guarding(node.children, lambda: False):
         error = collection.begin(node, iteration, share, is_over)
     if error is not None:
@@ -187,7 +188,7 @@ class Ongoing:
         self.key = key
         self.iteration = iteration
         self.ahead_s = 0.0
-        """For how long groups were made before their row began."""
+        """For how long groups were made before their row."""
         self._client = _client(node, share)
         self._entered = AsyncExitStack()
         self._runner = asyncio.Runner(loop_factory=_Loop)
@@ -226,11 +227,7 @@ class Ongoing:
         """Make groups of a share until `is_over`, which may raise, and hold them; returns what has gone wrong
         with them.
         """
-        began_s = time.monotonic()
-        try:
-            return self._run(self._begin(node, iteration, share, is_over))
-        finally:
-            self.ahead_s = time.monotonic() - began_s
+        return self._run(self._begin(node, iteration, share, is_over))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` in the event loop, whose clock has stood still since it was left."""
@@ -246,10 +243,13 @@ class Ongoing:
         self, node: Node, iteration: Iteration, share: Share, is_over: Callable[[], bool]
     ) -> BaseException | None:
         slots = _slots(node, iteration.number, share, share.plan["shares"][str(node.rank)])
+        began_s = time.monotonic()
 
         async def wait_until_over() -> None:
             while not is_over():
                 await asyncio.sleep(OVER_S)
+                if self._collector.is_busy:
+                    self.ahead_s = time.monotonic() - began_s
 
         async def make() -> None:
             await self._enter()

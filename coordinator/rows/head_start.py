@@ -10,6 +10,7 @@ given up.
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import collecting, resume, rollout, trajectories
 from rollout.engines.client import EngineError
-from rollout.engines.model_dir import policy_digest
+from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.environments.environment import demonstrates
 from rollout.storage.files import FileFacts
 
@@ -58,13 +59,19 @@ def announce(node: Node, iteration: Iteration) -> Payload:
 
 def place(node: Node, iteration: Iteration) -> Path | None:
     """Return where the trainers put this node's copy of the new policy; None: nowhere."""
-    if "next" not in iteration.documents[Phase.TRAIN_CONFIG]:
+    is_wanted = "next" in iteration.documents[Phase.TRAIN_CONFIG] and node.settings.engine.url is None
+    if not is_wanted or not node.store.is_on_this_machine():
         return None
     try:
         return node.store.begin(node.policies.size_of(iteration.header["base_iteration"]))
     except StoreError as error:
-        log.warning("the engine of this node waits for each checkpoint: %s", error)
+        _warn_once(f"the engine of this node waits for each checkpoint: {error}")
         return None
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def take_over(node: Node, iteration: Iteration, copy: Mapping[str, FileFacts]) -> None:
@@ -81,13 +88,29 @@ def run(node: Node, iteration: Iteration) -> None:
     """
     if iteration.copied is not None and not node.trainer.is_done():
         try:
-            node.engine.ensure(iteration.copied, node.settings.engine, node.check)
-        except EngineError as error:
-            log.info("nothing is generated ahead: %s", error)
-        else:
-            following = _following(iteration, iteration.copied)
-            collecting.begin_share(node, following, rollout.share_of(node, following), node.trainer.is_done)
+            _generate(node, iteration, iteration.copied)
+        except _Durable:
+            pass  # before the engine has come up: row 12 waits for it
+        except (EngineError, WeightsError, OSError) as error:  # the checkpoint may be sound all the same
+            log.warning("nothing is generated ahead: %s", error)
+            node.drop_in_flight()
     node.trainer.finish()
+
+
+class _Durable(Exception):
+    """The checkpoint is durable."""
+
+
+def _generate(node: Node, iteration: Iteration, policy: Policy) -> None:
+    """Make groups of the next iteration with `policy` until the trainers are done."""
+
+    def check() -> None:
+        if node.trainer.is_done():  # or it raises
+            raise _Durable
+
+    node.engine.ensure(policy, node.settings.engine, check)
+    following = _following(iteration, policy)
+    collecting.begin_share(node, following, rollout.share_of(node, following), node.trainer.is_done)
 
 
 def _following(iteration: Iteration, policy: Policy) -> Iteration:

@@ -48,7 +48,8 @@ TRAINED = (
 def report_timings(_node: Node, iteration: Iteration) -> Payload:
     """Say for how many seconds this node worked and waited in the iteration."""
     wait_s = sum(iteration.phase_s.values()) - sum(iteration.work_s.values())
-    return {"work_s": round(sum(iteration.work_s.values()), 4), "wait_s": round(wait_s, 4)}
+    ahead = {"ahead_s": round(iteration.ahead_s, 4)} if iteration.ahead_s else {}
+    return {"work_s": round(sum(iteration.work_s.values()), 4), "wait_s": round(wait_s, 4), **ahead}
 
 
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
@@ -87,6 +88,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         idle_s = {"rollout": theirs.get("idle_seconds", 0.0), "train": times["idle_seconds"]}
         times = _both(theirs, times)
     rollout_s = times["phase_seconds"].get(Phase.TRAIN_ROLLOUT.label, 0.0)
+    ahead_s = max((said.get("ahead_s", 0.0) for said in payloads.values()), default=0.0)
     # After a fault the row may have found groups that took their time in an epoch before.
     is_of_now = bool(train) and all(part["epoch"] == rollout_epoch for part in train["parts"])
     return {
@@ -108,9 +110,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
         "mixed_code": train.get("mixed_code"),
-        "tokens_per_s": round(generated / (rollout_s + iteration.ahead_s), 1)
-        if is_of_now and rollout_s
-        else None,
+        "tokens_per_s": round(generated / (rollout_s + ahead_s), 1) if is_of_now and rollout_s else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),

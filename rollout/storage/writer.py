@@ -83,6 +83,10 @@ class Writer:
         path = self._root / name
         self._written[name] = self._pool.submit(context.run, write, path, content, self._moved, self._durable)
 
+    def give_up(self) -> None:
+        """Write no further file, and wait until none is being written: their directory may go."""
+        self._pool.shutdown(cancel_futures=True)
+
     def finish(self) -> dict[str, FileFacts]:
         """Wait until every file is written; their size and sha256 by name. Raises what `write` raises."""
         return {name: writing.result() for name, writing in self._written.items()}

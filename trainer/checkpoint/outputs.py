@@ -42,19 +42,21 @@ class Outputs:
 def finish_copy(copy: Writer | None) -> dict[str, FileFacts] | None:
     """Wait until the copies of all nodes are there; returns the files of this node's.
 
-    Collective. None: this node has none, or it differs from that of the first node, as replicas on unlike
-    GPUs may in their last bits; its engine then waits for the checkpoint.
+    Collective. None: this node has none, or it differs from that of the first node that has one, as replicas
+    on unlike GPUs may in their last bits; its engine then waits for the checkpoint.
     """
     mine: dict[str, FileFacts] | None = None
     if copy is not None:
         try:
             mine = copy.finish()
         except OSError as error:
+            copy.give_up()
             logger.warning("the engine of this node waits for the checkpoint: %s", error)
     rank, _ = rank_and_world()
     local_rank, _ = local_rank_and_world()
     shares = gather_json({"node": rank - local_rank, "files": mine}, "copying the new policy to each node")
-    here, first = _of_node(shares, rank - local_rank), _of_node(shares, 0)
+    copies = [_of_node(shares, node) for node in sorted({share["node"] for share in shares})]
+    here, first = _of_node(shares, rank - local_rank), next(filter(None, copies), None)
     if here is not None and first is not None and here != first and not local_rank:
         names = ", ".join(sorted(name for name in first if here.get(name) != first[name]))
         logger.warning("the engine of this node waits for the checkpoint: its own %s has other bits", names)

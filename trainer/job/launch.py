@@ -50,6 +50,8 @@ READ_AT_IMPORT = {
 }
 """Environment variables that libraries read as they are imported."""
 FAILED, FINAL = "failed_", "final_"
+OF_A_REQUEST = {"request_", "progress_", "copied_", "done_"}
+"""How the names begin that nobody needs once the next phase is asked for."""
 
 
 class TrainerFailed(RuntimeError):
@@ -148,7 +150,11 @@ def environment(launch: Launch) -> dict[str, str]:
 
 
 def submit(spool: Path, number: int, request: Request) -> None:
-    """Ask the job for training phase `number`, higher than any before."""
+    """Ask the job for training phase `number`, higher than any before, which are done."""
+    for name in os.listdir(spool):
+        kind, _, rest = name.partition("_")
+        if f"{kind}_" in OF_A_REQUEST and rest[:6] < f"{number:06d}":
+            (spool / name).unlink(missing_ok=True)
     _publish(_request_path(spool, number), request.to_json())
     for name in os.listdir(spool):
         if name.startswith("bell.") and name != NODE_BELL:

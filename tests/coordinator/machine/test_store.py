@@ -509,6 +509,24 @@ def test_what_the_trainer_of_a_killed_node_wrote_goes_before_any_copy(
     assert copy.is_dir() and not left.exists()
 
 
+def test_copy_that_another_process_has_begun_and_left_is_not_believed(
+    model: Callable[[str], Path], local: Path
+) -> None:
+    store = Store(str(local))
+    facts = written(store, b"new")
+    (folder(local) / module._key(facts) / "part").mkdir(parents=True)
+    assert store.adopt(facts) is None and not store._held
+
+
+def test_disk_that_takes_no_copy_is_named(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> str:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(module.tempfile, "mkdtemp", refuse)
+    with pytest.raises(StoreError, match="takes no copy: Disk quota exceeded"):
+        Store(str(local)).begin(1000)
+
+
 def test_policy_that_does_not_fit_is_refused(local: Path, disk: SimpleNamespace) -> None:
     disk.size = 500
     with pytest.raises(StoreError, match="has room for"):

@@ -116,6 +116,23 @@ def test_only_the_first_rank_of_a_node_is_profiled_and_only_where_a_step_is_take
     assert b"took no step: no group had an advantage" in made[".1.txt"] and b"aten::" in made[".2.txt"]
 
 
+def test_spool_does_not_grow_with_the_number_of_requests(
+    tmp_path: Path, make_request: MakeRequest, batch: Batch
+) -> None:
+    (spool := tmp_path / "spool").mkdir()
+    request, sizes = make_request(batch), list[int]()
+    for number in range(1, 1002):
+        launch.submit(spool, number, request)
+        launch.report_progress(spool, number, 1, 2)
+        for local_rank in range(2):
+            launch.report_copied(spool, number, local_rank, {})
+            launch.report_done(spool, number, local_rank)
+        assert launch.outcome(spool, number, 2) == "done"
+        sizes.append(len(os.listdir(spool)))
+    assert set(sizes) == {6}
+    assert launch.next_request(spool, 1000)[0] == 1001
+
+
 def test_request_that_the_ranks_do_not_share_is_refused_by_all(
     start_node: StartNode, make_request: MakeRequest, batch: Batch
 ) -> None:

@@ -47,6 +47,7 @@ from coordinator.directory.layout import (
     parse_protocol_name,
 )
 from coordinator.node.flags import Flags
+from coordinator.protocol.complaints import NOT_STARTED
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.rows import resume
@@ -229,6 +230,8 @@ class Invariants:
     # ---- flags
 
     def _check_flag(self, process: Process, crew: Crew, flag: Flag) -> None:
+        if flag.kind == NOT_STARTED:
+            return  # raised by who is in no epoch; no verdict heeds it
         record = self._record(crew, flag.epoch)
         member = record.members.get(flag.rank) if record else None
         incarnation = process.incarnation if isinstance(process, NodeProcess) else 0

@@ -9,6 +9,7 @@ stop.json afterwards; who stops a job does it the other way round, so that one o
 
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ def _about(process: psutil.Process) -> dict[str, Any]:
 
 def _become(folder: Path, directory: str, command: Sequence[str], runner: dict[str, Any]) -> None:
     """Claim the start, and become the command. `runner`: who will say how it has ended."""
+    # A server that a script has started with & ignores it, and so would the command, which it is to stop.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     about = {
         **_about(psutil.Process()),
         "runner": runner,

@@ -67,7 +67,7 @@ class EmptyRows:
         self.rank, self.settings, self.run_dir = node.rank, node.settings, node.run_dir
         self.in_flight = None
 
-    def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None) -> None:
+    def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None, **_more: Any) -> None:
         """Run the row without its action; its flags, its waits and its payloads are real."""
         self._node.step(iteration, phase, partial(self._nothing, phase), self._conclude if then else None)
 

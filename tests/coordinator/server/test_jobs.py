@@ -196,6 +196,17 @@ def test_resuming_asks_for_one_start_after_the_one_that_has_ended(job: Job) -> N
         job.resume(7)
 
 
+def test_job_of_a_server_that_was_started_in_the_background_of_a_script_can_be_stopped(job: Job) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        job.begin(Script())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    until(lambda: job.start().has(PROCESS))
+    job.stop(Script(), now=False)
+    assert until(job.start().exit_code) == -signal.SIGINT
+
+
 def test_command_that_is_not_there_says_so(job: Job) -> None:
     class Absent(Script):
         def command(self, log_path: Path, options: Any, output: Path) -> list[str]:

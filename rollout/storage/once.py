@@ -33,6 +33,8 @@ from rollout.storage.retry import PASSING_AFTER_MKDIR, SharedFsError, retry
 TORN_S = 2.0
 """How long the creator of a claim has until others skip it; a file that is torn for longer stays so."""
 ROUNDS = 40
+TIMES = 3
+"""How often a temporary file is written anew that somebody has removed."""
 NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
 """What os.link reports where the filesystem has no hard links."""
 
@@ -110,18 +112,24 @@ def _forget_claims(path: Path) -> None:
 
 def _link(path: Path, data: bytes, durable: bool) -> bool:
     """Link `data` to `path` if nothing is there; False if the filesystem has no hard links."""
-    temp = files.write_temporary(path, data, durable)
-    files.operations["link"] += 1
-    try:
-        retry("link", path, lambda: os.link(temp, path), temp)
-    except FileExistsError:
-        pass  # maybe made by a call whose reply was lost: reading it back tells
-    except SharedFsError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        return False
-    finally:
-        files.drop(temp)
+    for left in reversed(range(TIMES)):
+        temp = files.write_temporary(path, data, durable)
+        files.operations["link"] += 1
+        try:
+            retry("link", path, lambda temp=temp: os.link(temp, path), temp)
+            break
+        except FileExistsError:
+            break  # maybe made by a call whose reply was lost: reading it back tells
+        except FileNotFoundError:
+            # This process was suspended, and a newer one took its temporary file for a dead one's.
+            if not left:
+                raise
+        except SharedFsError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return False
+        finally:
+            files.drop(temp)
     if durable:
         files.fsync_directory(path.parent)
     return True

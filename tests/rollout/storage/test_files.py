@@ -188,6 +188,28 @@ def test_filesystem_without_hard_links_creates_exclusively(
     assert (tmp_path / "a").read_bytes() == b"one"
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_temporary_that_a_newer_process_has_removed_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """As of a process that was suspended before it linked; somebody who always removes it is an error."""
+    real, removed = os.link, list[str]()
+
+    def link(source: Path, target: Path) -> None:
+        if len(removed) < times:
+            removed.append(str(source))
+            os.unlink(source)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    if times == 3:
+        with pytest.raises(FileNotFoundError):
+            create_once(tmp_path / "a", b"{}")
+    else:
+        assert create_once(tmp_path / "a", b"{}")
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EEXIST])
 def test_link_whose_reply_was_lost_is_found_by_reading_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -271,7 +271,9 @@ def side_by_side(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def exists(path: Path) -> bool:
-    """Return whether `path` is there. Unlike os.path.exists it takes no passing error for a no."""
+    """Return whether `path` is there. Unlike os.path.exists it takes no passing error for a no, nor a no
+    that a listing denies.
+    """
     return _mode(path) != 0
 
 
@@ -291,6 +293,10 @@ def _mode(path: Path) -> int:
 
     try:
         return retry("look at", path, look)
+    except FileNotFoundError:
+        leads_to = Path(os.path.realpath(path))  # not `path`: a link is listed where it leads to nothing
+    try:
+        return retry("look at", path, look, leads_to)
     except FileNotFoundError:
         return 0
 

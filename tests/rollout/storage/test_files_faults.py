@@ -207,6 +207,25 @@ def test_checksums_survive_errors(shared: FaultFs) -> None:
     assert files.checksums(shared[0].path) == facts_of(shared.backing)
 
 
+def test_what_is_there_is_not_denied_where_calls_fail(shared: FaultFs) -> None:
+    (shared.backing / "below").mkdir()
+    (shared.backing / "a file").touch()
+    shared.set(error_rate=0.3)
+    place = shared[0].path
+    for _ in range(50):
+        assert files.is_directory(place) and files.is_directory(place / "below")
+        assert files.exists(place / "a file") and not files.is_directory(place / "a file")
+
+
+def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "dangling").symlink_to("nothing")
+    started_s = time.monotonic()
+    for path in ("nothing", "no/thing", "a file/below", "dangling", "dangling/below"):
+        assert not files.exists(tmp_path / path) and not files.is_directory(tmp_path / path)
+    assert time.monotonic() - started_s < 1.0
+
+
 # ---- who has created it
 
 

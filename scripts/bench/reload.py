@@ -213,7 +213,7 @@ def measure_embedded(directory: Path, options: argparse.Namespace) -> dict[str, 
         **{name: round(statistics.median(seconds), 3) for name, seconds in times.items()},
         **{f"{name}_range": [round(min(of), 3), round(max(of), 3)] for name, of in times.items()},
         **{
-            name: round(statistics.median(x / y for x, y in zip(of, copy_s, strict=True)), 1)
+            name: round(statistics.median(x / y for x, y in zip(of, copy_s, strict=True)), 2)
             for name, of in ratios.items()
         },
         "cores_busy_elsewhere": elsewhere,

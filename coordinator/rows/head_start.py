@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.published import Policy
+from coordinator.machine.entries import StoreError
 from coordinator.machine.filesystems import find_mount
-from coordinator.machine.store import StoreError
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node

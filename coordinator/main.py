@@ -38,7 +38,7 @@ from coordinator.rows.trainer_states import wait_for_newest
 from coordinator.settings import SettingsError
 from coordinator.views.terminal import live_view
 from rollout.collect import AllGivenUp
-from rollout.engines.client import EngineError
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError
 from rollout.rewards.builtin import RewardError
 from rollout.storage.files import SharedFsError

@@ -22,7 +22,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import collecting, resume, rollout, trajectories
-from rollout.engines.client import EngineError
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.environments.environment import demonstrates
 from rollout.storage.files import FileFacts

@@ -23,7 +23,9 @@ from coordinator.rows.collecting import begin_share, drop_outdated, key_of
 from coordinator.rows.ongoing import Ongoing
 from coordinator.rows.share import Share
 from rollout.collect import Stopped
-from rollout.engines.client import Completion, EngineClient, EngineError
+from rollout.engines.answers import EngineError
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
 from rollout.quota import Quota
 from rollout.rewards.builtin import resolve_reward

@@ -83,7 +83,7 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     finally:
         if not is_paused:
             node.drop_in_flight()
-        node.persist(writer.flush)
+        node.outage.persist(writer.flush)
 
 
 def begin_share(node: Node, iteration: Iteration, share: Share, is_over: Callable[[], bool]) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from coordinator.commands.parse import COMMANDS, LOCAL, LogPath, Words, new_app, option
+from coordinator.commands.arguments import LogPath, Words, new_app, option
+from coordinator.commands.parse import COMMANDS, LOCAL
 
 PROGRAM = "run"
 RESET = "--reset-settings"

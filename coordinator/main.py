@@ -16,8 +16,8 @@ from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
 from coordinator.journal.silence import FIRST_S, broken_silence
 from coordinator.machine.children import ChildError
+from coordinator.machine.entries import StoreError
 from coordinator.machine.network import NetworkError
-from coordinator.machine.store import StoreError
 from coordinator.node.announcement import announcement
 from coordinator.node.flags import call_document
 from coordinator.node.node import Node
@@ -38,7 +38,7 @@ from coordinator.rows.trainer_states import wait_for_newest
 from coordinator.settings import SettingsError
 from coordinator.views.terminal import live_view
 from rollout.collect import AllGivenUp
-from rollout.engines.client import EngineError
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError
 from rollout.rewards.builtin import RewardError
 from rollout.storage.files import SharedFsError

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.engines.client import Completion, RequestRefused
+    from rollout.engines.answers import RequestRefused
+    from rollout.engines.completion import Completion
     from rollout.environments.environment import serve, single_turn
     from rollout.environments.policy import Episode, Policy, sample_of
     from rollout.environments.python_tool import PYTHON_TOOL, run_python
@@ -38,10 +39,10 @@ __all__ = [
 
 _PLACES = {
     "PYTHON_TOOL": "rollout.environments.python_tool",
-    "Completion": "rollout.engines.client",
+    "Completion": "rollout.engines.completion",
     "Episode": "rollout.environments.policy",
     "Policy": "rollout.environments.policy",
-    "RequestRefused": "rollout.engines.client",
+    "RequestRefused": "rollout.engines.answers",
     "Sample": "rollout.trajectory",
     "Sampling": "rollout.origin",
     "Task": "rollout.tasks.task_set",

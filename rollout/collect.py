@@ -11,10 +11,11 @@ from typing import Any, NoReturn, NotRequired, Self
 from typing_extensions import TypedDict, Unpack
 
 from rollout.blocking import end, interrupting
-from rollout.engines.client import EngineClient, Sampling
+from rollout.engines.client import EngineClient
 from rollout.environments.environment import Environment
 from rollout.environments.segments import Segment
 from rollout.group_maker import GroupMaker, Recipe
+from rollout.origin import Sampling
 from rollout.rewards.builtin import Reward
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollout.blocking import end
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling, finish_reason
+from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import finish_reason
 from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy
 from rollout.environments.segments import Segment, advance
+from rollout.origin import Sampling
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.teacher import Teacher

@@ -16,7 +16,8 @@ from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import acquire, host_lock
 from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import UNIX, EngineError, EngineFacts
+from rollout.engines.answers import UNIX, EngineError
+from rollout.engines.client import EngineFacts
 from rollout.engines.servers import Server, server_command
 from rollout.settings import EngineSettings
 

@@ -10,7 +10,7 @@ from coordinator.directory import published
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
 from rollout.engines.admin import PROBE, EngineAdmin, WrongWeights, adapter_name
-from rollout.engines.client import EngineError
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG
 from rollout.engines.servers import EXTENSION
 

@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from filelock import BaseFileLock
 
@@ -29,11 +28,13 @@ from coordinator.node import unresponsive
 from coordinator.node.ahead import Ahead
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
+from coordinator.node.in_flight import InFlight
 from coordinator.node.inputs import difference
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
 from coordinator.node.other_crew import OtherCrew
+from coordinator.node.outage import Outage
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
@@ -42,37 +43,19 @@ from coordinator.node.unresponsive import Unresponsive
 from coordinator.node.verdicts import Verdicts
 from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
-from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import By, Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings import RunSettings, SettingsError
 from rollout.storage import files
 from rollout.storage.files import Moved
-from rollout.storage.retry import CACHED_S, waiting_for_space
+from rollout.storage.retry import CACHED_S
 
 log = logging.getLogger(__name__)
 
 Act = Callable[["Node", Iteration], Payload | None]
 Meanwhile = Callable[["Node", Iteration], None]
 Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
-
-
-class InFlight(Protocol):
-    """Groups that a node is making."""
-
-    iteration: int
-    key: str
-    """What they are made with: nodes of two epochs with the same key make the same groups."""
-
-    @property
-    def slots(self) -> list[int]:
-        """Their slots."""
-        ...
-
-    def end(self) -> None:
-        """Give them up."""
-        ...
 
 
 class Node:
@@ -109,6 +92,7 @@ class Node:
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
         )
+        self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.verdicts)
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
         self.said: int | None = None
@@ -285,33 +269,13 @@ class Node:
         raise EpochChanged
 
     def come_back(self) -> None:
-        """Leave an epoch in which this node was without the shared directory, and wait until that answers.
-
-        A worker comes back as a new incarnation, so that the master sees that it has left. A master claims
-        the next epoch.
-        """
-        fence, cluster = self.watch.fence, self.settings.cluster
+        """Leave an epoch in which this node was without the shared directory, and wait until that answers."""
+        fence = self.watch.fence
         if not fence.tripped:
             fence.trip("the shared directory fails")
         self.trainer.leave_epoch()
         self.drop_in_flight()
-        self.position.move("fenced")
-        deadline_s = time.monotonic() + cluster.rejoin_timeout_s
-        while not fence.wait_until_back(cluster.beat_interval_s / 4):
-            self.verdicts.check_self()
-            if self.is_master and not self.watch.heart.was_seen and self.watch.away is None:
-                unseen = f"{self.run_dir.root} takes this node's heartbeats, but has shown none of them"
-                text = f"{unseen} for {fence.limit_s:.0f} s, so no node could see another"
-                raise Ended(Exit.FAILED, f"{text}; on this machine: {self.messages.doctor_command()}")
-            if time.monotonic() > deadline_s:
-                why = f" ({self.watch.away})" if self.watch.away else ""
-                silent = f"{self.run_dir.root} took no heartbeat for {cluster.rejoin_timeout_s:.0f} s{why}"
-                raise Ended(Exit.LOST, f"{silent}. {self.messages.repair()}")
-        if not self.is_master:
-            self.watch.leave()
-            if not self.watch.heart.renew():
-                raise self.verdicts.superseded()
-        fence.reset()
+        self.outage.wait_out()
 
     def drop_in_flight(self) -> None:
         """Give up the groups that are being made, if there are any."""
@@ -407,17 +371,3 @@ class Node:
         if phase is Phase.ITERATION_START:
             iteration.resume_at = Phase(payload["resume_at"])
             self.flags.clear()
-
-    def persist(self, write: Callable[[], None]) -> None:
-        """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
-        limit_s = self.settings.cluster.rejoin_timeout_s
-        deadline_s = time.monotonic() + limit_s
-        while True:
-            try:
-                with waiting_for_space(limit_s, self.verdicts.check_self):
-                    return write()
-            except files.SharedFsError as error:
-                if not is_away(error) or time.monotonic() > deadline_s:
-                    raise
-                self.verdicts.check_self()
-                time.sleep(self.settings.cluster.poll_max_s)

@@ -7,7 +7,7 @@ import threading
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
-from coordinator.machine.store import StoreError
+from coordinator.machine.entries import StoreError
 from coordinator.node.policies import Policies
 from rollout.storage.files import SharedFsError
 

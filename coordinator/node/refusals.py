@@ -12,7 +12,7 @@ from coordinator.node.eval_tasks import SECTION, EvalSets
 from coordinator.node.functions import Functions
 from coordinator.settings import RunSettings, SettingsError
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import EngineError
+from rollout.engines.answers import EngineError
 from rollout.engines.model_facts import context_tokens, may_have_chat_template
 from rollout.environments.environment import BUILT_IN
 from rollout.rewards.builtin import check_task

@@ -9,8 +9,9 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import eval_sets, trajectories
-from coordinator.rows.collecting import NamedSet, Share, collect_share
+from coordinator.rows.collecting import collect_share
 from coordinator.rows.origins import OWN, agreed_functions, made_with
+from coordinator.rows.share import NamedSet, Share
 from rollout.origin import Sampling
 from rollout.quota import Quota
 from rollout.tasks.task_set import TaskSet

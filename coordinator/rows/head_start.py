@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.published import Policy
+from coordinator.machine.entries import StoreError
 from coordinator.machine.filesystems import find_mount
-from coordinator.machine.store import StoreError
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import collecting, resume, rollout, trajectories
-from rollout.engines.client import EngineError
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.environments.environment import demonstrates
 from rollout.storage.files import FileFacts

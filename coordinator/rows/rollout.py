@@ -19,7 +19,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.rows import batch, evaluation, lineage, prefixes, resume, trajectories
-from coordinator.rows.collecting import Share, collect_share
+from coordinator.rows.collecting import collect_share
 from coordinator.rows.origins import (
     OWN,
     agreed_functions,
@@ -31,6 +31,7 @@ from coordinator.rows.origins import (
     made_with,
 )
 from coordinator.rows.prefixes import Begun
+from coordinator.rows.share import Share
 from coordinator.rows.tasks import draw_tasks
 from rollout.environments.segments import Segment
 from rollout.quota import Quota

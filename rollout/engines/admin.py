@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollout.engines.answers import EngineError
 from rollout.engines.calls import Calls, EngineDead
-from rollout.engines.client import EngineError, EngineFacts
+from rollout.engines.client import EngineFacts
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
 from rollout.engines.servers import EXTENSION
 

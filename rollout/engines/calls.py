@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.engines.client import HOST_OF_SOCKET, EngineError, excerpt, parse_answer, socket_of
+from rollout.engines.answers import HOST_OF_SOCKET, EngineError, excerpt, parse_answer, socket_of
 
 
 class EngineDead(EngineError):

@@ -1,36 +1,33 @@
-"""The client that asks a server for completions.
-
-Both servers, vLLM and the embedded one, speak the OpenAI completions API with token ids.
-"""
+"""The client that asks a server for completions, vLLM or the embedded engine."""
 
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic_core import from_json
-
+from rollout.engines.answers import (
+    EXCERPT,
+    HOST_OF_SOCKET,
+    AdapterMissing,
+    ContextFull,
+    EngineError,
+    RequestRefused,
+    excerpt,
+    parse_answer,
+    socket_of,
+)
+from rollout.engines.completion import Completion, completion_of, completion_request
 from rollout.origin import Sampling
-from rollout.trajectory import Turn
 
 if TYPE_CHECKING:
     import aiohttp
 
-UNIX = "unix:"
-"""A base URL is http://HOST:PORT, or this and the path of a Unix socket that a server listens on."""
-_EXCERPT = 500
 _SPECIAL_TOKENS = 16
 """More than a tokenizer adds to a text."""
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
-_FINISH_REASONS = {
-    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence"), "stop"),
-    **dict.fromkeys(("tool_calls", "function_call"), "stop"),
-    **dict.fromkeys(("length", "max_tokens"), "length"),
-}
-"""What engines and agents say: it ended by itself, or it was cut."""
 _FAILING_S = 60.0
 """How long an engine may answer with errors. One that dies does so until its process ends (vLLM's front end
 for 8 s after its engine core, longer on a busy machine)."""
@@ -48,61 +45,6 @@ class EngineFacts:
     may_force: bool = True
     """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
     the policy would not have chosen, or nothing is."""
-
-
-class EngineError(RuntimeError):
-    """The engine failed: it is gone, does not answer in time, or answers with an error."""
-
-
-class RequestRefused(EngineError):
-    """The engine works but refuses this request (400, 413, 422), e.g. because its prompt is too long."""
-
-
-class ContextFull(RequestRefused):
-    """The prompt leaves no room in the engine's context."""
-
-
-class AdapterMissing(EngineError):
-    """The engine has no such adapter (404). An engine that has just restarted will get it soon."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool that the model has written."""
-
-    id: str
-    """The message with the result names it, as `tool_call_id`."""
-    name: str
-    arguments: dict[str, Any]
-
-    @property
-    def wire(self) -> dict[str, Any]:
-        """The call as messages have it in the OpenAI API."""
-        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One completion. `logprobs`: natural, one for each of `token_ids`, in the distribution sampled from.
-    `finish_reason`: `stop`, `length`, or one that no sample may have (see `finish_reason`).
-    """
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    text: str
-    finish_reason: str
-    said: Sequence[Turn] = ()
-    """What was said to the model before it, since the completion before."""
-    stop_string: str = ""
-    """The stop string that ended it: its tokens are there, but `text` ends before it."""
-    calls: Sequence[ToolCall] = ()
-    """The tools that it calls, if it had some (Policy.with_tools)."""
-    content: str | None = None
-    """If it calls tools: the text before the calls. `text` is all of it."""
-    likely: Sequence[tuple[str, Mapping[str, float]]] = ()
-    """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
 
 
 class EngineClient:
@@ -208,11 +150,11 @@ class EngineClient:
         answer = await self._post("/v1/completions", request)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [_completion(choice, likely="logprobs" in sampling.more) for choice in choices]
+            completions = [completion_of(choice, likely="logprobs" in sampling.more) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
-                f"{json.dumps(answer)[:_EXCERPT]}; it must support return_token_ids and logprobs"
+                f"{json.dumps(answer)[:EXCERPT]}; it must support return_token_ids and logprobs"
             ) from error
         if len(completions) != sampling.n:
             raise EngineError(
@@ -241,13 +183,13 @@ class EngineClient:
         """Return the text of token ids, with special tokens."""
         answer = await self._post("/detokenize", {"tokens": list(token_ids)})
         if not isinstance(answer.get("prompt"), str):
-            raise EngineError(f"{self._base_url}/detokenize returned no text: {str(answer)[:_EXCERPT]}")
+            raise EngineError(f"{self._base_url}/detokenize returned no text: {str(answer)[:EXCERPT]}")
         return answer["prompt"]
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         answer = await self._post("/tokenize", body)
         if "tokens" not in answer:
-            raise EngineError(f"{self._base_url}/tokenize returned no tokens: {str(answer)[:_EXCERPT]}")
+            raise EngineError(f"{self._base_url}/tokenize returned no tokens: {str(answer)[:EXCERPT]}")
         return answer["tokens"]
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -291,93 +233,3 @@ class EngineClient:
     def _asked(self, url: str) -> str:
         """Return the URL as aiohttp takes it, which knows the socket from the connector."""
         return url.replace(self._base_url, HOST_OF_SOCKET, 1) if self._socket else url
-
-
-HOST_OF_SOCKET = "http://localhost"
-"""What a request over a Unix socket says that it goes to."""
-
-
-def socket_of(base_url: str) -> str | None:
-    """Return the path of the Unix socket in a base URL; None for one of TCP."""
-    return base_url.removeprefix(UNIX) if base_url.startswith(UNIX) else None
-
-
-def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """Return the body of a request for completions."""
-    return {
-        "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        "n": sampling.n,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "stop": list(sampling.stop),
-        "seed": sampling.seed,
-        "logprobs": 0,
-        "return_token_ids": True,
-        # vLLM takes missing values from the model's generation_config.json. Qwen2.5's has a
-        # repetition penalty, so the logprobs would be of another policy than the trainer's.
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        **sampling.more,
-    }
-
-
-def finish_reason(said: str) -> str:
-    """`stop` or `length` for what an engine says; what is neither (abort, content_filter) stays as it is."""
-    return _FINISH_REASONS.get(said, said)
-
-
-def whole_characters(text: str) -> str:
-    """Return a text without the replacement characters at its end, which may be bytes of a character that the
-    next tokens complete.
-    """
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")
-
-
-def _completion(choice: dict[str, Any], *, likely: bool) -> Completion:
-    token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if not isinstance(token_ids, list) or not isinstance(logprobs, list):
-        raise TypeError("token_ids and token_logprobs must be lists")
-    return Completion(
-        choice["prompt_token_ids"],
-        token_ids,
-        logprobs,
-        choice["text"],
-        finish_reason(str(choice["finish_reason"])),
-        stop_string=stop if isinstance(stop := choice.get("stop_reason"), str) else "",
-        likely=_likely(choice["logprobs"]) if likely else (),
-    )
-
-
-def _likely(logprobs: dict[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
-    return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
-
-
-def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
-    """Return the JSON of an answer. Raises RequestRefused or another EngineError if it is an error or no
-    JSON.
-    """
-    if status >= 400:
-        kind = RequestRefused if status in (400, 413, 422) else EngineError
-        raise kind(f"{call}: {status}: {excerpt(data)}")
-    try:
-        # Twice as fast as json.loads.
-        answer = from_json(data.decode(errors="replace")) if data else {}
-    except ValueError as error:
-        raise EngineError(f"{call}: {status}, but no JSON: {excerpt(data)}") from error
-    return answer if isinstance(answer, dict) else {"answer": answer}
-
-
-def excerpt(data: bytes) -> str:
-    """Return the beginning of what an answer says, in one line: the message if it is an error in JSON, as
-    engines send it.
-    """
-    text = data.decode(errors="replace")
-    try:
-        error = from_json(text)
-        error = error.get("error", error)
-        text = str(error.get("message") or error.get("detail") or text)
-    except (ValueError, AttributeError):
-        pass  # it is no JSON, or of another form
-    return " ".join(text[:_EXCERPT].split())

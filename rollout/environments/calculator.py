@@ -4,8 +4,8 @@ import asyncio
 import re
 from fractions import Fraction
 
-from rollout.engines.client import Sampling
 from rollout.environments.policy import Episode, Policy, Prompt
+from rollout.origin import Sampling
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from rollout.engines.client import Completion, EngineClient, RequestRefused, ToolCall
+from rollout.engines.answers import RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion, ToolCall
 from rollout.environments.tool_calls import MARKED, PARSERS, Tool, with_calls
 
 Message = dict[str, Any]

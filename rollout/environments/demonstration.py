@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.engines.client import Sampling
 from rollout.environments.chat import Message
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Sample
 

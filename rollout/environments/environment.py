@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollout.engines.client import Sampling
 from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.openenv import OpenEnv
@@ -14,6 +13,7 @@ from rollout.environments.python_tool import LIMITS, python
 from rollout.environments.text_gym import TextGym
 from rollout.environments.thinking import think_and_answer
 from rollout.environments.verifiers import VerifiersEnvironment
+from rollout.origin import Sampling
 from rollout.plugins import PluginError, check_call, load_function, may_be_awaited
 from rollout.sandbox.run import why_no_sandbox
 from rollout.tasks.task_set import Task

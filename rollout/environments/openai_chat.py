@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from rollout.engines.bodies import BadRequest, GenerationBody
-from rollout.engines.client import Completion, ToolCall
+from rollout.engines.completion import Completion, ToolCall
 from rollout.environments.chat import Message
 from rollout.environments.tool_calls import Tool
 

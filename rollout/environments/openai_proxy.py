@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.bodies import BadRequest, error_body, parse_body
-from rollout.engines.client import Completion, EngineError, RequestRefused
+from rollout.engines.completion import Completion
 from rollout.environments.chat import Message
 from rollout.environments.openai_chat import (
     IGNORED,

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 
-from rollout.engines.client import RequestRefused
+from rollout.engines.answers import RequestRefused
 from rollout.environments.outside import lost
 from rollout.environments.policy import Episode, Policy, warn_once
 from rollout.environments.text_gym import MOST_TURNS

@@ -11,9 +11,12 @@ import numpy as np
 from typing_extensions import TypeIs
 
 from rollout.counter_rng import later
-from rollout.engines.client import Completion, ContextFull, EngineClient, RequestRefused, Sampling
+from rollout.engines.answers import ContextFull, RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.chat import ChatTemplate, Message
 from rollout.environments.tool_calls import Tool
+from rollout.origin import Sampling
 from rollout.trajectory import Sample, Turn
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ As in `demonstration`, nothing is generated. It needs a tokenizer, and no engine
 
 from collections.abc import Sequence
 
-from rollout.engines.client import Sampling
 from rollout.environments.demonstration import messages_before, written
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Sample
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.engines.client import Completion, RequestRefused, Sampling, whole_characters
+from rollout.engines.answers import RequestRefused
+from rollout.engines.completion import Completion, whole_characters
 from rollout.environments.policy import Policy, sample_of, warn_once
+from rollout.origin import Sampling
 from rollout.tasks.task_set import Task
 from rollout.trajectory import UNFINISHED, Group, Sample, Span
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from rollout.engines.client import Sampling
 from rollout.environments.policy import Episode, Policy, Prompt
+from rollout.origin import Sampling
 from rollout.trajectory import Sample
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout.engines.client import Completion, ToolCall
+from rollout.engines.completion import Completion, ToolCall
 from rollout.environments.call_values import Call, Found, NoCall, argument_of, call_of, read_json
 from rollout.environments.marked_calls import gemma4, glm, harmony, lfm2
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from rollout.engines.client import Completion
+from rollout.engines.completion import Completion
 from rollout.environments.chat import Message
 from rollout.environments.tool_calls import Tool
 

@@ -30,17 +30,12 @@ from vllm_server import ARGS, ENV, START_TIMEOUT_S, Elsewhere, make_model, need_
 from coordinator.machine.children import Children
 from coordinator.machine.network import LOOPBACK
 from rollout.collect import collect
-from rollout.engines.client import (
-    HOST_OF_SOCKET,
-    EngineClient,
-    EngineError,
-    EngineFacts,
-    Sampling,
-    completion_request,
-    socket_of,
-)
+from rollout.engines.answers import HOST_OF_SOCKET, EngineError, socket_of
+from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.completion import completion_request
 from rollout.engines.servers import ON_CPU
 from rollout.environments.environment import single_turn
+from rollout.origin import Sampling
 from rollout.rewards.builtin import Reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

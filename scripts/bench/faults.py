@@ -35,7 +35,7 @@ from coordinator.directory.layout import parse_part_name
 from coordinator.directory.published import names
 from coordinator.protocol.snapshot import Board, whole_board
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import UNIX
+from rollout.engines.answers import UNIX
 from tests.cluster import faults as evidence
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.faults import AGENT, ENGINE, TRAINER_RANK, children

@@ -31,9 +31,9 @@ from vllm_server import Elsewhere
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from rollout.collect import collect
-from rollout.engines.client import EngineClient, Sampling
+from rollout.engines.client import EngineClient
 from rollout.environments.environment import single_turn
-from rollout.origin import Code, Origin
+from rollout.origin import Code, Origin, Sampling
 from rollout.rewards.builtin import Reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

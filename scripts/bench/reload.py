@@ -28,8 +28,10 @@ from vllm_server import Elsewhere, Vllm, make_model, need_vllm, parameters_m, st
 
 from coordinator.machine.children import Child, Children
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import UNIX, EngineClient, Sampling
+from rollout.engines.answers import UNIX
+from rollout.engines.client import EngineClient
 from rollout.engines.servers import server_command
+from rollout.origin import Sampling
 from rollout.settings import EngineSettings
 
 GRACE_S = 10.0

@@ -12,7 +12,7 @@ import psutil
 
 from coordinator.machine.children import Child, Children
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import UNIX, EngineError
+from rollout.engines.answers import UNIX, EngineError
 from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
 

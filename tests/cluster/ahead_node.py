@@ -16,7 +16,7 @@ from coordinator import cli
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.rows import collecting
-from coordinator.rows.collecting import Share
+from coordinator.rows.share import Share
 
 
 def killed_in(iteration: int, when: str) -> Callable[..., None]:

@@ -17,8 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import UNIX, Completion, EngineClient, Sampling
+from rollout.engines.answers import UNIX
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.engines.servers import ServerKind, server_command
+from rollout.origin import Sampling
 from rollout.settings import EngineSettings
 from tests.imports import forked
 from tests.models import CONTEXT

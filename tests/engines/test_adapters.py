@@ -10,8 +10,9 @@ import pytest
 import safetensors.numpy
 
 from rollout.engines.admin import WrongWeights, adapter_name
-from rollout.engines.client import EngineError, Sampling
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError
+from rollout.origin import Sampling
 from tests.adapters import make_adapter
 from tests.engines.engines import KINDS, Engine, Reference, serving
 

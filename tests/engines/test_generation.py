@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from coordinator.machine.network import LOOPBACK
-from rollout.engines.client import UNIX, Completion, EngineClient, RequestRefused, Sampling
+from rollout.engines.answers import UNIX, RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.teacher import Teacher
 from rollout.settings import EngineSettings

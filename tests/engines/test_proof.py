@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout.engines.admin import WrongWeights
-from rollout.engines.client import Sampling
+from rollout.origin import Sampling
 from tests.adapters import make_adapter
 from tests.engines.engines import KINDS, Engine, Reference, serving
 from tests.models import make_model, stepped

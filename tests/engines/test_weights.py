@@ -10,8 +10,9 @@ import pytest
 import safetensors.numpy
 
 from rollout.engines.admin import WrongWeights
-from rollout.engines.client import EngineError, Sampling
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError
+from rollout.origin import Sampling
 from tests.engines.engines import Engine, Reference, serving
 from tests.models import CONTEXT
 

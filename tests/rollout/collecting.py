@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.collect import collect
-from rollout.engines.client import Completion, EngineClient, Sampling
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
+from rollout.origin import Sampling
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 
-from rollout.engines.client import Completion, EngineClient, Sampling
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.environment import serve
 from rollout.environments.openai_proxy import Session
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.trajectory import Sample
 
 T = TypeVar("T")

@@ -6,10 +6,13 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rollout.engines.answers import RequestRefused
 from rollout.engines.bodies import BadRequest
-from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.engines.embedded.protocol import TokenizeBody
 from rollout.engines.embedded.text import Texts
+from rollout.origin import Sampling
 
 MARKS = [
     *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),

@@ -19,16 +19,11 @@ import pytest
 
 from rollout import blocking
 from rollout.collect import Stopped, collect
-from rollout.engines.client import (
-    Completion,
-    EngineClient,
-    EngineError,
-    EngineFacts,
-    RequestRefused,
-    Sampling,
-)
+from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
-from rollout.origin import Code
+from rollout.origin import Code, Sampling
 from rollout.part_file import PartHeader, decode_part, encode_part
 from rollout.rewards.builtin import Reward, RewardError
 from rollout.settings import RolloutSettings

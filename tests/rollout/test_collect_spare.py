@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from rollout.collect import collect
-from rollout.engines.client import Sampling
 from rollout.environments.environment import single_turn
+from rollout.origin import Sampling
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

@@ -8,8 +8,10 @@ import pytest
 LIGHT = [
     "collect",
     "engines.admin",
-    "engines.client",
+    "engines.answers",
     "engines.bodies",
+    "engines.client",
+    "engines.completion",
     "engines.embedded.protocol",
     "engines.servers",
     "engines.model_dir",

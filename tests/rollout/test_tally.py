@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.client import RequestRefused, Sampling
+from rollout.engines.answers import RequestRefused
 from rollout.environments.environment import single_turn
+from rollout.origin import Sampling
 from rollout.processes.pool import CallFailed
 from rollout.rewards.builtin import Reward
 from rollout.tally import MOST_KINDS, Tally

@@ -18,7 +18,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.machine.filesystems import Mount
 from coordinator.node.iteration import Iteration
 from coordinator.protocol.phases import Phase
-from rollout.engines.client import Sampling
+from rollout.origin import Sampling
 from tests.imports import shared_imports
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.cli import main
 from coordinator.client import SERVER_VARIABLE, TOKEN_VARIABLE
-from coordinator.commands.parse import serve_app
+from coordinator.commands.parse import COMMANDS
 from coordinator.server.app import Service
 from coordinator.server.launchers import Launcher
 from tests.coordinator.server.served import TOKEN, Served, serving
@@ -139,6 +139,6 @@ def test_server_of_the_page_would_start(
 def test_port_of_the_page_is_the_usual_one() -> None:
     text = PAGE.read_text()
     assert set(re.findall(r"127\.0\.0\.1:(\d+)", text)) == {str(PORT)}
-    (command,) = serve_app.registered_commands
+    (command,) = COMMANDS["serve"].registered_commands
     assert command.callback is not None
     assert inspect.signature(command.callback).parameters["port"].default == PORT

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.admin import WrongWeights
-from rollout.engines.client import Completion, EngineError, EngineFacts, Sampling
+from rollout.engines.answers import EngineError
+from rollout.engines.client import EngineFacts
+from rollout.engines.completion import Completion
 from rollout.engines.model_dir import policy_digest
+from rollout.origin import Sampling
 from rollout.storage.files import checksums
 from tests.simulation.scheduler import Scheduler
 
@@ -39,7 +42,7 @@ class Engine:
 
 
 class EngineAdmin:
-    """As rollout.engines.client.EngineAdmin."""
+    """As rollout.engines.admin.EngineAdmin."""
 
     def __init__(self, engines: Mapping[str, Engine], url: str, **_settings: Any) -> None:
         self._engine = engines[url]

@@ -26,7 +26,7 @@ from coordinator.machine.store import Store
 from coordinator.node import identity, node
 from coordinator.node import start as start_module
 from coordinator.node.inputs import Inputs, load_inputs
-from coordinator.rows import base_model, collecting
+from coordinator.rows import base_model, makers
 from coordinator.settings import RunSettings
 from rollout.engines.servers import Server, server_command
 from rollout.storage import files, lines
@@ -110,7 +110,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(node, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
     patch.setattr(engine, "EngineAdmin", partial(EngineAdmin, machines.engines))
     patch.setattr(engine, "server_command", _start_server_on_gpu)
-    patch.setattr(collecting, "EngineClient", partial(EngineClient, machines.engines))
+    patch.setattr(makers, "EngineClient", partial(EngineClient, machines.engines))
     patch.setattr(launch, "argv", lambda job: [job])
     patch.setattr(trainer, "free_port", lambda _ip: next(ports))
     patch.setattr(trainer, "interface_towards", lambda _ip: "lo")

@@ -9,7 +9,8 @@ import pytest
 from coordinator.directory.claims import Claims
 from coordinator.node import node
 from coordinator.rows import claimed, trajectories
-from rollout.engines.client import Completion, Sampling
+from rollout.engines.completion import Completion
+from rollout.origin import Sampling
 from tests.simulation.engines import EngineClient
 from tests.simulation.faults import Fault
 from tests.simulation.test_simulation import NODES, SEEDS, run, undisturbed

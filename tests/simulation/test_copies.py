@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.machine import copying
 from coordinator.machine import store as store_module
 from coordinator.machine.filesystems import Mount
 from coordinator.node.identity import Identity
@@ -41,7 +42,7 @@ def with_copies(local: Path, rebuild: Callable[[Rebuild], Rebuild]) -> Callable[
 
     def patch(patched: pytest.MonkeyPatch) -> None:
         patched.setattr(store_module, "find_mount", mount)
-        patched.setattr(store_module, "_rebuild", rebuild(store_module._rebuild))
+        patched.setattr(copying, "_rebuild", rebuild(copying._rebuild))
         patched.setattr(Policies, "__init__", begun)
 
     return patch
@@ -83,7 +84,7 @@ def test_each_node_that_generates_fetches_the_next_policy_while_it_generates(
 
     def patch(patched: pytest.MonkeyPatch) -> None:
         with_copies(tmp_path, lambda real: real)(patched)
-        fetch, fill = Prefetch._run, store_module._fill
+        fetch, fill = Prefetch._run, copying.fill
 
         def watched(prefetch: Prefetch, iteration: int, *more: Any) -> None:
             fetch(prefetch, iteration, *more)
@@ -95,7 +96,7 @@ def test_each_node_that_generates_fetches_the_next_policy_while_it_generates(
             filled[entry.parent.parent.name, asked.source.name] += 1
 
         patched.setattr(Prefetch, "_run", watched)
-        patched.setattr(store_module, "_fill", filling)
+        patched.setattr(copying, "fill", filling)
 
     options = {**CREWS, "trainers": trainers, "cluster__max_async_level": 1}
     assert run(NODES, 3, (), patch, **options) == undisturbed(ITERATIONS, 1)

@@ -12,7 +12,8 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import collecting, head_start, training
-from coordinator.rows.collecting import Ongoing
+from coordinator.rows.ongoing import Ongoing
+from coordinator.rows.share import Share
 from tests.simulation.faults import ACTIONS, Fault
 from tests.simulation.test_simulation import NODES, run, searching, undisturbed
 from tests.simulation.trainers import Trainer
@@ -43,7 +44,7 @@ def watched(kept: Counter[int], finished: Counter[int]) -> Callable[[pytest.Monk
         slowly(patched)
         real, begin = collecting.collect_share, Ongoing.begin
 
-        def collect(node: Node, iteration: Iteration, share: collecting.Share) -> Any:
+        def collect(node: Node, iteration: Iteration, share: Share) -> Any:
             if share.kind == "train":
                 kept[iteration.number] += len(share.kept(node.rank))
             return real(node, iteration, share)

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.bodies import BadRequest, parse_body
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engines.client import EngineClient
+from rollout.origin import Sampling
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
 
 DEADLINE_S = 60.0

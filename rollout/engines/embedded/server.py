@@ -21,8 +21,8 @@ from aiohttp import web
 from pydantic_core import to_json
 from transformers.utils import logging as transformers_logging
 
+from rollout.engines.answers import UNIX
 from rollout.engines.bodies import AnyBody, BadRequest, error_body, parse_body
-from rollout.engines.client import UNIX
 from rollout.engines.content import WrongContent
 from rollout.engines.embedded import protocol
 from rollout.engines.embedded.batch import Generation, Row

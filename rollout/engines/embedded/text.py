@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer
 
 from rollout.engines.bodies import BadRequest
-from rollout.engines.client import whole_characters
+from rollout.engines.completion import whole_characters
 from rollout.engines.embedded.protocol import TokenizeBody
 
 if TYPE_CHECKING:  # a tokenizer needs no torch

@@ -9,9 +9,9 @@ import pytest
 
 from coordinator.journal import logs
 from coordinator.journal.logs import Prefix
-from rollout.engines.client import Sampling
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from tests.rollout.scripted import ScriptedClient
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,14 @@ from typing import Any
 import pytest
 
 from coordinator.directory.published import Incomplete
+from coordinator.machine import entries
 from coordinator.machine import store as module
+from coordinator.machine.entries import StoreError
 from coordinator.machine.filesystems import Mount
-from coordinator.machine.store import Store, StoreError
+from coordinator.machine.store import Store
 from rollout.storage import delta, retry
 from rollout.storage.files import FileFacts, SharedFsError, checksums, unheard
+from rollout.storage.writer import Sink
 
 HOLDS = """
 import os, sys, time
@@ -329,7 +333,7 @@ def test_row_that_needs_what_is_being_fetched_waits_for_it_and_reads_nothing_twi
     thread.join()
     assert sum(sizes) == 1000 and files_of(copy) == files_of(source)
     store.close()
-    assert module._make_room(folder(local), 1 << 60) and copies(local) == 0, "no lock is left"
+    assert entries.make_room(folder(local), 1 << 60) and copies(local) == 0, "no lock is left"
 
 
 # ---- several processes of one machine
@@ -375,7 +379,7 @@ def disk(local: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         used = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
         return SimpleNamespace(free=found.size - used)
 
-    monkeypatch.setattr(module.shutil, "disk_usage", usage)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
     return found
 
 
@@ -434,7 +438,7 @@ def test_disk_that_fills_meanwhile_is_named(
     def write(*_arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module.Sink, "write", write)
+    monkeypatch.setattr(Sink, "write", write)
     with pytest.raises(StoreError, match=r"No space left on device: .*cluster\.local_dir=DIR"):
         hold(Store(str(local)), model("a"))
     assert copies(local) == 0
@@ -444,9 +448,9 @@ def test_store_holds_the_last_copies_and_leaves_few_behind(model: Callable[[str]
     store = Store(str(local))
     held = [hold(store, model(name)) for name in "abcdefg"]
     assert [path.is_dir() for path in held[-module.HELD :]] == [True] * module.HELD
-    assert copies(local) <= module.HELD + module.UNUSED + 1
+    assert copies(local) <= module.HELD + entries.UNUSED + 1
     store.close()
-    assert copies(local) == module.UNUSED and held[-1].is_dir(), "the next start needs the last one"
+    assert copies(local) == entries.UNUSED and held[-1].is_dir(), "the next start needs the last one"
 
 
 # ---- copies that a trainer writes
@@ -522,7 +526,7 @@ def test_disk_that_takes_no_copy_is_named(local: Path, monkeypatch: pytest.Monke
     def refuse(**_: Any) -> str:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(module.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(StoreError, match="takes no copy: Disk quota exceeded"):
         Store(str(local)).begin(1000)
 

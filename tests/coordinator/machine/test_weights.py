@@ -8,7 +8,7 @@ import pytest
 from coordinator.directory.published import Policy
 from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import PROBE, EngineAdmin, WrongWeights
-from rollout.engines.client import EngineError
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG
 from tests.coordinator.made_up import write_json
 

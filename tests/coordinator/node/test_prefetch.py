@@ -1,6 +1,7 @@
 """The policy that samples next: fetched beside the run, verified on the way, dropped when nobody wants it."""
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -283,7 +284,7 @@ def test_policy_that_cannot_be_fetched_is_named_and_left_to_the_row(
     elif damage == "gone":
         (root.checkpoint(3) / "result.json").unlink()
     else:
-        monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
     beside.prefetch.begin(3, 0.01)
     wait_until(lambda: "the policy of iteration 3 was not fetched ahead: " in caplog.text)
     text = {"model": "was read as 9 bytes", "full disk": "cannot be copied", "gone": "has no result.json"}

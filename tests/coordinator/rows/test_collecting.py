@@ -18,10 +18,14 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.position import Position
 from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.phases import Phase
-from coordinator.rows import collecting
-from coordinator.rows.collecting import Ongoing, Share, begin_share, drop_outdated, key_of
+from coordinator.rows import makers
+from coordinator.rows.collecting import begin_share, drop_outdated, key_of
+from coordinator.rows.ongoing import Ongoing
+from coordinator.rows.share import Share
 from rollout.collect import Stopped
-from rollout.engines.client import Completion, EngineClient, EngineError, EngineFacts
+from rollout.engines.answers import EngineError
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
 from rollout.quota import Quota
 from rollout.rewards.builtin import resolve_reward
@@ -96,8 +100,8 @@ def share(plan: dict[str, Any], **settings: Any) -> Share:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     made = Client({f"{k}": threading.Event() for k in range(6)})
-    monkeypatch.setattr(collecting, "_client", lambda *_: made)
-    monkeypatch.setattr(collecting, "_generates", lambda *_: False)  # there is no engine to mind
+    monkeypatch.setattr(makers, "client_of", lambda *_: made)
+    monkeypatch.setattr(makers, "generates", lambda *_: False)  # there is no engine to mind
     return made
 
 
@@ -288,27 +292,11 @@ def test_requests_go_on_while_a_part_is_written(
                 steps += 1
             return [Completion([3], [4], [-0.5], prompt, "stop") for _ in range(sampling.n)]
 
-    monkeypatch.setattr(collecting, "_client", lambda *_: Requests({}))
-    monkeypatch.setattr(collecting, "_generates", lambda *_: False)
+    monkeypatch.setattr(makers, "client_of", lambda *_: Requests({}))
+    monkeypatch.setattr(makers, "generates", lambda *_: False)
     writer: Any = SlowFilesystem()
     mine = share(plan([0], []))
     ongoing = Ongoing(node, mine, "key")
     ongoing.run(node, iteration, mine, writer)
     ongoing.end()
     assert steps > 10
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "kind", "may_force"),
-    [("grpo", "train", True), ("rft", "train", False), ("rft", "eval", True)],
-)
-def test_engine_may_force_a_form_where_the_loss_corrects_for_it(
-    algorithm: str, kind: str, may_force: bool
-) -> None:
-    settings = build({"model": "any", "trainer.algorithm": algorithm})
-    engine = SimpleNamespace(
-        url="http://127.0.0.1:1", model=None, facts=EngineFacts(9), restart_patience_s=lambda _: 1.0
-    )
-    share: Any = SimpleNamespace(kind=kind, functions=SimpleNamespace(environment=single_turn))
-    client = collecting._client(cast(Any, SimpleNamespace(settings=settings, engine=engine)), share)
-    assert client.facts == EngineFacts(9, may_force=may_force)

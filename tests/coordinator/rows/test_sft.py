@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.config import build, overlay
 from coordinator.node.inputs import load_inputs
-from coordinator.rows import collecting
+from coordinator.rows import makers
 from coordinator.settings import RunSettings, SettingsError
 from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import single_turn
@@ -67,9 +67,9 @@ def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     node: Any = SimpleNamespace(policies=here, reading=lambda: None)
     for written in (demonstration, preference):
         functions: Any = SimpleNamespace(environment=written)
-        train = collecting._environment(node, "train", functions)
+        train = makers.environment_of(node, "train", functions)
         assert isinstance(train, partial)
         assert (train.func, train.keywords) == (written, {"end_ids": (5, 6)})
-        assert collecting._environment(node, "eval", functions) is single_turn
+        assert makers.environment_of(node, "eval", functions) is single_turn
     functions = SimpleNamespace(environment=single_turn)
-    assert collecting._environment(node, "train", functions) is single_turn
+    assert makers.environment_of(node, "train", functions) is single_turn

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import pytest
 
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import EngineError, EngineFacts, Sampling
+from rollout.engines.answers import EngineError
+from rollout.engines.client import EngineFacts
 from rollout.engines.model_dir import WeightsError
+from rollout.origin import Sampling
 from tests.adapters import make_adapter
 from tests.rollout.engines.test_client import ask
 from tests.rollout.rollout_helpers import RunningServer, serving

@@ -11,16 +11,11 @@ import pytest
 
 from rollout.engines import client as client_module
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import (
-    Completion,
-    EngineClient,
-    EngineError,
-    EngineFacts,
-    RequestRefused,
-    Sampling,
-    parse_answer,
-)
+from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.completion import Completion
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from tests.models import CONTEXT
 from tests.rollout.rollout_helpers import RunningServer
 
@@ -258,24 +253,6 @@ def test_admin_reads_the_version_of_the_weights(server: RunningServer) -> None:
     admin = EngineAdmin(server.url)
     assert admin.policy() == "first"
     assert not admin.is_sleeping()
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"error": {"message": "no chat template\nis set", "type": "BadRequestError", "code": 400}},
-        {"object": "error", "message": "no chat template is set"},
-        {"detail": "no chat template is set"},
-        {"error": "no chat template is set"},
-        ["no chat template is set"],
-    ],
-)
-def test_refusal_is_the_engines_message_in_one_line(body: Any) -> None:
-    with pytest.raises(RequestRefused) as refused:
-        parse_answer("POST /tokenize", 400, json.dumps(body).encode())
-    is_known = isinstance(body, dict) and body.get("error") != "no chat template is set"
-    said = "no chat template is set" if is_known else " ".join(json.dumps(body).split())
-    assert str(refused.value) == f"POST /tokenize: 400: {said}"
 
 
 def test_url_that_is_none_is_refused() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.origin import Sampling
 from tests.models import CONTEXT
 from tests.rollout.rollout_helpers import RunningServer, serving
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout.engines.client import Completion, Sampling
+from rollout.engines.completion import Completion
 from rollout.environments.environment import Environment
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 from tests.rollout.scripted import ScriptedClient

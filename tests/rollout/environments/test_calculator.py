@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.collect import collect
-from rollout.engines.client import EngineClient, Sampling
+from rollout.engines.client import EngineClient
 from rollout.environments.calculator import HINT, MAX_CALLS, ExpressionError, answer, calculator, evaluate
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

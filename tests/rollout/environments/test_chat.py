@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.client import Completion, EngineClient, RequestRefused
+from rollout.engines.answers import RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.chat import ChatTemplate
 from tests.rollout.templated import make_tokenizer
 

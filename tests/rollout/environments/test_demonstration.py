@@ -12,9 +12,10 @@ import pytest
 from jinja2 import Environment
 
 from rollout.collect import collect
-from rollout.engines.client import EngineClient, Sampling
+from rollout.engines.client import EngineClient
 from rollout.environments.demonstration import check_demonstrations, demonstration, end_of_sequence
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

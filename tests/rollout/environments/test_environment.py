@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engines.client import Completion, EngineClient, Sampling
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.calculator import calculator
 from rollout.environments.environment import EnvironmentSettingError, resolve_environment, single_turn
 from rollout.environments.policy import Policy, sample_of
+from rollout.origin import Sampling
 
 
 class RecordingClient(EngineClient):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engines.client import Completion
+from rollout.engines.completion import Completion
 from rollout.environments.tool_calls import MARKED, with_calls
 
 Calls = list[tuple[str, dict[str, Any]]]

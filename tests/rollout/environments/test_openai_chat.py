@@ -9,10 +9,12 @@ import aiohttp
 import openai
 import pytest
 
-from rollout.engines.client import EngineClient, EngineFacts, Sampling, completion_request
+from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.completion import completion_request
 from rollout.environments import policy as policy_module
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.trajectory import Sample
 from tests.rollout.rollout_helpers import RunningServer
 from tests.rollout.scripted import Agent, Messages, ScriptedClient, run_session, user

@@ -8,9 +8,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollout.engines.client import Completion, EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.trajectory import Group, Sample, line_for_people
 from tests.rollout.rollout_helpers import RunningServer
 from tests.rollout.scripted import Agent, Messages, ScriptedClient, run_session, text_of, user

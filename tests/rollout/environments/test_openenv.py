@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.client import RequestRefused, Sampling
+from rollout.engines.answers import RequestRefused
 from rollout.environments import policy as policies
 from rollout.environments.environment import EnvironmentSettingError, resolve_environment
 from rollout.environments.openenv import OpenEnv
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.plugins import code_of
 from rollout.tasks import openenv
 from rollout.tasks.openenv_client import EXCERPT, read

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.client import EngineClient
 from rollout.environments import policy as policy_module
 from rollout.environments.policy import Episode, Policy
+from rollout.origin import Sampling
 from rollout.trajectory import Sample
 from tests.models import CONTEXT, EOS
 from tests.rollout.rollout_helpers import RunningServer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.client import Sampling
 from rollout.environments.policy import Policy
 from rollout.environments.preference import check_preferences, preference
+from rollout.origin import Sampling
 from rollout.tasks.task_set import TaskError, load_tasks
 from tests.rollout.environments.test_demonstration import ASKED, CHAT, MESSAGES, parts_of
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.client import RequestRefused, Sampling
+from rollout.engines.answers import RequestRefused
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.environments.policy import Policy
 from rollout.environments.text_gym import TextGym
+from rollout.origin import Sampling
 from rollout.plugins import code_of
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rollout.collect import collect
-from rollout.engines.client import Sampling
 from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import resolve_environment
 from rollout.environments.policy import Policy
+from rollout.origin import Sampling
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

@@ -10,10 +10,13 @@ import openai
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.engines.client import Completion, EngineClient, RequestRefused, Sampling, ToolCall
+from rollout.engines.answers import RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion, ToolCall
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
 from rollout.environments.tool_calls import PARSERS, with_calls
+from rollout.origin import Sampling
 from rollout.trajectory import Sample
 from tests.rollout.rollout_helpers import serving
 from tests.rollout.scripted import ScriptedClient, run_session, user

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.machine.network import free_port
 from rollout import ToolServer, tool_server
-from rollout.engines.client import Completion
+from rollout.engines.completion import Completion
 from rollout.environments import tool_server as module
 from rollout.environments.tool_calls import ToolCall
 

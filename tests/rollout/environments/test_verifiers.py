@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.client import Sampling
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.environments.policy import Policy
 from rollout.environments.verifiers import VerifiersEnvironment
+from rollout.origin import Sampling
 from rollout.plugins import code_of
 from rollout.processes.pool import ProcessPool
 from rollout.tasks import verifiers

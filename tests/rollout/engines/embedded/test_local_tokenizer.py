@@ -8,8 +8,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.engines.client import EngineClient, EngineError, RequestRefused, Sampling
+from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from rollout.origin import Sampling
 from tests.rollout.rollout_helpers import RunningServer
 
 MESSAGES = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from rollout.engines.client import whole_characters
+from rollout.engines.completion import whole_characters
 from rollout.engines.embedded.text import Texts
 
 SAID = ("a\u20ac\U0001f600\u00e9 " + 9 * "\u4f60\u597d" + ".").encode()

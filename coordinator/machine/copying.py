@@ -1,0 +1,100 @@
+"""Copy a model's files into an entry of the store, whole or by their deltas, and check them on the way."""
+
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from coordinator.directory.published import Incomplete
+from coordinator.machine.entries import COPY, PART, StoreError, make_room
+from rollout.storage import delta, files
+from rollout.storage.files import FileFacts, Moved, SharedFsError
+from rollout.storage.writer import Sink, copy_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Copying:
+    """What Store.hold was asked for; see there."""
+
+    source: Path
+    files: Mapping[str, FileFacts]
+    moved: Moved
+    before: Mapping[str, Path]
+    threads: int
+
+
+def fill(entry: Path, asked: Copying) -> None:
+    """Copy the files, in threads; `entry` goes if that fails. Raises as Store.hold."""
+    source = asked.source
+    began_s, size = time.monotonic(), sum(facts["bytes"] for facts in asked.files.values())
+    part = entry / PART
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    try:
+        if (free := make_room(entry.parent, size)) < size:
+            raise StoreError(_no_room(source, entry.parent, size, free))
+        part.mkdir()
+        with ExitStack() as stack:
+            each = map
+            if asked.threads > 1:  # a process does not end before the threads of a pool do
+                each = stack.enter_context(ThreadPoolExecutor(asked.threads)).map
+            rebuilt = sum(each(partial(_copy, asked, part), asked.files))
+        part.rename(entry / COPY)
+    except BaseException as error:
+        shutil.rmtree(entry, ignore_errors=True)
+        if isinstance(error, FileNotFoundError):
+            raise Incomplete(f"{error.filename} is gone, and was to be copied to this machine") from None
+        if isinstance(error, OSError) and not isinstance(error, SharedFsError):
+            free = shutil.disk_usage(entry.parent).free
+            raise StoreError(f"{error.strerror}: {_no_room(source, entry.parent, size, free)}") from error
+        raise
+    seconds = time.monotonic() - began_s
+    how = f" ({rebuilt / 1e9:.2f} GB by a delta)" if rebuilt else ""
+    log.info("%s was copied to this machine: %.2f GB in %.1f s%s", source, size / 1e9, seconds, how)
+
+
+def _copy(asked: Copying, target: Path, name: str) -> int:
+    """Make one file, by its delta if that can be had. Returns its size if it was; Incomplete if the file in
+    `source` is another one.
+    """
+    path, wanted = asked.source / name, asked.files[name]
+    if name in asked.before and _rebuild(asked, target, name):
+        return wanted["bytes"]
+    with open(target / name, "wb") as file:
+        sink = Sink(file, asked.moved)
+        copy_of(path)(sink)
+    if (found := sink.facts) != wanted:
+        raise Incomplete(
+            f"{path} was read as {found['bytes']} bytes with sha256 {found['sha256']}, "
+            f"but it should have {wanted['bytes']} bytes with sha256 {wanted['sha256']}"
+        )
+    return 0
+
+
+def _rebuild(asked: Copying, target: Path, name: str) -> bool:
+    """Make one file of its delta and the file before; return whether it has come to the right checksum."""
+    change, before = asked.source / delta.delta_name(name), asked.before[name]
+    try:
+        with open(before, "rb") as old, open(target / name, "wb") as file:
+            sink = Sink(file, asked.moved)
+            delta.apply(old, files.pieces(change), sink.write)
+        problem = "that comes to another checksum" if sink.facts != asked.files[name] else ""
+    except (OSError, delta.DamagedDelta) as error:
+        problem = str(error)
+    if problem:
+        log.warning("%s is of no use with %s: %s; the whole file is read", change, before, problem)
+    return not problem
+
+
+def _no_room(source: Path, folder: Path, size: int, free: int) -> str:
+    return (
+        f"{source} cannot be copied to this machine: it has {size / 1e9:.2f} GB, and {folder} has room for "
+        f"{free / 1e9:.2f} GB; free some space there, or give this node another directory for copies: "
+        "cluster.local_dir=DIR"
+    )

@@ -1,0 +1,67 @@
+"""What a node does while the shared directory does not answer: it waits, and loses no finished work."""
+
+import time
+from collections.abc import Callable
+
+from coordinator.node.identity import Identity
+from coordinator.node.messages import Messages
+from coordinator.node.position import Position
+from coordinator.node.verdicts import Verdicts
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.fence import is_away
+from coordinator.protocol.watch import Watch
+from rollout.storage.files import SharedFsError
+from rollout.storage.retry import waiting_for_space
+
+
+class Outage:
+    """Waits for the shared directory, for cluster.rejoin_timeout_s at most."""
+
+    def __init__(
+        self, identity: Identity, position: Position, watch: Watch, messages: Messages, verdicts: Verdicts
+    ) -> None:
+        self._identity = identity
+        self._position = position
+        self._watch = watch
+        self._messages = messages
+        self._verdicts = verdicts
+
+    def wait_out(self) -> None:
+        """Wait until the directory shows a beat of this node again. Raises Ended.
+
+        A worker comes back as a new incarnation, so that the master sees that it has left. A master claims
+        the next epoch.
+        """
+        root, is_master = self._identity.root, self._identity.is_master
+        fence, heart, cluster = self._watch.fence, self._watch.heart, self._identity.settings.cluster
+        self._position.move("fenced")
+        deadline_s = time.monotonic() + cluster.rejoin_timeout_s
+        while not fence.wait_until_back(cluster.beat_interval_s / 4):
+            self._verdicts.check_self()
+            if is_master and not heart.was_seen and self._watch.away is None:
+                unseen = f"{root} takes this node's heartbeats, but has shown none of them"
+                text = f"{unseen} for {fence.limit_s:.0f} s, so no node could see another"
+                raise Ended(Exit.FAILED, f"{text}; on this machine: {self._messages.doctor_command()}")
+            if time.monotonic() > deadline_s:
+                why = f" ({self._watch.away})" if self._watch.away else ""
+                silent = f"{root} took no heartbeat for {cluster.rejoin_timeout_s:.0f} s{why}"
+                raise Ended(Exit.LOST, f"{silent}. {self._messages.repair()}")
+        if not is_master:
+            self._watch.leave()
+            if not heart.renew():
+                raise self._verdicts.superseded()
+        fence.reset()
+
+    def persist(self, write: Callable[[], None]) -> None:
+        """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
+        cluster = self._identity.settings.cluster
+        deadline_s = time.monotonic() + cluster.rejoin_timeout_s
+        while True:
+            try:
+                with waiting_for_space(cluster.rejoin_timeout_s, self._verdicts.check_self):
+                    return write()
+            except SharedFsError as error:
+                if not is_away(error) or time.monotonic() > deadline_s:
+                    raise
+                self._verdicts.check_self()
+                time.sleep(cluster.poll_max_s)

@@ -1,0 +1,62 @@
+"""What a server is asked at, and what its answer or its error says; for each kind of call."""
+
+from typing import Any
+
+from pydantic_core import from_json
+
+UNIX = "unix:"
+"""A base URL is http://HOST:PORT, or this and the path of a Unix socket that a server listens on."""
+HOST_OF_SOCKET = "http://localhost"
+"""What a request over a Unix socket says that it goes to."""
+EXCERPT = 500
+"""Characters of an answer that an error shows."""
+
+
+class EngineError(RuntimeError):
+    """The engine failed: it is gone, does not answer in time, or answers with an error."""
+
+
+class RequestRefused(EngineError):
+    """The engine works but refuses this request (400, 413, 422), e.g. because its prompt is too long."""
+
+
+class ContextFull(RequestRefused):
+    """The prompt leaves no room in the engine's context."""
+
+
+class AdapterMissing(EngineError):
+    """The engine has no such adapter (404). An engine that has just restarted will get it soon."""
+
+
+def socket_of(base_url: str) -> str | None:
+    """Return the path of the Unix socket in a base URL; None for one of TCP."""
+    return base_url.removeprefix(UNIX) if base_url.startswith(UNIX) else None
+
+
+def parse_answer(call: str, status: int, data: bytes) -> dict[str, Any]:
+    """Return the JSON of an answer. Raises RequestRefused or another EngineError if it is an error or no
+    JSON.
+    """
+    if status >= 400:
+        kind = RequestRefused if status in (400, 413, 422) else EngineError
+        raise kind(f"{call}: {status}: {excerpt(data)}")
+    try:
+        # Twice as fast as json.loads.
+        answer = from_json(data.decode(errors="replace")) if data else {}
+    except ValueError as error:
+        raise EngineError(f"{call}: {status}, but no JSON: {excerpt(data)}") from error
+    return answer if isinstance(answer, dict) else {"answer": answer}
+
+
+def excerpt(data: bytes) -> str:
+    """Return the beginning of what an answer says, in one line: the message if it is an error in JSON, as
+    engines send it.
+    """
+    text = data.decode(errors="replace")
+    try:
+        error = from_json(text)
+        error = error.get("error", error)
+        text = str(error.get("message") or error.get("detail") or text)
+    except (ValueError, AttributeError):
+        pass  # it is no JSON, or of another form
+    return " ".join(text[:EXCERPT].split())

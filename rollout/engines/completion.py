@@ -1,0 +1,110 @@
+"""Completions in the OpenAI API with token ids, which vLLM and the embedded engine speak."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.origin import Sampling
+from rollout.trajectory import Turn
+
+_FINISH_REASONS = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence"), "stop"),
+    **dict.fromkeys(("tool_calls", "function_call"), "stop"),
+    **dict.fromkeys(("length", "max_tokens"), "length"),
+}
+"""What engines and agents say: it ended by itself, or it was cut."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the model has written."""
+
+    id: str
+    """The message with the result names it, as `tool_call_id`."""
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def wire(self) -> dict[str, Any]:
+        """The call as messages have it in the OpenAI API."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion. `logprobs`: natural, one for each of `token_ids`, in the distribution sampled from.
+    `finish_reason`: `stop`, `length`, or one that no sample may have (see `finish_reason`).
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    said: Sequence[Turn] = ()
+    """What was said to the model before it, since the completion before."""
+    stop_string: str = ""
+    """The stop string that ended it: its tokens are there, but `text` ends before it."""
+    calls: Sequence[ToolCall] = ()
+    """The tools that it calls, if it had some (Policy.with_tools)."""
+    content: str | None = None
+    """If it calls tools: the text before the calls. `text` is all of it."""
+    likely: Sequence[tuple[str, Mapping[str, float]]] = ()
+    """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
+
+
+def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:
+    """Return the body of a request for completions."""
+    return {
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop": list(sampling.stop),
+        "seed": sampling.seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+        # vLLM takes missing values from the model's generation_config.json. Qwen2.5's has a
+        # repetition penalty, so the logprobs would be of another policy than the trainer's.
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        **sampling.more,
+    }
+
+
+def finish_reason(said: str) -> str:
+    """`stop` or `length` for what an engine says; what is neither (abort, content_filter) stays as it is."""
+    return _FINISH_REASONS.get(said, said)
+
+
+def whole_characters(text: str) -> str:
+    """Return a text without the replacement characters at its end, which may be bytes of a character that the
+    next tokens complete.
+    """
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def completion_of(choice: dict[str, Any], *, likely: bool) -> Completion:
+    """Return one completion of an answer, with the likeliest tokens if `likely`. Raises KeyError, TypeError
+    or ValueError if something is missing.
+    """
+    token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    if not isinstance(token_ids, list) or not isinstance(logprobs, list):
+        raise TypeError("token_ids and token_logprobs must be lists")
+    return Completion(
+        choice["prompt_token_ids"],
+        token_ids,
+        logprobs,
+        choice["text"],
+        finish_reason(str(choice["finish_reason"])),
+        stop_string=stop if isinstance(stop := choice.get("stop_reason"), str) else "",
+        likely=_likely(choice["logprobs"]) if likely else (),
+    )
+
+
+def _likely(logprobs: dict[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
+    return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))

@@ -1,0 +1,94 @@
+"""A shared directory that does not answer: a node waits, with a deadline, and loses no finished work."""
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.node.outage import Outage
+from coordinator.protocol.exits import Ended, Exit
+from rollout.storage.files import SharedFsError
+
+Make = Callable[..., Outage]
+
+
+def failing(number: int) -> SharedFsError:
+    return SharedFsError("write", Path("part"), OSError(number, "it fails"), 0.0)
+
+
+@pytest.fixture
+def seen() -> list[str]:
+    """What the node has done."""
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, seen: list[str]) -> Make:
+    def made(*, is_master: bool = False, back: bool = True, was_seen: bool = True) -> Outage:
+        cluster = SimpleNamespace(rejoin_timeout_s=0.3, beat_interval_s=0.02, poll_max_s=0.01)
+        answers = threading.Event()
+        if back:
+            answers.set()
+        fence = SimpleNamespace(
+            wait_until_back=answers.wait, limit_s=1.0, reset=lambda: seen.append("is on its way")
+        )
+        heart = SimpleNamespace(was_seen=was_seen, renew=lambda: not seen.append("a new incarnation"))
+        watch: Any = SimpleNamespace(
+            fence=fence, heart=heart, away=None, leave=lambda: seen.append("has left")
+        )
+        identity: Any = SimpleNamespace(
+            root=tmp_path, is_master=is_master, settings=SimpleNamespace(cluster=cluster)
+        )
+        position: Any = SimpleNamespace(move=seen.append)
+        messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor", repair=lambda: "Start it again")
+        verdicts: Any = SimpleNamespace(check_self=lambda: None)
+        return Outage(identity, position, watch, messages, verdicts)
+
+    return made
+
+
+@pytest.mark.parametrize("is_master", [True, False])
+def test_only_a_worker_comes_back_as_a_new_incarnation(make: Make, seen: list[str], is_master: bool) -> None:
+    make(is_master=is_master).wait_out()
+    of_worker = [] if is_master else ["has left", "a new incarnation"]
+    assert seen == ["fenced", *of_worker, "is on its way"]
+
+
+def test_directory_that_stays_away_ends_the_node_with_what_to_do(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(Ended, match=r"took no heartbeat for 0 s\. Start it again") as ended:
+        make(back=False).wait_out()
+    assert ended.value.code == Exit.LOST and str(tmp_path) in ended.value.text
+
+
+def test_master_that_sees_no_beat_of_its_own_says_that_no_node_could_see_another(make: Make) -> None:
+    with pytest.raises(Ended, match=r"has shown none of them .* run doctor") as ended:
+        make(is_master=True, back=False, was_seen=False).wait_out()
+    assert ended.value.code == Exit.FAILED
+
+
+def test_finished_work_is_written_again_once_the_directory_is_back(make: Make) -> None:
+    errors = [failing(errno.EIO), failing(errno.ESTALE)]
+
+    def write() -> None:
+        if errors:
+            raise errors.pop()
+
+    make().persist(write)
+    assert not errors
+
+
+@pytest.mark.parametrize(("number", "is_tried_again"), [(errno.EACCES, False), (errno.EIO, True)])
+def test_error_that_stays_is_raised(make: Make, number: int, is_tried_again: bool) -> None:
+    tried: list[int] = []
+
+    def write() -> None:
+        tried.append(number)
+        raise failing(number)
+
+    with pytest.raises(SharedFsError):
+        make().persist(write)
+    assert (len(tried) > 1) is is_tried_again

@@ -17,7 +17,9 @@ class EngineError(RuntimeError):
 
 
 class RequestRefused(EngineError):
-    """The engine works but refuses this request (400, 413, 422), e.g. because its prompt is too long."""
+    """The engine works but refuses this request (400, 413, 422), e.g. because its prompt is too long, or
+    answers it alone with errors.
+    """
 
 
 class ContextFull(RequestRefused):

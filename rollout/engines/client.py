@@ -214,12 +214,28 @@ class EngineClient:
                 fails = answers and not isinstance(error, AdapterMissing)
                 patience_s = min(self._retry_s, _FAILING_S) if fails else self._retry_s
                 if now_s + pause_s > failing_since_s + patience_s:
+                    if fails and await self._answers_others():
+                        raise RequestRefused(
+                            f"POST {url}: {error}; tried again for {patience_s:g} s. The engine answers "
+                            "another request, so it is this one that it cannot answer"
+                        ) from error
                     raise EngineError(
                         f"POST {url}: {type(error).__name__}: {error}; tried again for {patience_s:g} s. "
                         "Is the engine still running? Its log says more"
                     ) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    async def _answers_others(self) -> bool:
+        """Return whether the engine generates a token for a prompt of one."""
+        import aiohttp
+
+        url, least = f"{self._base_url}/v1/completions", completion_request([0], Sampling(max_tokens=1))
+        try:
+            await self._post_once(url, least | ({"model": self._model} if self._model else {}))
+        except (aiohttp.ClientError, TimeoutError, EngineError):
+            return False
+        return True
 
     async def _post_once(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         if self._session is None:

@@ -33,9 +33,11 @@ def engine_logs(cluster: Cluster, rank: int) -> int:
     return len(list(cluster.run_dir.logs(rank).glob("engine.*.log")))
 
 
-def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Cluster) -> None:
+@pytest.mark.parametrize("head_start", ["true", "false"])
+def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Cluster, head_start: str) -> None:
     words = ("--num-nodes", "2", "--rank-weights", "1,1")  # else a node that is slow to start gets no group
-    cluster.start(0, *words, "--iterations", "2", *SETTINGS, prefix=ENVIRONMENT)
+    head = f"checkpoints.head_start={head_start}"
+    cluster.start(0, *words, "--iterations", "2", *SETTINGS, head, prefix=ENVIRONMENT)
     cluster.start(1, prefix=ENVIRONMENT)
     assert cluster.wait(LONGEST_S) == [0, 0], cluster.everything_said()
     lines = cluster.metrics()

@@ -79,6 +79,17 @@ def test_logprobs_under_a_form_are_those_of_the_distribution_that_the_form_leave
     assert len({completion.text for completion in completions}) > 1
 
 
+def test_form_that_the_vocabulary_cannot_write_is_refused_and_the_engine_serves_on(engine: Engine) -> None:
+    if engine.kind == "torch":
+        pytest.skip("the embedded engine has no grammar")
+    schema = {"type": "string", "pattern": "^☃+$"}
+    form = {"type": "json_schema", "json_schema": {"name": "snow", "schema": schema}}
+    sampling = Sampling(max_tokens=20, seed=3, more={"response_format": form})
+    with pytest.raises(RequestRefused, match=r"500: .* answers another request"):
+        engine.ask(PROMPT, sampling, retry_s=2.0)
+    assert engine.ask(PROMPT, Sampling(max_tokens=3))
+
+
 def test_likeliest_tokens_come_with_their_logprobs(engine: Engine, reference: Reference) -> None:
     async def main(count: int) -> Completion:
         async with EngineClient(engine.url) as client:

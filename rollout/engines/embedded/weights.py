@@ -71,7 +71,7 @@ class ModelWeights:
         if not fits:
             return False
         for name, tensor in tensors.items():
-            parameters[name].data.copy_(tensor)  # into memory that is there: new pages cost more than the copy
+            parameters[name].data.copy_(tensor)  # fresh pages would cost more than the copy
         return True
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollout.engines import client as client_module
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.answers import EngineError, RequestRefused
+from rollout.engines.answers import EngineError, RequestRefused, parse_answer
 from rollout.engines.client import EngineClient, EngineFacts
 from rollout.engines.completion import Completion
 from rollout.environments.policy import Policy
@@ -112,6 +112,24 @@ def test_request_that_the_engine_refuses_is_told_from_a_failure(server: RunningS
 def test_error_of_the_server_is_shown_with_status_and_body() -> None:
     with pytest.raises(EngineError, match="500: out of memory") as raised:
         generate_from(*[http_answer("500 Internal Server Error", "out of memory")] * 9, retry_s=0.2)
+    assert not isinstance(raised.value, RequestRefused)
+
+
+def test_request_that_alone_is_answered_with_an_error_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does where a grammar leaves no token: the engine is well, and no restart would help."""
+    real = EngineClient._post_once
+
+    async def post_once(client: EngineClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        if body["prompt"] == "1":
+            return parse_answer("POST", 500, b"no token may follow")
+        return await real(client, url, body)
+
+    monkeypatch.setattr(EngineClient, "_post_once", post_once)
+    good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
+    with pytest.raises(RequestRefused, match=r"500: no token may follow; .* answers another request"):
+        generate_from(good, retry_s=0.2)
+    with pytest.raises(EngineError, match="500: no token may follow") as raised:
+        generate_from(http_answer("500 Internal Server Error", "engine died"), retry_s=0.2)
     assert not isinstance(raised.value, RequestRefused)
 
 

@@ -26,7 +26,8 @@ class Fault:
     twin        another process of the rank is started while this one lives
     leave       SIGTERM; started again after `seconds`
     trainer     its part of the training job is killed, if there is one
-    engine      its engine is killed, if there is one
+    engine      its engine is killed, if there is one; not twice in a row of the table, as a run ends if an
+                engine has ended twice in its start
     freeze      its mount hangs for `seconds`; freeze_all: all mounts do
     """
 
@@ -45,6 +46,8 @@ class Injector:
         self._world = world
         self._left = list(faults)
         self._calls = 0
+        self._engine_ended: dict[NodeProcess, tuple[int, int]] = {}
+        """Where a node was when its engine was killed last."""
         self._armed_s = world.scheduler.now_s
         world.disk.on_call = self._on_call
 
@@ -83,6 +86,9 @@ class Injector:
         elif fault.action == "twin":
             world.start_twin(fault.rank)
         elif fault.action in {"trainer", "engine"}:
+            if fault.action == "engine" and self._engine_ended.get(process) == process.place:
+                return
+            self._engine_ended |= {process: process.place} if fault.action == "engine" else {}
             for child in world.machines.of(process, fault.action):
                 world.tell(f"{child.process.name} is killed")
                 child.kill_now()

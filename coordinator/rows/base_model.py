@@ -41,7 +41,12 @@ def prepare_base_model(node: Node) -> None:
     files.make_directory(staging)
     for file in sorted(made.iterdir()):
         files.publish(staging / file.name, file.read_bytes())
-    files.rename(staging, target)
+    try:
+        files.rename(staging, target)
+    except OSError:
+        if target.name not in published.names(node.run_dir.root):
+            raise
+        files.remove_tree(staging)  # another process of this rank was faster
 
 
 def _from_cache(node: Node) -> Path:

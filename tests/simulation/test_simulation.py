@@ -79,6 +79,12 @@ def test_the_policy_is_that_of_a_single_node(nodes: int) -> None:
     assert run(nodes, 7, ()) == undisturbed()
 
 
+@pytest.mark.parametrize(("seed", "calls"), [(0, 1), (33, 3)])
+def test_two_processes_of_a_master_may_make_the_built_in_model(seed: int, calls: int) -> None:
+    """Each finds none, and the second one cannot put its own there: it takes that of the first."""
+    assert run(NODES, seed, [Fault("replace", 0, 0, 0, calls, 0.0)]) == undisturbed()
+
+
 def test_the_same_seed_and_faults_make_the_same_run() -> None:
     def story() -> list[str]:
         root = Path(tempfile.mkdtemp())

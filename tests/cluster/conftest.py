@@ -15,11 +15,15 @@ from filelock import FileLock
 
 from coordinator.machine.network import LOOPBACK, free_port
 from rollout.engines.admin import EngineAdmin
+from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster
 from tests.imports import forked
+
+TRIES = 3
+"""A port that is free may be that of somebody's connection a second later."""
 
 collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]  # `make test-vllm` runs it
 
@@ -75,28 +79,39 @@ def random_model(cache: Path) -> Path:
 @contextmanager
 def serving(model: Path, log: Path) -> Iterator[str]:
     """An engine with `model`; its URL."""
-    port = free_port(LOOPBACK)
-    command = [
-        sys.executable,
-        "-m",
-        "rollout.engines.embedded.server",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-    ]
-    command += ["--weight-version", policy_digest(checksums(model))]
-    with open(log, "wb") as file:
-        engine = subprocess.Popen(
-            forked(command), cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True
-        )
+    for _ in range(TRIES):
+        url = f"http://{LOOPBACK}:{free_port(LOOPBACK)}"
+        engine = _serve(model, url, log)
+        try:
+            EngineAdmin(url).wait_healthy(120.0, lambda engine=engine: engine.poll() is None)
+            break
+        except EngineError:
+            engine.kill()
+            engine.wait()
+            if "address already in use" not in log.read_text():
+                raise
+    else:
+        raise AssertionError(f"all of {TRIES} free ports were taken before the engine had them")
     try:
-        url = f"http://{LOOPBACK}:{port}"
-        EngineAdmin(url).wait_healthy(120.0, lambda: engine.poll() is None)
         yield url
     finally:
         engine.kill()
         engine.wait()
+
+
+def _serve(model: Path, url: str, log: Path) -> "subprocess.Popen[bytes]":
+    program = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", str(model)]
+    command = [
+        *program,
+        "--port",
+        url.rpartition(":")[2],
+        "--weight-version",
+        policy_digest(checksums(model)),
+    ]
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            forked(command), cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True
+        )
 
 
 @pytest.fixture(scope="session")

@@ -227,12 +227,13 @@ class EngineClient:
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     async def _answers_others(self) -> bool:
-        """Return whether the engine generates a token for a prompt of one."""
+        """Return whether the engine generates a token for a prompt of one, in _FAILING_S."""
         import aiohttp
 
         url, least = f"{self._base_url}/v1/completions", completion_request([0], Sampling(max_tokens=1))
         try:
-            await self._post_once(url, least | ({"model": self._model} if self._model else {}))
+            async with asyncio.timeout(_FAILING_S):
+                await self._post_once(url, least | ({"model": self._model} if self._model else {}))
         except (aiohttp.ClientError, TimeoutError, EngineError):
             return False
         return True

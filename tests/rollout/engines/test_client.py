@@ -128,9 +128,11 @@ def test_request_that_alone_is_answered_with_an_error_is_refused(monkeypatch: py
     good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
     with pytest.raises(RequestRefused, match=r"500: no token may follow; .* answers another request"):
         generate_from(good, retry_s=0.2)
-    with pytest.raises(EngineError, match="500: no token may follow") as raised:
-        generate_from(http_answer("500 Internal Server Error", "engine died"), retry_s=0.2)
-    assert not isinstance(raised.value, RequestRefused)
+    monkeypatch.setattr(client_module, "_FAILING_S", 0.5)
+    for fails in (http_answer("500 Internal Server Error", "engine died"), hang):
+        with pytest.raises(EngineError, match="500: no token may follow") as raised:
+            generate_from(fails, retry_s=0.2)
+        assert not isinstance(raised.value, RequestRefused)
 
 
 def test_server_that_takes_its_time_for_each_error_is_given_up_all_the_same(

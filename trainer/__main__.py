@@ -6,6 +6,7 @@ import signal
 import traceback
 from pathlib import Path
 
+from rollout.processes.imports import importing
 from trainer.job import launch
 
 
@@ -21,7 +22,8 @@ def main() -> None:
     import logging
 
     try:
-        from trainer.job.rank import serve  # imports torch, for seconds
+        with importing():
+            from trainer.job.rank import serve  # imports torch, for seconds
     except ImportError:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         launch.report_failure(args.spool, 0, local_rank, traceback.format_exc(), comes_again=True)

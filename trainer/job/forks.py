@@ -14,7 +14,6 @@ A fork of a process that has used a GPU cannot use it: on a machine with GPUs th
 """
 
 import contextlib
-import gc
 import json
 import os
 import resource
@@ -107,9 +106,11 @@ def serve(socket_path: str) -> None:
     listener.listen(128)  # clients wait here for the end of the imports
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as a node has it, for an engine's connections
-    for module in (*MODULES, "trainer.job.rank", "transformers.models.qwen3.modeling_qwen3"):
-        import_module(module)
-    gc.freeze()  # else a fork's collector would copy all that is shared
+    from rollout.processes.imports import importing  # not above, where a client would need it
+
+    with importing():  # and freeze, else a fork's collector would copy all that is shared
+        for module in (*MODULES, "trainer.job.rank", "transformers.models.qwen3.modeling_qwen3"):
+            import_module(module)
     waiting = select.poll()
     waiting.register(listener, select.POLLIN)
     forks: dict[int, tuple[int, socket.socket]] = {}  # by a descriptor that says when the fork has ended

@@ -1,5 +1,6 @@
 """What fault tests aim at (a node's children), and what they judge by (the groups on the disk)."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -119,6 +120,13 @@ def unsound_manifests(run_dir: RunDir) -> list[Path]:
             if slots != list(range(manifest["slots"])):
                 unsound.append(run_dir.manifest(kind, iteration))
     return unsound
+
+
+def taken_over(run_dir: RunDir, rank: int) -> dict[int, int]:
+    """How many groups of each iteration a node has begun ahead and goes on with in its row."""
+    events = (run_dir.root / "events" / f"rank_{rank:04d}.jsonl").read_text().splitlines()
+    said = [event for event in map(json.loads, filter(None, events)) if event["what"] == "ahead"]
+    return {event["it"]: event["groups"] for event in said}
 
 
 def _iterations(run_dir: RunDir) -> Iterator[tuple[Kind, int, Path]]:

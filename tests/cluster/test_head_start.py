@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import Cluster, token_ids
-from tests.cluster.faults import repeated_groups, unsound_manifests
+from tests.cluster.faults import repeated_groups, taken_over, unsound_manifests
 from tests.cluster.small_run import SETTINGS
 from tests.faultfs import FaultFs, unavailable
 
@@ -45,13 +45,6 @@ def cluster(tmp_path: Path, cache: Path) -> Iterator[Cluster]:
             nodes.close()
 
 
-def taken_over(cluster: Cluster, rank: int) -> dict[int, int]:
-    """How many groups of each iteration a node has begun ahead and goes on with in its row."""
-    events = (cluster.run_dir.root / "events" / f"rank_{rank:04d}.jsonl").read_text().splitlines()
-    said = [event for event in map(json.loads, filter(None, events)) if event["what"] == "ahead"]
-    return {event["it"]: event["groups"] for event in said}
-
-
 def test_nodes_killed_in_their_head_start_come_back_and_the_run_ends_as_without_one(
     tmp_path: Path, cache: Path, cluster: Cluster
 ) -> None:
@@ -60,7 +53,7 @@ def test_nodes_killed_in_their_head_start_come_back_and_the_run_ends_as_without_
     try:
         assert calm.run(2, *GIVEN, "checkpoints.head_start=false") == [0, 0], calm.everything_said()
         expected = made(calm)
-        assert not taken_over(calm, 0)
+        assert not taken_over(calm.run_dir, 0)
     finally:
         calm.close()
     # ---- the master in iteration 1, the worker in 2, the master again in 3
@@ -89,5 +82,5 @@ def test_nodes_killed_in_their_head_start_come_back_and_the_run_ends_as_without_
     assert made(cluster) == expected
     assert [line["iteration"] for line in cluster.metrics()] == list(range(1, ITERATIONS + 1))
     assert repeated_groups(cluster.run_dir) == [] and unsound_manifests(cluster.run_dir) == []
-    begun = [taken_over(cluster, rank) for rank in (0, 1)]  # 1 and 2 were trained again
+    begun = [taken_over(cluster.run_dir, rank) for rank in (0, 1)]  # 1 and 2 were trained again
     assert all(sum(by.get(iteration, 0) for by in begun) > 0 for iteration in (2, 3)), begun

@@ -7,7 +7,14 @@ import signal
 import pytest
 
 from tests.cluster.cluster import FAST, Cluster
-from tests.cluster.faults import children, durable_parts, lost_groups, repeated_groups, unsound_manifests
+from tests.cluster.faults import (
+    children,
+    durable_parts,
+    lost_groups,
+    repeated_groups,
+    taken_over,
+    unsound_manifests,
+)
 from tests.cluster.intruder import NOBODY, gets_in, offered_by, spools
 from tests.cluster.weights import worst_logprob
 from tests.engines.engines import ONE_THREAD, VLLM_ARGS, Reference
@@ -48,6 +55,8 @@ def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Clust
         assert sorted(groups) == list(range(8)) and not cluster.manifest(iteration)["given_up"]
         assert {len(group.samples) for group in groups.values()} == {4}
     assert {entry["rank"] for entry in cluster.manifest(2)["parts"]} == {0, 1}
+    ahead = [taken_over(cluster.run_dir, rank).get(2, 0) for rank in (0, 1)]
+    assert (sum(ahead) > 0) == (head_start == "true"), ahead
 
     trained = json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
     assert cluster.manifest(2)["policy"] == trained != cluster.manifest(1)["policy"]

@@ -34,24 +34,31 @@ class Claims:
         self._file: Path | None = None
         self._links = 0
         self._has_links = True
+        self._refused: set[int] = set()
+        """Chunks that others had when this rank wanted them: a listing may show that much later."""
         self.made: list[Path] = []
         """What this rank has made here, and has to remove when the row is over."""
 
     def taken(self) -> set[int]:
         """Return the chunks that are claimed."""
         found = map(parse_claim_name, files.listing(self._directory))
-        return {claim.chunk for claim in found if claim is not None and claim[:3] == self._row}
+        listed = {claim.chunk for claim in found if claim is not None and claim[:3] == self._row}
+        return listed | self._refused
 
     def take(self, chunks: Sequence[int]) -> int | None:
         """Claim the first of `chunks` that nobody has claimed meanwhile, of the first TRIES; returns it."""
         for chunk in chunks[:TRIES]:
             path = self._directory / Claim(*self._row, chunk).name
-            if self._make(path):
+            is_mine = self._make(path)
+            if is_mine:
                 self.made.append(path)
                 return chunk
+            if is_mine is not None:
+                self._refused.add(chunk)
         return None
 
-    def _make(self, path: Path) -> bool:
+    def _make(self, path: Path) -> bool | None:
+        """Return whether a claim is this rank's now; None: a newer epoch has ended them all."""
         if self._has_links:
             if self._file is None or self._links == LINKS:
                 self._file, self._links = files.write_temporary(path, self._owner, False), 0
@@ -59,9 +66,9 @@ class Claims:
             self._links += 1
             try:
                 made = once.link(self._file, path, self._owner)
-            except FileNotFoundError:  # a newer epoch has removed it: its listing will tell this process
+            except FileNotFoundError:  # removed by a newer epoch, of which this process will hear
                 self._file = None
-                return False
+                return None
             if made is not None:
                 return made
             self._has_links = False

@@ -19,13 +19,12 @@ class History:
     """What the manifests of one kind say, each read once by this process."""
 
     def __init__(self, run_dir: RunDir, kind: Kind) -> None:
-        self.paces: dict[str, Sequence[float]] = {}
-        """By rank, as the manifests have them."""
         self._run_dir = run_dir
         self._kind: Kind = kind
+        self._paces: dict[str, Sequence[float]] = {}
         self._lengths: dict[int, float] = {}
         self._usual: float | None = None
-        self._known: set[int] | None = None
+        self._has_looked = False
 
     def lengths(self, iteration: int, order: Sequence[int]) -> dict[int, float]:
         """Return the expected length of each slot of `iteration`; slot k is task `order[k]`. A task that is
@@ -37,11 +36,16 @@ class History:
             return {}
         return {slot: self._lengths.get(task, usual) for slot, task in enumerate(order)}
 
+    def paces(self, iteration: int) -> dict[str, Sequence[float]]:
+        """Return what paces are known at the start of `iteration`: by rank, as the manifests have them."""
+        self._look(iteration)
+        return self._paces
+
     def add(self, iteration: int, order: Sequence[int], manifest: Mapping[str, Any]) -> None:
         """Take in what the manifest of an iteration says."""
-        self._known = (self._known or set()) | {iteration}
+        self._look(iteration)
         found: dict[str, float] = manifest.get("lengths", {})
-        self.paces = manifest.get("paces") or self.paces  # each has all that is known
+        self._paces = manifest.get("paces") or self._paces  # each has all that is known
         for slot, length in found.items():
             if int(slot) < len(order):
                 task = order[int(slot)]
@@ -53,10 +57,10 @@ class History:
             self._usual = sum(found.values()) / len(found)
 
     def _look(self, before: int) -> None:
-        """Read what other masters have published, when this one plans for the first time."""
-        if self._known is not None:
+        """Read what other masters have published of the iterations before, when this one asks first."""
+        if self._has_looked:
             return
-        self._known = set()
+        self._has_looked = True
         listed = map(parse_iteration_name, published.names(self._run_dir.trajectories(self._kind, 0).parent))
         older = sorted(number for number in listed if number is not None and number < before)
         for number in older[-LOOKS_BACK:]:

@@ -183,6 +183,8 @@ class Standing(NamedTuple):
     """Its tokens a second of one group in this row; None while no group of it has ended."""
     still_s: float
     """For how long nobody has claimed anything."""
+    width: int
+    """How many groups it may have in flight at once."""
 
 
 def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list[int]:
@@ -215,11 +217,10 @@ def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list
     if not chunks.paces.keys() & others.keys():
         return ordered
     best = max(pace_of(other, chunks.paces) for other in others)
-    width = chunks.paces[rank].width if rank in chunks.paces else 1
     others_s = sum(chunks.chunks[number].work for number in free) / sum(others.values())
 
     def is_for_me(chunk: Chunk) -> bool:
-        mine_s = max(chunk.longest / pace, chunk.work / (pace * width))
+        mine_s = max(chunk.longest / pace, chunk.work / (pace * me.width))
         return mine_s <= others_s + chunk.longest / best + me.still_s
 
     return [number for number in ordered if is_for_me(chunks.chunks[number])]

@@ -115,7 +115,7 @@ class Claimed:
     def _standing(self) -> Standing:
         now_s = asyncio.get_running_loop().time()
         still_s = now_s - self._still_since_s if self._still_since_s is not None else 0.0
-        return Standing(sum(self._work.values()), self._meter.pace, still_s)
+        return Standing(sum(self._work.values()), self._meter.pace, still_s, self._meter.width)
 
     def _give(self, chunk: Chunk, slots: Sequence[Slot]) -> None:
         self._queue.extend(slots)

@@ -28,19 +28,19 @@ def draw_tasks(
     """
     before = published.read_json(run_dir.iteration_json(iteration - 1)) or {}
     first = (iteration - 1) * settings.tasks_per_iteration
-    deferred = [*again, *_deferred(run_dir, iteration - 1, before)]
     success = _success(run_dir, iteration) if settings.task_sampling == "curriculum" else None
     drawn = draw(
         tasks,
         settings,
         count,
         state=before.get("drawn", {"": first}),
-        deferred=deferred,
+        again=again,
+        deferred=_deferred(run_dir, iteration - 1, before),
         success=success or {},
         iteration=iteration,
     )
     kept = {} if success is None else {"success": {str(task): mean for task, mean in success.items()}}
-    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": deferred[count:], **kept}
+    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": drawn.waiting, **kept}
 
 
 def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[int]:

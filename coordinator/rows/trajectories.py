@@ -67,7 +67,7 @@ def split(
         history = node.histories[kind]
         lengths = history.lengths(iteration.number, order)
         lengths = {slot: lengths[slot] for slot in needed if slot in lengths}
-        chunks = cut(needed, lengths, sorted(members), paces_of(history.paces))
+        chunks = cut(needed, lengths, sorted(members), paces_of(history.paces(iteration.number)))
         return {**chunks.as_json(), "spare": list(spare)}
     weights = {rank: member.weight for rank, member in members.items()}
     shares, of_spare = split_slots(needed, weights, have), split_slots(spare, weights)
@@ -142,7 +142,7 @@ def aggregate(
     directory = node.run_dir.trajectories(kind, iteration.number)
     document, groups = parts.manifest(directory, iteration.number, quota, origin, named, made["short"])
     history = node.histories[kind]
-    paces = carried(paces_of(history.paces), paces_of(made["paces"]))
+    paces = carried(paces_of(history.paces(iteration.number)), paces_of(made["paces"]))
     members = node.record.members  # a rank that has left the run counts for nothing any more
     document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in members}
     history.add(iteration.number, order, document)

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,8 @@ class Drawn:
     """Indices into TaskSet.tasks, in the order in which they are begun."""
     state: dict[str, int]
     """How many tasks each stream has given so far: `state` of the next iteration's draw."""
+    waiting: list[int]
+    """Tasks that were drawn earlier, and for which there is no place yet."""
 
 
 def draw(
@@ -39,6 +40,7 @@ def draw(
     count: int,
     *,
     state: Mapping[str, int],
+    again: Sequence[int] = (),
     deferred: Sequence[int],
     success: Mapping[int, float],
     iteration: int,
@@ -46,18 +48,21 @@ def draw(
     """Return the next `count` tasks, by `settings.task_sampling`.
 
     `state` is what the previous draw returned; it keeps the places of the streams of other settings too.
-    `deferred` are tasks that were drawn but not begun: they come first, except in a curriculum, which chooses
-    anew. `success` maps each task that was tried to its mean success, 0 to 1; only the curriculum uses it.
-    Raises TaskError as `check_sampling` does.
+    `again` are tasks to begin again: they come first. `deferred` are tasks that were drawn but not begun:
+    they come next, except in a curriculum, which chooses anew and forgets them. `success` maps each task that
+    was tried to its mean success, 0 to 1; only the curriculum uses it. Raises TaskError as `check_sampling`
+    does.
     """
     if settings.task_sampling == "curriculum":
-        return Drawn(_curriculum(len(tasks.tasks), settings.seed, iteration, count, success), dict(state))
+        first = list(again[:count])
+        chosen = _curriculum(len(tasks.tasks), settings.seed, iteration, count - len(first), success)
+        return Drawn(first + chosen, dict(state), [])
+    waiting = [*again, *deferred]
     if settings.task_sampling == "ratio":
-        return _ratio(tasks, settings, count, state, deferred)
-    waiting = list(deferred[:count])
-    first, new = state.get("", 0), count - len(waiting)
-    order = task_order(len(tasks.tasks), settings.seed, first, new)
-    return Drawn(waiting + order, {**state, "": first + new})
+        return _ratio(tasks, settings, count, state, waiting)
+    begin, new = state.get("", 0), max(0, count - len(waiting))
+    order = task_order(len(tasks.tasks), settings.seed, begin, new)
+    return Drawn(waiting[:count] + order, {**state, "": begin + new}, waiting[count:])
 
 
 def check_sampling(tasks: TaskSet, settings: RolloutSettings) -> None:
@@ -72,26 +77,27 @@ def check_sampling(tasks: TaskSet, settings: RolloutSettings) -> None:
 
 
 def _ratio(
-    tasks: TaskSet, settings: RolloutSettings, count: int, state: Mapping[str, int], deferred: Sequence[int]
+    tasks: TaskSet, settings: RolloutSettings, count: int, state: Mapping[str, int], waiting: Sequence[int]
 ) -> Drawn:
     """Draw each class from an endless stream of its own. A stream belongs to the whole ratio, so that another
-    ratio starts anew, and does not make up for what the old one did not draw.
+    ratio starts anew, and does not make up for what the old one did not draw. What waits and is of a class
+    without a share is forgotten.
     """
     classes = _classes(tasks, settings)
     shares = {name: Fraction(str(settings.ratio[name])) for name in classes}
     ratio = ",".join(f"{name}:{settings.ratio[name]}" for name in classes)
     keys = {name: f"{name} of {ratio}" for name in classes}
     drawn = {name: state.get(keys[name], 0) for name in classes}
-    is_drawn = (_class_of(tasks.tasks[index], settings.ratio_field) in classes for index in deferred)
-    waiting = list(compress(deferred, is_drawn))[:count]
-    sequence = _interleave(shares, drawn, count - len(waiting))
+    waiting = [at for at in waiting if _class_of(tasks.tasks[at], settings.ratio_field) in classes]
+    sequence = _interleave(shares, drawn, max(0, count - len(waiting)))
     new = {name: sequence.count(name) for name in classes}
     streams = {
         name: iter(task_order(len(indices), settings.seed, drawn[name], new[name], stream=name))
         for name, indices in classes.items()
     }
     order = [classes[name][next(streams[name])] for name in sequence]
-    return Drawn(waiting + order, {**state, **{keys[name]: drawn[name] + new[name] for name in classes}})
+    reached = {**state, **{keys[name]: drawn[name] + new[name] for name in classes}}
+    return Drawn(waiting[:count] + order, reached, waiting[count:])
 
 
 def _interleave(shares: Mapping[str, Fraction], drawn: Mapping[str, int], count: int) -> list[str]:

@@ -5,9 +5,9 @@
 The engines are simulated: each node generates `--at-once` groups at the same time, each at the node's speed.
 Lengths are lognormal (sigma 1) and belong to the tasks; an iteration has all tasks. What decides is the
 product's: the chunks, who claims which, and the claims themselves, as files in a directory (--dir: on another
-filesystem). In the first iteration neither lengths nor speeds are known, from the second on both are. The
-ideal: all nodes busy to the end, or the longest group on the fastest node. A rate that halves does so at half
-of the ideal time; then the ideal is that of the new rates.
+filesystem). In the first iteration neither lengths nor speeds are known, from the second on both are; of a
+node that is new its speed is not. The ideal: all nodes busy to the end, or the longest group on the fastest
+node. A rate that halves does so at half of the ideal time; then the ideal is that of the new rates.
 
 Prints for each way the median and the worst ratio to the ideal, the most claims of a rollout, and the mean
 operations on the directory of a claim, with those of nodes that leave chunks to others.
@@ -123,7 +123,7 @@ class Rollout:
     def _claim(self, node: SimulatedNode, now_s: float, chunks: Chunks, claims: Claims) -> bool:
         taken = claims.taken()
         free = [number for number in range(len(chunks.chunks)) if number not in taken]
-        me = Standing(node.open_work, node.pace, now_s - self._still_since_s)
+        me = Standing(node.open_work, node.pace, now_s - self._still_since_s, self.at_once)
         number = claims.take(wanted) if (wanted := choose(chunks, node.rank, free, me)) else None
         if number is None:
             if free:
@@ -188,16 +188,18 @@ def measure(
     found: dict[str, Found] = {}
     best_s = ideal_s(lengths, speeds, at_once)
     paces: dict[int, Pace] = {}
-    ways: list[tuple[str, bool, int | None]] = [
-        ("claims, first iteration", False, None),
-        ("claims, second iteration", True, None),
-        ("claims, new tasks, known rates", False, None),
-        *((f"claims, the rate of {speed:g} halves", True, rank) for rank, speed in enumerate(speeds)),
+    ways: list[tuple[str, bool, int | None, int | None]] = [
+        ("claims, first iteration", False, None, None),
+        ("claims, second iteration", True, None, None),
+        ("claims, new tasks, known rates", False, None, None),
+        *((f"claims, the rate of {speed:g} halves", True, rank, None) for rank, speed in enumerate(speeds)),
+        *((f"claims, the node of {speed:g} is new", True, None, rank) for rank, speed in enumerate(speeds)),
     ]
-    for number, (name, known, halves) in enumerate(ways, 1):
+    for number, (name, known, halves, new) in enumerate(ways, 1):
         rollout = Rollout(lengths, speeds, at_once, best_s, halves)
         files.operations.clear()
-        ratio = claim(run_dir, number, rollout, known, paces) / ideal_s(lengths, speeds, at_once, halves)
+        of_known = {rank: pace for rank, pace in paces.items() if rank != new}
+        ratio = claim(run_dir, number, rollout, known, of_known) / ideal_s(lengths, speeds, at_once, halves)
         found[name] = Found([ratio], [rollout.claimed], [sum(files.operations.values()) / rollout.claimed])
         paces = paces or rollout.paces()
     for name, weights in (("equal weights", [1.0] * len(speeds)), ("right static weights", speeds)):

@@ -1,16 +1,19 @@
 """Claims and groups in flight, in simulated runs: what is made twice, and whether a broken rule is found."""
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coordinator.directory.claims import Claims
+from coordinator.directory import claims as claims_of_a_row
+from coordinator.directory.claims import TRIES, Claims
 from coordinator.node import node
 from coordinator.rows import claimed, trajectories
 from rollout.engines.completion import Completion
 from rollout.origin import Sampling
+from rollout.storage import files
 from tests.simulation.engines import EngineClient
 from tests.simulation.faults import Fault
 from tests.simulation.test_simulation import NODES, SEEDS, run, undisturbed
@@ -47,6 +50,25 @@ def test_only_what_a_killed_node_had_in_flight_is_asked_for_again(
         asked.clear()
     if claims or lost == 0:  # else each healthy node has made its share when the loss is noticed
         assert kept, "no group outlived a change of the epoch"
+
+
+def test_nodes_that_never_see_the_claims_of_others_try_each_chunk_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused: list[tuple[int, ...]] = []
+    real = Claims.take
+
+    def take(claims: Claims, chunks: Sequence[int]) -> int | None:
+        if (made := real(claims, chunks)) is None:
+            refused.append(claims._row)
+        return made
+
+    monkeypatch.setattr(Claims, "take", take)
+    blind = SimpleNamespace(**{**vars(files), "listing": lambda _directory: []})
+    monkeypatch.setattr(claims_of_a_row, "files", blind)
+    for seed in range(3):
+        run(NODES, seed, (), rollout__tasks_per_iteration=24)
+    assert refused and max(Counter(refused).values()) < 3 * 24 * NODES / TRIES, Counter(refused)
 
 
 def every_epochs_claims_count(patch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,25 @@ def test_a_chunk_has_one_owner(run_dir: RunDir) -> None:
 
 
 @pytest.mark.usefixtures("_links")
+def test_a_chunk_that_was_refused_is_taken_although_a_listing_does_not_show_it_yet(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = claims(run_dir, 0), claims(run_dir, 1)
+    assert [first.take([number]) for number in (3, 4, 5)] == [3, 4, 5]
+    monkeypatch.setattr(files, "listing", lambda _directory: [])
+    assert second.take([3, 4, 5, 6]) is None and second.taken() == {3, 4}
+    assert second.take([5, 6]) == 6
+
+
+def test_a_claim_that_a_newer_epoch_made_impossible_is_nobody_elses(run_dir: RunDir) -> None:
+    mine = claims(run_dir, 0)
+    assert mine.take([0]) == 0
+    for path in left_over(run_dir, 3):
+        path.unlink()
+    assert mine.take([1]) is None and mine.taken() == set()
+
+
+@pytest.mark.usefixtures("_links")
 def test_claims_of_another_epoch_move_nothing(run_dir: RunDir) -> None:
     assert claims(run_dir, 0, epoch=1).take([0]) == 0
     now = claims(run_dir, 0)

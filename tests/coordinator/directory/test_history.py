@@ -32,11 +32,11 @@ def test_a_task_is_as_long_as_it_was_last_and_a_new_one_as_the_last_iterations_a
 ) -> None:
     known = History(run_dir, "train")
     assert known.lengths(3, [9, 7, 1]) == {0: 60, 1: 10, 2: 50}
-    assert known.paces == {"1": PACE}  # rank 0 has left the run
+    assert known.paces(3) == {"1": PACE}  # rank 0 has left the run
     publish(run_dir, 3, [9], {}, {})
     assert History(run_dir, "train").lengths(4, [9]) == {0: 60}
     known.add(3, [9], {"paces": {}})
-    assert known.paces == {"1": PACE}
+    assert known.paces(4) == {"1": PACE}
 
 
 def test_later_iterations_are_not_looked_at(run_dir: RunDir) -> None:
@@ -58,6 +58,12 @@ def test_an_iteration_that_this_process_has_seen_is_not_read(run_dir: RunDir) ->
     publish(run_dir, 3, [9], {"0": 1}, {})
     known.add(3, [9], {"lengths": {"0": 77}})
     assert known.lengths(4, [9]) == {0: 77}
+
+
+def test_a_master_that_adds_before_it_asks_has_read_what_was_there(run_dir: RunDir) -> None:
+    known = History(run_dir, "train")
+    known.add(3, [4], {"lengths": {"0": 77}})
+    assert known.paces(4) == {"1": PACE} and known.lengths(4, [4, 5, 7]) == {0: 77, 1: 40, 2: 10}
 
 
 def test_only_the_tasks_seen_last_are_remembered(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

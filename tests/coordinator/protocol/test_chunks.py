@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from coordinator.protocol.chunks import Chunks, Pace, Standing, carried, choose, cut, paces_of
 
 FAST, SLOW = Pace(400, 100.0, 4), Pace(100, 100.0, 4)
-IDLE = Standing(open_work=0.0, pace=None, still_s=0.0)
+IDLE = Standing(open_work=0.0, pace=None, still_s=0.0, width=4)
 paces = st.builds(Pace, st.integers(1, 10_000), st.floats(0.1, 1e4), st.integers(1, 512))
 
 
@@ -98,7 +98,7 @@ def test_what_nobody_claims_is_claimed_in_the_end() -> None:
 
 def test_a_rank_that_has_become_slow_leaves_to_others_what_was_for_it() -> None:
     made = cut([0, 1], {0: 1000.0, 1: 10.0}, [0, 1], {0: FAST, 1: SLOW})
-    assert choose(made, 0, [0], Standing(0.0, pace=0.1, still_s=0.0)) == []
+    assert choose(made, 0, [0], IDLE._replace(pace=0.1)) == []
 
 
 def test_a_rank_holds_no_more_than_its_share_of_all() -> None:
@@ -112,9 +112,10 @@ def test_a_rank_that_is_early_takes_nobody_elses_whole_place() -> None:
     paces = dict.fromkeys(range(3), Pace(400, 100.0, 64))
     made = cut(range(60), {}, [0, 1, 2], paces)
     assert [len(chunk.slots) for chunk in made.chunks] == [20, 20, 20]
-    assert choose(made, 0, [0, 1, 2], IDLE)[0] == 0
-    assert choose(made, 0, [1, 2], IDLE._replace(open_work=19.5)) == []
-    assert choose(made, 0, [1, 2], IDLE) == [1, 2], "nobody else came, and it has nothing left to do"
+    me = IDLE._replace(width=64)
+    assert choose(made, 0, [0, 1, 2], me)[0] == 0
+    assert choose(made, 0, [1, 2], me._replace(open_work=19.5)) == []
+    assert choose(made, 0, [1, 2], me) == [1, 2], "nobody else came, and it has nothing left to do"
 
 
 def test_a_rank_that_nobody_knows_holds_half_its_share_until_a_group_has_ended() -> None:
@@ -123,3 +124,13 @@ def test_a_rank_that_nobody_knows_holds_half_its_share_until_a_group_has_ended()
     holding = IDLE._replace(open_work=30.0)
     assert choose(made, 1, free, holding) == []
     assert choose(made, 1, free, holding._replace(pace=2.0))
+
+
+def test_a_rank_that_is_new_beside_known_ones_takes_half_its_share_at_once() -> None:
+    made = cut(range(128), {}, [0, 1], {1: Pace(400, 100.0, 64)})
+    me, mine = IDLE._replace(width=64), 0.0
+    free = list(range(len(made.chunks)))
+    while chosen := choose(made, 0, free, me._replace(open_work=mine)):
+        mine += made.chunks[chosen[0]].work
+        free.remove(chosen[0])
+    assert 32 <= mine <= 64

@@ -64,7 +64,14 @@ def test_deferred_tasks_come_first_and_no_task_comes_twice_in_a_pass() -> None:
 
 def test_no_more_than_count_are_drawn_when_more_are_deferred() -> None:
     result = drawn(MIXED, settings(), 2, state={"": 5}, deferred=[3, 1, 4])
-    assert (result.tasks, result.state) == ([3, 1], {"": 5})
+    assert (result.tasks, result.state, result.waiting) == ([3, 1], {"": 5}, [4])
+
+
+def test_what_is_to_be_begun_again_comes_before_what_was_never_begun() -> None:
+    result = drawn(MIXED, settings(), 4, again=[9, 8], deferred=[3, 1, 4])
+    assert (result.tasks, result.waiting) == ([9, 8, 3, 1], [4])
+    result = drawn(MIXED, settings("curriculum"), 4, again=[9, 8], deferred=[3, 1, 4])
+    assert result.tasks[:2] == [9, 8] and len(result.tasks) == 4 and result.waiting == []
 
 
 # ---- ratio
@@ -104,6 +111,8 @@ def test_deferred_tasks_count_as_drawn_and_those_of_a_class_left_out_are_dropped
     first = drawn(MIXED, given, 6)
     second = drawn(MIXED, given, 6, state=first.state, deferred=[14, *first.tasks[4:]])
     assert second.tasks == run_of(MIXED, given, [10])[4:]
+    third = drawn(MIXED, ratio(easy=1, hard=0, odd=0), 2, state={}, deferred=[9, 14, 3, 8, 1, 2])
+    assert (third.tasks, third.waiting) == ([3, 1], [2]), "each of them waits for one place"
 
 
 def test_another_ratio_in_mid_run_does_not_make_up_for_what_the_old_one_left() -> None:

@@ -1,7 +1,6 @@
 """Trajectories: samples of token ids with their rewards, and the groups that they form."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +93,13 @@ class Group:
         return any(sample.finish_reason == UNFINISHED for sample in self.samples)
 
 
+def largest(name: str) -> float:
+    """Return how large the reward, or a metric, of a sample may be: below that, no mean overflows, and no
+    gradient's square.
+    """
+    return 1e15 if name == "reward" else 1e30
+
+
 def unfit(sample: Sample, *, demonstrated: bool, unfinished: bool = False) -> str | None:
     """Return why the sample can be neither trained nor stored; None if it can, and then its arrays are arrays
     and its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN. `unfinished`: another
@@ -124,8 +130,8 @@ def unfit(sample: Sample, *, demonstrated: bool, unfinished: bool = False) -> st
             place = int(broken.argmax())
             return f"the logprob of its token {place} is {logprobs[place]}"
     for name, value in {"reward": sample.reward or 0.0, **sample.metrics}.items():
-        if not math.isfinite(value):
-            return f"its {name} is {value}"
+        if not abs(value) <= largest(name):  # nor is nan
+            return f"its {name} is {value}, expected a finite number up to {largest(name):g}"
     if not isinstance(sample.text, str):
         return f"its text is {type(sample.text).__name__}"
     if sample.finish_reason not in ("stop", "length", *([UNFINISHED] if unfinished else [])):

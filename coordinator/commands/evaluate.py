@@ -6,6 +6,7 @@ checkpoint. Of the run it only reads.
 
 import contextlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from coordinator.directory.metrics_file import SCORES
 from coordinator.journal.plain import plain
 from coordinator.machine.children import Children
 from coordinator.machine.own_command import own_command
+from coordinator.node.messages import STARTED_BY
 from coordinator.node.start import absolute, last_start
 from coordinator.protocol.exits import Exit
 from coordinator.settings import TINY, RunSettings, SettingsError
@@ -180,7 +182,8 @@ def _run(log_path: Path, asked: Mapping[str, Any]) -> int:
     interrupts = Interrupts()
     argv = [*own_command("--master", "--log-path", str(log_path)), *as_overrides(asked)]
     with Children() as children:
-        node = children.start("node-0", argv, echo=lambda line: print(plain(line), file=sys.stderr))
+        said = {STARTED_BY: shlex.join(["run", *sys.argv[1:]])}
+        node = children.start("node-0", argv, env=said, echo=lambda line: print(plain(line), file=sys.stderr))
         (code,) = follow([node], interrupts)
         children.close()
     return code if code >= 0 else Exit.LOST

@@ -48,7 +48,11 @@ class Messages:
         return f"run --master --log-path {self._path}"
 
     def finished(self, done: int) -> str:
-        """Return what there is to say of a run that has `done` its iterations, and how it can go on."""
+        """Return what there is to say of a run that has `done` its iterations, and how it can go on; an
+        evaluation cannot.
+        """
+        if self._identity.settings.kind == "eval":
+            return "the evaluation is finished"
         more = self.resume_command(f" --iterations {2 * done}")
         return f"the run is finished, with {done} iterations; to go on, for example: {more}"
 

@@ -4,12 +4,11 @@ import asyncio
 import functools
 import hashlib
 import inspect
-import math
 import numbers
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from rollout.rewards.served import SERVED, ServedReward
 from rollout.settings import RolloutSettings
 from rollout.tasks.reasoning_gym import gym_reward
 from rollout.tasks.task_set import Task
-from rollout.trajectory import Sample
+from rollout.trajectory import Sample, largest
 
 Score = float | dict[str, float]
 """A number, or a dict of numbers: `reward` and any metrics."""
@@ -133,6 +132,7 @@ class WeightedRewards(Reward):
                 reward.title if name == "reward" else f"{reward.title}.{name}": value
                 for name, value in values.items()
             }
+        _finite(found["reward"], "reward", f"reward {self.title!r}, task {task['id']!r}")
         return found
 
 
@@ -280,8 +280,9 @@ async def score(
 
 
 def _finite(value: Any, name: str, where: str) -> float:
-    if not isinstance(value, (numbers.Real, np.bool_)) or not math.isfinite(value):
-        raise RewardError(f"{where}: returned {name} = {value!r}, expected a finite number")
+    if not isinstance(value, (numbers.Real, np.bool_)) or not abs(cast(float, value)) <= largest(name):
+        what = f"expected a finite number up to {largest(name):g}"
+        raise RewardError(f"{where}: returned {name} = {value!r}, {what}")
     return float(value)
 
 

@@ -34,12 +34,13 @@ def messages(
     nodes: int = 3,
     crew: Crew = "main",
     machines: tuple[int, ...] = (),
+    **more: str,
 ) -> Messages:
     """The words of a rank in training of iteration 7, which sees rank 2 so."""
     position = Position()
     position.move("running", 7, Phase.TRAINING.label, [1, 2])
     run_dir = RunDir(Path("/shared/my runs"), crew, machines)
-    settings = build({"cluster.num_nodes": nodes, "cluster.on_node_failure": policy})
+    settings = build({"cluster.num_nodes": nodes, "cluster.on_node_failure": policy, **more})
     identity = SimpleNamespace(
         rank=rank, host="node-a", root=run_dir.root, run_dir=run_dir, name=run_dir.name(rank),
         is_master=True, settings=settings, of_run=settings,
@@ -108,6 +109,11 @@ def test_finished_run_says_how_it_can_go_on(
     monkeypatch.setenv("FLAGPOST_STARTED_BY", typed)
     said = messages(nodes=nodes).finished(4)
     assert said == f"the run is finished, with 4 iterations; to go on, for example: {command}"
+
+
+def test_evaluation_does_not_say_how_it_can_go_on() -> None:
+    said = messages(nodes=1, rl_phase="rollout", rollout_split="eval-only").finished(1)
+    assert said == "the evaluation is finished"
 
 
 def test_interrupted_worker_says_how_to_bring_it_back_and_the_master_how_to_resume() -> None:

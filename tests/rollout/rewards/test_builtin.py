@@ -28,6 +28,8 @@ class Judge:
     async def __call__(self, task, completion): return 0.75
 judge = Judge()
 def nan(task, completion): return float("nan")
+def huge(task, completion): return 10**400
+def large_metric(task, completion): return {"reward": 1, "digits": 1e31}
 def text(task, completion): return "1"
 def nothing(task, completion): return None
 def no_reward(task, completion): return {"digits": 1}
@@ -157,6 +159,8 @@ def test_yes_and_no_count_as_1_and_0_also_those_of_numpy(user_code: str, functio
     ("function", "reason"),
     [
         ("nan", "returned reward = nan, expected a finite number"),
+        ("huge", "expected a finite number up to 1e+15"),
+        ("large_metric", "returned digits = 1e+31, expected a finite number up to 1e+30"),
         ("text", "returned reward = '1'"),
         ("nothing", "returned reward = None"),
         ("no_reward", "returned a dict without 'reward'"),

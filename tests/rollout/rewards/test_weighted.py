@@ -91,6 +91,11 @@ def test_part_that_fails_is_named_with_the_task(own: str) -> None:
         scored(f"exact=1 + {own}:raises=1 + {own}:slow", "58")
 
 
+def test_sum_that_is_no_reward_is_named_with_the_task() -> None:
+    with pytest.raises(RewardError, match=r"^reward 'exact=1e308', task 't1': returned reward = 1e.308, "):
+        scored("exact=1e308", "58")
+
+
 def test_digest_follows_each_part_and_each_weight() -> None:
     settings = ("exact", "exact=1", "exact=1 + length=0.1", "exact=1 + length=0.2", "exact=1 + numeric=0.1")
     digests = [resolve_reward(setting).code.digest for setting in settings]

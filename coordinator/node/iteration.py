@@ -21,7 +21,9 @@ class Iteration:
     documents: dict[Phase, Payload] = field(default_factory=dict[Phase, Payload])
     """What the master's flags have said."""
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of each row, by label; only of rows that were finished in this epoch."""
+    """Seconds of each row, by label, as this process finished it last; epochs before count."""
+    ended_in: dict[str, int] = field(default_factory=dict[str, int])
+    """The epoch of that, by label."""
     work_s: dict[str, float] = field(default_factory=dict[str, float])
     """Of these, the seconds of this node's own work."""
     copied: Policy | None = None
@@ -31,6 +33,13 @@ class Iteration:
     """For how long this node has made groups of the iteration before its row had begun."""
     waited_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of a row in which this node had nothing to do but to see whether others leave it something."""
+
+    def again(self) -> "Iteration":
+        """Return the same iteration as another epoch begins it, with the times of what is finished."""
+        begun = Iteration(self.number, self.begun_s, ahead_s=self.ahead_s)
+        begun.phase_s, begun.work_s = dict(self.phase_s), dict(self.work_s)
+        begun.ended_in = dict(self.ended_in)
+        return begun
 
     @property
     def header(self) -> Payload:

@@ -111,8 +111,8 @@ class Node:
         checkpoints = settings.checkpoints
         self.finished = Finished(run_dir, keeps_scores=checkpoints.keep_best > 0, by=checkpoints.best_by)
         self._lock: BaseFileLock | None = None
-        self._begun = (0, 0.0)
-        """The newest iteration, and when this process first began it."""
+        self._begun: Iteration | None = None
+        """The newest iteration."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -319,9 +319,12 @@ class Node:
             number = self.flags.wait_opened(last)
         if number is None:
             return None
-        if number != self._begun[0]:
-            self._begun = (number, time.monotonic())
-        return Iteration(*self._begun)
+        begun = self._begun
+        if begun is not None and begun.number == number:
+            self._begun = begun.again()
+        else:
+            self._begun = Iteration(number, time.monotonic())
+        return self._begun
 
     def step(
         self,
@@ -368,6 +371,7 @@ class Node:
         said = {"work_s": round(work_s, 4), "then_s": round(concluded_s, 4)}
         self.events.add("end", it=number, row=phase.label, **said)
         iteration.phase_s[phase.label] = time.monotonic() - started_s
+        iteration.ended_in[phase.label] = self.record.epoch
         if phase is Phase.ITERATION_START:
             iteration.resume_at = Phase(payload["resume_at"])
             self.flags.clear()

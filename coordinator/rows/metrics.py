@@ -81,10 +81,10 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         trained = published.read_result(run_dir.checkpoint(number)).metrics
     generated: int = train.get("generated", train.get("tokens", 0))
     times = _times(node, iteration, payloads)
-    rollout_epoch, idle_s = times["epoch"], None
+    rollout_epoch, idle_s = times["rollout_epoch"], None
     if node.run_dir.crew == "train":
         theirs = published.read_json(run_dir.rollout_times(number)) or {}
-        rollout_epoch = theirs.get("epoch", 0)
+        rollout_epoch = theirs.get("rollout_epoch", 0)
         idle_s = {"rollout": theirs.get("idle_seconds", 0.0), "train": times["idle_seconds"]}
         times = _both(theirs, times)
     rollout_s = times["phase_seconds"].get(Phase.TRAIN_ROLLOUT.label, 0.0)
@@ -140,7 +140,7 @@ def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) ->
     rates = measured_weights(paces_of(train.get("paces", {})))
     weights = {str(node.run_dir.machine(rank)): rate for rank, rate in rates.items()}
     return {
-        "epoch": node.record.epoch,
+        "rollout_epoch": iteration.ended_in.get(Phase.TRAIN_ROLLOUT.label, 0),
         "measured_weights": weights or None,
         "seconds": round(time.monotonic() - iteration.begun_s + idle_s, 3),
         "idle_seconds": round(idle_s, 3),

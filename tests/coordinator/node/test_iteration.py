@@ -33,12 +33,12 @@ def test_rows_that_are_done_are_left_out_but_the_opening_is_not() -> None:
     assert left == [Phase.ITERATION_START, *list(Phase)[Phase.TRAIN_DATA :]]
 
 
-def test_iteration_that_is_begun_again_counts_from_its_first_beginning() -> None:
+def test_iteration_that_is_begun_again_counts_from_its_first_beginning_with_what_was_finished() -> None:
     node = cast(
         Node,
         SimpleNamespace(
             is_master=True,
-            _begun=(0, 0.0),
+            _begun=None,
             joining=SimpleNamespace(settle=lambda: None, returned=lambda: False),
         ),
     )
@@ -48,9 +48,16 @@ def test_iteration_that_is_begun_again_counts_from_its_first_beginning() -> None
         assert begun is not None and begun.number == number
         return begun
 
-    first, again = begin(7), begin(7)
-    assert first is not again and first.begun_s == again.begun_s
-    assert begin(8).begun_s > first.begun_s
+    first = begin(7)
+    first.documents[Phase.ITERATION_START] = {"resume_at": Phase.TRAINING}
+    first.phase_s["train_rollout"] = first.work_s["train_rollout"] = 10.0
+    first.ended_in["train_rollout"] = 2
+    again = begin(7)
+    assert first is not again and first.begun_s == again.begun_s and not again.documents
+    assert (again.phase_s, again.ended_in) == ({"train_rollout": 10.0}, {"train_rollout": 2})
+    again.phase_s["training"] = 1.0
+    assert "training" not in first.phase_s
+    assert begin(8).begun_s > first.begun_s and not begin(8).phase_s
 
 
 def test_two_iterations_share_nothing() -> None:

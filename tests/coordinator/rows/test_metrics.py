@@ -18,7 +18,7 @@ from tests.coordinator.made_up import ORIGIN, group, run_dir_at, write_json
 
 
 def line_of(tmp_path: Path, epochs: list[int], **iteration: Any) -> dict[str, Any]:
-    """The metrics of an iteration that ends in epoch 3, with parts of these epochs."""
+    """The metrics of an iteration whose rollout ended in epoch 3, with parts of these epochs."""
     run_dir = run_dir_at(tmp_path)
     document = {
         "tokens": 600,
@@ -27,12 +27,13 @@ def line_of(tmp_path: Path, epochs: list[int], **iteration: Any) -> dict[str, An
         "parts": [{"epoch": epoch} for epoch in epochs],
     }
     write_json(run_dir.manifest("train", 1), document)
-    phase_s = {Phase.TRAIN_ROLLOUT.label: 2.0}
+    label = Phase.TRAIN_ROLLOUT.label
+    times: dict[str, Any] = {"phase_s": {label: 2.0}, "ended_in": {label: 3}}
     settings = SimpleNamespace(kind="both")
-    record = SimpleNamespace(epoch=3)
+    record = SimpleNamespace(epoch=4)
     node = SimpleNamespace(run_dir=run_dir, settings=settings, record=record, idle_s=0.0)
     return metrics._metrics(
-        cast(Node, node), Iteration(1, phase_s=phase_s, **iteration), {0: {"work_s": 1.0, "wait_s": 1.0}}
+        cast(Node, node), Iteration(1, **times, **iteration), {0: {"work_s": 1.0, "wait_s": 1.0}}
     )
 
 

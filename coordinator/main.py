@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import re
 import resource
 import sys
@@ -77,7 +78,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         else:
             for line in announcement(start, open_next(node)) if start.given is not None else ():
                 log.info("%s", line)
-            with waiting_for_space(node.settings.cluster.rejoin_timeout_s, node.check):
+            with waiting_for_space(math.inf, partial(_wait_for_space, node)):
                 _run_epochs(node, iterate)
         node.events.add("exit", code=int(Exit.DONE), text="")
         return Exit.DONE
@@ -91,6 +92,11 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     finally:
         node.close()
         prefix.close()
+
+
+def _wait_for_space(node: Node, error: SharedFsError) -> None:
+    node.check()
+    node.outage.full(error)
 
 
 def _doing(node: Node) -> tuple[object, str]:

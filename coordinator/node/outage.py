@@ -1,5 +1,8 @@
-"""What a node does while the shared directory does not answer: it waits, and loses no finished work."""
+"""What a node does while the shared directory does not answer, or is full: it waits, and loses no finished
+work.
+"""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -11,7 +14,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.watch import Watch
 from rollout.storage.files import SharedFsError
-from rollout.storage.retry import waiting_for_space
+from rollout.storage.retry import RETRY_S, waiting_for_space
 
 
 class Outage:
@@ -25,6 +28,20 @@ class Outage:
         self._watch = watch
         self._messages = messages
         self._verdicts = verdicts
+        self._full_s = (-math.inf, -math.inf)
+        """When this node first, and last, waited for free space."""
+
+    def full(self, error: SharedFsError) -> None:
+        """Hear that this node waits for free space, as it does again and again. Raises Ended when it has done
+        so for cluster.rejoin_timeout_s: also if what is small finds some meanwhile, and if it was fenced.
+        """
+        now_s = time.monotonic()
+        first_s, last_s = self._full_s
+        if now_s - last_s > 2 * self._watch.fence.limit_s + RETRY_S:
+            first_s = now_s
+        self._full_s = first_s, now_s
+        if now_s - first_s > self._identity.settings.cluster.rejoin_timeout_s:
+            raise Ended(Exit.LOST, f"{error}. {self._messages.repair()}")
 
     def wait_out(self) -> None:
         """Wait until the directory shows a beat of this node again. Raises Ended.
@@ -54,11 +71,16 @@ class Outage:
 
     def persist(self, write: Callable[[], None]) -> None:
         """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
+
+        def check(error: SharedFsError) -> None:
+            self._verdicts.check_self()
+            self.full(error)
+
         cluster = self._identity.settings.cluster
         deadline_s = time.monotonic() + cluster.rejoin_timeout_s
         while True:
             try:
-                with waiting_for_space(cluster.rejoin_timeout_s, self._verdicts.check_self):
+                with waiting_for_space(math.inf, check):
                     return write()
             except SharedFsError as error:
                 if not is_away(error) or time.monotonic() > deadline_s:

@@ -69,7 +69,7 @@ class SharedFsError(OSError):
 @dataclass(frozen=True)
 class _Space:
     limit_s: float
-    check: Callable[[], None]
+    check: Callable[[SharedFsError], None]
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,11 @@ _SPACE: ContextVar[_Space | None] = ContextVar("space", default=None)
 
 
 @contextmanager
-def waiting_for_space(limit_s: float, check: Callable[[], None]) -> Iterator[None]:
+def waiting_for_space(
+    limit_s: float, check: Callable[[SharedFsError], None] = lambda _error: None
+) -> Iterator[None]:
     """Where the disk is full, let each call of this context wait up to `limit_s` until there is some space;
-    `check` is called meanwhile, and may raise.
+    `check` is given the error again and again meanwhile, and may raise.
     """
     token = _SPACE.set(_Space(limit_s, check))
     try:
@@ -146,7 +148,7 @@ def _retry(
                     free = _free_space(path)
                     log.error("cannot %s %s: %s%s; %s", what, path, error.strerror, free, WAITING)
                     is_said = True
-                space.check()
+                space.check(SharedFsError(what, path, error, tried_s))
                 time.sleep(min(pause_s, FULL_PAUSE_S))
                 pause_s *= 2
                 continue

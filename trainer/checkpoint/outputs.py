@@ -35,7 +35,7 @@ class Outputs:
         if owner == self._rank:
             self._checkpoint.add(name, content)
         if self._copy is not None and self._copies(owner):
-            with waiting_for_space(0.0, lambda: None):  # the run does not depend on this disk
+            with waiting_for_space(0.0):  # the run does not depend on this disk
                 self._copy.add(name, content)
 
 

@@ -64,7 +64,7 @@ class Profiled(AbstractContextManager[None]):
             logger.exception("nor could that be said to who asked for it")
 
     def _publish(self, ending: str, data: bytes) -> None:
-        with waiting_for_space(0.0, lambda: None):  # where the disk is full the others do not wait for this
+        with waiting_for_space(0.0):  # where the disk is full the others do not wait for this
             files.publish(self._place.with_name(self._place.name + ending), data, durable=False)
 
 

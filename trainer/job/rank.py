@@ -79,7 +79,7 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
             say = partial(launch.report_progress, spool, number)
             progress = Progress(say) if local_rank == 0 else Progress()
             # Half of the time that its peers wait for it: then this rank says what was missing.
-            with waiting_for_space(collective_timeout_s / 2, lambda: None):
+            with waiting_for_space(collective_timeout_s / 2):
                 copied = partial(launch.report_copied, spool, number, local_rank)
                 rank.run(TrainRequest.from_json(data), progress, copied, takes_profile=local_rank == 0)
             launch.report_done(spool, number, local_rank)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.node import outage
 from coordinator.node.outage import Outage
 from coordinator.protocol.exits import Ended, Exit
+from rollout.storage import retry
 from rollout.storage.files import SharedFsError
 
 Make = Callable[..., Outage]
@@ -92,3 +94,34 @@ def test_error_that_stays_is_raised(make: Make, number: int, is_tried_again: boo
     with pytest.raises(SharedFsError):
         make().persist(write)
     assert (len(tried) > 1) is is_tried_again
+
+
+def test_space_that_is_waited_for_too_long_ends_the_node_also_if_it_was_fenced_meanwhile(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(outage.time, "monotonic", lambda: clock[0])
+    node, error = make(), failing(errno.ENOSPC)
+    for _ in range(5):
+        node.full(error)
+        clock[0] += 100.0  # there was some space in between
+    node.full(error)
+    clock[0] += 0.2
+    node.wait_out()
+    clock[0] += 0.2
+    said = r"cannot write part: it fails.* free some space there\. Start it again"
+    with pytest.raises(Ended, match=said) as end:
+        node.full(error)
+    assert end.value.code == Exit.LOST and end.value.tell is None
+
+
+def test_work_that_finds_no_space_ends_the_node_with_the_same_code(make: Make) -> None:
+    def write() -> None:
+        retry.retry("write", Path("part"), refuse)
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(Ended, match="cannot write part: No space left on device") as end:
+        make().persist(write)
+    assert end.value.code == Exit.LOST

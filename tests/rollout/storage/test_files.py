@@ -556,7 +556,7 @@ def test_full_disk_is_waited_for_where_it_is_asked_for(
     with pytest.raises(SharedFsError):
         put(path)
     assert tree(tmp_path) == set()
-    with retry.waiting_for_space(60.0, lambda: None):
+    with retry.waiting_for_space(60.0):
         put(path)
     assert tree(tmp_path) == {"document"}
     said = [line for line in caplog.messages if "No space left on device" in line]
@@ -567,13 +567,14 @@ def test_wait_for_space_ends_with_its_limit_and_with_its_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = full_for(monkeypatch, 10**9)
-    with retry.waiting_for_space(0.1, lambda: None), pytest.raises(SharedFsError, match="tried for 0"):
+    with retry.waiting_for_space(0.1), pytest.raises(SharedFsError, match="tried for 0"):
         publish(tmp_path / "document", b"{}")
     assert count[0] > 2
 
-    def check() -> None:
-        raise LookupError("the row is over")
+    def check(error: SharedFsError) -> None:
+        raise LookupError(f"the row is over: {error}")
 
-    with retry.waiting_for_space(60.0, check), pytest.raises(LookupError, match="the row is over"):
+    over = r"the row is over: cannot .*/document: No space left on device"
+    with retry.waiting_for_space(60.0, check), pytest.raises(LookupError, match=over):
         publish(tmp_path / "document", b"{}")
     assert tree(tmp_path) == set()

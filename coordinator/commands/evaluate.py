@@ -130,8 +130,8 @@ def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> 
         found = RunDir(root).base_model if settings.model == TINY else Path(settings.model)
         if not found.is_dir():
             raise SettingsError(
-                f"--checkpoint 0: {found}, which the run started from, is no directory of this machine; give "
-                "one as --checkpoint DIR"
+                f"--checkpoint 0: {found}, which the run started from, is not on this machine (yet); "
+                "give one as --checkpoint DIR"
             )
     else:
         found = Run(root).checkpoint(None if checkpoint is None else int(checkpoint))

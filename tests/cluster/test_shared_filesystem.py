@@ -163,9 +163,9 @@ def test_disk_that_stays_full_ends_the_run_and_the_same_command_resumes_it(
         last = nodes.cluster.output(rank).splitlines()[-1]
         path = re.escape(str(nodes.shared[rank].path / "run"))
         full = (
-            rf"cannot write {path}/\S+: No space left on device \(0\.0 of [\d.]+ GB free\); free some space"
+            rf"cannot write {path}/\S+: No space left on device .*\(0\.0 of [\d.]+ GB free\); free some space"
         )
-        assert re.search(rf"took no heartbeat for 6 s \({full}", last), last
+        assert re.search(full, last) and "run --" in last, last
     kept = {path: path.read_bytes() for rank in (0, 1) for path in nodes.parts(rank)}
 
     nodes.shared.set(full=False)

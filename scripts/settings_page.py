@@ -47,8 +47,9 @@ rank = 16
 
 `name=value` wins over an option, an option over the file, and the file over the default. A value is JSON
 where it parses as such (`null`, `true`, `0.5`, `["stop here"]`); numbers in a list may be typed as `2,1,1`;
-anything else is a text. An unknown name is an error. `run --dry-run` prints all settings, resolved. Defaults
-in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The presets of
+anything else is a text. An unknown name is an error. `run --dry-run` prints all settings, resolved;
+it reads neither tasks nor model, so what does not fit them, or may not change in this run, is refused by the
+start. Defaults in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The presets of
 `trainer.algorithm` are in [algorithms.md](algorithms.md).
 
 Give settings only to the master; workers read them from the run directory. Settings of one machine may be

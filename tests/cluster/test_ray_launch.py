@@ -177,8 +177,12 @@ def test_machines_that_are_missing_are_named_and_nothing_is_written(launch: Laun
 def test_launcher_of_another_place_reaches_the_cluster_as_a_client(
     launch: Launch, ray: RayCluster, tmp_path: Path
 ) -> None:
-    launcher = launch("--run", stand_in(tmp_path, ENDS), address=ray.client, nodes=2)
-    assert launcher.wait() == 0, launcher.said
+    for _ in range(3):  # on a busy machine Ray may take longer to start its server than it allows itself
+        launcher = launch("--run", stand_in(tmp_path, ENDS), address=ray.client, nodes=2)
+        code = launcher.wait()
+        if "Starting Ray client server failed" not in launcher.said:
+            break
+    assert code == 0, launcher.said
     assert f"[rank 0, {os.uname().nodename}] --master --num-nodes 2" in launcher.said
     assert launcher.said.count(f"gpus: threads:1 in {REPOSITORY}") == 2
 

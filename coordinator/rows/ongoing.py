@@ -111,6 +111,7 @@ class Ongoing:
             return self._runner.run(work)
         finally:
             self._left_s = time.monotonic()
+            _tally.say_counts()  # before whatever ends the row is said, which may be the last line of all
 
     async def _begin(
         self, node: Node, iteration: Iteration, share: Share, is_over: Callable[[], bool]

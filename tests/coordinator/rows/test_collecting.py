@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
 from rollout.quota import Quota
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.builtin import Reward, resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.storage import files
 from rollout.tasks.task_set import TaskSet
@@ -158,6 +159,27 @@ def test_nothing_times_out_while_the_node_is_between_two_epochs(
     said = ongoing.run(node, iteration, share(plan([], [0]), group_timeout_s=1.0), cast(Any, writer))
     ongoing.end()
     assert said["short"] == 0 and client.asked == ["0"]
+
+
+def test_what_was_lost_is_counted_before_the_end_of_the_row_is_said(
+    node: Any, iteration: Iteration, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(task: Any, _completion: str) -> float:
+        if task["id"] == "t2":
+            return 1.0
+        raise RuntimeError("this reward is broken")
+
+    mine, writer = share(plan([0, 1, 2, 3], [])), Writer()
+    cast(Any, mine.functions).reward = Reward("my:broken", broken)
+    writer.when_added = lambda: len(writer.slots) == 3 and node.watch.stop.set()
+    ongoing = Ongoing(node, mine, "key")
+    for number in "012":
+        client.may_answer[number].set()
+    with pytest.raises(Stopped):
+        ongoing.run(node, iteration, mine, cast(Any, writer))
+    said = [record.getMessage() for record in caplog.records]
+    ongoing.end()
+    assert any(re.search("more samples were lost like this: .*broken", text) for text in said), said
 
 
 def test_what_is_in_flight_is_given_up_when_the_iteration_is_another(node: Any, iteration: Iteration) -> None:

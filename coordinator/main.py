@@ -158,7 +158,8 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     joining = node.joining
     record = joining.gather(partial(_prepare, node)) if node.is_master else joining.pend()
     node.enter(record)
-    log.info("epoch %d: %d nodes", record.epoch, len(record.members))
+    nodes = len(record.members)
+    log.info("epoch %d: %d node%s", record.epoch, nodes, "s"[: nodes > 1])
     iterate(node)
     if node.is_master:
         if Phase.TRAINING in rows_of(node.settings.kind):

@@ -36,9 +36,11 @@ def all_plain(content: Any) -> Any:
 
 
 def duration(seconds: float, digits: int = 0) -> str:
-    """Write a duration: `34 s` (with `digits` after the point), `12 min`, `3.2 h`, `2.1 days`."""
+    """Write a duration: `34 s` (with `digits` after the point, and one more below a second), `12 min`,
+    `3.2 h`, `2.1 days`.
+    """
     if seconds < 100:
-        return f"{seconds:.{digits}f} s"
+        return f"{seconds:.{digits + 1 if digits and seconds < 1 else digits}f} s"
     if seconds < 6000:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

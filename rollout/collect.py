@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, NotRequired, Self
+from typing import Any, NamedTuple, NoReturn, NotRequired, Self
 
 from typing_extensions import TypedDict, Unpack
 
@@ -29,6 +29,10 @@ _STOP_POLL_S = 0.1  # a threading.Event cannot wake an event loop
 
 ALL_FAILED_MIN = 4
 """If at least this many groups are given up and none is made, the reward or the environment is broken."""
+
+LATE = 2
+"""With `over_sample`, once half of the needed groups are finished, one in flight for longer than this times
+the slowest of them is not relied upon."""
 
 
 class AllGivenUp(RuntimeError):
@@ -76,7 +80,8 @@ class Collector:
     """Makes groups of `sampling.n` samples, as many at once as `concurrency` allows.
 
     These settings apply. `concurrency` (null: what the engine can) bounds the samples that are generated at
-    the same time; a larger group runs alone. `over_sample` times the needed groups are begun. Once
+    the same time; a larger group runs alone. `over_sample` times the needed groups are begun, and with it a
+    spare one for a group that is LATE, while there are any. Once
     `completion_threshold` of the needed groups is finished, the others have `grace_period_s` left, and are
     then given up. A group is handed over as a tombstone if it takes longer than `group_timeout_s`, if its
     environment raises, or if the engine refuses its request. A sample that is unfit
@@ -130,8 +135,10 @@ class Collector:
         self._source: Source = Listed([])
         self._on_group: Callable[[Group], None] = lambda _: None
         self._workers: set[asyncio.Task[None]] = set()
-        self._in_flight: dict[int, tuple[Slot, asyncio.Task[None]]] = {}
-        """By slot: the groups that are being made, each with its worker."""
+        self._in_flight: dict[int, _InFlight] = {}
+        """By slot: the groups that are being made."""
+        self._longest_s = 0.0
+        """How long the slowest of the finished groups took."""
         self._held: list[Group] = []
         """Tombstones: they are final, so they wait for a group that shows that the reward works. And what was
         finished before it was wanted."""
@@ -217,7 +224,7 @@ class Collector:
 
     def _pause(self) -> None:
         """Begin no further group."""
-        busy = {worker for _, worker in self._in_flight.values()}
+        busy = {one.worker for one in self._in_flight.values()}
         for worker in self._workers - busy:
             worker.cancel()
         self._workers &= busy
@@ -226,7 +233,7 @@ class Collector:
     def keep(self, slots: Collection[int]) -> None:
         """Give up what is in flight, or held, of other slots than these: nobody needs it any more."""
         for slot in self._in_flight.keys() - set(slots):
-            _, worker = self._in_flight.pop(slot)
+            worker = self._in_flight.pop(slot).worker
             worker.cancel()
             self._workers.discard(worker)
         for group in [group for group in self._held if group.slot not in slots]:
@@ -253,21 +260,36 @@ class Collector:
         worker: Any = asyncio.current_task()
         while True:
             async with _Place(self._places) as place:
-                if (slot := await self._source.take(self._wants_spare)) is None:
-                    return
-                self._in_flight[slot.number] = (slot, worker)
+                while (slot := await self._source.take(self._wants_spare)) is None:
+                    if not self._may_replace():
+                        return
+                    await asyncio.sleep(_STOP_POLL_S)
+                begun_s = asyncio.get_running_loop().time()
+                self._in_flight[slot.number] = _InFlight(slot, worker, begun_s)
                 place.begin()
                 group = await self._makers[slot.kind].make(slot, place.leave)
             if self._is_over() or slot.number not in self._in_flight:
                 return  # too late: the group is spare, or is given up with the others
             del self._in_flight[slot.number]
+            if group.given_up is None:
+                took_s = asyncio.get_running_loop().time() - begun_s
+                self._longest_s = max(took_s, self._longest_s)
             self.meter.add(group, place.busy_s)
             self._take(group)
 
     def _wants_spare(self) -> bool:
         """Return whether so few groups are made, or being made, that a spare slot is begun."""
         begin = math.ceil(self._source.needed * self._settings.over_sample)
-        return len(self._in_flight) + self._counted < begin
+        in_flight = len(self._in_flight)
+        if self._may_replace() and 2 * self._counted >= self._source.needed:
+            since_s = asyncio.get_running_loop().time() - LATE * (self._longest_s or math.inf)
+            in_flight = sum(one.begun_s > since_s for one in self._in_flight.values())
+        return in_flight + self._counted < begin
+
+    def _may_replace(self) -> bool:
+        """Return whether a spare slot may yet be begun for a group that is late."""
+        is_short = self._counted < self._source.needed
+        return is_short and self._settings.over_sample > 1 and self._source.has_spare
 
     def _is_over(self) -> bool:
         """Return whether the groups that are still in flight are no longer needed."""
@@ -292,8 +314,8 @@ class Collector:
                 f"{needed} groups were (grace_period_s, completion_threshold)"
             )
             log.warning("%d groups are %s", len(self._in_flight), reason)
-            for slot, _ in self._in_flight.values():
-                self._take(slot.tombstone(reason))
+            for one in self._in_flight.values():
+                self._take(one.slot.tombstone(reason))
         if len(self._held) >= ALL_FAILED_MIN:
             first = self._held[0]
             raise AllGivenUp(
@@ -327,6 +349,14 @@ class Collector:
         """Hand over what is held, unless all groups were given up so far."""
         while self._finished and self._held:
             self._on_group(self._held.pop(0))
+
+
+class _InFlight(NamedTuple):
+    """A group that is being made: its slot, its worker, and the time of the event loop when it was begun."""
+
+    slot: Slot
+    worker: asyncio.Task[None]
+    begun_s: float
 
 
 class _Place:

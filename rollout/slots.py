@@ -97,8 +97,13 @@ class Source(Protocol):
         """Whether `needed` may still grow."""
         ...
 
+    @property
+    def has_spare(self) -> bool:
+        """Whether a spare slot may be left."""
+        ...
+
     async def take(self, wants_spare: Callable[[], bool]) -> Slot | None:
-        """Return the next slot, a spare one only if `wants_spare`; None when there is none left for ever."""
+        """Return the next slot, a spare one only if `wants_spare`; None when there is no other."""
         ...
 
     def end(self, group: Group) -> None:
@@ -119,8 +124,13 @@ class Listed:
         self._slots = slots
         self._given = 0
 
+    @property
+    def has_spare(self) -> bool:
+        """Whether a spare slot is left, when the needed ones are begun."""
+        return self._given < self.total
+
     async def take(self, wants_spare: Callable[[], bool]) -> Slot | None:
-        """Return the next slot; None when there is none left."""
+        """Return the next slot, a spare one only if `wants_spare`; None when there is no other."""
         if self._given >= self.total or (self._given >= self._needed and not wants_spare()):
             return None
         self._given += 1

@@ -65,12 +65,19 @@ class Claimed:
         return self.needed + round(left * rate[self._rank] / sum(rate.values()))
 
     @property
+    def has_spare(self) -> bool:
+        """Whether this node has not yet seen that all spare slots are claimed."""
+        return bool(self._spare)
+
+    @property
     def claims(self) -> list[Path]:
         """The files by which this node has claimed."""
         return self._claims.made
 
     async def take(self, wants_spare: Callable[[], bool]) -> Slot | None:
-        """Return the next slot, of a chunk that is claimed now if need be; None when all are claimed."""
+        """Return the next slot, of a chunk that is claimed now if need be; None when all are claimed.
+        A spare one is claimed if `wants_spare`.
+        """
         async with self._lock:  # the others wait for the same answer
             while not self._queue and self.is_open:
                 await self._claim()
@@ -128,6 +135,7 @@ class Claimed:
             taken = self._mine | await asyncio.to_thread(self._claims.taken)
             free = [first + k for k in range(len(self._spare)) if first + k not in taken]
             if not free:
+                self._spare = []
                 return
             number = await asyncio.to_thread(self._claims.take, free)
             if number is not None:

@@ -100,3 +100,19 @@ def test_spare_slots_that_are_used_up_leave_groups_short() -> None:
     work = with_fields(slots(6), {0, 1, 2, 3}, first_reward=1.0)
     groups, short, _ = collected(work, {"concurrency": 8}, needed=4, counts=quota.counts)
     assert len(groups) == 6 and short == 2
+
+
+def test_over_sampling_begins_a_spare_group_for_one_that_is_late() -> None:
+    quota = Quota(4, 12, replace_flat=True)
+    work = with_fields(slots(12), {1, 2, 4, 5}, takes_s=60)  # as many as are begun beyond the needed ones
+    settings = {"concurrency": 40, "over_sample": 1.5}
+    groups, short, begun = collected(work, settings, needed=4, counts=quota.counts)
+    assert set(groups) == {0, 3, 6, 7} and short == 0
+    assert len(begun) == 10, "more than one for each late group, or before they were late"
+
+
+def test_without_over_sampling_a_late_group_is_waited_for() -> None:
+    quota = Quota(4, 12, replace_flat=True)
+    work = with_fields(slots(12), {1}, takes_s=1)
+    groups, short, begun = collected(work, {"concurrency": 40}, needed=4, counts=quota.counts)
+    assert set(groups) == {0, 1, 2, 3} and short == 0 and len(begun) == 4

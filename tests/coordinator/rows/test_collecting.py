@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -143,6 +144,19 @@ def test_what_the_plan_leaves_with_a_node_that_has_lost_it_is_made_again(
     said = ongoing.run(node, iteration, share(mine), cast(Any, writer))
     ongoing.end()
     assert sorted(writer.slots) == [1, 2, 3] and said["short"] == 0
+
+
+def test_node_whose_groups_are_late_takes_the_spare_slots_that_others_leave(
+    node: Any, iteration: Iteration, client: Client
+) -> None:
+    for number in "03":
+        client.may_answer[number].set()
+    mine = {"chunks": [[[0, 1], 2.0, 1.0]], "first": {"1": 0}, "paces": {}, "spare": [2, 3, 4, 5], "kept": {}}
+    work = replace(share(mine, over_sample=1.5), quota=Quota(2, 6))
+    writer, ongoing = Writer(), Ongoing(node, work, "key")
+    said = ongoing.run(node, iteration, work, cast(Any, writer))
+    ongoing.end()
+    assert sorted(writer.slots) == [0, 3] and said["short"] == 0
 
 
 def test_nothing_times_out_while_the_node_is_between_two_epochs(

@@ -97,8 +97,8 @@ def _next_epochs(boards: Boards) -> dict[RunDir, int]:
 
 
 def _refuse_finished(run_dir: RunDir, settings: RunSettings, iteration: int) -> None:
-    behind = iteration < resume.next_iteration(Finished(run_dir), settings)
-    if behind or iteration in published.checkpoints(run_dir):
+    newest = max(published.checkpoints(run_dir), default=0)  # metrics.jsonl may have lost lines
+    if iteration <= newest or iteration < resume.next_iteration(Finished(run_dir), settings):
         raise SettingsError(f"iteration {iteration} is finished, nothing is removed")
 
 

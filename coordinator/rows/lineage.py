@@ -27,10 +27,14 @@ def sampled_by(number: int, settings: RunSettings) -> int:
 def next_to_run(node: Node, number: int) -> int:
     """Return iteration `number`, the first that is not finished, or an older one whose checkpoint is gone.
 
-    That one is trained again if its manifest is there, so that the run leaves out no update.
+    That one is trained again if its manifest is there, so that the run leaves out no update. Where
+    metrics.jsonl has lost its last lines, the newest checkpoint is what the run has come to.
     """
     if node.settings.kind in resume.TRAINS:
-        gone = published.latest_before(node.run_dir, number) + 1
+        there = published.checkpoints(node.run_dir)
+        if there and there[-1] >= number:
+            return there[-1]
+        gone = (there[-1] if there else 0) + 1
         if gone < number and published.read_manifest(node.run_dir, "train", gone) is not None:
             return gone
     return number
@@ -55,7 +59,8 @@ def base_of(node: Node, iteration: Iteration) -> Policy:
                 raise
             continue
         trained = min(node.finished.last(*resume.TRAINS), iteration.number - 1)
-        if number < trained and node.settings.rl_phase != "rollout":
+        is_made = iteration.number in published.checkpoints(node.run_dir)
+        if number < trained and not is_made and node.settings.rl_phase != "rollout":
             log.error(
                 "the checkpoint of iteration %d is gone: going on from the one of iteration %d",
                 trained,

@@ -52,6 +52,9 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
     decoded.forget()
     if number <= node.finished.last(*resume.TRAINS):
         log.warning("iteration %d is trained again: there is no whole checkpoint of it", number)
+    elif number > 1 + node.finished.last(*resume.TRAINS) and number in published.checkpoints(run_dir):
+        text = "metrics.jsonl has lost the lines of iterations before %d: the run goes on from its checkpoint"
+        log.warning(text, number)
     base = lineage.base_of(node, iteration)
     for directory in (run_dir.trajectories("train", number), run_dir.trajectories("eval", number)):
         files.make_directory(directory)

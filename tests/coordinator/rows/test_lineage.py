@@ -15,6 +15,7 @@ from coordinator.node.node import Node
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.rows import lineage
+from coordinator.rows.resume import next_iteration
 from rollout.storage import files
 from tests.coordinator.made_up import run_dir_at, write_checkpoint
 
@@ -109,3 +110,18 @@ def test_training_goes_on_without_an_iteration_that_cannot_be_trained_again(
     assert lineage.base_of(node, Iteration(5)).iteration == 3
     assert "the checkpoint of iteration 4 is gone: going on from the one of iteration 3" in caplog.text
     assert lineage.next_to_run(node, 5) == 5
+
+
+@pytest.mark.parametrize("lines", [0, 2, 3])
+@pytest.mark.parametrize("kept", [range(1, 5), range(4, 5)])
+def test_run_whose_metrics_are_lost_goes_on_from_its_newest_checkpoint(
+    run_dir: RunDir, lines: int, kept: range
+) -> None:
+    node = node_at(run_dir)
+    for number in set(range(1, 5)) - set(kept):
+        files.rename(run_dir.checkpoint(number), run_dir.removed(number, 1))
+    there = run_dir.metrics.read_text().splitlines(keepends=True)
+    run_dir.metrics.write_text("".join(there[:lines]))
+    number = next_iteration(node.finished, node.settings)
+    assert number == lines + 1 and lineage.next_to_run(node, number) == 4
+    assert lineage.base_of(node, Iteration(4)).iteration == (3 if len(kept) > 1 else 0)

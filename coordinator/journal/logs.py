@@ -63,9 +63,8 @@ class _File(logging.Handler):
         self._time = logging.Formatter("%(asctime)s", "%Y-%m-%d %H:%M:%S")
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._writer.put(
-            f"{self._time.formatTime(record, self._time.datefmt)} {self._prefix.format(record)}\n".encode()
-        )
+        text = f"{self._time.formatTime(record, self._time.datefmt)} {self._prefix.format(record)}\n"
+        self._writer.put(text.encode(errors="backslashreplace"))  # what a model says may be no text
 
     def close(self) -> None:
         logging.getLogger().removeHandler(self)

@@ -20,6 +20,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 MEMORY_BYTES = 4 * 2**30
@@ -69,8 +70,9 @@ def _make(maker: str, parameters: list[Any]) -> Callable[..., Any]:
 
 
 def _as_number(value: Any) -> float:
-    """Return what JSON has no word for, e.g. a number of numpy."""
-    if isinstance(value, numbers.Real) or type(value).__name__ in ("bool", "bool_"):  # numpy's is no Real
+    """Return what JSON has no word for, e.g. a number of numpy, or a tensor that holds a single one."""
+    is_real = isinstance(value, numbers.Real | Decimal) or type(value).__name__ in ("bool", "bool_")
+    if is_real or getattr(value, "ndim", None) == 0:  # numpy's bool is no Real
         return float(value)
     raise TypeError(f"returned {value!r}; it must be a number, or hold numbers")
 

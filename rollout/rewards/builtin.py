@@ -1,6 +1,7 @@
 """Rewards: score a completion by a built-in function, a library, the user's function, or several of them."""
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -8,7 +9,7 @@ import numbers
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -280,10 +281,12 @@ async def score(
 
 
 def _finite(value: Any, name: str, where: str) -> float:
-    if not isinstance(value, (numbers.Real, np.bool_)) or not abs(cast(float, value)) <= largest(name):
-        what = f"expected a finite number up to {largest(name):g}"
-        raise RewardError(f"{where}: returned {name} = {value!r}, {what}")
-    return float(value)
+    is_number = isinstance(value, (numbers.Real, Decimal, np.bool_)) or getattr(value, "ndim", None) == 0
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if is_number and abs(number := float(value)) <= largest(name):
+            return number
+    what = f"expected a finite number up to {largest(name):g}"
+    raise RewardError(f"{where}: returned {name} = {value!r}, {what}")
 
 
 def _answer(task: Task) -> str:

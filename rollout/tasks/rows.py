@@ -123,7 +123,10 @@ def _json_lines(file: str) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            yield Row(file, number, json.loads(line.decode("utf-8"), parse_constant=_no_constant))
+            content = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
+            if b"\\u" in line:
+                _check_text(content)
+            yield Row(file, number, content)
         except UnicodeDecodeError as error:
             raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}") from error
         except json.JSONDecodeError as error:
@@ -132,6 +135,14 @@ def _json_lines(file: str) -> Iterator[Row]:
             raise RowError(f"{file}:{number}: not usable JSON: nested too deeply") from error
         except ValueError as error:
             raise RowError(f"{file}:{number}: {error}") from error
+
+
+def _check_text(content: Any) -> None:
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"not text: {half} is half of a character; write the other half behind it") from None
 
 
 def _no_constant(name: str) -> None:

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from coordinator.journal import logs
+from coordinator.journal.events import Events
 from coordinator.journal.logs import Prefix
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
@@ -31,6 +33,16 @@ def test_neither_does_the_text_of_an_error() -> None:
         record = logging.LogRecord("name", logging.ERROR, "file", 1, "", (), (ValueError, error, None))
     said = Prefix(0).format(record)
     assert "^[[2J" in said and "\x1b" not in said
+
+
+def test_text_that_is_half_of_a_character_ends_nothing(tmp_path: Path) -> None:
+    prefix = Prefix(0)
+    prefix.keep(tmp_path, Events())
+    try:
+        logging.getLogger("coordinator").error("cannot score \ud83d")
+    finally:
+        prefix.close()
+    assert any("cannot score \\ud83d" in file.read_text() for file in tmp_path.iterdir() if file.is_file())
 
 
 @pytest.fixture

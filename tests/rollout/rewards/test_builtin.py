@@ -13,11 +13,17 @@ from rollout.trajectory import Sample
 
 USER_CODE = """
 import asyncio, functools, os, time
+from decimal import Decimal
 import numpy as np
 
 def half(task, completion): return 0.5
 def one(task, completion): return np.float32(1)
 def parts(task, completion): return {"reward": 1, "digits": len(completion)}
+def exactly(task, completion): return Decimal("0.5")
+async def exactly_later(task, completion): return Decimal("0.5")
+def array(task, completion): return np.array(0.5)
+async def array_later(task, completion): return np.array(0.5)
+async def array_of_text(task, completion): return np.array("x")
 def flags(task, completion):
     return {"reward": np.bool_(True), "short": len(completion) < 9, "digit": np.bool_(False)}
 async def flags_of(task, completion): return flags(task, completion)
@@ -131,6 +137,10 @@ def test_task_that_a_built_in_reward_cannot_use_is_an_error(
     [
         ("half", 0.5),
         ("one", 1.0),
+        ("exactly", 0.5),
+        ("exactly_later", 0.5),
+        ("array", 0.5),
+        ("array_later", 0.5),
         ("slow", 0.25),
         ("judge", 0.75),
         ("later", 0.25),
@@ -163,6 +173,7 @@ def test_yes_and_no_count_as_1_and_0_also_those_of_numpy(user_code: str, functio
         ("large_metric", "returned digits = 1e+31, expected a finite number up to 1e+30"),
         ("text", "returned reward = '1'"),
         ("nothing", "returned reward = None"),
+        ("array_of_text", "returned reward = array('x'"),
         ("no_reward", "returned a dict without 'reward'"),
         ("bad_metric", "returned digits = None"),
         ("raises", "KeyError: 'answer'"),

@@ -69,6 +69,13 @@ def test_bytes_that_are_not_utf8_are_an_error_with_a_line(tmp_path: Path) -> Non
         load(file)
 
 
+def test_half_of_a_character_is_an_error_with_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"id": "\\ud83d\\ude00", "prompt": "x"}\n{"id": "a", "prompt": "say \\ud83d"}\n')
+    with pytest.raises(TaskError, match=r":2: not text: \\ud83d is half of a character"):
+        load(file)
+
+
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_empty_file_is_an_error(tmp_path: Path, content: str) -> None:
     file = tmp_path / "tasks.jsonl"

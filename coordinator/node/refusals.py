@@ -13,7 +13,7 @@ from coordinator.node.functions import Functions
 from coordinator.settings import RunSettings, SettingsError
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
-from rollout.engines.model_facts import context_tokens, may_have_chat_template
+from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
 from rollout.environments.environment import BUILT_IN
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
@@ -161,8 +161,18 @@ def refuse_absent_server(settings: RunSettings) -> None:
 
 
 def context_of(settings: RunSettings, model_dir: Path) -> int | None:
-    """Return the longest sequence that the run's engines take, in tokens; None where it is not certain."""
+    """Return the longest sequence that the run's engines take, in tokens; None where it is not certain.
+
+    SettingsError if engines of the run would compute positions otherwise than its trainers.
+    """
     args = _engine_args(settings)
+    steady, asked = steady_tokens(model_dir), args.get("max-model-len")
+    if settings.engine.url is None and steady and type(asked) is int and asked > steady:
+        raise SettingsError(
+            f"engine.args.max_model_len={asked}: beyond {steady} tokens --model {settings.model} computes "
+            "positions otherwise, in all sequences, and the trainer would not agree; "
+            f"give {steady} or less"
+        )
     if settings.engine.url is not None or args.keys() & CONTEXT_ARGS:
         given = args.get("max-model-len")
         return given if settings.engine.url is None and type(given) is int and given > 0 else None

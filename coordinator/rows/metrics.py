@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED_S, INTERRUPTED_FRACTION = 1.0, 0.05
 """An interruption is mentioned if it was longer than both of these."""
+DISAGREE = 0.3
+"""Where the policy itself has sampled, fewer `effective_samples` than this are no matter of rounding."""
 TRAINED = (
     "loss",
     "grad_norm",
@@ -68,6 +70,8 @@ def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]
         before = node.finished.newest  # a master may have died without sending it
         node.sinks.write([line] if before is None else [before, line])
         log.info("%s", summary(line, node.settings.iterations))
+        if said := disagreement(line):
+            log.warning("%s", said)
     old = [*retire_checkpoints(node, iteration), *retire_states(node.run_dir)]
     node.remover.remove([*old, *retire_iterations(node, iteration)], node.check)
 
@@ -201,6 +205,17 @@ def by_source(rewards: Mapping[str, float], tasks: Sequence[Task], field: str) -
             return None
         found.setdefault(str(tasks[int(slot)].get(field)), []).append(reward)
     return {name: sum(of) / len(of) for name, of in sorted(found.items())} if len(found) > 1 else None
+
+
+def disagreement(line: Mapping[str, Any]) -> str | None:
+    """Say that engine and trainer compute different policies, if they do beyond any rounding."""
+    if line.get("age_max") != 0 or (line.get("effective_samples") or 1.0) >= DISAGREE:
+        return None
+    return (
+        f"engine and trainer do not agree on this policy: effective_samples {line['effective_samples']:.2g}, "
+        f"kl_engine {line['kl_engine']:.2g}; is it the same model in both? Answers that are forced into a "
+        "form may do this too"
+    )
 
 
 def summary(line: dict[str, Any], iterations: int | None) -> str:

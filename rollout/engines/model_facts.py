@@ -6,7 +6,7 @@ Without torch. What they do not say for certain is unknown.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rollout.engines.model_dir import read_json, tensor_names
 from rollout.storage import files
@@ -25,19 +25,65 @@ def context_tokens(model_dir: Path) -> int | None:
     """Return the longest sequence of the model, in tokens; None where config.json does not say it for
     certain: it has no such number, or positions are scaled.
     """
-    config = read_json(model_dir / "config.json")
-    text = config.get("text_config", config)
-    if not isinstance(text, dict) or _is_scaled(text) or _is_scaled(config):
+    if (limit := steady_tokens(model_dir)) is not None:
+        return limit
+    config, text = _configs(model_dir)
+    if any("factor" in one for one in _ropes(config, text)):
         return None
     found = [text[name] for name in _CONTEXT if type(text.get(name)) is int and text[name] > 0]
     return max(found, default=None)
 
 
-def _is_scaled(config: Mapping[str, Any]) -> bool:
-    """Return whether a factor lengthens the context; families with several kinds of layers have several."""
-    rope = [config.get(name) for name in ("rope_scaling", "rope_parameters")]
-    nested = [value for one in rope if isinstance(one, dict) for value in one.values()]
-    return any("factor" in one for one in [*rope, *nested] if isinstance(one, dict))
+def steady_tokens(model_dir: Path) -> int | None:
+    """Return the longest sequence, in tokens, up to which all positions keep the frequencies of short ones;
+    None where they do at any length.
+
+    Beyond it `longrope` (Phi 3 to 4, with a long context) and `dynamic` change what every token means, also
+    those before: engines do it for all that runs at once, or by their own limit, and the cache keeps what
+    was. So no sequence gets longer.
+    """
+    config, text = _configs(model_dir)
+    limits: list[Any] = []
+    for rope in _ropes(config, text):
+        kind = str(rope.get("rope_type", rope.get("type")))
+        whole = text.get("max_position_embeddings")
+        if kind == "longrope":
+            original = text.get("original_max_position_embeddings", whole)
+            limits.append(rope.get("original_max_position_embeddings", original))
+        elif "dynamic" in kind:
+            limits.append(whole)
+    return min((limit for limit in limits if type(limit) is int and limit > 0), default=None)
+
+
+def keep_frequencies(model: Any) -> None:
+    """Let a model of transformers never change its frequencies: it would for padding behind short rows too.
+
+    See `steady_tokens`. transformers chooses them in each call, for the whole batch, by these attributes.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {layer: _kept(one) for layer, one in cast("dict[str, Any]", kind).items()}
+        elif kind is not None:
+            module.rope_type = _kept(kind)
+
+
+def _kept(kind: Any) -> Any:
+    return "steady" if kind == "longrope" or "dynamic" in str(kind) else kind
+
+
+def _configs(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json, and the part of it that is about text."""
+    config = read_json(model_dir / "config.json")
+    text = config.get("text_config", config)
+    return config, text if isinstance(text, dict) else {}
+
+
+def _ropes(*configs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what configurations say of positions; families with several kinds of layers have several."""
+    ropes = [config.get(name) for config in configs for name in ("rope_scaling", "rope_parameters")]
+    nested = [value for one in ropes if isinstance(one, dict) for value in one.values()]
+    return [one for one in [*ropes, *nested] if isinstance(one, dict)]
 
 
 def may_have_chat_template(model_dir: Path) -> bool:

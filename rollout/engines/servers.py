@@ -1,5 +1,6 @@
 """Choose the server that generates, and build its command line and environment. Imports no server."""
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -9,8 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
+from rollout.engines.model_dir import WeightsError
+from rollout.engines.model_facts import steady_tokens
 from rollout.settings import EngineSettings
 
 ServerKind = Literal["vllm", "torch"]
@@ -149,6 +153,7 @@ def server_command(
         "data-parallel-size": max(1, gpus // settings.tensor_parallel_size),
         **(_on_gpus(settings) if gpus else ON_CPU),
         **(_for_adapters(lora_rank) if lora_rank else {}),
+        **_context(Path(model_dir)),
         **{_dashed(key): value for key, value in settings.args.items()},
     }
     one_process = {}
@@ -189,6 +194,14 @@ def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
 def _for_adapters(lora_rank: int) -> dict[str, Any]:
     fits = (rank for rank in LORA_RANKS if rank >= lora_rank)
     return {"enable-lora": True, "max-lora-rank": next(fits, lora_rank)}
+
+
+def _context(model_dir: Path) -> dict[str, Any]:
+    """Bound the context where vLLM would choose other frequencies for a longer one than the trainer has."""
+    with contextlib.suppress(WeightsError):  # which vLLM explains by itself
+        if steady := steady_tokens(model_dir):
+            return {"max-model-len": steady}
+    return {}
 
 
 def _program(model_dir: str, python: str) -> list[str]:

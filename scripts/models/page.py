@@ -16,6 +16,11 @@ number is an error that float32's rounding may make, less than 1e-3. **no** is f
 by the number of its reason, [below](#reasons). Some reasons lie in the tiny model or in the CPU, and not in
 the family. The page says nothing of speed or of GPUs.
 
+Some models compute the positions of all tokens otherwise once a sequence is long: `longrope`, as in Phi 3.5
+and Phi 4 mini, and `dynamic`. Engines decide that for all that runs at once, so the same tokens would get
+other logprobs. No sequence of them gets that long here: for Phi 3.5 the context is 4096 tokens. Start a
+server of your own (`--engine-url`) with that as `--max-model-len`.
+
 - **rows**: what keeps sequences apart that share a row ([training.md](training.md#batches)): positions, or
   masks, or that there is one a row; and the largest error of a logprob against the sequence on its own.
 - **shared prompts**: the same, where the prompt is computed once for several samples; *no* where it is not.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rollout.engines.model_dir import ADAPTER_CONFIG
+from rollout.engines.model_facts import keep_frequencies
 from rollout.storage import files
 from trainer.model import parallel, slices
 from trainer.model.parallel import Layout
@@ -26,6 +27,7 @@ def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch
         # The attention is transformers' choice: sdpa, or eager where a model has none. Its
         # flash_attention_2 would ignore restarting positions where there are several rows.
     )
+    keep_frequencies(model)
     return model.to(device)
 
 
@@ -64,6 +66,7 @@ def build_scorer(
     parallel.shard(scorer, model, layout, settings, on_gpu)
     model.to_empty(device=torch.device("cpu") if scorer.offloaded else device)
     slices.fill(blank, held, sources, directory, device, progress.moved)
+    keep_frequencies(blank)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in adapters:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.batch_choice import batch_maker
 from rollout.engines.embedded.weights import ModelWeights
 from rollout.engines.model_dir import WeightsError
+from rollout.engines.model_facts import steady_tokens
 from rollout.storage.retry import library_errors
 
 log = logging.getLogger(__name__)
@@ -53,9 +55,8 @@ class TorchEngine(threading.Thread):
         self._proof = Proof()
         model = self._weights.model
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self.max_model_len = int(
-            getattr(model.config.get_text_config(), "max_position_embeddings", 2**31 - 1)
-        )
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31 - 1)
+        self.max_model_len = int(steady_tokens(Path(model_dir)) or positions)
         self._eos_ids = _eos_ids(model)
         # For stop strings; a tokenizer of its own, because two threads must not share one.
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)

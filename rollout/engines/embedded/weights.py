@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter
+from rollout.engines.model_facts import keep_frequencies
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Fields of config.json that may differ between versions of a model."""
@@ -100,6 +101,7 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrai
             raise WeightsError(
                 f"{model_dir}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))[:5]}"
             )
+    keep_frequencies(model)
     return model.eval()
 
 

@@ -57,6 +57,14 @@ def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
     assert metrics.summary(whole, 8) == "iteration 3/8 | reward 0.500 | 55.0 s | nodes busy 99 %"
 
 
+def test_engine_that_computes_another_policy_than_the_trainer_is_told_of() -> None:
+    line = {"age_max": 0, "effective_samples": 0.05, "kl_engine": 1.8}
+    assert "do not agree" in str(metrics.disagreement(line))
+    assert metrics.disagreement({**line, "effective_samples": 0.97}) is None
+    assert metrics.disagreement({**line, "age_max": 2}) is None, "older policies have sampled"
+    assert metrics.disagreement({"age_max": None, "effective_samples": None}) is None, "nothing was trained"
+
+
 def test_groups_of_an_epoch_before_make_no_speed(tmp_path: Path) -> None:
     line = line_of(tmp_path, epochs=[2, 3])
     assert (line["tokens_per_s"], line["length"]) == (None, 6.0)

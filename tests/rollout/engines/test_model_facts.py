@@ -23,6 +23,15 @@ def test_parameters_are_counted_over_all_files(tmp_path: Path) -> None:
         ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, 2048),
         ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, None),
         ({"max_position_embeddings": 2048, "rope_parameters": {"full": {"factor": 4}}}, None),
+        ({"max_position_embeddings": 128, "rope_scaling": {"type": "dynamic", "factor": 4}}, 128),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1]},
+            },
+            4096,
+        ),
         ({"max_position_embeddings": None}, None),
         ({"max_position_embeddings": True}, None),
         ({}, None),

@@ -34,6 +34,7 @@ AcceptCodeChange = Annotated[
     ),
 ]
 OfCrew = Annotated[str | None, typer.Option("--crew", hidden=True)]
+PlacedAs = Annotated[str | None, typer.Option("--placed-as", hidden=True)]
 AllowSharedDir = Annotated[
     bool,
     typer.Option(
@@ -58,6 +59,7 @@ def node(
     accept_code_change: AcceptCodeChange = False,
     allow_shared_dir: AllowSharedDir = False,
     crew: OfCrew = None,
+    placed_as: PlacedAs = None,
     **typed: Any,
 ) -> int:
     """Take part in a run: post-train a language model on machines that share only a directory.
@@ -87,12 +89,13 @@ def node(
     from coordinator.journal import logs
     from coordinator.main import run_node
 
-    def as_node(of_crew: Any = "main") -> int:
-        prefix = logs.set_up(rank, of_crew)
-        return run_node(root, rank, given, prefix, accept_code_change, allow_shared_dir, reset, of_crew)
+    def as_node(placed_as: str | None, crew: Any = "main") -> int:
+        prefix = logs.set_up(rank, crew)
+        start = (accept_code_change, allow_shared_dir, reset)
+        return run_node(root, rank, given, prefix, *start, crew, placed_as)
 
     if crew is not None:  # by run_machine
-        return as_node(crew)
+        return as_node(placed_as, crew)
     machine = Typed(root, rank, given, reset, accept_code_change, allow_shared_dir)
     return run_machine(machine, as_node)
 

@@ -20,6 +20,7 @@ from coordinator.machine.children import ChildError
 from coordinator.machine.entries import StoreError
 from coordinator.machine.network import NetworkError
 from coordinator.node.announcement import announcement
+from coordinator.node.awaiting import PLACED
 from coordinator.node.flags import call_document
 from coordinator.node.node import Node
 from coordinator.node.start import Start, start_master, start_worker
@@ -28,7 +29,7 @@ from coordinator.placement import Crew
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.protocol.placed import run_dirs
+from coordinator.protocol.placed import read_placement, run_dirs
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.crews import is_finished, open_next
@@ -267,22 +268,27 @@ def run_node(
     allow_shared_dir: bool = False,
     reset: Collection[str] = (),
     crew: Crew = "main",
+    placed_as: str | None = None,
 ) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
     `machine`: its rank among all machines, 0 for the master's. `accept_code_change`: the master may go on
     with an iteration although the code of its reward or of its environment has changed. `allow_shared_dir`:
     other users may own the run directory, or write in it. `reset`: settings that the master does not keep
-    from the last start. In a terminal the master shows the run below its log lines.
+    from the last start. `placed_as`: the placement that `crew` is of, as JSON; the code is MOVED if another
+    one holds. None: it is the one that holds. In a terminal the master shows the run below its log lines.
     """
     with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if machine else FIRST_S):
         try:
             share_with_group(root)
-            leads = machine == MASTER and (crew == "main" or run_dirs(root)[0].crew == crew)
+            placement = read_placement(root)
+            if placed_as not in {None, placement.to_json()}:
+                raise Ended(Exit.MOVED, PLACED)
+            leads = machine == MASTER and (crew == "main" or run_dirs(root, placement)[0].crew == crew)
             if leads:
-                start = start_master(root, given, allow_shared_dir, reset, crew)
+                start = start_master(root, given, allow_shared_dir, reset, crew, placement)
             else:
-                start = start_worker(root, machine, given, allow_shared_dir, crew)
+                start = start_worker(root, machine, given, allow_shared_dir, crew, placement)
             if leads and not accept_code_change:
                 refuse_changed_code(start.run_dir, start.of_run)
         except Ended as end:

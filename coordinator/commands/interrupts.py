@@ -13,9 +13,16 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._seen = 0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        self._before = {
             # only note it: a signal may interrupt anything, code that holds a lock included
-            signal.signal(number, lambda received, _frame: self.received.append(received))
+            number: signal.signal(number, lambda received, _frame: self.received.append(received))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+
+    def close(self) -> None:
+        """From now on signals do what they did before: nobody asks for them any more."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def has_new(self) -> bool:
         """Return whether a signal has come since the last call."""

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 SAY_AGAIN_S = 30.0
+MOVE_S = 10.0
+"""How long a node may take to see for itself that the devices are placed anew, once another one has."""
 MAX_RESTARTS = 3
 """How often a killed node is started again while the other crew's lives: a person would have to stop both."""
 
@@ -55,17 +57,18 @@ class Typed:
     allow_shared_dir: bool
 
 
-def run_machine(typed: Typed, as_node: Callable[[], int]) -> int:
+def run_machine(typed: Typed, as_node: Callable[[str], int]) -> int:
     """Take part in a run with this machine to its end; returns the exit code.
 
-    `as_node` takes part as the one node of this machine. SettingsError: nothing was written.
+    `as_node` takes part as the one node of this machine, unless another placement holds than the one that it
+    is given, as JSON. SettingsError: nothing was written.
     """
     if typed.rank == MASTER:
         check_log_path(typed.root)
     while True:
         given = _place_devices(typed) if typed.rank == MASTER else typed.given
         placement = placed.read_placement(typed.root)
-        code = _run_crews(typed, given, placement) if placement.place else as_node()
+        code = _run_crews(typed, given, placement) if placement.place else as_node(placement.to_json())
         if code != Exit.MOVED:
             return code
         if typed.rank == MASTER:
@@ -105,7 +108,7 @@ def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> 
     places: dict[Crew, Place] = {
         crew: place for crew, of in crews.items() for place in of if place.machine == typed.rank
     }
-    leading = placed.run_dirs(typed.root)[0].crew
+    leading = placed.run_dirs(typed.root, placement)[0].crew
     interrupts = Interrupts()
     shown = LiveView(typed.root, sys.stderr)
     if typed.rank == MASTER:
@@ -114,14 +117,29 @@ def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> 
         with Children() as children:
 
             def start(crew: Crew) -> Child:
-                argv = _command(typed, given if crew == leading or typed.rank else {}, crew)
+                argv = _command(typed, given if crew == leading or typed.rank else {}, crew, placement)
                 env = {"PYTHONUNBUFFERED": "1", **_visible(places[crew])}
                 return children.start(crew, argv, env=env, echo=shown.say_line)
 
             codes = _follow(start, list(places), interrupts)
     finally:
         shown.stop()
-    failed = [code for code in codes if code]
+        interrupts.close()
+    return _outcome(codes, is_interrupted=bool(interrupts.received))
+
+
+def _outcome(codes: Sequence[int], is_interrupted: bool) -> int:
+    """Return the exit code that those of a machine's nodes come to.
+
+    Those of crews that are no more say nothing, unless a newer process has this machine's place.
+    """
+    ended = [code for code in codes if code != Exit.MOVED]
+    if len(ended) < len(codes):
+        if is_interrupted:
+            ended.append(Exit.INTERRUPTED)
+        elif Exit.SUPERSEDED not in ended:
+            return Exit.MOVED
+    failed = [code for code in ended if code]
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
@@ -146,14 +164,14 @@ def _await_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -
     return Exit.LOST
 
 
-def _command(typed: Typed, given: Mapping[str, Any], crew: Crew) -> list[str]:
+def _command(typed: Typed, given: Mapping[str, Any], crew: Crew, placement: Placement) -> list[str]:
     """Return what starts this machine's node of a crew."""
     role = ["--worker", str(typed.rank)] if typed.rank else ["--master"]
     role += ["--reset-settings=all"] if given and not typed.rank else []
     role += ["--accept-code-change"] if typed.accept_code_change and given and not typed.rank else []
     role += ["--allow-shared-dir"] if typed.allow_shared_dir else []
-    own = ["--log-path", str(typed.root), "--crew", crew, *role, *as_overrides(given)]
-    return [sys.executable, "-m", "coordinator.cli", *own]
+    own = ["--log-path", str(typed.root), "--crew", crew, "--placed-as", placement.to_json()]
+    return [sys.executable, "-m", "coordinator.cli", *own, *role, *as_overrides(given)]
 
 
 def _count_devices() -> int:
@@ -174,15 +192,17 @@ def _visible(place: Place) -> dict[str, str]:
 def _follow(start: Callable[[Crew], Child], crews: Sequence[Crew], interrupts: Interrupts) -> list[int]:
     """Pass on signals until the nodes of all crews have ended; return their exit codes."""
     nodes: dict[Crew, Child] = {crew: start(crew) for crew in crews}
-    restarts, refused = Counter[Crew](), False
+    restarts, told, moved_s = Counter[Crew](), False, float("inf")
     while any(node.poll() is None for node in nodes.values()) and not interrupts.end_waiting:
         if interrupts.has_new():
             _signal(nodes, interrupts.received[-1])
         for crew, node in list(nodes.items()):
             code = node.poll()
             others = [other for other in nodes.values() if other.poll() is None]
-            if code == Exit.USAGE and not refused:
-                refused = True
+            if code == Exit.MOVED:
+                moved_s = min(moved_s, time.monotonic())
+            if not told and (code == Exit.USAGE or time.monotonic() >= moved_s + MOVE_S):
+                told = True
                 _signal(nodes, signal.SIGTERM)  # once: at a second one a node ends out of order
             if code is not None and code < 0 and others and not interrupts.received:
                 restarts[crew] += 1

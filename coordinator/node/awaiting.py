@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.node.run_json import read_run_json
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.placed import read_placement
+from coordinator.protocol.placed import Placement, read_placement
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings import SettingsError
@@ -15,20 +15,22 @@ from rollout.storage import files
 
 log = logging.getLogger(__name__)
 
+PLACED = "the master has placed the devices of the run"
 
-def await_master(run_dir: RunDir, timeout_s: float, node_timeout_s: float) -> EpochRecord:
+
+def await_master(
+    run_dir: RunDir, placement: Placement, timeout_s: float, node_timeout_s: float
+) -> EpochRecord:
     """Return the newest record of a master whose beat moves: what a dead run has left does not count.
 
-    Raises Ended: nobody came, or the run is finished, or its devices are placed otherwise than
-    at the call, or in other crews than this one.
+    Raises Ended: nobody came, or the run is finished, or its devices are placed otherwise than in
+    `placement`, by which `run_dir` was found.
     """
     records, first, said_s = Records(run_dir), None, 0.0
-    before = read_placement(run_dir.root)
     for waited_s in patience(timeout_s):
         board = _protocol(run_dir)
-        now = read_placement(run_dir.root) if board is not None else before
-        if now != before or run_dir.crew not in now.crews:  # they may be placed just before the first look
-            raise Ended(Exit.MOVED, "the master has placed the devices of the run")
+        if board is not None and read_placement(run_dir.root) != placement:
+            raise Ended(Exit.MOVED, PLACED)
         board = board or parse([])
         beat = board.beats.get(MASTER)
         if first is None and waited_s == 0.0:

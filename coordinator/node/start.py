@@ -27,6 +27,7 @@ from coordinator.node.strangers import refuse_strangers
 from coordinator.placement import CREWS, Crew
 from coordinator.protocol import placed
 from coordinator.protocol.complaints import complain
+from coordinator.protocol.placed import Placement
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import RunSettings, SettingsError
@@ -131,10 +132,11 @@ def start_master(
     allow_shared_dir: bool = False,
     reset: Collection[str] = (),
     crew: Crew = "main",
+    placement: Placement | None = None,
 ) -> Start:
     """Check everything as `check_master`, then make the directory and run.json."""
     checked = check_master(root, given, allow_shared_dir, reset)
-    run_dir, inputs = placed.run_dir(root, crew), checked.inputs
+    run_dir, inputs = placed.run_dir(root, crew, placement), checked.inputs
     run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
     settings = with_save_interval(checked.settings, run, inputs.state_bytes)
     for directory in run_dir.fixed_directories:
@@ -144,21 +146,30 @@ def start_master(
 
 
 def start_worker(
-    root: Path, machine: int, given: Mapping[str, Any], allow_shared_dir: bool = False, crew: Crew = "main"
+    root: Path,
+    machine: int,
+    given: Mapping[str, Any],
+    allow_shared_dir: bool = False,
+    crew: Crew = "main",
+    placement: Placement | None = None,
 ) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them.
 
     The first machine of a crew that the master is not in leads that crew: it is the master there, by the
-    settings of the run's master.
+    settings of the run's master. `placement`: the one that `crew` is of; None: the one that holds now.
     """
-    run_dir = placed.run_dir(root, crew)
+    placement = placement or placed.read_placement(root)
+    run_dir = placed.run_dir(root, crew, placement)
+    if run_dir.machines and machine not in run_dir.machines:
+        raise SettingsError(f"--crew {crew}: rank {machine} of {root} is not in that crew now; leave it out")
     rank = run_dir.rank(machine)
     given = absolute(given)
     mine = config.check_each(given)
     refuse_rank(machine, mine.get("cluster.num_nodes", machine + 1), "")
     defaults = ClusterSettings()
     found = await_master(
-        run_dir if rank else placed.run_dirs(root)[0],
+        run_dir if rank else placed.run_dirs(root, placement)[0],
+        placement,
         mine.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
         mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
     )

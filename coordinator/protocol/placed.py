@@ -36,6 +36,10 @@ class Placement(NamedTuple):
         place = parse_place(self.place) if self.place else None
         return ("main",) if place is None or place["rollout"] == place["train"] else HALVES
 
+    def to_json(self) -> str:
+        """Write it as it is published, and as a machine says to its nodes what it starts them for."""
+        return json.dumps(self._asdict())
+
 
 ONE_CREW = Placement(0, ())
 """What holds before anything is published."""
@@ -54,7 +58,7 @@ def publish_placement(root: Path, placement: Placement) -> None:
     """Publish the placement that this start goes by, unless it is the one that holds."""
     if read_placement(root) != placement and (placement.place or read_placement(root).place):
         files.make_directory(_placement(root).parent)
-        files.publish(_placement(root), json.dumps(placement._asdict()).encode())
+        files.publish(_placement(root), placement.to_json().encode())
 
 
 def publish_devices(root: Path, machine: int, host: str, count: int) -> None:
@@ -106,20 +110,22 @@ def _crews_of(placement: Placement, counts: Mapping[int, int]) -> Crews | None:
         raise SettingsError(str(error)) from None
 
 
-def run_dirs(root: Path) -> Sequence[RunDir]:
+def run_dirs(root: Path, placement: Placement | None = None) -> Sequence[RunDir]:
     """Return the run directory as each crew sees it; a single one where nothing is placed. The first one
     leads: it has the first device of the master's machine.
+
+    `placement`: one that was read before; None: the one that holds now.
     """
-    crews = placed_crews(root, read_placement(root))
+    crews = placed_crews(root, placement or read_placement(root))
     if crews is None:
         return [RunDir(root)]
     in_order = sorted(crews, key=lambda crew: (crews[crew][0].machine, crews[crew][0].devices))
     return [RunDir(root, crew, tuple(place.machine for place in crews[crew])) for crew in in_order]
 
 
-def run_dir(root: Path, crew: Crew) -> RunDir:
+def run_dir(root: Path, crew: Crew, placement: Placement | None = None) -> RunDir:
     """Return the run directory as `crew` sees it. SettingsError if the placement has no such crew."""
-    found = {of.crew: of for of in run_dirs(root)}
+    found = {of.crew: of for of in run_dirs(root, placement)}
     if crew not in found:
         raise SettingsError(f"--crew {crew}: {root} has no such crew now; leave it out")
     return found[crew]

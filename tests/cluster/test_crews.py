@@ -204,6 +204,17 @@ def test_devices_are_placed_anew_at_a_start_and_living_workers_follow(
     assert outcome(cluster)[0][:2] == replay[0][:2]  # the same seeds; later ones depend on how it was trained
 
 
+def test_devices_are_placed_anew_by_a_start_of_all_nodes_together(cluster: Cluster) -> None:
+    """Workers find the crews of the last start, the master replaces them, and a worker's nodes come later."""
+    places = [PLACE, ("--place", "train=0", "--place", "rollout=1-2"), ("--reset-settings", "cluster.place")]
+    for number, place in enumerate(places, start=1):
+        codes = cluster.run(3, *SETTINGS, *place, "--iterations", str(number), timeout_s=60)
+        assert codes == [0, 0, 0], cluster.everything_said()
+    assert [line["iteration"] for line in cluster.metrics()] == [1, 2, 3]
+    said = cluster.everything_said()
+    assert "no such crew" not in said and "Traceback" not in said and "error: " not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -39,6 +39,13 @@ def test_signals_end_first_the_master_then_all_nodes_then_the_waiting(
     assert (interrupts.end_all, interrupts.end_waiting) == (end_all, end_waiting)
 
 
+def test_signals_do_what_they_did_before_once_nobody_asks_for_them(interrupts: Interrupts) -> None:
+    later = Interrupts()
+    later.close()
+    os.kill(os.getpid(), INT)
+    assert (later.received, interrupts.received) == ([], [INT])
+
+
 def test_signal_is_new_once(interrupts: Interrupts) -> None:
     assert not interrupts.has_new()
     os.kill(os.getpid(), INT)

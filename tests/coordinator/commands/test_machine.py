@@ -1,6 +1,7 @@
 """What a machine does with its nodes: real processes in place of the nodes."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from coordinator.commands import machine
 from coordinator.commands.interrupts import Interrupts
 from coordinator.commands.machine import Typed
 from coordinator.directory.layout import RunDir
+from coordinator.journal.logs import Prefix
 from coordinator.machine.children import Child, Children
+from coordinator.main import run_node
 from coordinator.node.awaiting import await_master
 from coordinator.placement import Crew
 from coordinator.protocol import placed
@@ -18,6 +21,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.placed import Placement
 from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import whole_board
+from coordinator.settings import SettingsError
 from rollout.storage import files
 from tests.coordinator.made_up import record
 
@@ -34,7 +38,14 @@ raise SystemExit(100 + len(received))
 """
 
 
-def test_node_whose_neighbour_may_not_start_is_told_once_and_ends_in_order() -> None:
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    noted = Interrupts()
+    yield noted
+    noted.close()
+
+
+def test_node_whose_neighbour_may_not_start_is_told_once_and_ends_in_order(interrupts: Interrupts) -> None:
     with Children() as children:
 
         def start(crew: Crew) -> Child:
@@ -45,7 +56,7 @@ def test_node_whose_neighbour_may_not_start_is_told_once_and_ends_in_order() -> 
                 return child
             return children.start(crew, [sys.executable, "-c", REFUSED])
 
-        assert machine._follow(start, ["rollout", "train"], Interrupts()) == [101, Exit.USAGE]
+        assert machine._follow(start, ["rollout", "train"], interrupts) == [101, Exit.USAGE]
 
 
 def typed(root: Path, *place: str) -> Typed:
@@ -75,22 +86,107 @@ def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old
     assert found is not None and found.kind == "moved"
 
 
+APART = Placement(3, ("train=0", "rollout=1-2"))
+
+
 @pytest.mark.parametrize(
-    ("place", "crew", "is_elsewhere"),
+    ("before", "crew"),
     [
-        (["rollout=0", "train=1"], "main", True),
-        (["rollout=0", "train=1"], "train", False),
-        (["rollout=0-1", "train=0-1"], "train", True),
-        (["rollout=0-1", "train=0-1"], "main", False),
+        (placed.ONE_CREW, "main"),
+        (Placement(3, ()), "main"),
+        (Placement(3, ("rollout=0", "train=1-2")), "train"),
+        (Placement(3, ("rollout=0-1", "train=2")), "rollout"),
+        (Placement(2, APART.place), "rollout"),
     ],
 )
 def test_worker_that_has_looked_just_before_devices_are_placed_looks_again(
-    place: list[str], crew: Crew, is_elsewhere: bool, tmp_path: Path
+    before: Placement, crew: Crew, tmp_path: Path
 ) -> None:
-    placed.publish_placement(tmp_path, Placement(2, tuple(place)))
-    with pytest.raises(Ended) as ended:
-        await_master(RunDir(tmp_path, crew), 0.1, 30.0)
-    assert ended.value.code is (Exit.MOVED if is_elsewhere else Exit.LOST)
+    placed.publish_placement(tmp_path, APART)
+    for placement, code in ((before, Exit.MOVED), (APART, Exit.LOST)):
+        with pytest.raises(Ended) as ended:
+            await_master(RunDir(tmp_path, crew), placement, 0.1, 30.0)
+        assert ended.value.code is code
+
+
+def place_apart(root: Path) -> None:
+    placed.publish_placement(root, APART)
+    for number in range(3):
+        placed.publish_devices(root, number, f"node-{number}", 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "machine", "crew"),
+    [
+        (Placement(3, ("rollout=0-1", "train=2")), 2, "train"),  # of no crew that it was in
+        (Placement(3, ("rollout=0-1", "train=2")), 1, "rollout"),  # its crew has another leader: itself
+        (placed.ONE_CREW, 1, "main"),
+        (placed.ONE_CREW, 0, "main"),  # a master that another one has replaced
+    ],
+)
+def test_node_that_was_started_for_another_placement_has_moved_and_writes_nothing(
+    before: Placement, machine: int, crew: Crew, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    place_apart(tmp_path)
+    there = sorted(tmp_path.rglob("*"))
+    code = run_node(tmp_path, machine, {}, Prefix(machine, crew), crew=crew, placed_as=before.to_json())
+    assert code == Exit.MOVED
+    assert sorted(tmp_path.rglob("*")) == there
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", "the master has placed the devices of the run")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "crew", "said"),
+    [
+        (1, "main", "--crew main: .* has no such crew now; leave it out"),
+        (1, "train", "--crew train: rank 1 of .* is not in that crew now; leave it out"),
+    ],
+)
+def test_crew_that_is_typed_and_is_not_there_is_one_line(
+    machine: int, crew: Crew, said: str, tmp_path: Path
+) -> None:
+    place_apart(tmp_path)
+    with pytest.raises(SettingsError, match=said):
+        run_node(tmp_path, machine, {}, Prefix(machine, crew), crew=crew)
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_interrupted", "outcome"),
+    [
+        ([0, 0], False, Exit.DONE),
+        ([0, -9], False, Exit.LOST),
+        ([-9, 1], False, Exit.FAILED),
+        ([Exit.MOVED], False, Exit.MOVED),
+        ([Exit.FAILED, Exit.MOVED], False, Exit.MOVED),
+        ([Exit.INTERRUPTED, Exit.MOVED], False, Exit.MOVED),  # it was told to end, by this machine
+        ([Exit.MOVED, Exit.SUPERSEDED], False, Exit.SUPERSEDED),
+        ([Exit.MOVED, Exit.MOVED], True, Exit.INTERRUPTED),
+        ([Exit.MOVED, Exit.FAILED], True, Exit.FAILED),
+    ],
+)
+def test_machine_looks_again_if_a_node_has_moved_unless_it_is_to_end(
+    codes: list[int], is_interrupted: bool, outcome: Exit
+) -> None:
+    assert machine._outcome(codes, is_interrupted) == outcome
+
+
+def test_node_that_does_not_see_that_its_neighbour_has_moved_is_told_to_end(
+    interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "MOVE_S", 0.5)
+    with Children() as children:
+
+        def start(crew: Crew) -> Child:
+            script = COUNTS if crew == "rollout" else f"raise SystemExit({int(Exit.MOVED)})"
+            child = children.start(crew, [sys.executable, "-c", script])
+            while crew == "rollout" and "ready" not in child.tail():
+                pass
+            return child
+
+        assert machine._follow(start, ["rollout", "train"], interrupts) == [101, Exit.MOVED]
 
 
 def test_waiting_for_machines_ends_with_who_is_missing_and_the_command(

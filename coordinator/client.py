@@ -71,16 +71,20 @@ class Server:
     Each call is a request. One that may be repeated is repeated for a minute while the server is away.
     """
 
-    def __init__(self, url: str, token: str) -> None:
-        """`url`: http://HOST:PORT. Nothing is sent yet; ServerError for another kind of address."""
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ServerError(f"--server {url}: give http://HOST:PORT")
+    def __init__(self, url: str, token: str, say: Callable[[str], None] = lambda line: None) -> None:
+        """`url`: http://HOST:PORT. `say`: is told when the server is away. Nothing is sent yet; ServerError
+        for another kind of address, or what can be no token.
+        """
         try:
-            self._port = parts.port
+            parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+            self._port, host = parts.port, (parts.hostname or "").encode("idna")
         except ValueError:
             raise ServerError(f"--server {url}: give http://HOST:PORT") from None
-        self.url, self._parts, self._token = url, parts, token
+        is_sendable = parts.path.isascii() and url.isprintable() and " " not in url
+        if parts.scheme not in {"http", "https"} or not host or not is_sendable:
+            raise ServerError(f"--server {url}: give http://HOST:PORT")
+        self.url, self._parts, self._token, self._say = url, parts, _checked(token, "token"), say
+        self._has_answered = False
 
     def submit(
         self, options: Sequence[str], upload: Sequence[str | Path] = (), name: str | None = None
@@ -145,13 +149,20 @@ class Server:
     def _answered(
         self, method: str, path: str, body: Any, headers: Mapping[str, str], timeout_s: float | None
     ) -> http.client.HTTPResponse:
-        until_s = time.monotonic() + PATIENCE_S
+        until_s, is_said = time.monotonic() + PATIENCE_S, False
         while True:
             try:
-                return self._once(method, path, body, headers, timeout_s)
+                response = self._once(method, path, body, headers, timeout_s)
+                self._has_answered = True
+                return response
             except (OSError, http.client.HTTPException) as error:
-                if time.monotonic() > until_s:
+                # A name that was known before will be known again.
+                is_unknown = isinstance(error, socket.gaierror) and not self._has_answered
+                if is_unknown or time.monotonic() > until_s:
                     raise ServerError(f"--server {self.url} does not answer: {error}", 0) from None
+                if not is_said:
+                    self._say(f"{self.url} does not answer: {error}; trying for {PATIENCE_S:g} s")
+                    is_said = True
             time.sleep(AGAIN_S)
 
     def _once(
@@ -178,6 +189,13 @@ class Server:
             with response:
                 raise ServerError(_reason(response), response.status)
         return response
+
+
+def _checked(token: str, where: str) -> str:
+    """Return the token, if a header can hold it."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ServerError(f"{where}: a token is one line of ASCII letters, digits and signs, without spaces")
+    return token
 
 
 def _reason(response: http.client.HTTPResponse) -> str:
@@ -345,11 +363,17 @@ def _server(typed: argparse.Namespace) -> Server:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not token:
             raise ServerError(f"--token-file is missing: name the file of the token, or set {TOKEN_VARIABLE}")
-        return Server(typed.server, token)
+        return Server(typed.server, _checked(token, TOKEN_VARIABLE), _warn)
+    where = f"--token-file {typed.token_file}"
     try:
-        return Server(typed.server, Path(typed.token_file).read_text().strip())
-    except OSError as error:
-        raise ServerError(f"--token-file {typed.token_file}: {error.strerror}") from None
+        token = Path(typed.token_file).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ServerError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+    return Server(typed.server, _checked(token, where), _warn)
+
+
+def _warn(line: str) -> None:
+    print(f"run: {_plain(line)}", file=sys.stderr, flush=True)
 
 
 def _submit(server: Server, typed: argparse.Namespace, options: Sequence[str]) -> int:

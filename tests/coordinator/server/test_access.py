@@ -1,13 +1,14 @@
 """Who may ask a server, where the token comes from, and what keeps a server from starting."""
 
 import os
+import re
 import socket
 import stat
 from pathlib import Path
 
 import pytest
 
-from coordinator.client import TOKEN_VARIABLE, Server, ServerError
+from coordinator.client import TOKEN_VARIABLE, Server, ServerError, main
 from coordinator.commands.serve import serve
 from coordinator.machine.network import LOOPBACK
 from coordinator.server.access import FILE, Access, find_token
@@ -84,7 +85,19 @@ def test_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
             serve(tmp_path / "jobs", Launcher(), port=port)
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://x",
+        "http://",
+        "http://x:port",
+        "file:///etc/passwd",
+        "http://[::1",
+        "http://x..y",
+        "http://x y",
+        "http://x/ü",
+    ],
+)
 def test_client_refuses_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ServerError, match="give http://HOST:PORT"):
         Server(url, TOKEN)
@@ -98,3 +111,64 @@ def test_client_names_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ServerError, match=f"--server {url} does not answer") as error:
             Server(url, TOKEN).jobs()
     assert error.value.status == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"one\ntwo", "a token is one line of ASCII letters"),
+        ("\u20acuro".encode(), "a token is one line of ASCII letters"),
+        (b"one two", "without spaces"),
+        (b"\xff\x00", "can't decode|a token is one line"),
+    ],
+)
+def test_client_refuses_what_can_be_no_token_in_one_line(
+    data: bytes,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (file := tmp_path / "token").write_bytes(data)
+    ask = ["jobs", "--server", f"http://{LOOPBACK}:1"]
+    assert main([*ask, "--token-file", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"run: --token-file {file}: ") and re.search(said, line)
+    if b"\0" not in data:
+        monkeypatch.setenv(TOKEN_VARIABLE, os.fsdecode(data))
+        assert main(ask) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"run: {TOKEN_VARIABLE}: a token is one line")
+
+
+def test_client_says_at_once_that_it_waits_for_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("coordinator.client.PATIENCE_S", 0.5)
+    monkeypatch.setattr("coordinator.client.AGAIN_S", 0.1)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    with socket.socket() as silent:
+        silent.bind((LOOPBACK, 0))
+        url = f"http://{LOOPBACK}:{silent.getsockname()[1]}"
+        assert main(["jobs", "--server", url]) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"run: {url} does not answer: ") and first.endswith("; trying for 0.5 s")
+    assert last.startswith(f"run: --server {url} does not answer: ")
+
+
+def test_client_does_not_wait_for_a_name_that_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+
+    def unknown(*about: object, **_more: object) -> None:
+        asked.append(about)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("coordinator.client.PATIENCE_S", 2.0)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    assert main(["jobs", "--server", "http://nobody:8765"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "http://nobody:8765 does not answer: " in line and "Name or service not known" in line
+    assert len(asked) == 1

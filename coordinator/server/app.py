@@ -318,11 +318,7 @@ def begin_next(service: Service) -> None:
         if start.has(EXIT):
             continue
         if start.has(PROCESS):
-            try:
-                job.tell_stop(service.launcher)
-            except (Conflict, OSError, subprocess.SubprocessError) as error:
-                log.warning("%s", error)
-            going += service.readings.tell(job)["state"] in jobs.GOING
+            going += _look_after(service, job)
         elif not start.has(STOP):
             waiting.append(job)
     for job in waiting[: max(0, service.at_once - going)]:
@@ -331,6 +327,19 @@ def begin_next(service: Service) -> None:
         while not job.start().has(PROCESS) and time.monotonic() < until_s:
             time.sleep(0.02)
         service.readings.forget(job)
+
+
+def _look_after(service: Service, job: Job) -> bool:
+    """Tell a job that was started if it is stopped; return whether it goes on."""
+    try:
+        job.tell_stop(service.launcher)
+    except (Conflict, OSError, subprocess.SubprocessError) as error:
+        log.warning("%s", error)
+    try:
+        return service.readings.tell(job)["state"] in jobs.GOING
+    except Exception:  # a job whose files are damaged holds up no other, unless it may be there
+        log.exception("job %s", job.name)
+        return job.start().is_alive() is not False
 
 
 def _number(request: web.Request, key: str, otherwise: int) -> int:

@@ -73,13 +73,18 @@ class Start:
         return name in published.names(self.folder)
 
     def process(self) -> dict[str, Any] | None:
-        """Return what the process that was started has said of itself; None if none was."""
-        return published.read_json(self.folder / PROCESS)
+        """Return what the process that was started has said of itself; None if none was, or if that is
+        damaged.
+        """
+        found = published.read_json(self.folder / PROCESS)
+        return found if found is not None and _is_claim(found) else None
 
     def exit_code(self) -> int | None:
-        """Return how it has ended; None while it runs, and if nobody was there to see it."""
-        found = published.read_json(self.folder / EXIT)
-        return None if found is None else int(found["code"])
+        """Return how it has ended; None while it runs, if nobody was there to see it, and if what they wrote
+        is damaged.
+        """
+        code = (published.read_json(self.folder / EXIT) or {}).get("code")
+        return code if isinstance(code, int) else None
 
     def is_alive(self) -> bool | None:
         """Return whether the process is there; None if that cannot be seen from this machine."""
@@ -99,6 +104,15 @@ class Start:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process is not None:
                 process.send_signal(number)
+
+
+def _is_claim(said: Mapping[str, Any]) -> bool:
+    """Return whether a document says all that a process says of itself when it is started."""
+    runner: Any = said.get("runner")
+    processes: list[Mapping[str, Any]] = [said, runner if isinstance(runner, dict) else {}]
+    return all(isinstance(said.get(name), str) for name in ("pid_space", "host")) and all(
+        isinstance(of.get("pid"), int) and isinstance(of.get("created_s"), int | float) for of in processes
+    )
 
 
 def _process(said: Mapping[str, Any]) -> psutil.Process | None:

@@ -15,7 +15,7 @@ import pytest
 from coordinator.machine.network import pid_space
 from coordinator.server import jobs
 from coordinator.server.access import Access
-from coordinator.server.app import Service, begin_next
+from coordinator.server.app import Service, _listed, begin_next
 from coordinator.server.jobs import Conflict, Job, Start, UnknownJob, state_of
 from coordinator.server.launchers import Launcher
 from coordinator.server.runner import EXIT, OUTPUT, PROCESS
@@ -53,6 +53,16 @@ STATES = [
 ]
 
 
+CLAIM = {
+    "pid": 2**30,
+    "created_s": 1.0,
+    "runner": {"pid": 2**30, "created_s": 1.0},
+    "pid_space": pid_space(),
+    "host": "node-a",
+}
+"""What a process has said of itself that is not there any more."""
+
+
 @pytest.mark.parametrize(("seen", "expected"), STATES)
 def test_state_follows_from_the_start_and_the_run(seen: tuple[Any, ...], expected: str) -> None:
     assert state_of(*seen) == expected
@@ -70,13 +80,66 @@ def test_what_else_lies_in_the_root_stops_no_job(tmp_path: Path) -> None:
 def test_stopped_job_of_another_machine_holds_up_no_other(tmp_path: Path) -> None:
     away = jobs.submit(tmp_path, Submission("away", (), {}))
     (away.folder / "start_0001").mkdir()
-    (away.start().folder / PROCESS).write_text(
-        json.dumps({"pid": 1, "created_s": 1.0, "pid_space": "x", "host": "node-b"})
-    )
+    (away.start().folder / PROCESS).write_text(json.dumps({**CLAIM, "pid_space": "x", "host": "node-b"}))
     with pytest.raises(Conflict):
         away.stop(Launcher(), now=False)
     job = jobs.submit(tmp_path, Submission("sums", (), {}))
     begin_next(Service(tmp_path, Access("a-token-of-the-tests"), Script()))
+    assert job.start().has(PROCESS)
+    job.stop(Script(), now=True)
+    until(job.start().exit_code)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (PROCESS, ""),
+        (PROCESS, "{}"),
+        (PROCESS, json.dumps({**CLAIM, "pid": "1"})),
+        (PROCESS, json.dumps({**CLAIM, "runner": {}})),
+        (EXIT, "{}"),
+        (EXIT, '{"code": "x"}'),
+    ],
+)
+def test_job_with_a_damaged_file_is_listed_as_lost_and_holds_up_no_other(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    broken = jobs.submit(tmp_path, Submission("broken", (), {}))
+    (folder := broken.start().folder).mkdir()
+    (folder / PROCESS).write_text(json.dumps(CLAIM))
+    (folder / name).write_text(text)
+    job = jobs.submit(tmp_path, Submission("sums", (), {}))
+    service = Service(tmp_path, Access("a-token-of-the-tests"), Script())
+    begin_next(service)
+    assert job.start().has(PROCESS)
+    job.stop(Script(), now=True)
+    until(job.start().exit_code)
+    assert ("broken", "lost") in [(told["name"], told["state"]) for told in _listed(service)]
+    broken.stop(Script(), now=True)
+    broken.resume(1)
+    assert broken.state(None, 0) == "submitted"
+
+
+def test_job_whose_run_cannot_be_read_counts_only_while_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = jobs.submit(tmp_path, Submission("broken", (), {}))
+    broken.begin(Script())
+    until(lambda: broken.start().has(PROCESS))
+    job = jobs.submit(tmp_path, Submission("sums", (), {}))
+    service = Service(tmp_path, Access("a-token-of-the-tests"), Script())
+
+    def damaged(_job: Job) -> None:
+        raise KeyError("state")
+
+    monkeypatch.setattr(service.readings, "tell", damaged)
+    begin_next(service)
+    assert not job.start().has(PROCESS)
+    said = until(broken.start().process)
+    for number in (said["runner"]["pid"], said["pid"]):
+        psutil.Process(number).kill()
+    until(lambda: broken.start().is_alive() is False)
+    begin_next(service)
     assert job.start().has(PROCESS)
     job.stop(Script(), now=True)
     until(job.start().exit_code)
@@ -230,9 +293,7 @@ def test_process_that_has_the_number_of_another_one_is_not_it(job: Job) -> None:
 def test_process_of_another_machine_is_not_judged(job: Job) -> None:
     folder = job.start().folder
     folder.mkdir()
-    (folder / PROCESS).write_text(
-        json.dumps({"pid": 1, "created_s": 1.0, "pid_space": "x", "host": "node-b"})
-    )
+    (folder / PROCESS).write_text(json.dumps({**CLAIM, "pid_space": "x", "host": "node-b"}))
     assert job.start().is_alive() is None and job.state("running", 3) == "running"
     assert job.state(None, 0) == "gathering"  # it may not have come to the run
     with pytest.raises(Conflict, match="it was started on node-b"):

@@ -109,8 +109,13 @@ def digest_of(tasks: TaskSet | None, sets: EvalSets) -> str | None:
     """Return a digest (hex) of all tasks that a policy is evaluated on; None if there are none. Without named
     sets it is that of the tasks.
     """
+    return joined_digest(tasks, {name: one.tasks.digest for name, one in sets.items()})
+
+
+def joined_digest(tasks: TaskSet | None, sets: Mapping[str, str]) -> str | None:
+    """Return what digest_of returns of sets whose tasks have these digests, by name."""
     own = tasks.digest if tasks else None
     if not sets:
         return own
-    named = "".join(f"{name} {one.tasks.digest}\n" for name, one in sets.items())
+    named = "".join(f"{name} {digest}\n" for name, digest in sets.items())
     return hashlib.sha256(f"{own}\n{named}".encode()).hexdigest()

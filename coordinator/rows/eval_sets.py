@@ -6,7 +6,7 @@ are split, claimed, recovered and aggregated together.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from coordinator.directory import parts
-from coordinator.node.eval_tasks import SECTION
+from coordinator.node.eval_tasks import SECTION, joined_digest
 from coordinator.node.functions import Functions
 from coordinator.node.inputs import Inputs
 from coordinator.rows.metrics import by_source
@@ -52,6 +52,31 @@ def of_opened(opened: Mapping[str, Any]) -> Sequence[SetSlots]:
 @cache
 def _adapter() -> TypeAdapter[list[SetSlots]]:
     return TypeAdapter(list[SetSlots])
+
+
+def changed_sets(opened: Mapping[str, Any], inputs: Inputs) -> Mapping[str, bool]:
+    """Return the sets that an iteration was opened with and whose tasks are not there as they were, by their
+    section in the settings; True: the set is not there at all. Sets that are new change nothing.
+    """
+    now = {name: one.tasks.digest for name, one in inputs.eval_sets.items()}
+    return {one.section: one.name not in now for one in of_opened(opened) if now.get(one.name) != one.tasks}
+
+
+def task_change(opened: Mapping[str, Any], inputs: Inputs) -> str | None:
+    """Say which tasks that an iteration is to be evaluated on have changed, without "since"; None: none."""
+    if changed := changed_sets(opened, inputs):
+        section, is_gone = next(iter(changed.items()))
+        return f"{section} was dropped or renamed" if is_gone else f"the tasks of {section} have changed"
+    # iteration.json has one digest over these and the tasks of the sets, which are as they were.
+    sets = {one.name: one.tasks for one in of_opened(opened)}
+    is_same = joined_digest(inputs.eval_tasks, sets) == opened["eval_tasks"]
+    return None if is_same else "the evaluation tasks have changed"
+
+
+def without(document: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:
+    """Return an iteration.json without the sets of these sections."""
+    sets = [one for one in document.get("eval_sets", []) if f"{SECTION}{one['name']}" not in sections]
+    return {**document, "eval_sets": sets}
 
 
 def own_slots(settings: RunSettings, inputs: Inputs) -> int:

@@ -50,11 +50,12 @@ def decide_eval(node: Node, iteration: Iteration) -> Payload:
     slots = opened["eval_slots"]
     if not slots and is_due(node, iteration):
         sets = eval_sets.of_opened(opened)
-        slots = sets[-1].end if sets else count_slots(node)
+        slots = sets[-1].end if sets else eval_sets.own_slots(node.settings, node.identity.inputs)
     if node.settings.rollout_split == "train-only":
         slots = 0
-    if slots and opened["eval_tasks"] != digest(node):
-        log.warning("the evaluation tasks have changed since this iteration was opened: it is not evaluated")
+    if slots and (change := eval_sets.task_change(opened, node.identity.inputs)):
+        log.warning("%s since iteration %d was opened: that iteration is not evaluated",
+                    change, iteration.number)  # fmt: skip
         slots = 0
     origin = made_with(iteration, "eval")
     quota, order = Quota(slots, slots), range(slots)

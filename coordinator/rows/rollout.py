@@ -18,7 +18,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows import batch, evaluation, lineage, prefixes, resume, trajectories
+from coordinator.rows import batch, eval_sets, evaluation, lineage, prefixes, resume, trajectories
 from coordinator.rows.collecting import collect_share
 from coordinator.rows.origins import (
     OWN,
@@ -101,7 +101,7 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
         return opened, base
     begun = opened is not None and is_begun(run_dir, number)
     policy = lineage.sampler_of(node, iteration, base, opened if begun else None)
-    changed = changes(opened, _chosen(node)) if opened is not None else []
+    changed = _changes(node, opened, begun) if opened is not None else []
     if opened is not None and not begun and Begun.all_of(opened) != _left_over(node, iteration)[0]:
         changed.append("groups that are begun")  # an evaluation alone has opened it early
     if changed:
@@ -121,6 +121,14 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
     if opened is None:
         raise Incomplete(f"{path} is missing or damaged")
     return opened, policy
+
+
+def _changes(node: Node, opened: Mapping[str, Any], begun: bool) -> list[str]:
+    """List what has changed since an iteration was opened. Of the sets that one that is `begun` cannot be
+    evaluated on any more, row 5 says what that means.
+    """
+    gone = eval_sets.changed_sets(opened, node.identity.inputs) if begun else ()
+    return changes(eval_sets.without(opened, gone), eval_sets.without(_chosen(node), gone))
 
 
 def _chosen(node: Node) -> dict[str, Any]:

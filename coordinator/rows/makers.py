@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from coordinator.directory.layout import Kind
 from coordinator.node.functions import Functions
@@ -10,6 +11,7 @@ from coordinator.node.node import Node
 from coordinator.rows.share import Share
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from rollout.engines.model_facts import steady_tokens
 from rollout.environments.demonstration import end_of_sequence
 from rollout.environments.environment import BUILT_IN, Environment, demonstrates, single_turn
 
@@ -46,8 +48,9 @@ def environment_of(node: Node, kind: Kind, functions: Functions) -> Environment:
         return single_turn
     if environment not in BUILT_IN.values():
         return environment
-    ends = end_of_sequence(_start_model(node))
-    return partial(environment, end_ids=ends)  # pyright: ignore[reportCallIssue]  (the built-in ones take it)
+    model = _start_model(node)
+    options: dict[str, Any] = {"end_ids": end_of_sequence(model), "context": steady_tokens(model)}
+    return partial(environment, **options)  # the built-in ones take them
 
 
 def _start_model(node: Node) -> Path:

@@ -19,7 +19,7 @@ from rollout.trajectory import Sample
 
 
 async def demonstration(
-    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = ()
+    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = (), context: int | None = None
 ) -> list[Sample]:
     """Make one sample with reward 1 (`sampling.n` is ignored): prompt, answer, end of the sequence. The last
     two are trained. Their logprobs are NaN, because nothing sampled them.
@@ -29,15 +29,23 @@ async def demonstration(
     before an answer (a thinking model's `<think>`). If the tokens of the whole conversation do not begin with
     them, the answer's own tokens follow. The trained tokens end with the first token in `end_ids`, or
     with `end_ids[0]` if the template writes none. Raises TaskError, which names the task, if the answer is
-    missing or longer than `sampling.max_tokens`.
+    missing or longer than `sampling.max_tokens`, or if the whole is longer than `context`, which only a model
+    has whose positions change with the length.
     """
-    return [await written(task, _answer(task), policy, sampling.max_tokens, end_ids)]
+    return [await written(task, _answer(task), policy, sampling.max_tokens, end_ids, context)]
 
 
 demonstration.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (see Environment)
 
 
-async def written(task: Task, answer: str, policy: Policy, max_tokens: int, end_ids: Sequence[int]) -> Sample:
+async def written(
+    task: Task,
+    answer: str,
+    policy: Policy,
+    max_tokens: int,
+    end_ids: Sequence[int],
+    context: int | None = None,
+) -> Sample:
     """Return the sample that answers a task with a text; see `demonstration`."""
     if not end_ids:
         raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
@@ -60,6 +68,12 @@ async def written(task: Task, answer: str, policy: Policy, max_tokens: int, end_
         raise TaskError(
             f"task {task['id']!r}: its answer has {len(trained)} tokens with the end of the sequence, more "
             f"than rollout.max_tokens={max_tokens}; raise that, or leave the task out"
+        )
+    tokens = len(asked) + len(trained)
+    if context is not None and tokens > context:
+        raise TaskError(
+            f"task {task['id']!r}: it has {tokens} tokens with its answer, and beyond {context} this model "
+            "computes positions otherwise; leave the task out"
         )
     return _sample(asked, trained, answer)
 

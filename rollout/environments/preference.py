@@ -16,18 +16,18 @@ REWARDS = {"chosen": 1.0, "rejected": 0.0}
 
 
 async def preference(
-    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = ()
+    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = (), context: int | None = None
 ) -> list[Sample]:
     """Make two samples (`sampling.n` is ignored), with the rewards 1 and 0. Each is made as `demonstration`
     makes one.
 
     The answers are the fields `chosen` and `rejected`: texts, or lists of messages, which may begin with the
     task's own. Raises TaskError, which names the task, if one is missing, has more than one message, or is
-    longer than `sampling.max_tokens`.
+    too long, as there.
     """
     samples: list[Sample] = []
     for name, reward in REWARDS.items():
-        sample = await written(task, _answer(task, name), policy, sampling.max_tokens, end_ids)
+        sample = await written(task, _answer(task, name), policy, sampling.max_tokens, end_ids, context)
         sample.reward = reward
         samples.append(sample)
     return samples

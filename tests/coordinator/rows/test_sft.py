@@ -62,6 +62,8 @@ def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Pa
 
 def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
+    positions = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    write_json(tmp_path / "config.json", {"rope_parameters": positions})
     policies = {0: SimpleNamespace(directory=tmp_path)}
     here = SimpleNamespace(of=policies.get, hold=lambda policy, _moved: policy)
     node: Any = SimpleNamespace(policies=here, reading=lambda: None)
@@ -69,7 +71,7 @@ def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
         functions: Any = SimpleNamespace(environment=written)
         train = makers.environment_of(node, "train", functions)
         assert isinstance(train, partial)
-        assert (train.func, train.keywords) == (written, {"end_ids": (5, 6)})
+        assert (train.func, train.keywords) == (written, {"end_ids": (5, 6), "context": 64})
         assert makers.environment_of(node, "eval", functions) is single_turn
     functions = SimpleNamespace(environment=single_turn)
     assert makers.environment_of(node, "train", functions) is single_turn

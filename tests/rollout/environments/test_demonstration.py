@@ -166,6 +166,14 @@ def test_task_that_demonstrates_nothing_is_an_error_that_names_it(task: Task, re
         demonstrate(task, CHAT)
 
 
+def test_demonstration_beyond_steady_positions_is_an_error() -> None:
+    task = {"prompt": "1+2=", "answer": "3"}
+    whole = len(demonstrate(task, CHAT).token_ids)
+    assert len(demonstrate(task, CHAT, context=whole).token_ids) == whole
+    with pytest.raises(TaskError, match=f"it has {whole} tokens with its answer, and beyond {whole - 1}"):
+        demonstrate(task, CHAT, context=whole - 1)
+
+
 def test_model_without_an_end_of_sequence_is_an_error() -> None:
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         demonstrate({"prompt": "1+2=", "answer": "3"}, CHAT, end_ids=())

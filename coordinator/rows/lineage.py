@@ -59,8 +59,8 @@ def base_of(node: Node, iteration: Iteration) -> Policy:
                 raise
             continue
         trained = min(node.finished.last(*resume.TRAINS), iteration.number - 1)
-        is_made = iteration.number in published.checkpoints(node.run_dir)
-        if number < trained and not is_made and node.settings.rl_phase != "rollout":
+        is_gone = number < trained and node.settings.rl_phase != "rollout"
+        if is_gone and iteration.number not in published.checkpoints(node.run_dir):
             log.error(
                 "the checkpoint of iteration %d is gone: going on from the one of iteration %d",
                 trained,

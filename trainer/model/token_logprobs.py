@@ -1,6 +1,6 @@
 """Compute logprobs of tokens from hidden states, chunk by chunk: a pack's logits never exist at once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -89,9 +89,12 @@ class Scorer(nn.Module):
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
-    def _head_weights(self, chunks: int) -> Sequence[Tensor | None]:
-        """Return the head's weight for each chunk, so that the sum of its gradients is in float32 though they
+    def _head_weights(self, chunks: int) -> Iterable[Tensor | None]:
+        """Yield the head's weight for each chunk, so that the sum of its gradients is in float32 though they
         are in bfloat16; None: as it is.
+
+        Each must be asked for just before its chunk is computed. A backward pass runs what was made last first:
+        a weight that was made before all chunks would keep its gradient until all of them are done.
         """
         head = self._causal[0].get_output_embeddings()
         weight = None if head is None else head._parameters.get("weight")
@@ -101,7 +104,7 @@ class Scorer(nn.Module):
             return [None] * chunks
         total: list[Tensor | None] = [None]
         collected = _Collected.apply(weight, total)
-        return [_Added.apply(collected, total) for _ in range(chunks)]  # pyright: ignore[reportReturnType]
+        return (_Added.apply(collected, total) for _ in range(chunks))  # pyright: ignore[reportReturnType]
 
     def _score(
         self,

@@ -1,5 +1,6 @@
 """The chunked head: the model's own logprobs and gradients, without its logits."""
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -98,6 +99,30 @@ def test_gradient_of_the_head_is_summed_over_the_chunks_in_float32(
         one = scorer(inputs, scored_at[this], targets[this], TEMPERATURES[this])[0]
         exact += torch.autograd.grad(one.sum(), head.weight)[0]
     torch.testing.assert_close(found, exact.to(found.dtype), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 weights", "autocast"])
+def test_gradient_of_the_head_waits_for_no_other_chunk(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    score, backward = Scorer._score, token_logprobs._Added.backward
+
+    def computing(*arguments: Any, **more: Any) -> Any:
+        order.append("chunk")
+        return score(*arguments, **more)
+
+    def adding(*arguments: Any) -> Any:
+        order.append("added")
+        return backward(*arguments)
+
+    monkeypatch.setattr(Scorer, "_score", computing)
+    monkeypatch.setattr(token_logprobs._Added, "backward", staticmethod(adding))
+    model = make("Qwen3Config")
+    logprobs, _ = Scorer(model if autocast else model.bfloat16(), CPU, autocast=autocast)(*pack())
+    order.clear()
+    logprobs.sum().backward()
+    waiting = accumulate(1 if event == "chunk" else -1 for event in order)
+    assert len(order) == 2 * 3
+    assert max(waiting) == 1
 
 
 class LargestTensor(TorchDispatchMode):

@@ -193,7 +193,8 @@ def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
 
 def _for_adapters(lora_rank: int) -> dict[str, Any]:
     fits = (rank for rank in LORA_RANKS if rank >= lora_rank)
-    return {"enable-lora": True, "max-lora-rank": next(fits, lora_rank)}
+    # vLLM starts a front end for each replica. Only one alone may load adapters, because it tells no other.
+    return {"enable-lora": True, "max-lora-rank": next(fits, lora_rank), "api-server-count": 1}
 
 
 def _context(model_dir: Path) -> dict[str, Any]:

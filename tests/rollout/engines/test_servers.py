@@ -182,8 +182,10 @@ def test_vllm_is_started_for_adapters_of_the_rank_that_is_trained(
     installed: Installed, rank: int, most: int
 ) -> None:
     installed("vllm")
-    server = server_command(EngineSettings(kind="vllm"), "/models/m", SOCKET, 0, rank)
+    server = server_command(EngineSettings(kind="vllm"), "/models/m", SOCKET, 8, rank)
     assert {"--enable-lora", f"--max-lora-rank={most}"} <= {*server.argv}
     assert server.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    # vLLM refuses to load adapters if there are more, and takes as many as there are replicas by default.
+    assert server.replicas == 8 and "--api-server-count=1" in server.argv
     plain = vllm()
     assert "--enable-lora" not in plain.argv and "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.env

@@ -31,13 +31,16 @@ from trainer.settings import TrainerSettings
 
 GRADIENTS_ADD_UP = "replicated_with_grad_allreduce"
 """Style of a norm over heads: every rank has the whole weight, but only its own heads."""
+WHOLE = "embedding_rowwise"
+"""Style of embeddings, which stay whole here: the plans of some versions split them if the head is tied to
+them."""
 STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),
     "rowwise": RowwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
 }
-"""The styles that a model's own `base_model_tp_plan` may ask for, beside GRADIENTS_ADD_UP."""
+"""The styles that a model's own `base_model_tp_plan` may ask for, beside GRADIENTS_ADD_UP and WHOLE."""
 
 
 class LayoutError(ValueError):
@@ -212,7 +215,7 @@ def _tensor_plan(model: Any, layout: Layout) -> dict[str, ParallelStyle]:
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
         raise LayoutError(f"{asked}: transformers has no tensor-parallel plan for it; use 1")
-    unknown = sorted({style for style in plan.values()} - {*STYLES, GRADIENTS_ADD_UP})
+    unknown = sorted({style for style in plan.values()} - {*STYLES, GRADIENTS_ADD_UP, WHOLE})
     if unknown:
         raise LayoutError(f"{asked}: its plan asks for {', '.join(unknown)}, which is not there; use 1")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -14,13 +14,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from scripts.tiny_models import make_tiny_model
 from tests.models import make_model
 from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch
 from trainer.model.model import Learner, build_learner, fingerprint
-from trainer.model.parallel import Layout, LayoutError
+from trainer.model.parallel import Layout, LayoutError, _tensor_plan
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
 
@@ -149,6 +150,18 @@ def test_families_that_need_help_in_rows_train_alike_sharded(
     for mine, theirs in zip(stats, about["steps"], strict=True):
         for name in ("loss", "entropy", "grad_norm"):
             assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-3, abs=1e-4), name
+
+
+def test_embeddings_that_a_plan_would_split_stay_whole() -> None:
+    # transformers 5.17 to 5.20, which vLLM brings, plan so for models whose head is tied to the embeddings.
+    config = Qwen3Config(
+        hidden_size=16, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True
+    )
+    config.base_model_tp_plan = {**Qwen3Config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    plan = _tensor_plan(model, Layout(0, 2, 2, sharded=True))
+    assert "layers.*.self_attn.q_proj" in plan and "embed_tokens" not in plan
 
 
 def test_sharded_layout_without_a_job_is_refused() -> None:

@@ -102,7 +102,9 @@ def test_gradient_of_the_head_is_summed_over_the_chunks_in_float32(
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 weights", "autocast"])
-def test_gradient_of_the_head_waits_for_no_other_chunk(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_the_head_waits_for_no_other_chunk(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
     score, backward = Scorer._score, token_logprobs._Added.backward
 

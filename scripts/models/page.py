@@ -21,7 +21,7 @@ and Phi 4 mini, and `dynamic`. Engines decide that for all that runs at once, so
 other logprobs. No sequence of them gets that long here: for Phi 3.5 the context is 4096 tokens. Start a
 server of your own (`--engine-url`) with that as `--max-model-len`.
 
-- **rows**: what keeps sequences apart that share a row ([training.md](training.md#batches)): positions, or
+- **rows**: what keeps sequences apart that share a row ([gpus.md](gpus.md#batches)): positions, or
   masks, or that there is one a row; and the largest error of a logprob against the sequence on its own.
 - **shared prompts**: the same, where the prompt is computed once for several samples; *no* where it is not.
 - **sharded**: an optimizer step with FSDP2 over two processes: the error of the gradient's norm (a fraction)
@@ -30,7 +30,7 @@ server of your own (`--engine-url`) with that as `--max-model-len`.
 - **embedded engine**: it generates for prompts of two lengths at once, in its default float64; the largest
   error of its logprobs against the trainer's.
 - **vLLM**: the same with vLLM on a CPU, before and after it has loaded the weights anew and proved them
-  ([engines.md](engines.md#what-is-proved)). *transformers*: vLLM has no code of its own for the family and
+  ([gpus.md](gpus.md#what-is-proved)). *transformers*: vLLM has no code of its own for the family and
   computes with transformers'.
 """
 

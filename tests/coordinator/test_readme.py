@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 PROTOCOL = (REPOSITORY / "docs" / "protocol.md").read_text()
-ENGINES = (REPOSITORY / "docs" / "engines.md").read_text()
+GPUS = (REPOSITORY / "docs" / "gpus.md").read_text()
 PACKAGES = ("coordinator", "trainer", "rollout")
 
 
@@ -72,8 +72,9 @@ def test_readme_names_the_three_node_example() -> None:
 
 def test_extras_of_the_page_are_those_of_the_project() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    rows = re.findall(r"^\| `(\w+)` \|", ENGINES[ENGINES.index("## Optional packages") :], re.MULTILINE)
-    assert sorted(rows) == sorted(extras)
+    table = GPUS[GPUS.index("## Optional packages") :]
+    cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.MULTILINE)
+    assert sorted(re.findall(r"\w+", " ".join(cells))) == sorted(extras)
 
 
 def test_readme_is_read_in_one_sitting() -> None:

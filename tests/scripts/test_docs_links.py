@@ -66,6 +66,14 @@ def test_settings_that_a_page_names_are_there(page: str) -> None:
     assert {span for span in named - known if not span.startswith(OPEN)} == set()
 
 
+@pytest.mark.parametrize("page", PAGE)
+def test_defaults_that_a_page_states_are_those_of_the_settings(page: str) -> None:
+    """As in `trainer.max_attempts` (3)."""
+    stated = re.findall(r"`([a-z_]+\.[a-z_.]+)`\s\(([\d.e-]+)(?: s)?\)", PAGE[page].read_text())
+    assert [(name, value) for name, value in stated if SETTINGS[name] != float(value)] == []
+    assert len(stated) >= 3 or page != "docs/gpus.md"
+
+
 def test_keys_of_the_status_are_on_the_page(tmp_path: Path) -> None:
     make_run(tmp_path, finished=1)
     status = Run(tmp_path).status()

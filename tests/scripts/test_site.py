@@ -40,7 +40,7 @@ def build(sources: Path) -> subprocess.CompletedProcess[str]:
 BROKEN = {
     "[x](nowhere.md)": "'docs/nowhere.md'",
     "[x](../scripts/nowhere.yaml)": "'scripts/nowhere.yaml'",
-    "[x](training.md#nowhere)": "does not contain an anchor '#nowhere'",
+    "[x](gpus.md#nowhere)": "does not contain an anchor '#nowhere'",
     "![x](nowhere.png)": "'docs/nowhere.png'",
 }
 """What leads nowhere in docs/faq.md, and what is said of it."""

@@ -31,7 +31,7 @@ def with_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_block_of_the_page_goes_untested() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["python", "json", "json"]
+    assert [kind for kind, _ in BLOCKS] == ["json", "json", "python"]
     assert len(COMMANDS) == 11
 
 

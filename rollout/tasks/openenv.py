@@ -114,7 +114,7 @@ def _action(schema: Mapping[str, Any], given: str | None) -> str:
     if {"tool_name", "arguments"} <= fields.keys():
         raise ValueError(
             "its actions are calls of MCP tools; give them to the model in an environment of your own "
-            "(docs/tools.md)"
+            "(docs/environments.md)"
         )
     name = _chosen("action", fields, given)
     if more := [one for one in schema["action"].get("required", ()) if one != name]:

@@ -1,4 +1,4 @@
-"""docs/gpus.md and the metrics of docs/monitoring.md: commands work as they stand, figures follow from the settings."""
+"""docs/gpus.md, and the metrics of docs/monitoring.md: commands work, figures follow from the settings."""
 
 import json
 import re

@@ -1,9 +1,7 @@
-"""docs/tasks.md: every block and command in it works as it stands."""
+"""docs/tasks.md, and an environment of docs/environments.md: every block works as it stands."""
 
 import asyncio
 import re
-import shlex
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,11 +21,39 @@ from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Group
 from tests.rollout.rollout_helpers import RunningServer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "tasks.md").read_text() + (DOCS / "environments.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 MODULES = {block.partition("\n")[0].removeprefix("# "): block for kind, block in BLOCKS if kind == "python"}
 TASKS = [block for kind, block in BLOCKS if kind == "json"]
-COMMANDS = re.findall(r"(?:^    |`)(run [^`\n]*)", PAGE, re.MULTILINE)
+AGENT = """
+import asyncio
+
+from openai import AsyncOpenAI
+
+from rollout import Policy, Sample, Sampling, Task, serve
+
+
+async def agents(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+    async with asyncio.TaskGroup() as group:
+        runs = [group.create_task(agent(task, policy, j)) for j in range(sampling.n)]
+    return [sample for run in runs for sample in run.result()]
+
+
+async def agent(task: Task, policy: Policy, j: int) -> list[Sample]:
+    async with (
+        serve(policy, j) as session,
+        AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client,
+    ):
+        messages = [*task["messages"]]
+        for question in ("Are you sure?", "Then answer with the number alone."):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [said, {"role": "user", "content": question}]
+        await client.chat.completions.create(model="policy", messages=messages)
+        return session.samples()
+"""
+"""An agent that asks three times."""
 ASKED = {"id": "1", "messages": [{"role": "user", "content": "27+58="}], "answer": "85"}
 
 
@@ -36,31 +62,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory that holds what the page shows, as the current one."""
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "my_agent.py").write_text(AGENT)
     (tmp_path / "tasks.jsonl").write_text(TASKS[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     yield tmp_path
-    for name in MODULES:
+    for name in ("my_agent.py", *MODULES):
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def test_no_block_of_the_page_goes_untested() -> None:
-    assert {kind for kind, _ in BLOCKS} == {"json", "python"} and len(TASKS) == 1
-    assert set(MODULES) == {"my_rewards.py", "my_environment.py", "my_agent.py"}
-    assert len(COMMANDS) == 8
+def test_every_block_of_python_is_a_file() -> None:
+    assert len(TASKS) == 1 and all(name.endswith(".py") for name in MODULES)
+    assert {"my_rewards.py", "my_environment.py"} <= set(MODULES)
 
 
 def test_tasks_load(here: Path) -> None:
     tasks = load_tasks("tasks.jsonl", seed=0, split="train").tasks
     assert [task["id"] for task in tasks] == ["a1", "a2", "3"]
     assert tasks[2]["source"] == "primes"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_understood(command: str, here: Path) -> None:
-    argv = [sys.executable, "-m", "coordinator.cli", *shlex.split(command)[1:], "--dry-run"]
-    done = subprocess.run(argv, cwd=here, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
 
 
 def test_rewards_score(here: Path) -> None:

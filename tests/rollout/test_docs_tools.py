@@ -1,4 +1,4 @@
-"""docs/tools.md: its agent and its environment work as they stand, and train what was sampled."""
+"""docs/environments.md: its agent with a tool works as it stands, and trains what was sampled."""
 
 import asyncio
 import re
@@ -20,9 +20,39 @@ from rollout.slots import Slot
 from rollout.trajectory import Group
 from tests.rollout.templated import QWEN3, TemplatedClient
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 MODULES = {block.partition("\n")[0].removeprefix("# "): block for _, block in BLOCKS}
+ADDING = """
+import asyncio
+import json
+
+from my_tool_agent import TOOLS, add
+
+from rollout import Episode, Policy, Sample, Sampling, Task
+
+
+async def adding(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+    policy = policy.with_tools(TOOLS)
+    async with asyncio.TaskGroup() as group:
+        games = [group.create_task(play(task, policy.episode(j))) for j in range(sampling.n)]
+    return [game.result() for game in games]
+
+
+async def play(task: Task, episode: Episode) -> Sample:
+    turn, used = await episode.generate(task["messages"]), 0
+    while turn.calls and used < 4:
+        used += 1
+        results = [add(json.dumps(call.arguments)) for call in turn.calls]
+        new = [
+            {"role": "tool", "tool_call_id": call.id, "content": result}
+            for call, result in zip(turn.calls, results, strict=True)
+        ]
+        turn = await episode.generate(new)
+    return episode.sample(metrics={"calls": used})
+"""
+"""An environment with the tool of the page's agent."""
+TABLE = PAGE[PAGE.index("| `rollout.tool_parser` |") :].partition("\n\n")[0]
 ASKED = {"id": "1", "messages": [{"role": "user", "content": "27+58="}], "answer": "85"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call><|im_end|>'
 
@@ -30,11 +60,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_ca
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The modules of the page can be imported."""
-    for name, text in MODULES.items():
+    for name, text in {**MODULES, "my_tool_environment.py": ADDING}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     yield
-    for name in MODULES:
+    for name in ("my_tool_environment.py", *MODULES):
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
@@ -88,6 +118,6 @@ def test_tools_of_a_server_are_called(here: None, tmp_path: Path, monkeypatch: p
 
 
 def test_parsers_of_the_page_are_all_parsers() -> None:
-    assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == list(PARSERS)
+    assert re.findall(r"^\| `(\w+)` \|", TABLE, re.MULTILINE) == list(PARSERS)
     field = RolloutSettings.model_fields["tool_parser"]
     assert get_args(field.annotation) == ("auto", *PARSERS)

@@ -54,7 +54,7 @@ ELSEWHERE = {
 NOT_IN_CI = {"install", "demo"}
 """Targets that `.ci/run` does not name: a prerequisite of the others; below."""
 PAGES_WITH_TESTS = {
-    *("README.md", "docs/tasks.md", "docs/tools.md", "docs/algorithms.md", "docs/serve.md"),
+    *("README.md", "docs/tasks.md", "docs/algorithms.md", "docs/serve.md"),
     "docs/environments.md",
 }
 """Their Python blocks are run by tests/coordinator/test_readme.py, tests/rollout/test_docs.py,

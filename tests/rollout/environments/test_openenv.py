@@ -26,7 +26,7 @@ from rollout.tasks.openenv_client import EXCERPT, read
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit
 from tests.rollout.environments.openenv_server import Action, Observation, Server
-from tests.rollout.environments.outside import MODULES, Saying, played
+from tests.rollout.environments.outside import Saying, played
 from tests.rollout.rollout_helpers import wait_until
 from tests.rollout.scripted import text_of
 
@@ -413,7 +413,46 @@ def test_metadata_of_older_releases_is_in_the_observation() -> None:
     assert read(said(reward=True)).reward == 1.0 and read(said(reward=None)).reward is None
 
 
-def test_environment_of_the_page_plays_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+DIGITS = '''
+import random
+
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+
+class Written(Action):
+    text: str
+
+
+class Asked(Observation):
+    text: str
+
+
+class Digits(Environment):
+    """Three rounds of: write digits."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, noise=False, **more):
+        self.random, self.rounds, self.noise = random.Random(seed), 0, noise
+        return Asked(text=f"Digits, as in {self.random.randint(10, 99)}: ")
+
+    def step(self, action, timeout_s=None, **more):
+        self.rounds += 1
+        share = sum(one.isdigit() for one in action.text) / max(1, len(action.text))
+        reward = random.random() if self.noise else share
+        return Asked(text="More: ", reward=reward, done=self.rounds == 3, metadata={"digits": share})
+
+    @property
+    def state(self):
+        return State(step_count=self.rounds)
+
+
+app = create_fastapi_app(Digits, Written, Asked, max_concurrent_envs=64)
+'''
+"""A server as its library has it written."""
+
+
+def test_environment_written_for_the_library_plays_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(
         Action=Action,
         Environment=object,
@@ -427,7 +466,7 @@ def test_environment_of_the_page_plays_its_rounds(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     vars(sys.modules["openenv.core.env_server"]).update(vars(library))
     page: dict[str, Any] = {}
-    exec(MODULES["digits_server.py"], page)
+    exec(DIGITS, page)
     with page["app"] as server:
         environment, (task, *others) = OpenEnv(server.url), load(f"openenv:{server.url},size=4")
         assert len(others) == 2

@@ -96,9 +96,6 @@ def test_result_is_in_the_conversation_and_is_not_trained(tmp_path: Path) -> Non
 
 
 def test_environment_of_the_page_has_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(MODULES) == {
-        *("digits_wanted.py", "digit_game.py", "digits_server.py", "my_programmer.py", "my_sums.py"),
-    }
     (tmp_path / "my_programmer.py").write_text(MODULES["my_programmer.py"])
     monkeypatch.syspath_prepend(tmp_path)
     _, (sample,) = samples_of(
@@ -110,10 +107,34 @@ def test_environment_of_the_page_has_the_tool(tmp_path: Path, monkeypatch: pytes
     )
 
 
+SUMS = r"""
+import asyncio
+
+from rollout import Episode, Policy, Sample, Sampling, Task, run_python
+
+
+async def with_python(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+    async with asyncio.TaskGroup() as group:
+        played = [group.create_task(play(task, policy.episode(j))) for j in range(sampling.n)]
+    return [one.result() for one in played]
+
+
+async def play(task: Task, episode: Episode) -> Sample:
+    turn, calls = await episode.generate(task["prompt"], stop=[">>"]), 0
+    while turn.finish_reason == "stop" and "<<" in turn.text and calls < 4:
+        calls += 1
+        program = f"print({turn.text.rpartition('<<')[2]})"
+        result = await run_python({"code": program}, most_characters=100)
+        turn = await episode.generate(f"={result.strip()}\n", stop=[">>"])
+    return episode.sample(metrics={"calls": calls})
+"""
+"""An environment that finds programs in the text."""
+
+
 def test_model_without_a_template_for_tools_runs_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_sums.py").write_text(MODULES["my_sums.py"])
+    (tmp_path / "my_sums.py").write_text(SUMS)
     monkeypatch.syspath_prepend(tmp_path)
     client, sampling = ScriptedClient("<<27*58", "<<1/0", "1566"), Sampling(n=1, max_tokens=100)
     play = resolve_environment("my_sums:with_python")

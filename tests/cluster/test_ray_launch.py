@@ -188,7 +188,7 @@ def test_launcher_of_another_place_reaches_the_cluster_as_a_client(
 
 
 def test_job_that_is_submitted_launches_a_run(ray: RayCluster, tmp_path: Path) -> None:
-    """As on docs/ray.md: the entry point is the launcher, on the head."""
+    """As on docs/clusters.md: the entry point is the launcher, on the head."""
     program, root = stand_in(tmp_path, ENDS), str(tmp_path / "run")
     words = ["run", "launch", "--ray", "auto", "--num-nodes", "2", "--log-path", root, "--run", program]
     path = f"{ray_cluster.RAY.parent}:{os.environ['PATH']}"

@@ -115,7 +115,7 @@ def test_tag_of_the_comments_is_the_version_and_bases_have_tags() -> None:
 
 
 def test_commands_of_the_docs_are_those_of_the_comments() -> None:
-    page = (REPOSITORY / "docs" / "schedulers.md").read_text()
+    page = (REPOSITORY / "docs" / "clusters.md").read_text()
     written = re.findall(r"^#? +(docker build .+)$", TEXT, re.MULTILINE)
     assert written == re.findall(r"^ +(docker build .+)$", page, re.MULTILINE) and len(written) == 2
 

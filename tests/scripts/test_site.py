@@ -105,7 +105,7 @@ def test_each_broken_link_and_each_page_that_is_in_no_list_ends_the_build(tmp_pa
 def test_search_finds_words_from_a_disk(site: Path, browser: Browser, tmp_path: Path) -> None:
     """Where the search runs in a frame, since a browser starts no worker there."""
     browser.call("Emulation.setFocusEmulationEnabled", enabled=True)
-    browser.open(site / "docs" / "ray.html", 1200, 900)
+    browser.open(site / "docs" / "clusters.html", 1200, 900)
     browser.value(f"{SEARCH}.focus() ?? 0")
     browser.call("Input.insertText", text="incarnation")
     browser.value(f"{SEARCH}.dispatchEvent(new KeyboardEvent('keyup', {{bubbles: true}}))")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.environments.policy import turns_of
+from rollout.environments.policy import opening, turns_of
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample, Turn, group_length
 
@@ -41,7 +41,7 @@ class Slot:
 
     @property
     def _opening(self) -> list[Turn]:
-        return turns_of(self.task["prompt"] if "prompt" in self.task else self.task["messages"])
+        return turns_of(opening(self.task))
 
     def leave_prompt_out(self, samples: Iterable[Sample], stop: Sequence[str]) -> None:
         """Leave in the samples' turns what they say beyond the prompt; nothing if that is the sample's text

@@ -4,7 +4,7 @@ import asyncio
 import re
 from fractions import Fraction
 
-from rollout.environments.policy import Episode, Policy, Prompt
+from rollout.environments.policy import Episode, Policy, Prompt, opening
 from rollout.origin import Sampling
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
@@ -37,6 +37,7 @@ async def calculator(task: Task, policy: Policy, sampling: Sampling) -> list[Sam
 
     The metric `calls` says how often the calculator was used.
     """
+    policy = policy.for_task(task)
     async with asyncio.TaskGroup() as group:
         plays = [group.create_task(_play(_prompt(task), policy.episode(j))) for j in range(sampling.n)]
     return [play.result() for play in plays]
@@ -53,9 +54,10 @@ async def _play(prompt: Prompt, episode: Episode) -> Sample:
 
 
 def _prompt(task: Task) -> Prompt:
-    if "prompt" in task:
-        return task["prompt"]
-    first, *rest = task["messages"]
+    asked = opening(task)
+    if isinstance(asked, str):
+        return asked
+    first, *rest = asked
     return [{**first, "content": f"{HINT}\n\n{first['content']}"}, *rest]
 
 

@@ -3,16 +3,13 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion, ToolCall
 from rollout.environments.tool_calls import MARKED, PARSERS, Tool, with_calls
-
-Message = dict[str, Any]
-"""`role`, `content`, and other fields of the model's chat template (`tool_call_id`, `name` ...)."""
+from rollout.tasks.messages import Message, same_beginning
 
 
 class ChatTemplate:
@@ -42,6 +39,8 @@ class ChatTemplate:
         self._bare: dict[str, Any] = {"chat_template_kwargs": dict(variables)} if variables else {}
         self._options = {**self._bare, "tools": list(tools)} if tools else self._bare
         self._with_tools: dict[str, ChatTemplate] = {}
+        self._is_shown = False
+        """Whether the template is known to show the tools."""
         self._read: str | None = None
         """What reads the calls, once it is known."""
         self._reading = asyncio.Lock()
@@ -56,9 +55,14 @@ class ChatTemplate:
             )
         return self._with_tools[key]
 
-    async def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids that begin a conversation, with the generation prompt. Raises RequestRefused."""
-        await self._reader()
+    async def prompt(self, messages: Sequence[Message], *, answers: bool = True) -> list[int]:
+        """Token ids that begin a conversation, with the generation prompt. Raises RequestRefused. `answers`:
+        whether the model goes on, and its calls must be read.
+        """
+        async with self._reading:
+            await self._check_shown()
+        if answers:
+            await self._reader()
         return await self._tokenize(messages, messages)
 
     async def whole(self, messages: Sequence[Message]) -> list[int]:
@@ -102,7 +106,7 @@ class ChatTemplate:
                 for words in "01"
             ]
             one, other = await asyncio.gather(*(self._tokenize(c, messages) for c in conversations))
-            self._seen[key] = one[len(one) - _common(one[::-1], other[::-1]) :]
+            self._seen[key] = one[len(one) - same_beginning(one[::-1], other[::-1]) :]
         return self._seen[key]
 
     async def _behind_calls(self, messages: Sequence[Message], after: Completion) -> list[int]:
@@ -113,8 +117,8 @@ class ChatTemplate:
         whole, closed, begun = await asyncio.gather(
             self._tokenize([*called, *messages], messages), self.whole(called), self._tokenize(_ASKED, _ASKED)
         )
-        begin = _common(begun, whole)
-        turn = whole[begin : max(begin, _common(closed, whole))]
+        begin = same_beginning(begun, whole)
+        turn = whole[begin : max(begin, same_beginning(closed, whole))]
         for token in after.token_ids[:-3:-1]:
             if token in turn:
                 return whole[begin + len(turn) - turn[::-1].index(token) :]
@@ -138,17 +142,24 @@ class ChatTemplate:
         if not self._tools:
             return None
         async with self._reading:
+            await self._check_shown()
             if self._read is None:
-                asked, bare = await asyncio.gather(
-                    self._tokenize(_ASKED, _ASKED), self._client.tokenize(_ASKED, **self._bare)
-                )
-                if asked == bare:
-                    raise RequestRefused(
-                        "the model's chat template leaves out tools: describe them in the messages and read "
-                        "the calls from the text of the answer"
-                    )
                 self._read = self._parser if self._parser != "auto" else await self._parser_of_template()
             return self._read
+
+    async def _check_shown(self) -> None:
+        """Raise RequestRefused if the template does not show the tools to the model."""
+        if not self._tools or self._is_shown:
+            return
+        asked, bare = await asyncio.gather(
+            self._tokenize(_ASKED, _ASKED), self._client.tokenize(_ASKED, **self._bare)
+        )
+        if asked == bare:
+            raise RequestRefused(
+                "the model's chat template leaves out tools: describe them in the messages and read "
+                "the calls from the text of the answer"
+            )
+        self._is_shown = True
 
     async def _parser_of_template(self) -> str:
         """Return what can read a call as the template writes it into the conversation."""
@@ -159,8 +170,10 @@ class ChatTemplate:
         bare, whole, end = await asyncio.gather(
             template._tokenize(said, said), template._tokenize(called, called), template._behind_turn([])
         )
-        begin = _common(bare, whole)
-        written = await self._client.detokenize(whole[begin : len(whole) - _common(end[::-1], whole[::-1])])
+        begin = same_beginning(bare, whole)
+        written = await self._client.detokenize(
+            whole[begin : len(whole) - same_beginning(end[::-1], whole[::-1])]
+        )
         turn = Completion([], [], [], written, "stop")
         for name in PARSERS:
             found = with_calls(turn, name, [_TOOL], written).calls
@@ -190,11 +203,6 @@ _TOOL: Tool = {
 
 def _calling(calls: Sequence[ToolCall]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call.wire for call in calls]}
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _overlap(tokens: list[int], suffix: list[int]) -> int:

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.environments.chat import Message
-from rollout.environments.policy import Policy
+from rollout.environments.policy import Policy, warn_once
 from rollout.origin import Sampling
+from rollout.tasks.messages import ANSWER, Message, same_beginning, without_answer
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Sample
+
+SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+"""The fields of a message that its sender has said; others are about it."""
 
 
 async def demonstration(
@@ -24,13 +27,14 @@ async def demonstration(
     """Make one sample with reward 1 (`sampling.n` is ignored): prompt, answer, end of the sequence. The last
     two are trained. Their logprobs are NaN, because nothing sampled them.
 
-    The answer is the last message if the assistant says it (rendered by the chat template), else the field
-    `answer`. The prompt's tokens are those that sampling would go on from, with all that the template puts
-    before an answer (a thinking model's `<think>`). If the tokens of the whole conversation do not begin with
-    them, the answer's own tokens follow. The trained tokens end with the first token in `end_ids`, or
-    with `end_ids[0]` if the template writes none. Raises TaskError, which names the task, if the answer is
-    missing or longer than `sampling.max_tokens`, or if the whole is longer than `context`, which only a model
-    has whose positions change with the length.
+    The answer is the message of the assistant that the task's conversation ended with (all of it, rendered by
+    the chat template), else the field `answer`. The prompt's tokens are those that sampling would go on from,
+    with all that the template puts before an answer (a thinking model's `<think>`). If the tokens of the
+    whole conversation do not begin with them, the answer's own tokens follow. The trained tokens end with
+    the first token in `end_ids`, or with `end_ids[0]` if the template writes none. Raises TaskError, which
+    names the task, if the answer is missing or longer than `sampling.max_tokens`, if it holds the mark of an
+    end or the chat template leaves a part of it out, or if the whole is longer than `context`, which only a
+    model has whose positions change with the length.
     """
     return [await written(task, _answer(task), policy, sampling.max_tokens, end_ids, context)]
 
@@ -40,27 +44,27 @@ demonstration.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]
 
 async def written(
     task: Task,
-    answer: str,
+    answer: Message,
     policy: Policy,
     max_tokens: int,
     end_ids: Sequence[int],
     context: int | None = None,
 ) -> Sample:
-    """Return the sample that answers a task with a text; see `demonstration`."""
+    """Return the sample that answers a task with a message; see `demonstration`."""
     if not end_ids:
         raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
-    if "prompt" in task:
-        asked = await policy.tokenize_whole(task["prompt"])
-        whole = await policy.tokenize_whole(task["prompt"] + answer)
-    else:
-        messages = messages_before(task)
-        asked = await policy.tokenize(messages)
-        whole = await policy.tokenize_whole([*messages, {"role": "assistant", "content": answer}])
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False)))
+    asked, whole = await _rendered(task, answer, policy.for_task(task))
+    common = same_beginning(asked, whole)
     said = whole[common:]
     end = next((token for token in said if token in end_ids), end_ids[0])
-    if common < len(asked):
-        opened, said = asked[common:], await policy.tokenize(answer)
+    words = await policy.tokenize(answer["content"])
+    if any(token in end_ids for token in words[:-1]):
+        raise TaskError(
+            f"task {task['id']!r}: its answer holds a mark that ends a sequence, and what follows would not "
+            "be learnt; take the mark out of the words"
+        )
+    if common < len(asked) and answer.keys() <= {"role", "content"}:
+        opened, said = asked[common:], words
         if said[: len(opened)] == opened:  # the answer too begins with what the template opens
             said = said[len(opened) :]
     trained = [*takewhile(lambda token: token not in end_ids, said), end]
@@ -75,7 +79,40 @@ async def written(
             f"task {task['id']!r}: it has {tokens} tokens with its answer, and beyond {context} this model "
             "computes positions otherwise; leave the task out"
         )
-    return _sample(asked, trained, answer)
+    return _sample(asked, trained, said_by(answer))
+
+
+async def _rendered(task: Task, answer: Message, policy: Policy) -> tuple[list[int], list[int]]:
+    """Return the tokens of the prompt, and of the whole conversation with the answer. Raises TaskError if a
+    part of the answer is in neither.
+    """
+    more = [name for name in answer if name not in ("role", "content")]
+    if "prompt" in task:
+        if more:
+            raise TaskError(
+                f"task {task['id']!r}: its answer has `{more[0]}`, which no text can say; give `messages` in "
+                "place of `prompt`"
+            )
+        prompt = task["prompt"]
+        return await policy.tokenize_whole(prompt), await policy.tokenize_whole(prompt + answer["content"])
+    messages = messages_before(task)
+    whole = await policy.tokenize_whole([*messages, answer])
+    for name in [name for name in ("content", *more) if more and answer[name]]:
+        less = (
+            {**answer, name: ""}
+            if name == "content"
+            else {key: answer[key] for key in answer.keys() - {name}}
+        )
+        if await policy.tokenize_whole([*messages, less]) != whole:
+            continue
+        if name not in SAID:
+            warn_once(f"left out {name}", f"the model's chat template leaves out `{name}` of messages")
+            continue
+        raise TaskError(
+            f"task {task['id']!r}: the model's chat template leaves out `{name}` of its answer, which would "
+            "not be learnt; take a model whose template writes it, write it into `content`, or leave it out"
+        )
+    return await policy.tokenize(messages), whole
 
 
 def check_demonstrations(tasks: TaskSet) -> None:
@@ -96,11 +133,10 @@ def end_of_sequence(model_dir: Path) -> tuple[int, ...]:
     return ()
 
 
-def _answer(task: Task) -> str:
+def _answer(task: Task) -> Message:
     """Return the answer that the task demonstrates."""
-    last: Message = task["messages"][-1] if "messages" in task else {}
-    answer = str(last["content"] if last.get("role") == "assistant" else task.get("answer", ""))
-    if not answer:
+    answer = without_answer(task).get(ANSWER) or {"role": "assistant", "content": str(task.get("answer", ""))}
+    if not any(answer.get(name) for name in SAID):
         raise TaskError(
             f"task {task['id']!r} has no answer to demonstrate: give it an `answer`, or `messages` that end "
             "with the assistant's"
@@ -114,8 +150,13 @@ def _answer(task: Task) -> str:
 
 def messages_before(task: Task) -> list[Message]:
     """Return the messages of a task without an answer at their end."""
-    messages = task["messages"]
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    return without_answer(task)["messages"]
+
+
+def said_by(message: Message) -> str:
+    """Return what a message says, for people: its words, or its other fields where it has none."""
+    more = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return message["content"] or json.dumps(more, ensure_ascii=False)
 
 
 def _sample(prompt_ids: list[int], trained: list[int], text: str) -> Sample:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.openenv import OpenEnv
-from rollout.environments.policy import Policy, sample_of
+from rollout.environments.policy import Policy, opening, sample_of
 from rollout.environments.preference import preference
 from rollout.environments.python_tool import LIMITS, python
 from rollout.environments.text_gym import TextGym
@@ -39,8 +39,10 @@ def demonstrates(environment: Environment) -> bool:
 
 
 async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
-    """Answer the task's prompt, or its messages through the chat template, `sampling.n` times."""
-    prompt = task["prompt"] if "prompt" in task else task["messages"]
+    """Answer the task's prompt, or its messages through the chat template, `sampling.n` times. The model has
+    the task's `tools`, whose calls end its answer.
+    """
+    prompt, policy = opening(task), policy.for_task(task)
     if sampling.thinking_tokens is not None:
         return await think_and_answer(prompt, policy, sampling)
     return [sample_of(completion) for completion in await policy.generate(prompt, n=sampling.n)]

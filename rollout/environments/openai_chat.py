@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from rollout.engines.bodies import BadRequest, GenerationBody
-from rollout.engines.completion import Completion, ToolCall
-from rollout.environments.chat import Message
+from rollout.engines.completion import Completion
 from rollout.environments.tool_calls import Tool
+from rollout.tasks.messages import Message, checked_message
 
 IGNORED = (
     "temperature",
@@ -110,7 +110,7 @@ def check_chat(body: ChatBody) -> list[Message]:
         _check_form(body.form, has_tools=bool(body.tools))
     if "" in body.stop_strings:
         raise BadRequest("stop: a stop string must not be empty")
-    return [checked_message(number, message) for number, message in enumerate(body.messages)]
+    return [_checked(number, message) for number, message in enumerate(body.messages)]
 
 
 def _check_form(form: Mapping[str, Any], *, has_tools: bool) -> None:
@@ -125,42 +125,16 @@ def _check_form(form: Mapping[str, Any], *, has_tools: bool) -> None:
         raise BadRequest("response_format: not supported beside tools; no call has that form")
 
 
-def checked_message(number: int, message: Message) -> Message:
-    """Return a message in one form: its content as one string, no empty fields. Raises BadRequest."""
-    if not isinstance(message.get("role"), str):
-        raise BadRequest(f"messages.{number}.role: must be a string")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise BadRequest(f"messages.{number}.content: only parts of the type text are supported")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str | None):
-        raise BadRequest(f"messages.{number}.content: must be a string or parts of the type text")
-    filled = {name: value for name, value in message.items() if value not in (None, [], {})}
-    if "tool_calls" in filled:
-        filled["tool_calls"] = _calls(f"messages.{number}.tool_calls", filled["tool_calls"])
-    return {**filled, "content": content or ""}
-
-
-def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return the calls of a message without fields that clients add, and the arguments in one form."""
+def _checked(number: int, message: Message) -> Message:
+    """Return a message in one form. Raises BadRequest."""
     try:
-        return [
-            ToolCall(str(call["id"]), str(call["function"]["name"]), _arguments(call["function"])).wire
-            for call in calls
-        ]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise BadRequest(
-            f"{where}: must be a list of calls, each with `id` and a `function` with `name` and `arguments`, "
-            "a JSON object as a text"
-        ) from error
-
-
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = json.loads(function["arguments"] or "{}")
-    if not isinstance(arguments, dict):
-        raise TypeError(arguments)
-    return arguments
+        checked = checked_message(message)
+        for call in message.get("tool_calls") or ():
+            if "id" not in call or "arguments" not in call.get("function", ()):
+                raise ValueError("tool_calls: must be a list of calls, each with `id` and `arguments`")
+    except ValueError as error:
+        raise BadRequest(f"messages.{number}.{error}") from error
+    return checked
 
 
 def reply_of(turn: Completion) -> Message:

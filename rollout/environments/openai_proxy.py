@@ -14,18 +14,17 @@ from aiohttp import web
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.bodies import BadRequest, error_body, parse_body
 from rollout.engines.completion import Completion
-from rollout.environments.chat import Message
 from rollout.environments.openai_chat import (
     IGNORED,
     ChatBody,
     answer_body,
     answer_events,
     check_chat,
-    checked_message,
     reply_of,
 )
 from rollout.environments.policy import Episode, Policy, warn_once
 from rollout.environments.tool_calls import Tool
+from rollout.tasks.messages import Message, checked_message
 from rollout.trajectory import Sample
 
 MODEL = "policy"
@@ -169,7 +168,7 @@ class Session:
             node.replied, node.choices = True, nodes
             if not may_call:
                 made[number] = turn = replace(turn, calls=(), content=None)
-            given = _digest(digests[-1], checked_message(0, reply_of(turn)))
+            given = _digest(digests[-1], checked_message(reply_of(turn)))
             self._known.setdefault(given, []).append(node)
         return made
 

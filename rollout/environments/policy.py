@@ -14,9 +14,11 @@ from rollout.counter_rng import later
 from rollout.engines.answers import ContextFull, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
-from rollout.environments.chat import ChatTemplate, Message
+from rollout.environments.chat import ChatTemplate
 from rollout.environments.tool_calls import Tool
 from rollout.origin import Sampling
+from rollout.tasks.messages import Message, checked_tools, without_answer
+from rollout.tasks.task_set import Task, TaskError
 from rollout.trajectory import Sample, Turn
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,23 @@ class Policy:
         """
         return Policy(self._client, self.sampling, self._seed, template=self._template.with_tools(tools))
 
+    def for_task(self, task: Task) -> "Policy":
+        """Return a policy that has the tools of a task, if it has some. Raises TaskError for a `prompt`, in
+        which no chat template can show them.
+        """
+        if not (tools := task.get("tools")):
+            return self
+        try:
+            tools = checked_tools(tools)
+        except ValueError as error:
+            raise TaskError(f"task {task['id']!r}: `tools` {error}") from None
+        if "messages" not in task:
+            raise TaskError(
+                f"task {task['id']!r}: a `prompt` goes to the model as it is, without the task's `tools`; "
+                "give `messages`, or leave `tools` out"
+            )
+        return self.with_tools(tools)
+
     def episode(self, j: int = 0) -> "Episode":
         """Return an empty conversation, which becomes sample j. Use each j once: equal j draw the same
         tokens.
@@ -115,7 +134,9 @@ class Policy:
         """Token ids of a text that continues another one (without special tokens), or of messages that begin
         a conversation.
         """
-        return await self._template.prompt(text) if _is_chat(text) else await self._client.tokenize(text)
+        if _is_chat(text):
+            return await self._template.prompt(text, answers=False)
+        return await self._client.tokenize(text)
 
     async def tokenize_whole(self, text: str | Messages) -> list[int]:
         """Token ids of a text with its special tokens, or of messages without a generation prompt."""
@@ -241,6 +262,13 @@ def sample_of(*turns: Completion) -> Sample:
         text=last.text,
         turns=[said for turn in turns for said in (*turn.said, _generated(turn))],
     )
+
+
+def opening(task: Task) -> str | list[Message]:
+    """Return what a task says to the model first: its prompt, or its messages, without an answer at the end
+    of them.
+    """
+    return task["prompt"] if "prompt" in task else without_answer(task)["messages"]
 
 
 def turns_of(prompt: Prompt) -> list[Turn]:

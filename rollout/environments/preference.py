@@ -5,9 +5,10 @@ As in `demonstration`, nothing is generated. It needs a tokenizer, and no engine
 
 from collections.abc import Sequence
 
-from rollout.environments.demonstration import messages_before, written
+from rollout.environments.demonstration import SAID, messages_before, written
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
+from rollout.tasks.messages import Message
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Sample
 
@@ -43,20 +44,22 @@ def check_preferences(tasks: TaskSet) -> None:
             _answer(task, name)
 
 
-def _answer(task: Task, name: str) -> str:
+def _answer(task: Task, name: str) -> Message:
     """Return the answer in a field of the task."""
-    said = task.get(name)
-    if isinstance(said, list):
+    answer = task.get(name)
+    if isinstance(answer, list):
         asked = messages_before(task) if "messages" in task else []
-        own = said[len(asked) :] if said[: len(asked)] == asked else said
+        own = answer[len(asked) :] if answer[: len(asked)] == asked else answer
         if len(own) != 1 or not isinstance(own[0], dict) or own[0].get("role") != "assistant":
             raise TaskError(
                 f"task {task['id']!r}: `{name}` must be one message of the assistant, or the task's messages "
                 f"with that behind them; it has {len(own)} messages of its own"
             )
-        said = own[0].get("content")
-    if not isinstance(said, str) or not said:
+        message: Message = own[0]
+    else:
+        message = {"role": "assistant", "content": answer if isinstance(answer, str) else ""}
+    if not any(message.get(name) for name in SAID):
         raise TaskError(
             f"task {task['id']!r} has no answer in `{name}`; a preference has two, `chosen` and `rejected`"
         )
-    return said
+    return message

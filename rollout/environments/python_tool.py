@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rollout.environments.policy import Episode, Policy
+from rollout.environments.policy import Episode, Policy, opening
 from rollout.environments.tool_calls import Tool
 from rollout.origin import Sampling
 from rollout.sandbox.run import Limits, Outcome, run
-from rollout.tasks.task_set import Task
+from rollout.tasks.task_set import Task, TaskError
 from rollout.trajectory import Sample
 
 PYTHON_TOOL: Tool = {
@@ -69,6 +69,8 @@ def _threads() -> ThreadPoolExecutor:
 
 async def python(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
     """Answer the task, with PYTHON_TOOL at hand. The metric `calls` counts the programs."""
+    if task.get("tools"):
+        raise TaskError(f"task {task['id']!r}: the model has the tool `python` alone; leave `tools` out")
     policy = policy.with_tools([PYTHON_TOOL])
     async with asyncio.TaskGroup() as group:
         played = [group.create_task(_play(task, policy.episode(j))) for j in range(sampling.n)]
@@ -76,8 +78,9 @@ async def python(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]
 
 
 async def _play(task: Task, episode: Episode) -> Sample:
-    asked = [{"role": "user", "content": task["prompt"]}] if "prompt" in task else task["messages"]
-    turn, calls = await episode.generate(asked), 0
+    asked = opening(task)
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    turn, calls = await episode.generate(messages), 0
     for _ in range(MOST_CALLS):
         if not turn.calls:
             break

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout.engines.answers import RequestRefused
 from rollout.engines.completion import Completion, whole_characters
-from rollout.environments.policy import Policy, sample_of, warn_once
+from rollout.environments.policy import Policy, opening, sample_of, warn_once
 from rollout.origin import Sampling
 from rollout.tasks.task_set import Task
 from rollout.trajectory import UNFINISHED, Group, Sample, Span
@@ -39,9 +39,8 @@ async def advance(
         return list(
             await asyncio.gather(*(_go_on(sample, policy, sampling, segment) for sample in begun.samples))
         )
-    prompt = task["prompt"] if "prompt" in task else task["messages"]
     asked = min(segment.tokens or sampling.max_tokens, sampling.max_tokens)
-    completions = await policy.generate(prompt, n=sampling.n, max_tokens=asked)
+    completions = await policy.for_task(task).generate(opening(task), n=sampling.n, max_tokens=asked)
     return [
         replace(
             sample_of(completion),

@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from rollout.engines.completion import Completion
-from rollout.environments.chat import Message
 from rollout.environments.tool_calls import Tool
+from rollout.tasks.messages import Message
 
 RESULT_CHARACTERS = 20_000
 """A longer result of a tool is cut there, and says so."""

@@ -1,29 +1,38 @@
 """Make a task of a row, and check its fields."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
-from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
+from rollout.tasks.messages import (
+    Message,
+    checked_message,
+    checked_tools,
+    messages_of_text,
+    same_beginning,
+    without_answer,
+)
 from rollout.tasks.rows import Row
+
+_CONVERSATIONS = ("messages", "prompt", "chosen", "rejected")
+"""The fields that may be a list of messages."""
 
 
 def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]:
     """Return a row as a task; ValueError with the reason. `columns` names the column of a field; `number` is
-    the task's id if it has none.
+    the task's id if it has none. Messages and tools are in one form. What the assistant says at the end of
+    `messages` is the field ANSWER, and no part of them.
     """
     if not isinstance(row.fields, dict):
         raise ValueError(f"expected a JSON object, got {_kind(row.fields)}")
     task = _renamed(row.fields, columns)
-    text = task.get("messages")
-    if row.is_text and isinstance(text, str) and text.startswith("["):
-        try:
-            task["messages"] = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{_named('messages', columns)} is not JSON: {error}") from None
-    elif isinstance(text, str) and text:
+    for name in _CONVERSATIONS:
+        if name in task and (name != "prompt" or isinstance(task[name], list | str)):
+            task[name] = _conversation(name, task[name], columns, is_table=row.is_text)
+    if isinstance(text := task.get("messages"), str) and text:
         task["messages"] = [{"role": "user", "content": text}]
-    _take_conversation(task)
+    _take_conversation(task, columns)
     if ("prompt" in task) == ("messages" in task):
         found = "both are there" if "prompt" in task else "neither is there"
         hint = "" if columns or "prompt" in task else _hint(task)
@@ -32,22 +41,57 @@ def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]
     for name, check in _FIELD_CHECKS.items():
         if name in task and (wanted := check(task[name])):
             raise ValueError(f"{_named(name, columns)} must be {wanted}, got {_kind(task[name])}")
-    task["id"] = str(task["id"])
+    with contextlib.suppress(ValueError):  # other tools are those of an environment that knows them
+        task |= {"tools": checked_tools(task["tools"])} if "tools" in task else {}
+    task = without_answer({**task, "id": str(task["id"])})
+    if task.get("messages") == []:
+        raise ValueError("its one message is the answer, and there is nothing it answers")
     return task
 
 
-def _take_conversation(task: dict[str, Any]) -> None:
-    """Turn a `prompt` of messages into `messages`. A preference without either has the messages with which
-    both `chosen` and `rejected` begin.
+def _conversation(name: str, value: Any, columns: Mapping[str, str], *, is_table: bool) -> Any:
+    """Return the messages that a value is, each in one form; the value itself if it is none."""
+    if isinstance(value, str):
+        try:
+            read = messages_of_text(value)
+            if read is None and is_table and name == "messages" and value.startswith("["):
+                read = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{_named(name, columns)} is not JSON: {error}") from None
+        value = value if read is None else read
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return value
+    checked: list[Message] = []
+    for at, message in enumerate(value):
+        try:
+            checked.append(checked_message(message))
+        except ValueError as error:
+            if str(error).startswith("role:"):
+                return value  # the check of the field says what is wanted
+            raise ValueError(f"{_named(name, columns)}: {at}.{error}") from None
+        if not message.keys() & {"content", "value"} and checked[-1].keys() == {"role", "content"}:
+            return value
+    return checked
+
+
+def _take_conversation(task: dict[str, Any], columns: Mapping[str, str]) -> None:
+    """Leave one conversation in a task that has it more than once: turn a `prompt` of messages into
+    `messages`, take those with which both `chosen` and `rejected` begin, and leave out the text that the
+    messages ask with.
     """
-    if "messages" in task:
-        return
     answers = [task.get(name) for name in ("chosen", "rejected")]
-    if isinstance(task.get("prompt"), list):
+    if isinstance(task.get("prompt"), list) and "messages" not in task:
         task["messages"] = task.pop("prompt")
-    elif "prompt" not in task and all(isinstance(answer, list) for answer in answers):
-        pairs = zip(*answers, strict=False)  # pyright: ignore[reportArgumentType]
-        task["messages"] = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    elif "messages" not in task and all(isinstance(answer, list) for answer in answers):
+        one, other = cast("list[list[Any]]", answers)
+        both = one[: same_beginning(one, other)]
+        if both or "prompt" not in task:
+            task["messages"] = both
+    if "prompt" in task and "messages" in task:
+        asked = next((one["content"] for one in task["messages"] if one.get("role") == "user"), None)
+        is_named = "messages" in columns and "prompt" not in columns
+        if is_named or (isinstance(task["prompt"], str) and task["prompt"].strip() == str(asked).strip()):
+            del task["prompt"]
 
 
 def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -65,7 +109,9 @@ def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
 
 def _hint(task: Mapping[str, Any]) -> str:
     there = ", ".join(map(str, task))
-    return f"; name its column, e.g. columns.prompt=COLUMN (there is {there})" if there else ""
+    lists = [name for name, value in task.items() if isinstance(value, list)]
+    example = f"columns.messages={lists[0]}" if lists else "columns.prompt=COLUMN"
+    return f"; name its column, e.g. {example} (there is {there})" if there else ""
 
 
 def _named(field: str, columns: Mapping[str, str]) -> str:

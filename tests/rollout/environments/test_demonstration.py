@@ -151,9 +151,45 @@ def test_demonstration_follows_the_prompt_that_sampling_would_have(
     assert parts_of(sample) == (prompt, f"{trained}$")
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+THOUGHT = {"role": "assistant", "content": "46", "reasoning_content": "add", "tool_calls": [CALL]}
+WRITES_ALL = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<e>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_all_that_the_answer_says_is_trained() -> None:
+    client = Rendered(WRITES_ALL)
+    sample = demonstrate({"messages": [MESSAGES[1], THOUGHT]}, client)
+    assert parts_of(sample) == ("<user>1+2$<assistant>", "(add)46[add]$")
+    alone = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert parts_of(demonstrate({"messages": [MESSAGES[1], alone]}, client))[1] == "[add]$"
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        (WRITES_ALL.replace("({{ m.reasoning_content }})", ""), "reasoning_content"),
+        (WRITES_ALL.replace("[{{ c.function.name }}]", ""), "tool_calls"),
+        (
+            WRITES_ALL.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
+            "content",
+        ),
+    ],
+)
+def test_what_the_template_leaves_out_of_an_answer_is_an_error(template: str, left_out: str) -> None:
+    with pytest.raises(TaskError, match=f"task 'a': .* leaves out `{left_out}` of its answer"):
+        demonstrate({"messages": [MESSAGES[1], THOUGHT]}, Rendered(template))
+
+
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
+        ({"messages": [MESSAGES[1]], "answer": "3$4"}, "its answer holds a mark that ends a sequence"),
+        ({"prompt": "1+2=", "answer_message": THOUGHT}, "has `reasoning_content`, which no text can say"),
+        ({"prompt": "1+2=", "answer": "3", "tools": [CALL]}, "without the task's `tools`"),
         ({"prompt": "1+2="}, "task 'a' has no answer to demonstrate"),
         ({"prompt": "1+2=", "answer": ""}, "task 'a' has no answer to demonstrate"),
         ({"messages": MESSAGES}, "task 'a' has no answer to demonstrate"),

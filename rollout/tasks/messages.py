@@ -1,0 +1,110 @@
+"""Chat messages and tools as people and APIs write them, brought into one form. Pure."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+"""`role`, `content`, and other fields of the model's chat template (`tool_call_id`, `name` ...)."""
+Task = dict[str, Any]
+ANSWER = "answer_message"
+"""The field of a task with the assistant's message that its conversation ended with."""
+_SHARE_GPT = {"human": "user", "gpt": "assistant", "system": "system", "observation": "tool"}
+"""Roles by what `from` calls them, where messages are written as {"from": ..., "value": ...}."""
+_LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|from|content|value)['"]""")
+
+
+def checked_message(message: Any) -> Message:
+    """Return a message in one form: its content as one string, its calls as the OpenAI API has them, no empty
+    fields. ValueError, which begins with the name of the field, says what is wrong.
+    """
+    if isinstance(message, Mapping) and message.get("from") in _SHARE_GPT and "role" not in message:
+        message = {"role": _SHARE_GPT[message["from"]], "content": message.get("value")}
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError("role: must be a string")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise ValueError("content: only parts of the type text are supported")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise ValueError("content: must be a string or parts of the type text")
+    filled = {name: value for name, value in message.items() if value not in (None, [], {})}
+    if "tool_calls" in filled:
+        filled["tool_calls"] = _checked_calls(filled["tool_calls"])
+    return {**filled, "content": content or ""}
+
+
+def _checked_calls(calls: Any) -> list[dict[str, Any]]:
+    """Return the calls of a message without fields that clients add, and the arguments in one form."""
+    checked: list[dict[str, Any]] = []
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+        for call in calls:
+            function = call.get("function") or call
+            id = {"id": str(call["id"])} if call.get("id") else {}
+            arguments = json.dumps(_arguments(function.get("arguments")), ensure_ascii=False)
+            called = {"name": str(function["name"]), "arguments": arguments}
+            checked.append({**id, "type": "function", "function": called})
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            "tool_calls: must be a list of calls, each with `id` and a `function` with `name` and "
+            "`arguments`, a JSON object or the text of one"
+        ) from error
+    return checked
+
+
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call, none if nothing is there."""
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else None
+    if not isinstance(arguments, dict | None):
+        raise TypeError(arguments)
+    return arguments or {}
+
+
+def checked_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return tools as the OpenAI API has them, of a list of them, of their functions alone, or of the JSON
+    text of either. Raises ValueError for anything else.
+    """
+    try:
+        listed = json.loads(tools) if isinstance(tools, str) else tools
+        functions = [tool.get("function") or tool for tool in listed]
+        if all(isinstance(function["name"], str) for function in functions):
+            return [{"type": "function", "function": dict(function)} for function in functions]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        pass
+    raise ValueError("must be a list of functions, each with a `name`, as in the OpenAI API")
+
+
+def messages_of_text(text: str) -> list[Any] | None:
+    """Return the messages that a text holds as JSON, or as Python prints them, which is how tables are often
+    saved; None if it does not look like messages. ValueError if it does, and cannot be read.
+    """
+    if _LOOKS_LIKE_MESSAGES.match(text) is None:
+        return None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        return found if isinstance(found, list) else None
+    raise ValueError("looks like messages, but is not JSON")
+
+
+def without_answer(task: Task) -> Task:
+    """Return a task whose messages do not end with the assistant's: such a message is what the conversation
+    answers, so it is the field ANSWER instead, and no prompt shows it.
+    """
+    messages = task.get("messages")
+    if not messages or messages[-1].get("role") != "assistant":
+        return task
+    return {**task, "messages": messages[:-1], ANSWER: messages[-1]}
+
+
+def same_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many elements two sequences begin with both."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

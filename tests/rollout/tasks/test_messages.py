@@ -1,0 +1,124 @@
+"""Conversations in task files: in every form that people and APIs write them, and never with the answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rollout.tasks.messages import ANSWER
+from rollout.tasks.task_set import Task, TaskError, load_tasks
+from tests.rollout.rollout_helpers import write_lines
+
+ASK = {"role": "user", "content": "Add 3."}
+SAY = {"role": "assistant", "content": "7"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+FUNCTION = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+def loaded(tmp_path: Path, *rows: dict[str, Any], **columns: str) -> Task:
+    """The first task of a file of JSON lines."""
+    path = write_lines(tmp_path / "tasks.jsonl", *rows)
+    return load_tasks(str(path), seed=0, split="train", columns=columns).tasks[0]
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Add."}]])
+def test_what_the_assistant_says_last_is_no_part_of_the_messages(
+    tmp_path: Path, system: list[dict[str, Any]]
+) -> None:
+    task = loaded(tmp_path, {"messages": [*system, ASK, SAY, ASK, {**SAY, "reasoning_content": "3 + 4"}]})
+    assert task["messages"] == [*system, ASK, SAY, ASK]
+    assert task[ANSWER] == {**SAY, "reasoning_content": "3 + 4"}
+
+
+def test_message_that_answers_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="its one message is the answer"):
+        loaded(tmp_path, {"messages": [SAY]})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"content": None}, {"content": ""}, {}, {"content": []}, {"content": [{"type": "text", "text": ""}]}],
+    ids=["null", "empty", "absent", "no parts", "empty part"],
+)
+@pytest.mark.parametrize("arguments", ['{"a": 3}', {"a": 3}])
+def test_call_without_words_is_a_message_in_each_form(
+    tmp_path: Path, words: dict[str, Any], arguments: Any
+) -> None:
+    call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+    task = loaded(tmp_path, {"messages": [ASK, {"role": "assistant", "tool_calls": [call], **words}]})
+    assert task[ANSWER] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_parts_of_text_are_one_text_and_empty_fields_are_none(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Add "}, {"type": "text", "text": "3."}]
+    asked = {"role": "user", "content": parts, "name": "Ann", "tool_calls": None, "refusal": None}
+    assert loaded(tmp_path, {"messages": [asked]})["messages"] == [{**ASK, "name": "Ann"}]
+    with pytest.raises(TaskError, match=r"`messages`: 0\.content: only parts of the type text"):
+        loaded(tmp_path, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": {}}])
+def test_call_without_arguments_has_none(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    call = {"function": {"name": "now", **arguments}}
+    task = loaded(tmp_path, {"messages": [ASK, {"role": "assistant", "tool_calls": [call]}]})
+    assert task[ANSWER]["tool_calls"] == [
+        {"type": "function", "function": {"name": "now", "arguments": "{}"}}
+    ]
+
+
+def test_call_that_is_none_is_refused(tmp_path: Path) -> None:
+    bad = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "3"}}]}
+    with pytest.raises(TaskError, match=r"`messages`: 1\.tool_calls: must be a list of calls"):
+        loaded(tmp_path, {"messages": [ASK, bad]})
+
+
+@pytest.mark.parametrize("written", [json.dumps, str], ids=["JSON", "Python"])
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+def test_messages_as_a_text_are_messages(tmp_path: Path, field: str, written: Any) -> None:
+    task = loaded(tmp_path, {field: written([ASK, SAY])})
+    assert (task["messages"], task[ANSWER]) == ([ASK], SAY)
+    assert loaded(tmp_path, {"messages": "[1, 2] + [3]?"})["messages"][0]["content"] == "[1, 2] + [3]?"
+    with pytest.raises(TaskError, match=r"`messages` is not JSON: looks like messages"):
+        loaded(tmp_path, {"messages": "[{'role': 'user'}\n {'role': 'user'}]"})
+
+
+@pytest.mark.parametrize("written", [json.dumps, lambda tools: tools], ids=["text", "list"])
+@pytest.mark.parametrize("tool", [{"type": "function", "function": FUNCTION}, FUNCTION])
+def test_tools_are_functions_in_each_form(tmp_path: Path, tool: Any, written: Any) -> None:
+    task = loaded(tmp_path, {"messages": [ASK], "tools": written([tool])})
+    assert task["tools"] == [{"type": "function", "function": FUNCTION}]
+
+
+def test_fields_that_a_table_fills_with_nothing_are_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [ASK, {"role": "assistant", "tool_calls": [CALL]}], "tools": [FUNCTION]},
+        {"messages": [ASK, {**SAY, "reasoning_content": "3 + 4"}]},
+    ]
+    path = tmp_path / "tasks.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    first, second = load_tasks(str(path), seed=0, split="train").tasks
+    assert first[ANSWER] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert second == {"id": "2", "messages": [ASK], ANSWER: {**SAY, "reasoning_content": "3 + 4"}}
+
+
+def test_whole_conversations_beside_their_question_are_a_preference(tmp_path: Path) -> None:
+    worse = {"role": "assistant", "content": "8"}
+    row = {"prompt": "Add 3.", "chosen": [ASK, SAY], "rejected": [ASK, worse], "messages": [ASK, SAY]}
+    for left_out in ((), ("messages",)):
+        task = loaded(tmp_path, {name: value for name, value in row.items() if name not in left_out})
+        assert "prompt" not in task and task["messages"] == [ASK]
+    other = {**row, "prompt": "Another question"}
+    with pytest.raises(TaskError, match="both are there"):
+        loaded(tmp_path, other)
+    assert loaded(tmp_path, other, messages="messages")["messages"] == [ASK]
+
+
+def test_conversations_of_share_gpt_are_messages(tmp_path: Path) -> None:
+    row = {"conversations": [{"from": "human", "value": "Add 3."}, {"from": "gpt", "value": "7"}]}
+    task = loaded(tmp_path, row, messages="conversations")
+    assert (task["messages"], task[ANSWER]) == ([ASK], SAY)
+    with pytest.raises(TaskError, match=r"columns\.messages=conversations"):
+        loaded(tmp_path, row)

@@ -44,7 +44,7 @@ class Block:
 
 
 def name(page: Path) -> str:
-    """`docs/faq.md`."""
+    """`docs/basics.md`."""
     return str(page.relative_to(REPOSITORY))
 
 

@@ -74,6 +74,20 @@ def test_defaults_that_a_page_states_are_those_of_the_settings(page: str) -> Non
     assert len(stated) >= 3 or page != "docs/gpus.md"
 
 
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table below this heading."""
+    table = PAGE[page].read_text().partition(f"\n{heading}\n")[2].partition("\n|")[2].partition("\n\n")[0]
+    return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+
+def test_ten_settings_and_ten_symptoms_are_ten_and_defaults_are_right() -> None:
+    settings = rows("docs/basics.md", "## Ten settings")
+    assert len(settings) == len(rows("docs/basics.md", "## Ten symptoms")) == 10
+    for setting, default, _ in settings:
+        value = SETTINGS[setting]
+        assert default == ("null" if value is None else str(value)) or float(default) == value, setting
+
+
 def test_keys_of_the_status_are_on_the_page(tmp_path: Path) -> None:
     make_run(tmp_path, finished=1)
     status = Run(tmp_path).status()

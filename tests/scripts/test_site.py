@@ -43,7 +43,7 @@ BROKEN = {
     "[x](gpus.md#nowhere)": "does not contain an anchor '#nowhere'",
     "![x](nowhere.png)": "'docs/nowhere.png'",
 }
-"""What leads nowhere in docs/faq.md, and what is said of it."""
+"""What leads nowhere in docs/basics.md, and what is said of it."""
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,14 @@ def test_pages_fetch_nothing_from_the_network(site: Path) -> None:
 
 def test_each_broken_link_and_each_page_that_is_in_no_list_ends_the_build(tmp_path: Path) -> None:
     sources = checkout(tmp_path)
-    with (sources / "docs" / "faq.md").open("a") as page:
+    with (sources / "docs" / "basics.md").open("a") as page:
         page.write(f"\n{' '.join(BROKEN)}\n")
     (sources / "docs" / "new.md").write_text("# New\n")
     done = build(sources)
     assert done.returncode == 1
     warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
     assert f"Aborted with {len(warnings)} warnings in strict mode" in done.stdout + done.stderr, "each counts"
-    of_links = [line for line in warnings if "'docs/faq.md'" in line]
+    of_links = [line for line in warnings if "'docs/basics.md'" in line]
     (of_page,) = [line for line in warnings if line not in of_links]
     assert "docs/new.md" in of_page + done.stderr.partition(of_page)[2].partition("WARNING")[0]
     for complaint in BROKEN.values():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from rollout.engines import spelling
 from rollout.engines.answers import (
     EXCERPT,
     HOST_OF_SOCKET,
@@ -73,6 +74,7 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
+        self._tokenizer_facts: dict[str, bool] = {}
         self._context: int | None = None
         """The engine's context in tokens, read when it first refuses a request; 0: it does not say."""
 
@@ -164,11 +166,11 @@ class EngineClient:
 
     async def tokenize(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:
         """Token ids of chat messages (through the chat template, with the generation prompt), or of a text
-        that continues another one (without special tokens). `template`: what else the chat template gets,
-        `tools` and `chat_template_kwargs`.
+        that continues another one: they spell it exactly, also where the tokenizer puts a space in front of
+        a text. `template`: what else the chat template gets, `tools` and `chat_template_kwargs`.
         """
         if isinstance(text, str):
-            return await self._tokenize({"prompt": text, "add_special_tokens": False})
+            return await spelling.token_ids(text, self._plain, self.detokenize, self._tokenizer_facts)
         return await self._tokenize({"messages": list(text), "add_generation_prompt": True, **template})
 
     async def tokenize_whole(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:
@@ -185,6 +187,10 @@ class EngineClient:
         if not isinstance(answer.get("prompt"), str):
             raise EngineError(f"{self._base_url}/detokenize returned no text: {str(answer)[:EXCERPT]}")
         return answer["prompt"]
+
+    async def _plain(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens, as the tokenizer begins a text."""
+        return await self._tokenize({"prompt": text, "add_special_tokens": False})
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         answer = await self._post("/tokenize", body)

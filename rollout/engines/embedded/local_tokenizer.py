@@ -30,9 +30,9 @@ class LocalTokenizer(EngineClient):
     async def generate(self, prompt: Any, sampling: Sampling) -> Any:
         raise EngineError("there is no engine here: an environment that demonstrates generates nothing")
 
-    async def _tokenize(self, body: dict[str, Any]) -> list[int]:
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = await asyncio.to_thread(_pool().call, self._model_dir, body, deadline_s=DEADLINE_S)
+            answer = await asyncio.to_thread(_pool().call, self._model_dir, path, body, deadline_s=DEADLINE_S)
         except (CallFailed, CallLost) as error:
             raise EngineError(f"the tokenizer of {self._model_dir}: {error}") from error
         if isinstance(answer, str):
@@ -45,21 +45,25 @@ def _pool() -> ProcessPool:
     return ProcessPool(f"{__name__}:tokenizing", size=1)
 
 
-def tokenizing() -> Callable[[str, dict[str, Any]], list[int] | str]:
-    """Return the function that a process of the pool calls: from a model's directory and the body of a
-    request for /tokenize to the token ids, or to the reason why they are refused.
+def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
+    """Return the function that a process of the pool calls: from a model's directory, /tokenize or
+    /detokenize and the body of such a request to the answer, or to the reason why it is refused.
     """
     missing: Any = None
     sys.modules["torch"] = missing  # transformers works without it; loading it takes seconds and memory
-    from rollout.engines.embedded.protocol import TokenizeBody
+    from rollout.engines.embedded.protocol import DetokenizeBody, TokenizeBody
     from rollout.engines.embedded.text import Texts
 
     texts = functools.cache(Texts)
 
-    def tokenize(model_dir: str, body: dict[str, Any]) -> list[int] | str:
+    def answer(model_dir: str, path: str, body: dict[str, Any]) -> dict[str, Any] | str:
+        document = json.dumps(body).encode()
         try:
-            return texts(model_dir).tokenize(parse_body(TokenizeBody, json.dumps(body).encode()))
+            if path == "/detokenize":
+                tokens = parse_body(DetokenizeBody, document).tokens
+                return {"prompt": texts(model_dir).detokenize(tokens)}
+            return {"tokens": texts(model_dir).tokenize(parse_body(TokenizeBody, document))}
         except BadRequest as error:
             return str(error)
 
-    return tokenize
+    return answer

@@ -57,7 +57,7 @@ class Texts:
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens."""
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
     def completion(self, row: "Row") -> str:
         """Return the text that a finished row adds to the whole characters of its prompt, up to its stop

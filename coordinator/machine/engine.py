@@ -18,6 +18,7 @@ from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import UNIX, EngineError
 from rollout.engines.client import EngineFacts
+from rollout.engines.generated import Generated
 from rollout.engines.servers import Server, server_command
 from rollout.settings import EngineSettings
 
@@ -163,13 +164,20 @@ class EngineHost:
         """For how long a request that breaks is tried again: this node's server may be starting anew."""
         return settings.start_timeout_s if self._child is not None else USERS_PATIENCE_S
 
-    async def mind(self, settings: EngineSettings, check: Callable[[], None]) -> NoReturn:
+    async def mind(
+        self,
+        settings: EngineSettings,
+        check: Callable[[], None],
+        on_generated: Callable[[Generated], None] = lambda _: None,
+    ) -> NoReturn:
         """While requests run, start this node's server again, at the same URL, when it has died or hangs.
+        `on_generated` hears what it has generated since the last time.
 
         The client tries the requests that were in flight again, with the same seeds; finished ones are not
         asked twice. EngineError after `max_restarts`.
         """
         answered_s, restarts = time.monotonic(), 0
+        before: Generated | None = None
         while True:
             await asyncio.sleep(MIND_S)
             if self._child is None or self._admin is None:
@@ -178,6 +186,9 @@ class EngineHost:
                 health = await asyncio.to_thread(self._admin.health)
                 if health:
                     answered_s = time.monotonic()
+                    if (now := await asyncio.to_thread(self._generated)) is not None:
+                        on_generated(now.since(before or now))
+                        before = now
                 # A server that says that it is dead answers every request with an error, until it exits.
                 if health is not False and time.monotonic() - answered_s < settings.health_timeout_s:
                     continue
@@ -198,6 +209,14 @@ class EngineHost:
             finally:
                 self._starts_again = False
             answered_s = time.monotonic()
+
+    def _generated(self) -> Generated | None:
+        """Return what the server has generated; None if it does not say."""
+        assert self._admin is not None
+        try:
+            return self._admin.generated()
+        except EngineError:
+            return None
 
     @property
     def is_starting(self) -> bool:

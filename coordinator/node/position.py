@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import ranks_text
+from rollout.engines.generated import Generated
 
 STATES = {
     "starting": "starting",
@@ -36,6 +37,10 @@ class _Place:
     done: int = 0
     total: int = 0
     tokens: int = 0
+    samples: int = 0
+    samples_per_task: int = 0
+    max_tokens: int = 0
+    generated: int = 0
     steps: int = 0
     since_s: float = field(default_factory=lambda: time.monotonic())
     waiting_since_s: float | None = None
@@ -87,9 +92,24 @@ class Position:
         place = self._place
         place.steps += 1
         place.reached_s = time.monotonic()
-        if done == 0 or place.counting_since_s is None:
+        if place.counting_since_s is None or (done == 0 and not place.generated):
             place.counting_since_s = place.reached_s
         place.done, place.total, place.tokens = done, total, tokens
+
+    def expect(self, samples_per_task: int, max_tokens: int) -> None:
+        """Say that each completion of the engine is a sample, that a task has so many of them, and that each
+        has at most so many tokens.
+        """
+        self._place.samples_per_task, self._place.max_tokens = samples_per_task, max_tokens
+
+    def generate(self, more: Generated) -> None:
+        """Take in what the engine has generated since the last time, for tasks that are not done too."""
+        place = self._place
+        if more.tokens and place.counting_since_s is not None:
+            place.generated += more.tokens
+            place.samples += more.completions
+            place.steps += 1
+            place.reached_s = time.monotonic()
 
     def step(self) -> None:
         """Say that the row gets on, also where nothing of what is counted is done."""
@@ -148,6 +168,10 @@ class Position:
         same = (said["state"], said["iteration"], phase, doing)
         if unit and not work and not waits and said["done"] < said["total"]:
             doing = f"{said['done']} of {said['total']} {unit}"
+            if said["samples_total"]:
+                doing += f" ({said['samples']} of {said['samples_total']} samples)"
+            if said["tokens_per_s"]:
+                doing += f", {said['tokens_per_s']:,.0f} tokens/s"
         left = f", about {said['left_s']:.0f} s left" if unit and not waits and said["left_s"] else ""
         return same, f"{doing}, {seconds:.0f} s so far{left}"
 
@@ -159,6 +183,12 @@ class Position:
         now_s, place = time.monotonic(), self._place
         counted_s = place.reached_s - (place.counting_since_s or place.reached_s)
         waits = bool(place.waiting_for)
+        tokens, samples_total = max(place.tokens, place.generated), place.total * place.samples_per_task
+        samples = min(max(place.samples, place.done * place.samples_per_task), samples_total)
+        done = place.done / place.total if place.total else 0.0
+        if samples_total:
+            # Samples of all tasks are generated side by side, and each may be as long as is allowed.
+            done = max(done, samples / samples_total, tokens / (samples_total * place.max_tokens))
         return {
             "monotonic_s": round(now_s, 1),
             "state": place.state,
@@ -166,11 +196,13 @@ class Position:
             "phase": place.phase,
             "done": place.done,
             "total": place.total,
+            "samples": samples,
+            "samples_total": samples_total,
             "steps": place.steps,
             "waiting_for": place.waiting_for,
             "waits_for": place.lacking,
             "row_s": round(now_s - place.since_s, 1),
             "waiting_s": round(now_s - (place.waiting_since_s or place.since_s), 1) if waits else 0.0,
-            "tokens_per_s": round(place.tokens / counted_s, 1) if place.tokens and counted_s else None,
-            "left_s": round(counted_s * (place.total / place.done - 1), 1) if place.done else None,
+            "tokens_per_s": round(tokens / counted_s, 1) if tokens and counted_s else None,
+            "left_s": round(counted_s * max(0.0, 1 / done - 1), 1) if done else None,
         }

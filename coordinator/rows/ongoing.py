@@ -22,6 +22,7 @@ from coordinator.rows import makers
 from coordinator.rows.claimed import Claimed
 from coordinator.rows.share import ROWS, Share, slots_of
 from rollout.collect import Collector
+from rollout.environments.environment import single_turn
 from rollout.group_maker import Recipe
 from rollout.slots import Listed, Source
 from rollout.tally import Tally
@@ -174,6 +175,8 @@ class Ongoing:
             counted += share.quota.counts(group)
             show()
 
+        if share.functions.environment is single_turn and not share.sets:
+            node.position.expect(share.origin.sampling.n, share.origin.sampling.max_tokens)
         show()  # the start of an engine is no part of the speed
 
         async def flush_regularly() -> None:
@@ -196,7 +199,7 @@ class Ongoing:
 
         minding = [flush_regularly()]
         if makers.generates(node, share):
-            minding.append(node.engine.mind(node.settings.engine, node.check))
+            minding.append(node.engine.mind(node.settings.engine, node.check, node.position.generate))
         async with _beside(collect_all(), *minding) as tasks:
             collecting = tasks[0]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -36,6 +36,8 @@ class _Content(BaseModel):
     phase: str = ""
     done: Count = 0
     total: Count = 0
+    samples: Count = 0
+    samples_total: Count = 0
     waiting_for: list[Count] = []
     waits_for: str = ""
     row_s: Number = 0.0

@@ -21,7 +21,8 @@ from coordinator.settings import RunSettings
 from coordinator.views.beats import said_in
 from rollout.storage import files
 
-ROLLOUTS = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}
+ESTIMATED = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label, Phase.TRAINING.label}
+"""Rows whose nodes say when they will be ready."""
 ROWS: dict[str, Phase] = {phase.label: phase for phase in Phase}
 GOING = {"running", "holding"}
 """States of a crew that works, or waits for nodes."""
@@ -29,6 +30,8 @@ NEW_ROW: dict[str, Any] = {
     "state": "running",
     "done": 0,
     "total": 0,
+    "samples": 0,
+    "samples_total": 0,
     "waiting_for": [],
     "waits_for": "",
     "row_s": 0.0,
@@ -128,7 +131,7 @@ class Seen:
             "waiting_for": list(map(self.run_dir.machine, wanted)) if state in GOING else [],
             "waits_for": waits_for,
             "waiting_s": float(since_s) if state in GOING else 0.0,
-            "rollout_left_s": max(left_s, default=None) if phase in ROLLOUTS else None,
+            "left_s": max(left_s, default=None) if phase in ESTIMATED else None,
             "num_nodes": len(nodes),
             "nodes": nodes,
         }
@@ -172,6 +175,8 @@ class Seen:
             "weight": member.weight if member else self._weight(self.run_dir.machine(rank)),
             "tasks_assigned": content.get("total", 0),
             "tasks_done": content.get("done", 0),
+            "samples_assigned": content.get("samples_total", 0),
+            "samples_done": content.get("samples", 0),
             "tokens_per_s": content.get("tokens_per_s"),
             "left_s": content.get("left_s"),
             "gpu_count": content.get("gpu_count", 0),

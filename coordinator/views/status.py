@@ -109,7 +109,7 @@ def together(crews: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "phase": last["phase"],
         "waiting_for": sorted({rank for crew in crews for rank in crew["waiting_for"]}),
         "waiting_s": max(crew["waiting_s"] for crew in crews),
-        "rollout_left_s": first["rollout_left_s"],
+        "left_s": first["left_s"],
         "num_nodes": sum(crew["num_nodes"] for crew in crews),
         "nodes": [node for crew in crews for node in crew["nodes"]],
     }

@@ -86,7 +86,7 @@ def where(status: Status) -> str:
         return text
     master = status["nodes"][MASTER]
     text += f" for {duration(master['row_s'])}" if master["row_s"] >= WAITED_S else ""
-    left_s = status["rollout_left_s"]
+    left_s = status["left_s"]
     return text if left_s is None or left_s < WAITED_S else f"{text}, about {duration(left_s)} left"
 
 
@@ -137,7 +137,10 @@ def nodes_of(status: Status) -> list[Node]:
     nodes: list[Node] = status["nodes"]
     if status["state"] != "finished":
         return nodes
-    return [{**node, "phase": "", "tasks_assigned": 0, "tokens_per_s": None} for node in nodes]
+    return [
+        {**node, "phase": "", "tasks_assigned": 0, "samples_assigned": 0, "tokens_per_s": None}
+        for node in nodes
+    ]
 
 
 def tasks(node: Node) -> str:
@@ -146,6 +149,11 @@ def tasks(node: Node) -> str:
         return ""
     unit = "" if node["phase"] in COUNTED else " MB"
     return f"{node['tasks_done']}/{node['tasks_assigned']}{unit}"
+
+
+def samples(node: Node) -> str:
+    """Samples done and assigned, where each is a completion of the engine: `301/512`."""
+    return f"{node['samples_done']}/{node['samples_assigned']}" if node["samples_assigned"] else ""
 
 
 def tokens(node: Node) -> str:
@@ -189,6 +197,7 @@ def render(status: Status, root: Path) -> str:
         _column("state", [node["state"] for node in nodes]),
         _column("phase", [node["phase"] for node in nodes]),
         _column("tasks", [tasks(node) for node in nodes], ">"),
+        _column("samples", [samples(node) for node in nodes], ">"),
         _column("tokens/s", [tokens(node) for node in nodes], ">"),
         _column("GPUs", [gpus(node) for node in nodes]),
         _column("weight", [f"{node['weight']:g}" for node in nodes], ">"),

@@ -97,6 +97,7 @@ def filled_columns(status: Status) -> set[str]:
 
 OPTIONAL: dict[str, Callable[[Node], str]] = {
     "tasks": words.tasks,
+    "samples": words.samples,
     "tokens/s": words.tokens,
     "GPUs": words.gpus,
 }
@@ -154,7 +155,9 @@ def _table(status: Status, width: int, room: int, names: Collection[str], signs:
         columns["tasks"] = [
             Text.assemble(bar, " ", number) for bar, number in zip(bars, numbers[1:], strict=True)
         ]
-    table = [_aligned(name, cells, name in {"rank", "tokens/s"}) for name, cells in columns.items()]
+    table = [
+        _aligned(name, cells, name in {"rank", "samples", "tokens/s"}) for name, cells in columns.items()
+    ]
     rows = [Text(GAP).join(row) for row in zip(*table, strict=True)]
     rows[0].stylize("dim")
     return [*rows, *([_rest(rest)] if rest else [])]
@@ -180,10 +183,11 @@ def _aligned(name: str, cells: Sequence[Text], right: bool = False) -> list[Text
 
 
 def _bar(node: Node, cells: int, signs: Signs) -> Text:
-    total = node["tasks_assigned"]
+    counted = "samples" if node["samples_assigned"] else "tasks"
+    total = node[f"{counted}_assigned"]
     if not total:
         return Text(" " * cells)
-    done = min(cells, cells * node["tasks_done"] // total)
+    done = min(cells, cells * node[f"{counted}_done"] // total)
     return Text.assemble((signs.done * done, "green"), (signs.open * (cells - done), "dim"))
 
 

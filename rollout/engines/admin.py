@@ -13,6 +13,7 @@ from typing import Any
 from rollout.engines.answers import EngineError
 from rollout.engines.calls import Calls, EngineDead
 from rollout.engines.client import EngineFacts
+from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
 from rollout.engines.servers import EXTENSION
 
@@ -69,6 +70,10 @@ class EngineAdmin:
         except EngineError:
             return None
         return True
+
+    def generated(self) -> Generated:
+        """Return how much the engine has generated since it was started."""
+        return Generated.read(self._calls.text("/metrics"))
 
     def check(self) -> None:
         """Raise EngineError unless there is an engine that works, and that the calls here can administer."""

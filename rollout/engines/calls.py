@@ -38,6 +38,13 @@ class Calls:
             raise EngineError(f"GET {self.base_url}{path} answered without {key!r}: {answer}")
         return answer[key]
 
+    def text(self, path: str) -> str:
+        """Return the answer to a quick call, which is no JSON."""
+        status, data = self._send("GET", path, None, timeout_s=self.timeout_s)
+        if status >= 400:
+            raise EngineError(f"GET {self.base_url}{path}: {status}: {excerpt(data)}")
+        return data.decode(errors="replace")
+
     def post(
         self, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:

@@ -43,6 +43,13 @@ def test_greedy_takes_the_tokens_of_transformers_with_logprobs_of_temperature_1(
         assert reference.error(completion) < TOLERANCE
 
 
+def test_engine_says_how_much_it_has_generated(engine: Engine) -> None:
+    before = engine.admin.generated()
+    completions = engine.ask(PROMPT, Sampling(n=3, max_tokens=8, temperature=1.0, seed=1))
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    assert engine.admin.generated().since(before) == (tokens, 3)
+
+
 NUMBER = {
     "type": "json_schema",
     "json_schema": {"name": "number", "schema": {"type": "integer", "minimum": 100, "maximum": 999}},

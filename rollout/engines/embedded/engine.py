@@ -68,6 +68,8 @@ class TorchEngine(threading.Thread):
         self._drained: list[Future[None]] = []
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
         self._failure: Exception | None = None
+        self.tokens = self.completions = 0
+        """How many were generated and finished since the engine was started."""
 
     @property
     def healthy(self) -> bool:
@@ -192,11 +194,13 @@ class TorchEngine(threading.Thread):
         """Append the drawn tokens to the rows from `begin` on. Finished rows leave the batch."""
         rows = self._batch.rows
         going_on = list(range(begin))
+        self.tokens += len(tokens)
         for i, (row, token, logprob) in enumerate(zip(rows[begin:], tokens, logprobs, strict=True), begin):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.finish_reason = self._finish_reason(row)
             if row.finish_reason is not None:
+                self.completions += 1
                 _deliver(row.generation)
             elif not row.generation.future.cancelled():
                 going_on.append(i)

@@ -28,6 +28,7 @@ from rollout.engines.embedded import protocol
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
 from rollout.engines.embedded.text import Texts
+from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError
 from rollout.engines.servers import EXTENSION, LOOPBACK
 
@@ -53,6 +54,7 @@ class Server:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_openai])
         get, post = app.router.add_get, app.router.add_post
         get("/health", self.health)
+        get("/metrics", self.metrics)
         get("/v1/models", self.models)
         post("/v1/completions", self.completions)
         post("/tokenize", self.tokenize)
@@ -72,6 +74,9 @@ class Server:
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._engine.healthy else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=Generated(self._engine.tokens, self._engine.completions).text())
 
     async def models(self, request: web.Request) -> web.Response:
         limit = self._engine.max_model_len

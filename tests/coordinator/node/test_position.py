@@ -10,6 +10,7 @@ from coordinator.node import position as position_module
 from coordinator.node.position import Position
 from coordinator.protocol.liveness import Standstill, stall_limit_s
 from coordinator.protocol.phases import Phase
+from rollout.engines.generated import Generated
 from rollout.storage import files
 
 
@@ -33,6 +34,51 @@ def test_speed_and_time_left_count_from_the_first_progress_to_the_last(
     said = position.describe()
     assert (said["tokens_per_s"], said["left_s"]) == (400.0, 0.0)
     assert (said["waiting_s"], said["row_s"]) == (36.0, 100.0)
+
+
+def test_tasks_of_which_none_is_done_show_samples_speed_and_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(position_module, "time", clock)
+    position = Position()
+    position.move("running", 1, "train_rollout")
+    position.expect(samples_per_task=8, max_tokens=24)
+    position.reach(0, 16, 0)
+    clock.now_s = 104.0
+    position.generate(Generated(600, 0))
+    said = position.describe()
+    assert (said["samples"], said["samples_total"], said["tokens_per_s"]) == (0, 128, 150.0)
+    assert said["left_s"] == pytest.approx(4 * (128 * 24 / 600 - 1), abs=0.1), (
+        "as if each were as long as may be"
+    )
+    clock.now_s = 110.0
+    position.generate(Generated(900, 64))
+    assert position.doing()[1] == (
+        "0 of 16 tasks (64 of 128 samples), 150 tokens/s, 10 s so far, about 10 s left"
+    )
+    position.reach(9, 16, 1000)
+    assert position.describe()["samples"] == 72, "of a group that was begun before this row too"
+    clock.now_s = 120.0
+    position.reach(16, 16, 2000)
+    assert (position.describe()["samples"], position.describe()["left_s"]) == (128, 0.0)
+    position.move("running", 1, "train_files_ready")
+    position.generate(Generated(5, 5))
+    assert (position.describe()["samples_total"], position.describe()["tokens_per_s"]) == (0, None)
+
+
+def test_engine_that_generates_is_no_standstill() -> None:
+    position, standstill = Position(), Standstill(interval_s=10.0)
+    position.move("running", 1, "train_rollout")
+    position.reach(0, 4)
+    for now_s in range(0, 200, 10):
+        position.generate(Generated(1, 0))
+        standstill.observe({1: position.describe()}, float(now_s))
+    assert standstill.still_s[1] == 0.0
+    for now_s in range(200, 400, 10):
+        position.generate(Generated(0, 0))
+        standstill.observe({1: position.describe()}, float(now_s))
+    assert standstill.still_s[1] > 0.0
 
 
 def test_place_is_said_in_log_lines_and_in_sentences() -> None:
@@ -111,7 +157,7 @@ def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     clock.now_s = 120.0
     position.reach(32, 128, 900)
     generating = position.doing()
-    assert generating[1] == "32 of 128 tasks, 20 s so far, about 24 s left"
+    assert generating[1] == "32 of 128 tasks, 112 tokens/s, 20 s so far, about 24 s left"
     position.reach(33, 128, 950)
     assert generating[0] == position.doing()[0] != starting[0]
     position.reach(128, 128, 4000)

@@ -32,7 +32,7 @@ TOP_KEYS = {
     "phase",
     "waiting_for",
     "waiting_s",
-    "rollout_left_s",
+    "left_s",
     "num_nodes",
     "nodes",
     "crews",
@@ -49,6 +49,8 @@ NODE_KEYS = {
     "weight",
     "tasks_assigned",
     "tasks_done",
+    "samples_assigned",
+    "samples_done",
     "silent_s",
     "error",
     "row_s",
@@ -137,6 +139,8 @@ def test_running_nodes_are_shown_where_they_are(run_dir: RunDir) -> None:
         "measured_weight": None,
         "tasks_assigned": 64,
         "tasks_done": 3,
+        "samples_assigned": 0,
+        "samples_done": 0,
         "tokens_per_s": None,
         "left_s": None,
         "gpu_count": 0,
@@ -405,19 +409,21 @@ def test_what_a_node_says_of_its_speed_and_its_gpus_is_shown(run_dir: RunDir) ->
     speed: dict[str, Any] = {"row_s": 12.0, "waiting_s": 3.5, "tokens_per_s": 1234.5, "left_s": 31.0}
     status = running(run_dir, **speed, gpu_count=2, gpus=[GPU, GPU], waiting_for=[2])
     assert status["nodes"][0].items() >= {**speed, "gpu_count": 2, "gpus": [GPU, GPU]}.items()
-    assert (status["waiting_s"], status["rollout_left_s"]) == (3.5, 31.0)
+    assert (status["waiting_s"], status["left_s"]) == (3.5, 31.0)
     text = render(status, run_dir.root)
     assert "train_rollout for 12 s, about 31 s left, waiting for rank 2 (node-2) for 4 s" in text
     assert "1,234" in text and "2 x 61/80 GiB 97 %" in text
 
 
-def test_time_left_is_the_slowest_nodes_and_only_of_a_rollout(run_dir: RunDir) -> None:
+def test_time_left_is_the_slowest_nodes_in_the_masters_row(run_dir: RunDir) -> None:
     running(run_dir, left_s=3.0)
     beat(run_dir, 1, counter=6, left_s=40.0)
     beat(run_dir, 2, counter=6, left_s=90.0, phase="train_plan")
-    assert Run(run_dir.root).status()["rollout_left_s"] == 40.0
+    assert Run(run_dir.root).status()["left_s"] == 40.0
     beat(run_dir, 0, counter=6, left_s=3.0, phase="training")
-    assert Run(run_dir.root).status()["rollout_left_s"] is None
+    assert Run(run_dir.root).status()["left_s"] == 3.0
+    beat(run_dir, 0, counter=7, left_s=3.0, phase="train_files_ready")
+    assert Run(run_dir.root).status()["left_s"] is None
 
 
 def test_master_of_another_machine_that_beats_no_more_is_silent_to_who_watches(

@@ -31,7 +31,7 @@ def node(rank: int, **said: Any) -> dict[str, Any]:
         "crew": "main", "rank": rank, "name": f"rank {rank}",
         "host": f"node-{rank}", "address": "", "state": "alive", "iteration": 5,
         "phase": "train_rollout", "row_s": 12.0, "waiting_s": 0.0, "weight": 1.0, "tasks_assigned": 64,
-        "tasks_done": 16, "tokens_per_s": None, "left_s": None, "gpu_count": 0, "gpus": [], "silent_s": 0.4,
+        "tasks_done": 16, "samples_assigned": 0, "samples_done": 0, "tokens_per_s": None, "left_s": None, "gpu_count": 0, "gpus": [], "silent_s": 0.4,
         **said,
     }  # fmt: skip
 
@@ -40,7 +40,7 @@ def status(*nodes: dict[str, Any], **said: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "run_id": "abc", "state": "running", "epoch": 2, "iteration": 5, "iterations": 16,
         "phase": "train_rollout", "waiting_for": [], "waits_for": "", "waiting_s": 0.0,
-        "rollout_left_s": None, "num_nodes": len(nodes), "nodes": list(nodes), "last_metrics": None, **said,
+        "left_s": None, "num_nodes": len(nodes), "nodes": list(nodes), "last_metrics": None, **said,
     }  # fmt: skip
     return {**found, "crews": [{"crew": "main", **found}]}
 
@@ -56,6 +56,14 @@ def test_there_is_a_line_a_node_with_its_progress() -> None:
     assert lines[2].split() == ["rank", "host", "state", "phase", "tasks", "tokens/s"]
     assert re.fullmatch(r"   0  node-0  alive        train_rollout  ━{7}─{23} 16/64     1,234", lines[3])
     assert re.fullmatch(r"   1  node-1  waits 34 s   train_rollout  ━{30} 64/64", lines[4])
+
+
+def test_samples_of_tasks_that_are_not_done_show_too() -> None:
+    begun = node(0, tasks_done=0, samples_assigned=512, samples_done=128)
+    lines = text(status(begun, node(1, tasks_done=0, samples_assigned=512)), width=90)
+    assert lines[2].split() == ["rank", "host", "state", "phase", "tasks", "samples"]
+    assert re.fullmatch(r"   0  node-0  alive        train_rollout  ━{7}─{23} +0/64  128/512", lines[3])
+    assert "0/64    0/512" in lines[4]
 
 
 def test_columns_are_there_where_there_is_something_to_show() -> None:
@@ -107,7 +115,7 @@ def test_what_was_read_of_files_is_in_megabytes() -> None:
 
 
 def test_who_is_waited_for_is_said_with_host_and_time() -> None:
-    waits = status(node(0), node(1), node(2), waiting_for=[2], waiting_s=34.0, rollout_left_s=65.0)
+    waits = status(node(0), node(1), node(2), waiting_for=[2], waiting_s=34.0, left_s=65.0)
     lines = text(waits)
     assert lines[0].endswith("train_rollout for 12 s, about 65 s left, epoch 2")
     assert lines[1] == "waiting for rank 2 (node-2) for 34 s"
@@ -128,7 +136,7 @@ def test_view_fits_into_the_terminal(width: int, height: int) -> None:
     ]
     nodes[50] |= {"state": "silent", "silent_s": 4000.0}
     lines = [{"iteration": i, "reward": i / 100, "eval_reward": 0.5} for i in range(1, 100)]
-    held = status(*nodes, state="holding", waiting_for=[50, *range(8)], waiting_s=99.0, rollout_left_s=9999.0)
+    held = status(*nodes, state="holding", waiting_for=[50, *range(8)], waiting_s=99.0, left_s=9999.0)
     shown = view(held, lines, ROOT, width=width, height=height)
     assert sum(rows_of(line, width) for line in shown) <= height
     assert all(line.cell_len <= width for line in shown if not line.plain.startswith("to bring"))

@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coordinator.client import Server
-    from coordinator.views.run import Run
+    from coordinator.console.server.client import Server
+    from coordinator.console.views.run import Run
 
 __all__ = ["Run", "Server"]
 
-_PLACES = {"Run": "coordinator.views.run", "Server": "coordinator.client"}
+_PLACES = {"Run": "coordinator.console.views.run", "Server": "coordinator.console.server.client"}
 
 
 def __getattr__(name: str) -> Any:

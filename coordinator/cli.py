@@ -10,8 +10,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from coordinator.commands.arguments import LogPath, Words, new_app, option
-from coordinator.commands.parse import COMMANDS, LOCAL
+from coordinator.console.commands.arguments import LogPath, Words, new_app, option
+from coordinator.console.commands.parse import COMMANDS, LOCAL
 
 PROGRAM = "run"
 RESET = "--reset-settings"
@@ -67,7 +67,7 @@ def node(
     The same command again, on any node, after anything, resumes. What is not given stays as it was at the
     last start.
     """
-    from coordinator.settings import SettingsError
+    from coordinator.settings.tree import SettingsError
 
     if version:
         from importlib.metadata import version as installed
@@ -85,14 +85,15 @@ def node(
     rank = _rank(root, given, reset, master, worker)
     if dry_run:
         return _show(root, given, reset)
-    from coordinator.commands.machine import Typed, run_machine
+    from coordinator.console.commands.machine import Typed, run_machine
+    from coordinator.console.views.terminal import live_view
     from coordinator.journal import logs
     from coordinator.main import run_node
 
     def as_node(placed_as: str | None, crew: Any = "main") -> int:
         prefix = logs.set_up(rank, crew)
         start = (accept_code_change, allow_shared_dir, reset)
-        return run_node(root, rank, given, prefix, *start, crew, placed_as)
+        return run_node(root, rank, given, prefix, *start, crew, placed_as, live_view)
 
     if crew is not None:  # by run_machine
         return as_node(placed_as, crew)
@@ -117,7 +118,7 @@ def local(
 
     The same command again resumes. What is not given stays as it was at the last start.
     """
-    from coordinator.settings import SettingsError
+    from coordinator.settings.tree import SettingsError
 
     if master or worker is not None:
         raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
@@ -129,7 +130,7 @@ def local(
 
     with Children() as children:
         children.share_imports()
-        from coordinator.commands.local import (
+        from coordinator.console.commands.local import (
             run_local,
         )  # half a second: what is shared is imported beside it
 
@@ -140,9 +141,9 @@ def _given(
     words: Sequence[str], config: Path | None, debug_mode: bool, typed: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the settings that were typed, by dotted name: of a file, of options, of KEY=VALUE."""
-    from coordinator.commands.options import given_options
-    from coordinator.commands.typos import refuse_word
-    from coordinator.config import parse_override, read_file
+    from coordinator.console.commands.options import given_options
+    from coordinator.console.commands.typos import refuse_word
+    from coordinator.settings.loading import parse_override, read_file
 
     given: dict[str, Any] = read_file(config) if config else {}
     given |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
@@ -154,10 +155,10 @@ def _given(
 
 def _rank(root: Path, given: dict[str, Any], reset: Sequence[str], master: bool, worker: str | None) -> int:
     """Return which rank this is; add to `given` the number of nodes that a scheduler says."""
-    from coordinator.config import build
     from coordinator.machine.network import own_names
-    from coordinator.node.rank import nodes_from, resolve_rank
-    from coordinator.node.start import resume_given
+    from coordinator.settings.loading import build
+    from coordinator.start.rank import nodes_from, resolve_rank
+    from coordinator.start.start import resume_given
 
     if "cluster.num_nodes" not in given and worker is None and (nodes := nodes_from(os.environ)):
         given["cluster.num_nodes"] = nodes
@@ -167,9 +168,9 @@ def _rank(root: Path, given: dict[str, Any], reset: Sequence[str], master: bool,
 
 def _show(root: Path, given: dict[str, Any], reset: Sequence[str]) -> int:
     """Print the settings that a start of the master would go by, and on stderr what that changes."""
-    from coordinator.config import build
-    from coordinator.node.kept import changes, with_kept
-    from coordinator.node.start import absolute, last_start
+    from coordinator.settings.loading import build
+    from coordinator.start.kept import changes, with_kept
+    from coordinator.start.start import absolute, last_start
 
     last = last_start(root)
     settings = build(with_kept(absolute(given), last, reset))
@@ -183,8 +184,8 @@ def _app(name: str) -> typer.Typer:
     """Make a command; options of those that start nodes come from the settings, which takes a moment."""
     if name in COMMANDS:
         return COMMANDS[name]
-    from coordinator.commands.front import StartCommand
-    from coordinator.commands.options import with_options
+    from coordinator.console.commands.front import StartCommand
+    from coordinator.console.commands.options import with_options
 
     app = new_app(add_completion=name == PROGRAM)
     app.command(cls=StartCommand)(with_options(local if name == LOCAL else node))
@@ -198,15 +199,15 @@ def main() -> int:
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
     program = "flagpost" if Path(sys.argv[0]).name == "flagpost" else PROGRAM
     if f"_{program.upper()}_COMPLETE" in os.environ:
-        from coordinator.commands.front import complete
+        from coordinator.console.commands.front import complete
 
         return complete(program, {name: _app(name) for name in (PROGRAM, LOCAL, *COMMANDS)})
     arguments = sys.argv[1:]
     name = arguments[0] if arguments else ""
     names = [name] if name in (LOCAL, *COMMANDS) else []
-    from coordinator.commands.typos import with_all_resets
+    from coordinator.console.commands.typos import with_all_resets
     from coordinator.journal.plain import plain
-    from coordinator.settings import SettingsError
+    from coordinator.settings.tree import SettingsError
     from rollout.storage.files import SharedFsError
 
     said = " ".join([PROGRAM, *names])
@@ -218,7 +219,7 @@ def main() -> int:
     except SettingsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
     except typer.TyperException as error:
-        from coordinator.commands.typos import of_option
+        from coordinator.console.commands.typos import of_option
 
         print(f"run: {plain(of_option(error))}; see {said} --help", file=sys.stderr)
     except SharedFsError as error:

@@ -8,24 +8,23 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coordinator.collection.origins import refuse_changed_code
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
 from coordinator.journal.silence import FIRST_S, broken_silence
+from coordinator.keeping.resume import next_iteration
+from coordinator.keeping.trainer_states import wait_for_newest
 from coordinator.machine.children import ChildError
 from coordinator.machine.entries import StoreError
 from coordinator.machine.network import NetworkError
-from coordinator.node.announcement import announcement
-from coordinator.node.awaiting import PLACED
 from coordinator.node.flags import call_document
 from coordinator.node.node import Node
-from coordinator.node.start import Start, start_master, start_worker
-from coordinator.node.strangers import share_with_group
-from coordinator.placement import Crew
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import Phase, rows_of
@@ -33,12 +32,13 @@ from coordinator.protocol.placed import read_placement, run_dirs
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.crews import is_finished, open_next
-from coordinator.rows.origins import refuse_changed_code
-from coordinator.rows.resume import next_iteration
 from coordinator.rows.table import run_iterations
-from coordinator.rows.trainer_states import wait_for_newest
-from coordinator.settings import SettingsError
-from coordinator.views.terminal import live_view
+from coordinator.settings.placement import Crew
+from coordinator.settings.tree import SettingsError
+from coordinator.start.announcement import announcement
+from coordinator.start.awaiting import PLACED
+from coordinator.start.start import Start, start_master, start_worker
+from coordinator.start.strangers import share_with_group
 from rollout.collect import AllGivenUp
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError
@@ -269,6 +269,7 @@ def run_node(
     reset: Collection[str] = (),
     crew: Crew = "main",
     placed_as: str | None = None,
+    show: Callable[[Path], AbstractContextManager[None]] = lambda _root: contextlib.nullcontext(),
 ) -> int:
     """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
 
@@ -276,7 +277,7 @@ def run_node(
     with an iteration although the code of its reward or of its environment has changed. `allow_shared_dir`:
     other users may own the run directory, or write in it. `reset`: settings that the master does not keep
     from the last start. `placed_as`: the placement that `crew` is of, as JSON; the code is MOVED if another
-    one holds. None: it is the one that holds. In a terminal the master shows the run below its log lines.
+    one holds. None: it is the one that holds. `show`: how the master shows the run while it goes on.
     """
     with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if machine else FIRST_S):
         try:
@@ -298,5 +299,5 @@ def run_node(
         except EXPECTED as error:
             name = f"rank {machine}" if crew == "main" else f"{crew} rank {machine}"
             return _say(Ended(Exit.FAILED, f"{name} could not start: {error}"))
-        with live_view(root) if leads else contextlib.nullcontext():
+        with show(root) if leads else contextlib.nullcontext():
             return live(start, prefix)

@@ -1,1 +1,1 @@
-../coordinator/client.py
+../coordinator/console/server/client.py

@@ -15,10 +15,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from coordinator.commands.options import docstrings
-from coordinator.config import OPTIONS, TINY_DEFAULTS, option_name
-from coordinator.node.inputs import NODE_LOCAL
-from coordinator.settings import RunSettings
+from coordinator.console.commands.options import docstrings
+from coordinator.settings.loading import OPTIONS, TINY_DEFAULTS, option_name
+from coordinator.settings.tree import RunSettings
+from coordinator.start.inputs import NODE_LOCAL
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 COMMAND = "python scripts/settings_page.py"

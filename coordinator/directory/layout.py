@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from coordinator.placement import Crew
+from coordinator.settings.placement import Crew
 
 FORMAT = 5
 """Version of this layout. A directory of another version is refused."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from coordinator.config import flatten, show
 from coordinator.journal.sample_tables import COLUMNS
-from coordinator.settings import RunSettings
+from coordinator.settings.loading import flatten, show
+from coordinator.settings.tree import RunSettings
 
 
 @dataclass(frozen=True)

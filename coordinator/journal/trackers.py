@@ -17,7 +17,7 @@ from typing import Any
 from coordinator.directory.layout import Kind
 from coordinator.journal import sample_tables
 from coordinator.journal.sinks import About, MLflow, Sink, TensorBoard, Trackio, WandB
-from coordinator.settings import MetricsSettings, SettingsError, SinkName
+from coordinator.settings.tree import MetricsSettings, SettingsError, SinkName
 
 log = logging.getLogger(__name__)
 

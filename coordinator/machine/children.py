@@ -45,11 +45,11 @@ from typing import Self
 
 import psutil
 
-from coordinator.groups import GroupSettings
 from coordinator.machine import keeper
 from coordinator.machine.child_output import Output
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
+from coordinator.settings.groups import GroupSettings
 from rollout.engines.servers import RPC_BYTES, SOCKET_BYTES
 from trainer.job import forks
 from trainer.job.launch import LAUNCHER, READ_AT_IMPORT

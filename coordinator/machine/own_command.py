@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coordinator.settings import SettingsError
+from coordinator.settings.tree import SettingsError
 
 PATIENCE_S = 120.0
 """How long an answer may take; reading the settings takes half a second."""

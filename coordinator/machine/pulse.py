@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from coordinator.machine import keeper
-from coordinator.placement import Crew
+from coordinator.settings.placement import Crew
 
 SIGNALS = "signals"
 """A file in the spool: a byte for each signal that the node was sent, its number."""

@@ -10,9 +10,9 @@ from typing import Any
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
-from coordinator.node.inputs import Inputs, local_processes
-from coordinator.node.start import Start
-from coordinator.settings import RunSettings
+from coordinator.settings.tree import RunSettings
+from coordinator.start.inputs import Inputs, local_processes
+from coordinator.start.start import Start
 
 
 @dataclass

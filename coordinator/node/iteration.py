@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from coordinator.directory.published import Policy
 from coordinator.node.flags import Payload
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.settings import RunSettings
+from coordinator.settings.tree import RunSettings
 
 
 @dataclass

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from coordinator.cluster import ClusterSettings
 from coordinator.directory.layout import MASTER, Beat
 from coordinator.machine import network
 from coordinator.node.identity import Identity
@@ -21,6 +20,7 @@ from coordinator.protocol.shares import share_sizes
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.verdict import Verdict
 from coordinator.protocol.watch import Watch
+from coordinator.settings.cluster import ClusterSettings
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ from coordinator.node.ahead import Ahead
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.identity import Identity
 from coordinator.node.in_flight import InFlight
-from coordinator.node.inputs import difference
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
@@ -38,7 +37,6 @@ from coordinator.node.outage import Outage
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
-from coordinator.node.start import Start
 from coordinator.node.unresponsive import Unresponsive
 from coordinator.node.verdicts import Verdicts
 from coordinator.node.verifier import Verifier
@@ -46,7 +44,9 @@ from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.phases import By, Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.watch import ENDED, Watch
-from coordinator.settings import RunSettings, SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.inputs import difference
+from coordinator.start.start import Start
 from rollout.storage import files
 from rollout.storage.files import Moved
 from rollout.storage.retry import CACHED_S

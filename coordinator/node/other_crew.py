@@ -7,7 +7,6 @@ import time
 from coordinator.directory.layout import MASTER
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
-from coordinator.node.inputs import difference
 from coordinator.node.verdicts import CODES
 from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
@@ -16,7 +15,8 @@ from coordinator.protocol.liveness import Silence
 from coordinator.protocol.placed import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
-from coordinator.settings import RunSettings
+from coordinator.settings.tree import RunSettings
+from coordinator.start.inputs import difference
 from rollout.storage import files
 
 log = logging.getLogger(__name__)

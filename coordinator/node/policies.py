@@ -9,7 +9,7 @@ from coordinator.directory import published
 from coordinator.directory.published import Incomplete, Policy, is_part_of_model
 from coordinator.machine.store import Store
 from coordinator.node.identity import Identity
-from coordinator.node.inputs import base_model_dir
+from coordinator.start.inputs import base_model_dir
 from rollout.engines.model_dir import is_model_file, policy_digest
 from rollout.storage import known_files
 from rollout.storage.delta import delta_name

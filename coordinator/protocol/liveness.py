@@ -11,7 +11,7 @@ from typing import Any
 
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import Board
-from coordinator.settings import RunSettings
+from coordinator.settings.tree import RunSettings
 
 STARTS = 2
 """An engine that does not start is started once more."""

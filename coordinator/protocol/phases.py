@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import Literal
 
-from coordinator.settings import RunKind
+from coordinator.settings.tree import RunKind
 
 Category = Literal["rollout", "load", "train", "save", "other"]
 """What a row's time is counted as in the report."""

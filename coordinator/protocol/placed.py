@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
-from coordinator.placement import HALVES, Crew, Crews, crews_of, parse_place
-from coordinator.settings import SettingsError
+from coordinator.settings.placement import HALVES, Crew, Crews, crews_of, parse_place
+from coordinator.settings.tree import SettingsError
 from rollout.storage import files, once
 
 _DEVICES = re.compile(r"rank_(\d{4,})\.json", re.ASCII)

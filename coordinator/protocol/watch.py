@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.cluster import ClusterSettings
 from coordinator.directory.layout import MASTER, Flag, RunDir
 from coordinator.protocol import file_events
 from coordinator.protocol.exits import Ended
@@ -25,7 +24,8 @@ from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.protocol.verdict import LOSSES, Verdict, decide
-from coordinator.settings import RunSettings
+from coordinator.settings.cluster import ClusterSettings
+from coordinator.settings.tree import RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
 

@@ -1,1 +1,1 @@
-"""What each row of the protocol table does, and what rows share."""
+"""The protocol table, and what each of its rows does."""

@@ -14,7 +14,7 @@ from coordinator.machine.host_lock import own_folder
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import Board
-from coordinator.settings import TINY
+from coordinator.settings.tree import TINY
 from rollout.storage import files
 from rollout.tasks.task_set import BUILT_IN
 

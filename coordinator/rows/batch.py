@@ -15,7 +15,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
-from coordinator.settings import RunSettings
+from coordinator.settings.tree import RunSettings
 from rollout.origin import Origin
 from rollout.storage import files, once
 from rollout.tasks.task_set import group_seed

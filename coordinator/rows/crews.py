@@ -8,11 +8,11 @@ import logging
 import time
 
 from coordinator.directory import published
+from coordinator.keeping import lineage, resume
 from coordinator.node.node import Node
 from coordinator.protocol.exits import EpochChanged
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import Board
-from coordinator.rows import lineage, resume
 from coordinator.rows.metrics import summary
 
 log = logging.getLogger(__name__)

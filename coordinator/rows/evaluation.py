@@ -3,15 +3,15 @@
 import logging
 from functools import partial
 
-from coordinator.node.eval_tasks import digest_of
+from coordinator.collection import eval_sets, trajectories
+from coordinator.collection.collecting import collect_share
+from coordinator.collection.origins import OWN, agreed_functions, made_with
+from coordinator.collection.share import NamedSet, Share
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import eval_sets, trajectories
-from coordinator.rows.collecting import collect_share
-from coordinator.rows.origins import OWN, agreed_functions, made_with
-from coordinator.rows.share import NamedSet, Share
+from coordinator.start.eval_tasks import digest_of
 from rollout.origin import Sampling
 from rollout.quota import Quota
 from rollout.tasks.task_set import TaskSet

@@ -14,14 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from coordinator.collection import collecting, trajectories
 from coordinator.directory.published import Policy
+from coordinator.keeping import resume
 from coordinator.machine.entries import StoreError
 from coordinator.machine.filesystems import find_mount
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import collecting, resume, rollout, trajectories
+from coordinator.rows import rollout
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.environments.environment import demonstrates

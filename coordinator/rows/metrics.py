@@ -4,21 +4,21 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from coordinator.collection.eval_sets import by_source
 from coordinator.directory import published
+from coordinator.keeping.old_iterations import retire_iterations
+from coordinator.keeping.retention import retire_checkpoints, verify_last
+from coordinator.keeping.trainer_states import retire_states
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.chunks import measured_weights, paces_of
 from coordinator.protocol.phases import Phase, spent_s
-from coordinator.rows.old_iterations import retire_iterations
-from coordinator.rows.retention import retire_checkpoints, verify_last
-from coordinator.rows.trainer_states import retire_states
 from rollout.storage import files
 from rollout.storage.lines import append_line
-from rollout.tasks.task_set import Task
 
 log = logging.getLogger(__name__)
 
@@ -192,19 +192,6 @@ def _rewards_by_source(
         "reward_by_source": by_source(train.get("rewards", {}), tasks, field),
         "eval_reward_by_source": by_source(rewards, eval_tasks, field),
     }
-
-
-def by_source(rewards: Mapping[str, float], tasks: Sequence[Task], field: str) -> dict[str, float] | None:
-    """Return the mean of `rewards`, which are by slot, for each value that `field` has in the slots' tasks.
-
-    None if it has a single value, or slots have no task here (an evaluation whose tasks were changed since).
-    """
-    found: dict[str, list[float]] = {}
-    for slot, reward in rewards.items():
-        if int(slot) >= len(tasks):
-            return None
-        found.setdefault(str(tasks[int(slot)].get(field)), []).append(reward)
-    return {name: sum(of) / len(of) for name, of in sorted(found.items())} if len(found) > 1 else None
 
 
 def disagreement(line: Mapping[str, Any]) -> str | None:

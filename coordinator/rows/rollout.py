@@ -9,18 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from coordinator.directory import parts, published
-from coordinator.directory.decoded import decoded
-from coordinator.directory.layout import MASTER
-from coordinator.directory.published import Incomplete, Policy
-from coordinator.node.flags import Payload
-from coordinator.node.iteration import Iteration
-from coordinator.node.node import Node
-from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows import batch, eval_sets, evaluation, lineage, prefixes, resume, trajectories
-from coordinator.rows.collecting import collect_share
-from coordinator.rows.origins import (
+from coordinator.collection import eval_sets, prefixes, trajectories
+from coordinator.collection.collecting import collect_share
+from coordinator.collection.origins import (
     OWN,
     agreed_functions,
     changes,
@@ -30,8 +21,19 @@ from coordinator.rows.origins import (
     is_begun,
     made_with,
 )
-from coordinator.rows.prefixes import Begun
-from coordinator.rows.share import Share
+from coordinator.collection.prefixes import Begun
+from coordinator.collection.share import Share
+from coordinator.directory import parts, published
+from coordinator.directory.decoded import decoded
+from coordinator.directory.layout import MASTER
+from coordinator.directory.published import Incomplete, Policy
+from coordinator.keeping import lineage, resume
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.phases import Phase, rows_of
+from coordinator.rows import batch, evaluation
 from coordinator.rows.tasks import draw_tasks
 from rollout.environments.segments import Segment
 from rollout.quota import Quota

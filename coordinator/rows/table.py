@@ -2,10 +2,11 @@
 
 from functools import partial
 
+from coordinator.collection import collecting
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import batch, collecting, crews, evaluation, head_start, metrics, rollout, training
+from coordinator.rows import batch, crews, evaluation, head_start, metrics, rollout, training
 
 
 def run_iterations(node: Node) -> None:

@@ -3,16 +3,17 @@
 import os
 from pathlib import Path
 
+from coordinator.collection.serving import serve
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
+from coordinator.keeping import lineage, trainer_states
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import head_start, lineage, trainer_states
-from coordinator.rows.serving import serve
-from coordinator.settings import RunSettings
+from coordinator.rows import head_start
+from coordinator.settings.tree import RunSettings
 from rollout.storage import files
 from rollout.tasks.task_set import group_seed
 from trainer.documents import Resume, TrainRequest

@@ -31,9 +31,9 @@ from coordinator.journal import logs
 from coordinator.main import run_node
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.placement import Crew
 from coordinator.protocol import placed
 from coordinator.rows import rollout, training
+from coordinator.settings.placement import Crew
 
 WARM_UP = 3
 """First iterations, which do not count: the crews are not yet one apart."""

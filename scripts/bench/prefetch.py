@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from large import make_model
 
-from coordinator.config import build
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.machine import store
@@ -41,6 +40,7 @@ from coordinator.machine.filesystems import Mount
 from coordinator.machine.store import Store
 from coordinator.node.policies import Policies
 from coordinator.node.prefetch import THREADS
+from coordinator.settings.loading import build
 from rollout.engines.model_dir import policy_digest
 from rollout.settings import EngineSettings
 from rollout.storage import delta, known_files

@@ -33,10 +33,10 @@ from coordinator.main import live
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Act, Node
-from coordinator.node.start import start_master, start_worker
 from coordinator.protocol.phases import Phase
 from coordinator.rows.crews import open_when_ready
 from coordinator.rows.table import run_iteration
+from coordinator.start.start import start_master, start_worker
 from rollout.storage import files
 from scripts.bench.calls import Calls, table
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator import cli
+from coordinator.collection import collecting
+from coordinator.collection.share import Share
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.rows import collecting
-from coordinator.rows.share import Share
 
 
 def killed_in(iteration: int, when: str) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.node.rank import RANK_VARIABLES
+from coordinator.start.rank import RANK_VARIABLES
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 200.0

@@ -130,7 +130,7 @@ def test_worker_that_is_killed_is_named_and_its_files_are_removed(
     tmp_path: Path, doctors: Callable[[int], Doctors]
 ) -> None:
     two = doctors(2)
-    two.start(0, tmp_path, patch="import coordinator.commands.doctor.meeting as m; m.STEP_S = 20.0")
+    two.start(0, tmp_path, patch="import coordinator.console.doctor.meeting as m; m.STEP_S = 20.0")
     worker = two.start(1, tmp_path)
     until(lambda: list(tmp_path.glob("doctor/*.r0001.work/flags")), "the worker's own checks")
     os.killpg(worker.pid, signal.SIGKILL)
@@ -252,7 +252,7 @@ def test_errors_that_pass_do_not_stop_the_doctor(shared: FaultFs, doctors: Calla
 def test_mount_that_hangs_is_told_while_it_hangs(shared: FaultFs, doctors: Callable[[int], Doctors]) -> None:
     root = shared[0].path / "run"
     one = doctors(1)
-    process = one.start(0, root, patch="import coordinator.commands.doctor.report as r; r.HANG_S = 3.0")
+    process = one.start(0, root, patch="import coordinator.console.doctor.report as r; r.HANG_S = 3.0")
     until(lambda: list(shared.backing.glob("run/doctor/*.work/replaced")), "the first check")
     shared.freeze()
     assert process.stdout is not None

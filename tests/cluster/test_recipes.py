@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from coordinator.cli import main
-from coordinator.config import build, read_file
-from coordinator.node.estimate import memory_text
+from coordinator.settings.loading import build, read_file
+from coordinator.start.estimate import memory_text
 from tests.cluster.cluster import REPOSITORY, Cluster
 from tests.cluster.conftest import serving
 from tests.scripts.pages import commands

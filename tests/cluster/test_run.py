@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coordinator.collection.prefixes import Begun
 from coordinator.directory import published
 from coordinator.directory.layout import Record
 from coordinator.protocol.records import EpochRecord
-from coordinator.rows.prefixes import Begun
 from tests.cluster.cluster import FAST, Cluster, token_ids
 
 

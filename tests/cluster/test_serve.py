@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.client import Server, ServerError
+from coordinator.console.server.client import Server, ServerError
 from coordinator.directory.layout import RunDir
 from coordinator.machine.network import LOOPBACK, free_port
 from rollout.storage.files import file_facts

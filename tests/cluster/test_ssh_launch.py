@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.commands import launch as launch_module
-from coordinator.commands.launch_ssh import launch_ssh
+from coordinator.console.commands import launch as launch_module
+from coordinator.console.commands.launch_ssh import launch_ssh
 from coordinator.machine.network import LOOPBACK, free_port
 from tests.cluster.launchers import Launcher, text, until
 

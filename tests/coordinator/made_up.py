@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coordinator.config import build
 from coordinator.directory.layout import Beat, Flag, Record, RunDir
 from coordinator.protocol.records import EpochRecord, Member
 from coordinator.protocol.snapshot import Board, parse
-from coordinator.settings import RunSettings
+from coordinator.settings.loading import build
+from coordinator.settings.tree import RunSettings
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import policy_digest
 from rollout.origin import Code, Origin, Sampling, described

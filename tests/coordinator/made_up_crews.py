@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.config import build
+from coordinator.console.views.crew_status import crew_dirs
 from coordinator.directory.layout import FORMAT, Beat, RunDir
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.protocol.placed import Placement, publish_devices, publish_placement
 from coordinator.protocol.records import claim
-from coordinator.views.crew_status import crew_dirs
+from coordinator.settings.loading import build
 from tests.coordinator.made_up import record, run_dir_at, write_json
 from tests.coordinator.made_up_run import MadeUpNode
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.commands.options import docstrings
-from coordinator.commands.parse import COMMANDS, LOCAL
-from coordinator.config import OPTIONS, build, flatten
+from coordinator.console.commands.options import docstrings
+from coordinator.console.commands.parse import COMMANDS, LOCAL
 from coordinator.directory.layout import FORMAT, Beat, RunDir
-from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
 from coordinator.protocol.records import Given, claim
-from coordinator.settings import RunSettings
+from coordinator.settings.loading import OPTIONS, build, flatten
+from coordinator.settings.tree import RunSettings
+from coordinator.start.rank import NODES_VARIABLE, RANK_VARIABLES
 from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at, tree, write_json
 from tests.models import write_model

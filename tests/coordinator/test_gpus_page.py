@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 
 from coordinator.cli import main
-from coordinator.config import build, flatten, parse_override
 from coordinator.directory.layout import FORMAT
 from coordinator.journal.trackers import SINKS
-from coordinator.node.estimate import memory_text, time_text
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.rows import metrics
+from coordinator.settings.loading import build, flatten, parse_override
+from coordinator.start.estimate import memory_text, time_text
 from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
 from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json

@@ -13,19 +13,18 @@ PACKAGES = ("coordinator", "rollout", "trainer")
 HEAVY = {"torch", "transformers", "vllm"}
 FLOORS = (
     {"coordinator.cli"},
-    {"coordinator.main", "coordinator.commands"},
-    {"coordinator.commands.plan", "coordinator.server"},
-    {"coordinator.commands.doctor", "coordinator.rows", "coordinator.views.report"},
-    {"coordinator.node", "coordinator.views"},
+    {"coordinator.main", "coordinator.console.commands"},
+    {"coordinator.console.plan", "coordinator.console.server"},
+    {"coordinator.console.doctor", "coordinator.console.report"},
+    {"coordinator.console.views", "coordinator.rows"},
+    {"coordinator.collection"},
+    {"coordinator.keeping"},
+    {"coordinator.node"},
+    {"coordinator.start"},
     {"coordinator.machine"},
     {"coordinator.journal", "coordinator.protocol"},
     {"coordinator.directory"},
-    {"coordinator.config"},
-    {"coordinator.names"},
     {"coordinator.settings"},
-    {"coordinator.cluster"},
-    {"coordinator.placement", "coordinator.groups"},
-    {"coordinator.ranges", "coordinator.client"},
     {"trainer.__main__"},
     {"trainer.job"},
     {"trainer.checkpoint", "trainer.update"},
@@ -76,9 +75,9 @@ def imported_by(module: str, *, at_import: bool = False) -> set[str]:
 
 
 def room_of(module: str) -> str | None:
-    """The room that a module is in; None for a package itself, which loads its names when asked for them."""
+    """The room that a module is in; None for what only holds rooms: a package, `coordinator.console`."""
     parts = module.split(".")
-    if len(parts) == 1:
+    if module not in MAY_IMPORT and any(room.startswith(f"{module}.") for room in MAY_IMPORT):
         return None
     longest = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
     return next((name for name in longest if name in MAY_IMPORT), module)
@@ -144,7 +143,8 @@ def test_what_run_local_imports_before_it_has_others_import_is_light() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
     )
-    late = HEAVY | {"numpy", "aiohttp", "coordinator.node", "coordinator.views", "rollout.engines.client"}
+    late = HEAVY | {"numpy", "aiohttp", "coordinator.node", "coordinator.console.views"}
+    late.add("rollout.engines.client")
     assert not late & set(loaded.stdout.split())
 
 
@@ -154,5 +154,5 @@ def test_command_line_itself_imports_almost_nothing() -> None:
         new = imported_by(pending.pop(), at_import=True) & SOURCES.keys() - found
         found |= new
         pending += new
-    parsing = {name for name in SOURCES if name.startswith("coordinator.commands.parse")}
-    assert found == {"coordinator.commands", "coordinator.commands.arguments", *parsing}
+    parsing = {name for name in SOURCES if name.startswith("coordinator.console.commands.parse")}
+    assert found == {"coordinator.console.commands", "coordinator.console.commands.arguments", *parsing}

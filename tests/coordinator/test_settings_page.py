@@ -2,8 +2,8 @@
 
 import tomllib
 
-from coordinator.config import OPTIONS, build, flatten, option_name
-from coordinator.groups import GroupSettings
+from coordinator.settings.groups import GroupSettings
+from coordinator.settings.loading import OPTIONS, build, flatten, option_name
 from rollout.settings import EvalSetSettings
 from scripts import settings_page
 

@@ -104,7 +104,7 @@ def call(python: Path, here: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def test_what_is_imported_is_what_was_installed(python: Path, tmp_path: Path) -> None:
-    names = (*PACKAGES, "trainer.model.tiny", "coordinator.views.report")
+    names = (*PACKAGES, "trainer.model.tiny", "coordinator.console.report")
     script = f"from importlib.util import find_spec\nfor name in {names!r}: print(find_spec(name).origin)"
     done = subprocess.run(
         [str(python), "-c", script],

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from coordinator.config import build
 from coordinator.directory import parts
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.records import claim
+from coordinator.settings.loading import build
 from rollout.quota import Quota
 from tests.coordinator.made_up import (
     POLICY,

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from coordinator.cli import main
-from coordinator.commands.parse import COMMANDS
-from coordinator.config import build, flatten
-from coordinator.node.rank import NODES_VARIABLE, RANK_VARIABLES
-from tests.coordinator.commands.planned_run import write_run
+from coordinator.console.commands.parse import COMMANDS
+from coordinator.settings.loading import build, flatten
+from coordinator.start.rank import NODES_VARIABLE, RANK_VARIABLES
+from tests.coordinator.console.plan.planned_run import write_run
 from tests.scripts.documented_run import make_run
 from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands
 
@@ -50,7 +50,7 @@ ELSEWHERE = {
     r"(python scripts/flagpost_client\.py|export FLAGPOST_SERVER=|ssh -N -L).*": SERVE,
     r"python -m build": "tests/packaging/test_distributions.py",
 }
-"""What is not run here, and the test that does; `doctor` alone: tests/coordinator/commands/test_doctor.py."""
+"""What is not run here, and the test that does; `doctor` alone: tests/coordinator/console/doctor."""
 NOT_IN_CI = {"install", "demo"}
 """Targets that `.ci/run` does not name: a prerequisite of the others; below."""
 PAGES_WITH_TESTS = {
@@ -188,7 +188,7 @@ def test_command_about_a_run_works_on_one(
     follows = {"--watch", "-f", "--follow"} & {*words}
     if follows:
         monkeypatch.setattr("time.sleep", interrupt)
-    monkeypatch.setattr("coordinator.commands.cleanup.patience_s", lambda _cluster: 0.06)
+    monkeypatch.setattr("coordinator.console.commands.cleanup.patience_s", lambda _cluster: 0.06)
     assert run(words, monkeypatch) == (130 if follows else 0), capsys.readouterr().err
     assert capsys.readouterr().out.strip()
 
@@ -213,7 +213,7 @@ def test_doctor_is_asked_about_the_directory_as_one_of_the_nodes(
     command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("coordinator.commands.doctor.run.run_doctor", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr("coordinator.console.doctor.run.run_doctor", lambda *given: asked.append(given) or 0)
     assert run(here(command), monkeypatch) == 0, capsys.readouterr().err
     ((_root, nodes, rank, _limit_s, _json),) = asked
     assert 0 <= rank < nodes and (nodes > 1) == ("--peers" in command)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import OPEN, build, flatten
+from coordinator.console.views.run import Run
 from coordinator.protocol.exits import Exit
-from coordinator.views.run import Run
+from coordinator.settings.loading import OPEN, build, flatten
 from tests.scripts.documented_run import make_run
 from tests.scripts.pages import PAGES, REPOSITORY, anchors, links, name
 

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from coordinator.config import build, flatten, known_keys
-from coordinator.names import known_as
+from coordinator.settings.loading import build, flatten, known_keys
+from coordinator.settings.names import known_as
 from tests.scripts.pages import REPOSITORY, blocks
 
 PAGE = REPOSITORY / "docs" / "migration.md"

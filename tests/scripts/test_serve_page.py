@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from coordinator.cli import main
-from coordinator.client import SERVER_VARIABLE, TOKEN_VARIABLE
-from coordinator.commands.parse import COMMANDS
-from coordinator.server.app import Service
-from coordinator.server.launchers import Launcher
-from tests.coordinator.server.served import TOKEN, Served, serving
+from coordinator.console.commands.parse import COMMANDS
+from coordinator.console.server.app import Service
+from coordinator.console.server.client import SERVER_VARIABLE, TOKEN_VARIABLE
+from coordinator.console.server.launchers import Launcher
+from tests.coordinator.console.server.served import TOKEN, Served, serving
 from tests.scripts.pages import REPOSITORY, blocks, commands
 
 PAGE = REPOSITORY / "docs" / "serve.md"
@@ -126,7 +126,7 @@ def test_server_of_the_page_would_start(
     (laptop / "scripts").mkdir()
     shutil.copy(REPOSITORY / "scripts" / "node.sbatch", laptop / "scripts")
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr("coordinator.commands.serve._serve", serve)
+    monkeypatch.setattr("coordinator.console.commands.serve._serve", serve)
     words = shlex.split(command.replace("/shared/", f"{tmp_path}/"))
     assert call(words, monkeypatch) == 0
     ((service, host, port),) = asked

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.console.server import jobs
+from coordinator.console.server.launchers import Launcher
+from coordinator.console.server.submission import Submission
+from coordinator.console.views import run
 from coordinator.directory.layout import RunDir
-from coordinator.server import jobs
-from coordinator.server.launchers import Launcher
-from coordinator.server.submission import Submission
-from coordinator.views import run
 from tests.cluster.cluster import FAST
 from tests.scripts import slurm
 from tests.scripts.slurm import Slurm

@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.collection.prefixes import Begun
 from coordinator.directory import published
 from coordinator.directory.layout import (
     DOCUMENT,
@@ -46,13 +47,12 @@ from coordinator.directory.layout import (
     parse_part_name,
     parse_protocol_name,
 )
+from coordinator.keeping import resume
 from coordinator.node.flags import Flags
 from coordinator.protocol.complaints import NOT_STARTED
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord
-from coordinator.rows import resume
-from coordinator.rows.prefixes import Begun
-from coordinator.settings import Crew
+from coordinator.settings.tree import Crew
 from rollout.part_file import decode_part
 from rollout.quota import Quota
 from rollout.trajectory import UNFINISHED, Group, Sample, Span

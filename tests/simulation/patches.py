@@ -21,13 +21,14 @@ import pytest
 from watchdog.observers import Observer
 
 from coordinator import main
+from coordinator.collection import makers
 from coordinator.machine import engine, network, trainer
 from coordinator.machine.store import Store
 from coordinator.node import identity, node
-from coordinator.node import start as start_module
-from coordinator.node.inputs import Inputs, load_inputs
-from coordinator.rows import base_model, makers
-from coordinator.settings import RunSettings
+from coordinator.rows import base_model
+from coordinator.settings.tree import RunSettings
+from coordinator.start import start as start_module
+from coordinator.start.inputs import Inputs, load_inputs
 from rollout.engines.servers import Server, server_command
 from rollout.storage import files, lines
 from tests.simulation.children import Children, Machines
@@ -36,7 +37,7 @@ from tests.simulation.loop import Asyncio
 from tests.simulation.scheduler import Event, RLock, Thread
 from trainer.job import launch
 
-REAL = {"coordinator.cli", "coordinator.commands.local", "coordinator.directory.line_writer"} | {
+REAL = {"coordinator.cli", "coordinator.console.commands.local", "coordinator.directory.line_writer"} | {
     f"coordinator.machine.{name}"
     for name in ("children", "child_output", "keeper", "network", "pulse", "signals", "stand_in")
 }

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.collection import claimed, trajectories
 from coordinator.directory import claims as claims_of_a_row
 from coordinator.directory.claims import TRIES, Claims
 from coordinator.node import node
-from coordinator.rows import claimed, trajectories
 from rollout.engines.completion import Completion
 from rollout.origin import Sampling
 from rollout.storage import files

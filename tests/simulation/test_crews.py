@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
+from coordinator.keeping import lineage, retention
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
-from coordinator.rows import batch, lineage, retention
+from coordinator.rows import batch
 from tests.simulation.faults import ACTIONS, Fault, faults
 from tests.simulation.test_simulation import NODES, SEGMENTS, run, searching, undisturbed
 from tests.simulation.world import World

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.collection import collecting
+from coordinator.collection.ongoing import Ongoing
+from coordinator.collection.share import Share
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
-from coordinator.rows import collecting, head_start, training
-from coordinator.rows.ongoing import Ongoing
-from coordinator.rows.share import Share
+from coordinator.rows import head_start, training
 from tests.simulation.faults import ACTIONS, Fault
 from tests.simulation.test_simulation import NODES, run, searching, undisturbed
 from tests.simulation.trainers import Trainer

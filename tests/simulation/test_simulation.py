@@ -17,11 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from coordinator.collection import prefixes
 from coordinator.directory import parts
 from coordinator.directory.layout import Flag, RunDir
+from coordinator.keeping import lineage, retention
 from coordinator.node.flags import Flags, Payload
 from coordinator.protocol.phases import Phase
-from coordinator.rows import lineage, prefixes, retention
 from rollout.storage import files
 from rollout.trajectory import Group
 from tests.simulation.disk import Disk

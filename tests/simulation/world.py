@@ -16,12 +16,12 @@ from coordinator import main
 from coordinator.directory.layout import RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.node.start import Start
-from coordinator.placement import Crew
 from coordinator.protocol import placed
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.placed import Placement
+from coordinator.settings.placement import Crew
+from coordinator.start.start import Start
 from tests.simulation import patches
 from tests.simulation.children import Machines
 from tests.simulation.disk import Disk

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import build
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete, verify_checkpoint
+from coordinator.keeping.resume import next_iteration, resume_at
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows.resume import next_iteration, resume_at
-from coordinator.settings import RunSettings
+from coordinator.settings.loading import build
+from coordinator.settings.tree import RunSettings
 from tests.coordinator.made_up import POLICY, run_dir_at, write_checkpoint, write_json
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-from coordinator.config import build
 from coordinator.directory.layout import GROUPS, RunDir
 from coordinator.journal import trackers
 from coordinator.journal.sample_tables import COLUMNS, LONGEST, rows
 from coordinator.journal.trackers import About, Sinks, check_sinks, scalars
-from coordinator.settings import MetricsSettings, SettingsError
+from coordinator.settings.loading import build
+from coordinator.settings.tree import MetricsSettings, SettingsError
 from rollout.trajectory import line_for_people
 from tests.coordinator import made_up
 

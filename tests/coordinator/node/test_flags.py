@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.config import build
 from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
 from coordinator.node import flags as flags_module
 from coordinator.node.flags import Flags, read_call, read_flag
@@ -18,6 +17,7 @@ from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.watch import Watch
+from coordinator.settings.loading import build
 from rollout.storage import files
 from tests.coordinator.made_up import record, run_dir_at
 

@@ -5,10 +5,10 @@ from typing import cast
 
 import pytest
 
-from coordinator.config import build
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
+from coordinator.settings.loading import build
 
 KINDS = {
     "both": {},

@@ -6,15 +6,15 @@ from typing import cast
 
 import pytest
 
-from coordinator.config import build
 from coordinator.directory.layout import RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.placement import Crew
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
+from coordinator.settings.loading import build
+from coordinator.settings.placement import Crew
 from tests.coordinator.made_up import record
 
 SAID = {

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.config import build
 from coordinator.directory.layout import MASTER, Flag, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.other_crew import OtherCrew
 from coordinator.protocol import placed
 from coordinator.protocol.exits import Ended, Exit
+from coordinator.settings.loading import build
 from rollout.storage import files
 
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordinator.config import build
 from coordinator.node import position as position_module
 from coordinator.node.position import Position
 from coordinator.protocol.liveness import Standstill, stall_limit_s
 from coordinator.protocol.phases import Phase
+from coordinator.settings.loading import build
 from rollout.engines.generated import Generated
 from rollout.storage import files
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import build
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
+from coordinator.keeping import lineage
 from coordinator.machine import store as store_module
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.store import Store
@@ -22,8 +22,9 @@ from coordinator.node import prefetch as module
 from coordinator.node.iteration import Iteration
 from coordinator.node.policies import Policies
 from coordinator.node.prefetch import Prefetch
-from coordinator.rows import lineage, rollout
-from coordinator.settings import Crew
+from coordinator.rows import rollout
+from coordinator.settings.loading import build
+from coordinator.settings.tree import Crew
 from rollout.storage import delta, files
 from rollout.storage.files import unheard
 from tests.coordinator.made_up import run_dir_at, write_checkpoint

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.protocol import placed
 from coordinator.protocol.placed import Placement
-from coordinator.settings import SettingsError
+from coordinator.settings.tree import SettingsError
 
 
 def test_nothing_is_placed_before_somebody_does(tmp_path: Path) -> None:

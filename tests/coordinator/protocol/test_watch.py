@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from watchdog.events import FileMovedEvent
 
-from coordinator.cluster import ClusterSettings
-from coordinator.config import build
 from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
 from coordinator.protocol import heartbeat, watch
 from coordinator.protocol.file_events import Waker
@@ -25,7 +23,9 @@ from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import Board, parse, ranks_text
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import SAY_AGAIN_S, Watch
-from coordinator.settings import RunSettings
+from coordinator.settings.cluster import ClusterSettings
+from coordinator.settings.loading import build
+from coordinator.settings.tree import RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
 from tests.coordinator.made_up import record, run_dir_at
@@ -34,7 +34,7 @@ from tests.paths import REPOSITORY
 STARTER = """
 import errno, json, os, sys
 from pathlib import Path
-from coordinator.settings import RunSettings
+from coordinator.settings.tree import RunSettings
 from coordinator.protocol.file_events import Waker
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.watch import Watch

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import build
 from coordinator.directory import parts, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.protocol.exits import Ended
 from coordinator.rows.batch import ensure_batch
+from coordinator.settings.loading import build
 from rollout.quota import Quota
 from rollout.trajectory import Group
 from tests.coordinator.made_up import POLICY, group, origin, run_dir_at

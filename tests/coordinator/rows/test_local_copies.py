@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import build
+from coordinator.collection.serving import serve
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
 from coordinator.machine import store
@@ -16,7 +16,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.policies import Policies
 from coordinator.protocol.phases import Phase
 from coordinator.rows import training
-from coordinator.rows.serving import serve
+from coordinator.settings.loading import build
 from rollout.storage.files import checksums, unheard
 from tests.coordinator.made_up import record, run_dir_at, write_checkpoint
 from trainer.documents import Resume, TrainRequest

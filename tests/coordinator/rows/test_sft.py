@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import build, overlay
-from coordinator.node.inputs import load_inputs
-from coordinator.rows import makers
-from coordinator.settings import RunSettings, SettingsError
+from coordinator.collection import makers
+from coordinator.settings.loading import build, overlay
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.inputs import load_inputs
 from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import single_turn
 from rollout.environments.preference import preference

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.config import build
-from coordinator.node.refusals import context_of
-from coordinator.settings import SettingsError
+from coordinator.settings.loading import build
+from coordinator.settings.tree import SettingsError
+from coordinator.start.refusals import context_of
 from rollout.engines.embedded.engine import TorchEngine
 from rollout.engines.embedded.weights import load_model
 from rollout.engines.servers import server_command

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.commands import evaluate
-from coordinator.settings import SettingsError
+from coordinator.console.commands import evaluate
+from coordinator.settings.tree import SettingsError
 from trainer.checkpoint import merge
 from trainer.model import lora
 from trainer.settings import LoraSettings

@@ -1,0 +1,1 @@
+"""How a node makes its share of the groups of a rollout, and what they are made with."""

@@ -1,0 +1,81 @@
+"""What a node is to generate in row 2 or 6, and what each of its slots is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.collection import prefixes
+from coordinator.collection.eval_sets import SetSlots
+from coordinator.collection.prefixes import Begun
+from coordinator.directory.layout import Kind, RunDir
+from coordinator.node.flags import Payload
+from coordinator.protocol.phases import Phase
+from coordinator.start.functions import Functions
+from rollout.environments.segments import Segment
+from rollout.origin import Origin
+from rollout.quota import Quota
+from rollout.settings import RolloutSettings
+from rollout.slots import Slot
+from rollout.tasks.task_set import TaskSet, group_seed
+
+ROWS: dict[Kind, Phase] = {"train": Phase.TRAIN_ROLLOUT, "eval": Phase.EVAL_ROLLOUT}
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    """What a node needs for the slots of a named set of an evaluation."""
+
+    slots: SetSlots
+    tasks: TaskSet
+    functions: Functions
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a node is to generate: slot k is task `order[k]` of `tasks`, or one of a named set."""
+
+    kind: Kind
+    plan: Payload
+    quota: Quota
+    order: Sequence[int]
+    tasks: TaskSet
+    origin: Origin
+    functions: Functions
+    settings: RolloutSettings
+    begun: Sequence[Begun] = ()
+    """What the first slots go on with."""
+    sets: Sequence[NamedSet] = ()
+    """The named sets, by slot."""
+    segment: Segment | None = None
+    """What the iteration adds to a sample, if that may be less than all of it."""
+
+    def kept(self, rank: int) -> list[int]:
+        """Return the slots that a rank has in flight from the epoch before."""
+        return self.plan["kept"].get(str(rank), [])
+
+    def is_empty(self, rank: int) -> bool:
+        """Return whether a rank has nothing to make."""
+        more = self.plan["chunks"] if "chunks" in self.plan else self.plan["needed"][str(rank)]
+        return not more and not self.kept(rank)
+
+
+def slots_of(run_dir: RunDir, iteration: int, share: Share, numbers: Sequence[int]) -> list[Slot]:
+    """Return slots of a share, each with its task, its seed, and what the iteration before has made."""
+    groups = prefixes.read(run_dir, iteration, share.begun, numbers)
+    slots: list[Slot] = []
+    for slot in numbers:
+        first = (iteration, slot - len(share.begun))  # as if nothing had been begun before
+        if slot < len(share.begun):
+            first = (share.begun[slot].iteration, share.begun[slot].slot)
+        seed = group_seed(share.settings.seed, share.kind, *first)
+        if one := next((one for one in share.sets if one.slots.begin <= slot < one.slots.end), None):
+            slots.append(_of_set(one, share.settings.seed, iteration, slot))
+        else:
+            slots.append(Slot(slot, share.tasks.tasks[share.order[slot]], seed, groups.get(slot)))
+    return slots
+
+
+def _of_set(one: NamedSet, run_seed: int, iteration: int, slot: int) -> Slot:
+    """Return a slot of a named set. Its seed does not depend on which other sets there are."""
+    name, index = one.slots.name, slot - one.slots.begin
+    seed = group_seed(run_seed, f"eval/{name}", iteration, index)
+    return Slot(slot, one.tasks.tasks[index], seed, kind=name)

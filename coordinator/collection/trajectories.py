@@ -1,0 +1,152 @@
+"""What the rollouts of training and evaluation have in common: plan slots, collect a share, aggregate."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from coordinator.collection.collecting import key_of
+from coordinator.directory import parts, published
+from coordinator.directory.layout import Kind
+from coordinator.node.flags import Payload
+from coordinator.node.iteration import Iteration
+from coordinator.node.node import Node
+from coordinator.protocol.chunks import Chunks, carried, cut, paces_of
+from coordinator.protocol.shares import split_slots
+from rollout.origin import Origin
+from rollout.quota import Quota
+from rollout.storage import once
+from rollout.tally import Tally
+from rollout.trajectory import Group
+
+log = logging.getLogger(__name__)
+_tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration
+
+
+def plan(
+    node: Node, iteration: Iteration, kind: Kind, quota: Quota, origin: Origin, order: Sequence[int]
+) -> Payload:
+    """Say who makes the slots that no part of `origin` holds yet; slot k is task `order[k]`.
+
+    `short`: how many groups are needed beyond the slots left. `kept`, by rank (as JSON writes it): slots that
+    it has in flight from the epoch before. Split by weight, by rank:
+    `shares`, its slots in the order in which it takes them, spare ones last; `needed`, how many groups of
+    them it is to make. Claimed: the chunks (protocol.chunks), and the `spare` slots.
+    """
+    directory = node.run_dir.trajectories(kind, iteration.number)
+    finished = parts.finished_groups(directory, origin) if quota.slots else {}
+    missing = quota.missing(finished.values())
+    if finished:
+        log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)
+    left = [slot for slot in range(quota.slots) if slot not in finished]
+    short = max(0, missing - len(left))
+    kept = _kept(node, key_of(node, iteration, kind), left, missing)
+    in_flight = {slot for slots in kept.values() for slot in slots}
+    free = [slot for slot in left if slot not in in_flight]
+    count = min(missing, len(left)) - len(in_flight)
+    needed, spare = free[:count], free[count:] if missing else []
+    said = {"short": short, "kept": {str(rank): slots for rank, slots in kept.items()}}
+    have = {rank: len(slots) for rank, slots in kept.items()}
+    return {**split(node, iteration, kind, needed, spare, order, have), **said}
+
+
+def split(
+    node: Node,
+    iteration: Iteration,
+    kind: Kind,
+    needed: Sequence[int],
+    spare: Sequence[int],
+    order: Sequence[int],
+    have: Mapping[int, int] = MappingProxyType({}),
+) -> Payload:
+    """Say who makes the slots of `needed`, and of `spare` if it comes to that; `have`, by rank: how many more
+    it has in flight. See `plan`.
+    """
+    members = node.record.members
+    if node.settings.claims and len(members) > 1:
+        history = node.histories[kind]
+        lengths = history.lengths(iteration.number, order)
+        lengths = {slot: lengths[slot] for slot in needed if slot in lengths}
+        chunks = cut(needed, lengths, sorted(members), paces_of(history.paces(iteration.number)))
+        return {**chunks.as_json(), "spare": list(spare)}
+    weights = {rank: member.weight for rank, member in members.items()}
+    shares, of_spare = split_slots(needed, weights, have), split_slots(spare, weights)
+    return {
+        "shares": {str(rank): share + of_spare[rank] for rank, share in shares.items()},
+        "needed": {str(rank): len(share) for rank, share in shares.items()},
+    }
+
+
+def own_places(plan: Payload) -> dict[str, list[int]]:
+    """Return, by rank, the slots of a plan that it begins with: its share, or its own place in the chunks."""
+    if "shares" in plan:
+        return plan["shares"]
+    chunks = Chunks.of(plan)
+    first = sorted(chunks.first.items(), key=lambda item: item[1])
+    ends = [number for _, number in first[1:]] + [len(chunks.chunks)]
+    return {
+        str(rank): [slot for chunk in chunks.chunks[begin:end] for slot in chunk.slots]
+        for (rank, begin), end in zip(first, ends, strict=True)
+    }
+
+
+def _kept(node: Node, key: str, left: Collection[int], most: int) -> dict[int, list[int]]:
+    """Return, by rank, the slots of `left` that are in flight there with what `key` stands for; `most` of
+    them at most, and each once.
+    """
+    found: dict[int, list[int]] = {}
+    free = set(left)
+    for rank, said in sorted(node.kept.items()):
+        slots = [slot for slot in said.get("slots", ()) if slot in free] if said.get("key") == key else []
+        slots = slots[:most]
+        most -= len(slots)
+        free -= set(slots)
+        found |= {rank: slots} if slots else {}
+    return found
+
+
+def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
+    """Count the needed groups that are not made, for want of slots, and by all nodes together; and join the
+    paces of the nodes that have made any.
+    """
+    short = plan["short"] + sum(said["short"] for said in payloads.values())
+    if short:
+        log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
+    paces = {str(rank): said["pace"] for rank, said in payloads.items() if "pace" in said}
+    return {"short": short, "paces": paces}
+
+
+def aggregate(
+    node: Node,
+    iteration: Iteration,
+    kind: Kind,
+    quota: Quota,
+    origin: Origin,
+    made: Payload,
+    named: Payload,
+    order: Sequence[int],
+    scores: Callable[[Sequence[Group]], Mapping[str, Any]] = lambda _groups: {},
+) -> None:
+    """Publish the manifest over the parts of `origin` that flags have named and those that are listed; `made`
+    is what `sum_short` has returned. What it says is expected of the next iterations. `scores`: what else it
+    says of the groups.
+    """
+    path = node.run_dir.manifest(kind, iteration.number)
+    if found := published.read_json(path):
+        if kind == "train" or found["policy"] == origin.policy:
+            return
+        once.withdraw(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
+    elif path.name in published.names(path.parent) and published.read_json(path) is None:
+        log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
+        once.withdraw(path, path.with_suffix(".damaged"))
+    directory = node.run_dir.trajectories(kind, iteration.number)
+    document, groups = parts.manifest(directory, iteration.number, quota, origin, named, made["short"])
+    history = node.histories[kind]
+    paces = carried(paces_of(history.paces(iteration.number)), paces_of(made["paces"]))
+    members = node.record.members  # a rank that has left the run counts for nothing any more
+    document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in members}
+    history.add(iteration.number, order, document)
+    if document["mixed_code"]:
+        log.warning("%s: %d groups were made with other code than the first", path, document["mixed_code"])
+    document |= scores(groups)
+    parts.publish_manifest(path, document, groups)

@@ -1,0 +1,49 @@
+"""Options that several commands have, and how a command is made."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+Function = TypeVar("Function", bound=Callable[..., int])
+LogPath = Annotated[
+    Path,
+    typer.Option(
+        "--log-path", metavar="DIR", envvar="RUN_LOG_PATH", help="The run directory that all nodes share."
+    ),
+]
+
+
+def _settings(incomplete: str) -> list[str]:
+    """Return the settings that what was typed can become; for the completion."""
+    from coordinator.settings.loading import known_keys
+
+    begun = incomplete and "=" not in incomplete
+    return [f"{key}=" for key in known_keys() if key.startswith(incomplete)] if begun else []
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Any setting by its dotted name.", autocompletion=_settings),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Deadline = Annotated[
+    float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")
+]
+
+
+def option(*names: str, help: str, metavar: str = "TEXT") -> Any:
+    """Return an option whose help shows no default."""
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+
+
+def new_app(add_completion: bool = False) -> typer.Typer:
+    """Return a command of its own; its help is plain text on any terminal."""
+    return typer.Typer(add_completion=add_completion, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def command_in(apps: dict[str, typer.Typer], name: str, **settings: Any) -> Callable[[Function], Function]:
+    """Return what makes a function the command `name` of `apps`. `settings`: of its parser."""
+    app = apps[name] = new_app()
+    return app.command(name, context_settings=settings)

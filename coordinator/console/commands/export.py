@@ -1,0 +1,103 @@
+"""`run export`: copy a checkpoint into a directory that the Hugging Face Hub, or a server, can take."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.directory.metrics_file import measured
+from coordinator.directory.published import Incomplete, is_part_of_model
+from coordinator.settings.tree import TINY, SettingsError
+from coordinator.start.start import read_run_json
+from rollout.engines.admin import CONTENT, PROBE
+from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
+from rollout.storage import files
+
+CARD = "README.md"
+
+
+def export(root: Path, iteration: int | None, target: Path) -> list[str]:
+    """Copy the model of `iteration` (None: the newest) into `target`, with a model card; return file names.
+
+    Every copy is verified. `target` appears complete or, after a SettingsError, not at all.
+    """
+    run_dir = RunDir(root)
+    if run_dir.run_json.name not in published.names(root):
+        raise SettingsError(f"--log-path {root}: no run is here")
+    run = read_run_json(run_dir)
+    there = published.checkpoints(run_dir)
+    iteration = iteration or max(there, default=0)
+    if iteration not in there:
+        found = f"there are {', '.join(map(str, there))}" if there else "there is none yet"
+        raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {found}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
+        raise SettingsError(f"-o {target}: is there already; give a new directory")
+    source = run_dir.checkpoint(iteration)
+    try:
+        wanted = published.read_result(source).files
+    except Incomplete as error:
+        reason = str(error).splitlines()[0].rstrip(":")
+        raise SettingsError(f"--iteration {iteration}: {reason}; export another one") from None
+    names = sorted(name for name in wanted if is_part_of_model(name) and name not in {PROBE, CONTENT, CARD})
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
+            inside = Path(made) / target.name
+            inside.mkdir()
+            _copy(source, inside, {name: wanted[name] for name in names})
+            _name_base(inside, run)
+            (inside / CARD).write_text(_card(run_dir, run, iteration))
+            os.replace(inside, target)
+    except OSError as error:
+        raise SettingsError(f"-o {target}: {error.strerror or error}; give another directory") from None
+    return [*names, CARD]
+
+
+def _copy(source: Path, target: Path, wanted: Mapping[str, Any]) -> None:
+    """Copy the files `wanted`; SettingsError for one that is missing or does not have these facts."""
+    there = [name for name in wanted if name in published.names(source)]
+    for name in there:
+        shutil.copy(source / name, target / name)
+    found = files.checksums(target)
+    if damaged := [name for name, facts in wanted.items() if found.get(name) != facts]:
+        raise SettingsError(
+            f"{source / damaged[0]} is missing or damaged; nothing was exported, export another iteration"
+        )
+
+
+def _name_base(directory: Path, run: dict[str, Any]) -> None:
+    """Write the user's name of the base model into an adapter, in place of a path on a node.
+
+    The built-in model keeps its path in the run: no other program can load it by name.
+    """
+    path, model = directory / ADAPTER_CONFIG, run["fixed"]["model"]["name"]
+    if path.is_file() and not model.startswith(TINY):
+        config = json.loads(path.read_bytes()) | {"base_model_name_or_path": model}
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _card(run_dir: RunDir, run: dict[str, Any], iteration: int) -> str:
+    """Return the README.md of the model, with the metadata that the Hub reads."""
+    model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
+    is_local = model.startswith(("/", ".", "builtin:"))
+    library = "peft" if is_adapter(run_dir.checkpoint(iteration)) else "transformers"
+    head = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [reinforcement-learning]"]
+    head += [f"base_model: {model}"] if not is_local else []
+    of_this_policy = [line for line in published.metrics_lines(run_dir) if measured(line) == iteration]
+    following: dict[str, Any] = of_this_policy[0] if of_this_policy else {}
+    facts = {
+        "Started from": Path(model).name if is_local else model,
+        "Tasks": Path(tasks).name,
+        "Iterations of training": iteration,
+        "Evaluation reward": following.get("eval_reward"),
+        "Mean reward of its samples": following.get("reward"),
+        "Run": run["run_id"],
+    }
+    known = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
+    title = [f"# {run_dir.root.name}, iteration {iteration}", "", "Post-trained with Flagpost.", ""]
+    return "\n".join(["---", *head, "---", "", *title, *known, ""])

@@ -1,0 +1,65 @@
+"""What stands before all commands: the page of `run --help`, and the completion of what is typed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from coordinator.console.commands.options import parameter_names
+from coordinator.console.commands.parse import GROUPS
+
+SETTINGS = "Settings; any other one as KEY=VALUE, --dry-run prints all"
+
+
+class StartCommand(TyperCommand):
+    """A command that starts nodes. Its help names the other commands first, then its options in two parts."""
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        """Write the usage; of `run` itself, also the one with a command."""
+        super().format_usage(ctx, formatter)
+        if ctx.parent is None and " " not in ctx.info_name:
+            formatter.write_usage(ctx.info_name, "COMMAND [OPTIONS]", prefix="   or: ")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups, if this is `run` itself, then the options."""
+        if " " not in ctx.info_name:
+            width = max(len(name) for commands in GROUPS.values() for name in commands)
+            for title, commands in GROUPS.items():
+                with formatter.section(title):
+                    lines = [(f"{ctx.info_name} {name:{width}}", text) for name, text in commands.items()]
+                    formatter.write_dl(lines)
+        settings = parameter_names()
+        parts: dict[str, list[tuple[str, str]]] = {"Options": [], SETTINGS: []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and param.param_type_name == "option":
+                parts[SETTINGS if param.name in settings else "Options"].append(record)
+        for title, records in parts.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class _All(TyperGroup):
+    """`run` with its commands, as the completion sees it: a word may also be a setting."""
+
+    words: Any
+    """The parameter of `run` that takes KEY=VALUE."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the commands, options and settings that `incomplete` can become."""
+        return [*super().shell_complete(ctx, incomplete), *self.words.shell_complete(ctx, incomplete)]
+
+
+def complete(program: str, apps: Mapping[str, typer.Typer]) -> int:
+    """Answer the shell, which asks in environment variables what `program` could go on with.
+
+    `apps`: the command without a name, then the others by name.
+    """
+    first, *others = apps
+    words, *options = get_command(apps[first]).params
+    commands = {name: get_command(apps[name]) for name in others}
+    everything = _All(name=program, commands=commands, params=options, invoke_without_command=True)
+    everything.words = words
+    return everything(prog_name=program) or 0

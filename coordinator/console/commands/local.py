@@ -1,0 +1,174 @@
+"""`run local`: start all nodes of a run as processes of this machine, in one terminal."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import Timeout
+
+from coordinator.console.commands.interrupts import Interrupts
+from coordinator.console.views.run import Run
+from coordinator.console.views.terminal import LiveView
+from coordinator.directory import published
+from coordinator.journal.plain import plain
+from coordinator.journal.silence import broken_silence
+from coordinator.machine.children import Child, Children
+from coordinator.machine.host_lock import host_lock
+from coordinator.node.messages import STARTED_BY
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.settings.loading import build
+from coordinator.settings.tree import SettingsError
+from coordinator.start.inputs import load_inputs
+from coordinator.start.refusals import fit_max_tokens
+from coordinator.start.start import check_log_path, resume_given
+from coordinator.start.strangers import refuse_strangers
+
+LOOK_S = 0.25
+GRACE_S = 15.0
+"""How long nodes may take to end by themselves after a second interrupt."""
+
+
+def run_local(
+    children: Children,
+    root: Path,
+    given: Mapping[str, Any],
+    reset: Sequence[str] = (),
+    accept_code_change: bool = False,
+    allow_shared_dir: bool = False,
+) -> int:
+    """Start all nodes, show them live, print the results; return the first exit code that is not 0.
+    `children` is closed then.
+
+    SettingsError if another `run local` has nodes in the directory: it would end when they are superseded.
+    """
+    with _alone(root):
+        return _run_local(children, root, given, reset, accept_code_change, allow_shared_dir)
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Generator[None]:
+    """Hold the directory for one `run local` of this user on this machine; SettingsError names another."""
+    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    try:
+        lock = host_lock(f"local-{name}")
+    except Ended as error:
+        raise SettingsError(error.text) from None
+    holder = Path(lock.lock_file).with_suffix(".pid")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        pid = holder.read_text().strip() if holder.exists() else "unknown"
+        look = f"run status --log-path {shlex.quote(str(root))}"
+        raise SettingsError(
+            f"--log-path {root}: run local is at work there, pid {pid}; stop it with Ctrl+C, or look: {look}"
+        ) from None
+    try:
+        holder.write_text(f"{os.getpid()}\n")
+        yield
+    finally:
+        lock.release()
+
+
+def _run_local(
+    children: Children,
+    root: Path,
+    given: Mapping[str, Any],
+    reset: Sequence[str],
+    accept_code_change: bool,
+    allow_shared_dir: bool,
+) -> int:
+    check_log_path(root)
+    refuse_strangers(root, allow_shared_dir)  # what is kept there says which code is loaded here
+    given = resume_given(root, given, reset)
+    settings = build(given)
+    with broken_silence(lambda: ("start", "run: reading the tasks and the model"), say=print):
+        fit_max_tokens(settings, given, load_inputs(settings, given).context)
+    nodes = settings.cluster.num_nodes
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nodes))
+    again = f"run local --log-path {shlex.quote(str(root))}"
+    environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", STARTED_BY: again}
+    interrupts = Interrupts()
+    overrides = ["--reset-settings=all", *as_overrides({**given, "cluster.num_nodes": nodes})]
+    overrides += ["--accept-code-change"] if accept_code_change else []
+    shared = ["--allow-shared-dir"] if allow_shared_dir else []
+    started: list[Child] = []
+    with LiveView(root, sys.stdout) as shown:
+
+        def echo(line: str) -> None:
+            shown.say_line(plain(line))
+
+        for rank in range(nodes):
+            role = ["--worker", str(rank)] if rank else ["--master", *overrides]
+            argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
+            started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
+        codes = follow(started, interrupts)
+        children.close()
+    _say_results(root)
+    failed = [code for code in codes if code != 0]
+    return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
+
+
+def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
+    """Pass on signals until all nodes have ended; return their exit codes. An interrupt is the master's to
+    tell the others, while there is one.
+
+    If the master refuses to start, the others are ended: they would wait for one that starts.
+    """
+    told_s = 0.0
+    waiting = nodes[1:]
+    while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
+        if interrupts.has_new():
+            is_masters = not interrupts.end_all and nodes[0].poll() is None
+            for node in nodes[:1] if is_masters else nodes:  # a master that has ended tells nobody
+                if node.poll() is None:
+                    os.kill(node.pid, signal.SIGINT if is_masters else signal.SIGTERM)
+        if waiting and nodes[0].poll() == Exit.USAGE:
+            for node in waiting:
+                if node.poll() is None:
+                    os.kill(node.pid, signal.SIGTERM)
+            waiting = []
+        told_s += LOOK_S if interrupts.end_all else 0.0
+        time.sleep(LOOK_S)
+    return [code if (code := node.poll()) is not None else Exit.LOST for node in nodes]
+
+
+def _say_results(root: Path) -> None:
+    """Print the rewards, and where the checkpoint, the report and the run are."""
+    try:
+        run = Run(root)
+    except SettingsError:  # it ended before the run began
+        return
+    lines = run.metrics()
+    for title, name in (("reward    ", "reward"), ("evaluation", "eval_reward")):
+        known = [line for line in lines if line.get(name) is not None]
+        texts = [f"{line[name]:.3f} in iteration {line['iteration']}" for line in (*known[:1], *known[-1:])]
+        if texts:
+            print(title, ", ".join(dict.fromkeys(texts)))
+    if newest := published.checkpoints(run.run_dir)[-1:]:
+        path = run.checkpoint(newest[0], verify=False)  # it was verified when it was published
+        print(f"checkpoint {path}")
+    if lines:
+        _say_report(root)
+    print(f"run        {root}")
+
+
+def _say_report(root: Path) -> None:
+    try:
+        from coordinator.console.report import write_report  # an interrupted run need not load it
+
+        print(f"report     {write_report(root, None)}")
+    except Exception as error:  # the run is done: a fault of the page must not make it look failed
+        print(f"report     none: {error}")
+
+
+def as_overrides(given: Mapping[str, Any]) -> list[str]:
+    """Write settings as the arguments of `run` that say the same."""
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]

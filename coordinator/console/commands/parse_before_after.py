@@ -1,0 +1,118 @@
+"""Commands for before and after a run: `run eval`, `run doctor`, `run cleanup`, `run export`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.console.commands.arguments import AsJson, Deadline, LogPath, Words, command_in, option
+
+APPS: dict[str, typer.Typer] = {}
+
+
+@command_in(APPS, "eval")
+def evaluate(
+    words: Words = None,
+    checkpoint: Annotated[
+        str | None,
+        option(
+            "--checkpoint",
+            metavar="N|DIR",
+            help="Of iteration N (0: the start), or of DIR; default: the newest.",
+        ),
+    ] = None,
+    log_path: Annotated[
+        Path | None,
+        option("--log-path", metavar="DIR", help="The run; its settings hold where nothing else is given."),
+    ] = None,
+    eval_tasks: Annotated[
+        str | None, option("--eval-tasks", metavar="FILE", help="As in `run`; default: those of the run.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None, option("--reward", metavar="NAME[=WEIGHT]", help="As in `run`.")
+    ] = None,
+    environment: Annotated[str | None, option("--environment", metavar="NAME", help="As in `run`.")] = None,
+    config: Annotated[
+        Path | None, option("--config", metavar="FILE", help="Settings, .toml or .yaml.")
+    ] = None,
+    out: Annotated[
+        Path | None, option("--out", "-o", metavar="DIR", help="A new directory that keeps the samples.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Score a checkpoint of a run, or any model, on this machine; the run is only read."""
+    from coordinator.console.commands.evaluate import evaluate as score
+    from coordinator.settings.loading import parse_override, read_file
+
+    given: dict[str, Any] = read_file(config) if config else {}
+    named = {"eval_tasks": eval_tasks, "rollout.reward": reward, "rollout.environment": environment}
+    given |= {key: value for key, value in named.items() if value}
+    given |= dict(parse_override(word) for word in words or [])
+    root = log_path.absolute() if log_path else None
+    return score(checkpoint, root, given, out.absolute() if out else None, as_json)
+
+
+@command_in(APPS, "doctor")
+def doctor(
+    log_path: LogPath = Path("runs/default"),
+    peers: Annotated[
+        int,
+        typer.Option("--peers", metavar="N", min=1, help="Nodes; type it on each, with its rank."),
+    ] = 1,
+    worker: Annotated[
+        str | None, option("--worker", metavar="RANK", help="This is rank RANK; rank 0 reports.")
+    ] = None,
+    deadline: Deadline = 60.0,
+    as_json: AsJson = False,
+) -> int:
+    """Check whether this directory, this node and this network are fit for a run, and say what to do."""
+    from coordinator.console.doctor.run import doctor_rank, run_doctor
+
+    return run_doctor(log_path.absolute(), peers, doctor_rank(worker, peers, os.environ), deadline, as_json)
+
+
+@command_in(APPS, "cleanup")
+def cleanup(
+    iteration: Annotated[str, option("--iteration", metavar="N", help="The interrupted iteration.")],
+    log_path: LogPath = Path("runs/default"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
+    keep_partial: Annotated[
+        bool, typer.Option("--keep-partial", help="Keep the finished groups, for training to use them.")
+    ] = False,
+) -> int:
+    """Remove what an interrupted iteration left; never a published checkpoint."""
+    from coordinator.console.commands.cleanup import cleanup as clean
+    from coordinator.journal.plain import plain
+    from coordinator.protocol.exits import Ended
+
+    number = _iteration(iteration)
+    try:
+        clean(log_path.absolute(), number, dry_run, keep_partial)
+    except Ended as end:
+        print(f"run: {plain(end.text)}", file=sys.stderr)
+        return end.code
+    return 0
+
+
+@command_in(APPS, "export")
+def export(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory for the model.")],
+    iteration: Annotated[str | None, option("--iteration", metavar="N", help="Default: the newest.")] = None,
+    log_path: LogPath = Path("runs/default"),
+) -> int:
+    """Copy a checkpoint's model, verified and with a model card, for the Hub or for a server."""
+    from coordinator.console.commands.export import export as copy
+
+    files = copy(log_path.absolute(), _iteration(iteration) if iteration else None, out.absolute())
+    print(f"{out}: {', '.join(files)}")
+    return 0
+
+
+def _iteration(given: str) -> int:
+    from coordinator.settings.tree import SettingsError
+
+    if not (given.isdecimal() and int(given)):
+        raise SettingsError(f"--iteration {given}: give the number of an iteration, e.g. --iteration 5")
+    return int(given)

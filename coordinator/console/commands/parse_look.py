@@ -1,0 +1,110 @@
+"""Commands that look at a run: `run status`, `run logs`, `run report`, `run plan`, `run profile`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.console.commands.arguments import AsJson, LogPath, command_in, option
+
+APPS: dict[str, typer.Typer] = {}
+
+
+@command_in(APPS, "status")
+def status(
+    log_path: LogPath = Path("runs/default"),
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Live, until Ctrl+C.")] = False,
+) -> int:
+    """Show where each node is, what it waits for, its tasks done, and the rewards so far."""
+    from coordinator.console.commands.status import show_status
+
+    show_status(log_path.absolute(), as_json, watch)
+    return 0
+
+
+@command_in(APPS, "logs")
+def logs(
+    rank: Annotated[
+        str | None, typer.Argument(metavar="[RANK]", help="Only this rank; with --server: the job's name.")
+    ] = None,
+    log_path: LogPath = Path("runs/default"),
+    server: Annotated[str | None, option("--server", metavar="URL", help="Of a job of this server.")] = None,
+    token_file: Annotated[
+        Path | None, option("--token-file", metavar="FILE", help="Of that server; default: $FLAGPOST_TOKEN.")
+    ] = None,
+    of_rank: Annotated[
+        str | None, option("--rank", metavar="RANK", help="Of the job: only this rank.")
+    ] = None,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=1, help="The last N lines of each file.")
+    ] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then new lines, until Ctrl+C.")] = False,
+) -> int:
+    """Print the logs of the nodes, or of one node with its engine and trainer."""
+    if server is not None:
+        from coordinator.console.server.client import main
+
+        words = ["--token-file", str(token_file)] if token_file else []
+        words += ["--rank", of_rank] if of_rank else []
+        words += ["--follow"] if follow else []
+        return main(
+            ["logs", "--server", server, "--lines", str(lines), *words, *([rank] if rank else [])], "run"
+        )
+    from coordinator.console.views.logs import show_logs
+
+    show_logs(log_path.absolute(), None if rank is None else _rank(rank), lines, follow)
+    return 0
+
+
+@command_in(APPS, "report")
+def report(
+    log_path: LogPath = Path("runs/default"),
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", metavar="FILE.html", help="Default: report.html in the run directory."),
+    ] = None,
+) -> int:
+    """Write one page about the run: rewards, where the time goes, faults, samples to read."""
+    from coordinator.console.report import write_report
+
+    print(write_report(log_path.absolute(), out.absolute() if out else None))
+    return 0
+
+
+@command_in(APPS, "plan")
+def plan(
+    log_path: LogPath = Path("runs/default"),
+    devices: Annotated[
+        int | None, option("--devices", metavar="N", help="For N devices; default: those of the run.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say whether two crews would be faster than one, and with which devices, by what a run has measured."""
+    from coordinator.console.plan import show_plan
+
+    show_plan(log_path.absolute(), devices, as_json)
+    return 0
+
+
+@command_in(APPS, "profile")
+def profile(
+    log_path: LogPath = Path("runs/default"),
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="R", min=0, help="Of this node; default: the first that trains."),
+    ] = None,
+) -> int:
+    """Profile the next optimizer step of a run that trains: a trace, and the ten costliest operators."""
+    from coordinator.console.commands.profile import profile_next_step
+
+    return profile_next_step(log_path.absolute(), rank)
+
+
+def _rank(given: str) -> int:
+    from coordinator.settings.tree import SettingsError
+
+    if not given.isdecimal():
+        example = "e.g. run logs 1, and the run directory as --log-path"
+        raise SettingsError(f"run logs {given}: give the number of a rank, {example}")
+    return int(given)

@@ -1,0 +1,78 @@
+"""`run serve`: take jobs over HTTP, start them, and show them, until Ctrl+C. The jobs go on."""
+
+import asyncio
+import hashlib
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from aiohttp import web
+from filelock import Timeout
+
+from coordinator.console.server.access import Access, find_token
+from coordinator.console.server.app import Service
+from coordinator.console.server.launchers import Launcher
+from coordinator.machine.host_lock import host_lock
+from coordinator.machine.network import LOOPBACK
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.settings.tree import SettingsError
+from coordinator.start.start import check_log_path
+from rollout.storage import files
+
+MIB = 2**20
+SHUTDOWN_S = 1.0
+
+
+def serve(
+    root: Path,
+    launcher: Launcher,
+    host: str = LOOPBACK,
+    port: int = 0,
+    token_file: Path | None = None,
+    allow_code: bool = False,
+    at_once: int = 1,
+    max_upload_mib: int = 64,
+) -> int:
+    """Serve the jobs in `root` until a signal comes. SettingsError says what is wrong; then nothing began."""
+    logging.basicConfig(level=logging.WARNING, format="run: %(message)s")
+    check_log_path(root)
+    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    try:
+        lock = host_lock(f"serve-{name}")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise SettingsError(
+            f"--root {root}: run serve is at work there on this machine; stop it first"
+        ) from None
+    except Ended as error:
+        raise SettingsError(error.text) from None
+    files.make_directory(root)
+    token, where = find_token(root, token_file)
+    service = Service(root, Access(token), launcher, allow_code, at_once, max_upload_mib * MIB)
+    return asyncio.run(_serve(service, host, port, where))
+
+
+async def _serve(service: Service, host: str, port: int, where: str) -> int:
+    runner = web.AppRunner(service.app(), shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    ended = asyncio.Event()
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]  # nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise SettingsError(f"--host {host} --port {port}: {error.strerror}; give others") from None
+        at = runner.addresses[0]
+        print(f"jobs in {service.root} at http://{host}:{at[1]}; the token is in {where}", flush=True)
+        if host not in {LOOPBACK, "localhost", "::1"}:
+            print(
+                "run: anybody on this network can read what is sent: better 127.0.0.1 and ssh -L",
+                file=sys.stderr,
+            )
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+    return Exit.DONE

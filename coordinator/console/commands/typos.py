@@ -1,0 +1,71 @@
+"""Answer a word that `run` does not know with the one that was meant."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from coordinator.console.commands.parse import COMMANDS, LOCAL
+from coordinator.settings import names
+from coordinator.settings.loading import OPTIONS, known_keys, option_name
+from coordinator.settings.tree import SettingsError
+
+MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help"}
+"""Commands by other names."""
+
+
+_EXTRA = re.compile(r"Got unexpected extra argument\S* \((\S+)\)")
+
+
+def refuse_word(word: str) -> None:
+    """Raise SettingsError for a word that is not KEY=VALUE, saying what was meant."""
+    if "=" in word:
+        return
+    commands, known = [LOCAL, *COMMANDS], known_keys()
+    near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, commands, n=1)
+    if word in commands:
+        said = f"a command comes first: run {word} ..."
+    elif near:
+        said = f"did you mean run {near[0]}?"
+    elif found := names.known_as(word, known) or names.spelled_like(word, known):
+        said = f"did you mean {_typed(found)}?"
+    else:
+        said = "e.g. trainer.learning_rate=1e-6"
+    raise SettingsError(f"'{word}' is neither a command, nor an option, nor KEY=VALUE; {said}")
+
+
+def of_option(error: typer.TyperException) -> str:
+    """Return what an error of the command line says, and the option or setting that was meant."""
+    text, typed = str(error) or error.format_message(), getattr(error, "option_name", None)
+    if text.startswith("Missing parameter"):
+        param: Any = getattr(error, "param", None)
+        help_text = f"{param.help[:1].lower()}{param.help[1:]}".rstrip(".")
+        return f"{param.opts[-1]} {param.metavar} is missing: {help_text}"
+    if extra := _EXTRA.fullmatch(text):
+        return f"{text}; a run directory is given as --log-path {extra[1]}"
+    if typed == "--worker" and "requires an argument" in text:
+        return "--worker: give the rank of this machine, e.g. --worker 1"
+    if typed is None or not text.startswith("No such option"):
+        return text
+    known = known_keys()
+    near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1)
+    found = names.known_as(typed, known) or ("" if near else names.spelled_like(typed, known))
+    meant = _typed(found) if found else "".join(near)
+    return f"{text}; did you mean {meant}?" if meant else text
+
+
+def _typed(key: str) -> str:
+    """Return how a setting is typed: `--num-nodes`, `trainer.learning_rate=VALUE`."""
+    return option_name(key) if key in OPTIONS else f"{key}=VALUE"
+
+
+def with_all_resets(arguments: Sequence[str], option: str) -> list[str]:
+    """Return the arguments with `all` as the value of each `option` that has none of its own."""
+    following = itertools.chain(arguments[1:], ["-"])
+    return [
+        f"{word}=all" if word == option and (after.startswith("-") or "=" in after) else word
+        for word, after in zip(arguments, following, strict=False)
+    ]

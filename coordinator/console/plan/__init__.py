@@ -1,0 +1,187 @@
+"""`run plan`: what placement, level and weights a run should go on with, by what it has measured."""
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+
+from coordinator.console.plan.measure import Findings, iterations_text, measure, spread
+from coordinator.console.plan.propose import Device, Measured, Option, propose, rank_weights, slowness
+from coordinator.settings.tree import SettingsError
+from trainer.memory import least_bytes
+
+WORTH = 1.05
+"""Other weights are proposed where those of now take so many times as long."""
+SHOWN = 8
+"""How many options are printed; --json has all."""
+ASSUMPTION = (
+    "Computed as if work divided evenly over devices. It does not where a few long samples decide when a\n"
+    "rollout ends, or where the batch of a device gets small: then a smaller crew is faster than it says."
+)
+
+
+def show_plan(root: Path, devices: int | None, as_json: bool) -> None:
+    """Print what was measured, the options and the best of them; with `devices`, for that many of them."""
+    found = measure(root)
+    measured = found.measured if devices is None else _resized(found.measured, devices)
+    options = propose(measured, _refuse(found, measured))
+    words = command(found, measured, options[0])
+    if as_json:
+        print(json.dumps(_document(found, measured, options, words), indent=1))
+        return
+    for line in _text(found, measured, options, words):
+        print(line)
+
+
+def _resized(measured: Measured, count: int) -> Measured:
+    """Return the measurements for another number of devices, all of the average speed, on machines of the
+    largest size.
+    """
+    if count < 1:
+        raise SettingsError(f"--devices {count}: give a number of devices, 1 or more")
+    if count == len(measured.devices):
+        return measured
+    size = max(Counter(device.machine for device in measured.devices).values())
+    rate = fmean(device.tokens_per_s for device in measured.devices)
+    return replace(measured, devices=tuple(Device(number // size, rate) for number in range(count)))
+
+
+def _refuse(found: Findings, measured: Measured) -> Callable[[Sequence[int], Sequence[int]], str]:
+    """Return what says why a split cannot be: it does not divide as it is set, or does not fit."""
+    engine, trainer = found.settings.engine, found.settings.trainer
+
+    def undivided(devices: Sequence[int], size: int) -> bool:
+        counts = Counter(measured.devices[number].machine for number in devices)
+        return any(count % size for count in counts.values())
+
+    def refuse(rollout: Sequence[int], train: Sequence[int]) -> str:
+        if undivided(rollout, engine.tensor_parallel_size):
+            return f"engine.tensor_parallel_size={engine.tensor_parallel_size} does not divide its devices"
+        if undivided(train, trainer.tensor_parallel_size):
+            return f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} does not divide its devices"
+        if found.shape is not None and found.gpu_bytes:
+            needed = least_bytes(found.shape, trainer, len(train))
+            if needed > found.gpu_bytes:
+                has = found.gpu_bytes / 1e9
+                return f"training takes at least {needed / 1e9:.0f} GB a GPU, which has {has:.0f}"
+        return ""
+
+    return refuse
+
+
+def command(found: Findings, measured: Measured, best: Option) -> str:
+    """Return what to type on the master's machine for an option; empty: the run goes on as it is."""
+    cluster, words = found.settings.cluster, list[str]()
+    machines = max(device.machine for device in measured.devices) + 1
+    if machines != cluster.num_nodes:
+        words += ["--num-nodes", str(machines)]
+    if not best.is_collocated:
+        words += ["--place", f"rollout={','.join(spread(best.rollout))}"]
+        words += ["--place", f"train={','.join(spread(best.train))}", "--max-async-level", str(best.level)]
+        trainer = found.settings.trainer
+        if trainer.engine_correction == "off" and trainer.clip != "likelihood":
+            words.append("trainer.engine_correction=truncated")
+    elif found.in_crews:
+        words += ["--reset-settings", "cluster.place", "--reset-settings", "cluster.max_async_level"]
+    weights = rank_weights(measured, best)
+    now = cluster.rank_weights if machines == cluster.num_nodes else None
+    then, now = dict(enumerate(weights)), dict(enumerate(now or [1.0] * machines))
+    crews = (best.rollout, best.train)
+    if any(slowness(measured, crew, now) > WORTH * slowness(measured, crew, then) for crew in crews):
+        words += ["--rank-weights", ",".join(f"{weight:g}" for weight in weights)]
+    return shlex.join(["run", "--master", "--log-path", str(found.root), *words]) if words else ""
+
+
+def _text(found: Findings, measured: Measured, options: Sequence[Option], words: str) -> list[str]:
+    best, crews = options[0], "two crews" if found.in_crews else "one crew"
+    same = len(measured.devices) == len(found.measured.devices)
+    lines = [
+        f"measured: {iterations_text(found.numbers)} of {found.root}, in {crews} of "
+        f"{_count(found.measured)}; {_seconds(found.now_s)} s from begin to end of one"
+    ]
+    lines += [
+        f"  rank {rank}: {rate:,.0f} tokens a busy second" for rank, rate in found.machine_rates.items()
+    ]
+    rest = {"sleep": measured.sleep_s, "load": measured.load_s, "other": measured.other_s}
+    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in rest.items()))
+    lines += ["", f"expected seconds{'' if same else f' with {_count(measured)}'}:", _row("", *COLUMNS)]
+    # The one crew is always among what is shown: the others are compared with it.
+    shown = [n for n, option in enumerate(options) if n < SHOWN - 1 or option.is_collocated]
+    for option in (options[number] for number in shown):
+        if option.refused:
+            lines.append(f"{_name(option):<42}  {option.refused}")
+            continue
+        seconds = (option.rollout_s, option.train_s, option.swap_s, option.seconds)
+        lines.append(_row(_name(option), *map(_seconds, seconds)))
+    if len(options) > len(shown):
+        lines.append(f"and {len(options) - len(shown)} more: --json")
+    lines += ["", *ASSUMPTION.splitlines(), "", _verdict(found, measured, options)]
+    if found.shares_cores and not best.is_collocated:
+        lines.append("But these nodes share the cores of one host, for which two crews would compete.")
+    if words:
+        others = "" if len(found.machine_rates) < 2 and not found.in_crews else ", on the others as before"
+        lines += [f"stop the run, then type on the master's machine{others}:", f"  {words}"]
+    return lines
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+COLUMNS = ("rollout", "training", "swap", "iteration")
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"{name:<42}" + "".join(f"{cell:>11}" for cell in cells)
+
+
+def _name(option: Option) -> str:
+    if option.is_collocated:
+        return f"one crew, {len(option.rollout)} device{'s' if len(option.rollout) > 1 else ''}"
+    ranges = (",".join(spread(devices)) for devices in (option.rollout, option.train))
+    return f"{' '.join(map('='.join, zip(('rollout', 'train'), ranges, strict=True)))}, level {option.level}"
+
+
+def _verdict(found: Findings, measured: Measured, options: Sequence[Option]) -> str:
+    best = options[0]
+    together = next(option for option in options if option.is_collocated)
+    if not best.is_collocated:
+        times = together.seconds / best.seconds
+        return f"best: two crews, {times:.2f} times as fast as one crew on the same devices"
+    others = [option for option in options[1:] if not option.refused]
+    if found.in_crews:
+        return (
+            f"go back to one crew: {_seconds(others[0].seconds)} s in two"
+            if others
+            else "go back to one crew"
+        )
+    if len(measured.devices) == 1:
+        return "stay collocated: with one device nothing is gained by two crews"
+    if not others:
+        return "stay collocated: no split of the devices is possible"
+    return f"stay collocated: the best split would take {_seconds(others[0].seconds)} s"
+
+
+def _count(measured: Measured) -> str:
+    devices, machines = len(measured.devices), len({device.machine for device in measured.devices})
+    parts = ((devices, "device"), (machines, "machine"))
+    return " on ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in parts)
+
+
+def _document(
+    found: Findings, measured: Measured, options: Sequence[Option], words: str
+) -> dict[str, object]:
+    """Return what --json prints; options from the best one on."""
+    return {
+        "iterations": found.numbers,
+        "in_crews": found.in_crews,
+        "seconds": found.now_s,
+        "tokens_per_busy_s": found.machine_rates,
+        "measured": asdict(measured),
+        "options": [asdict(option) for option in options],
+        "rank_weights": rank_weights(measured, options[0]),
+        "command": words,
+    }

@@ -1,0 +1,153 @@
+"""Choose which metrics are drawn, and how."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.console.report.charts import Chart, chart
+from coordinator.console.report.values import is_number, numbers
+from coordinator.console.views.scores import scores
+
+CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Reward",
+        "mean of all samples",
+        "",
+        (("reward", "training"), ("eval_reward", "evaluation")),
+    ),
+    ("Loss", "mean over the optimizer's steps", "", (("loss", "loss"),)),
+    (
+        "KL",
+        "of the trainer, a token",
+        "",
+        (("kl_engine", "to the engine"), ("kl_reference", "to the reference")),
+    ),
+    ("Entropy", "nats a token", "", (("entropy", "entropy"),)),
+    ("Length", "tokens generated a sample", "", (("length", "tokens"),)),
+    ("Truncated", "samples cut at rollout.max_tokens", " %", (("truncated", "cut"),)),
+    ("Gradient norm", "before clipping", "", (("grad_norm", "norm"),)),
+    (
+        "Clipped",
+        "tokens without their whole gradient",
+        " %",
+        (("clip_fraction", "by the clip"), ("correction_fraction", "by the correction for the engine")),
+    ),
+    ("Flat groups", "groups whose samples have one reward", " %", (("flat_groups", "flat"),)),
+    ("Seconds", "of an iteration", " s", (("seconds", "seconds"),)),
+    (
+        "Tokens per second",
+        "over all nodes",
+        "",
+        (("tokens_per_s", "generated"), ("train_tokens_per_s", "trained")),
+    ),
+    ("Nodes busy", "share of the time that is work", " %", (("busy_fraction", "busy"),)),
+)
+"""Title, note, unit, (field of a metrics line, label)."""
+
+SOURCES = 4
+"""How many curves of rewards by source one chart has."""
+SETS = 4
+"""How many named sets of evaluations one chart has."""
+METRICS = 24
+"""How many metrics of rewards and environments are drawn; metrics.jsonl has them all."""
+
+PERCENT = {"truncated", "clip_fraction", "correction_fraction", "flat_groups", "busy_fraction"}
+
+
+OF_THE_POLICY = {
+    "reward",
+    "eval_reward",
+    "reward_by_source",
+    "sample_metrics",
+    "eval_sample_metrics",
+    "eval_pass_at",
+    "eval",
+}
+"""What measures the policy that sampled an iteration. With cluster.max_async_level above 0 that is not the
+policy of the iteration before: then these stand at the policy.
+"""
+
+
+def points(lines: Sequence[Mapping[str, Any]], field: str) -> list[tuple[int, float]]:
+    """(iteration, value) of the lines that have the field; fractions in PERCENT are multiplied by 100."""
+    scale = 100.0 if field in PERCENT else 1.0
+    return [(line["iteration"], scale * line[field]) for line in lines if is_number(line.get(field))]
+
+
+def by_policy(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the lines with the iteration whose policy they measure as `iteration`, in that order; None where
+    each iteration is sampled by the policy of the one before.
+    """
+    policies = [line.get("policy_iteration") for line in lines]
+    known = [policy if isinstance(policy, int) else None for policy in policies]
+    if all(policy in {None, line["iteration"] - 1} for policy, line in zip(known, lines, strict=True)):
+        return None
+    moved = [
+        {**line, "iteration": policy} for policy, line in zip(known, lines, strict=True) if policy is not None
+    ]
+    return sorted(moved, key=lambda line: line["iteration"])
+
+
+def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Return the charts that have data, with pass@k, and with curves by the names that tasks and rewards
+    give.
+    """
+    measured = by_policy(lines)
+    axis = "iteration" if measured is None else "policy of iteration"
+    measuring = lines if measured is None else measured
+    found: list[Chart] = []
+    for title, note, unit, fields in CHARTS:
+        is_of_policy = fields[0][0] in OF_THE_POLICY
+        of = measuring if is_of_policy else lines
+        drawn = [(label, data) for field, label in fields if (data := points(of, field))]
+        if drawn:
+            found.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
+    if passed := _pass_at(measuring, axis):
+        found.insert(1, passed)
+    found += _of_sets(measuring, axis)
+    if sources := _curves(measuring, "reward_by_source"):
+        drawn = list(sources.items())[:SOURCES]
+        found.append(chart("Reward by source", "mean of the groups", "", drawn, axis))
+    return [*found, *_of_the_users(measuring, axis)]
+
+
+def _of_sets(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
+    """Return charts of the named sets of evaluations, SETS in each."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, reward, _error in scores(line):
+            if name != "eval_reward" and is_number(reward):
+                curves.setdefault(name, []).append((line["iteration"], reward))
+    named = list(curves.items())
+    several = [named[begin : begin + SETS] for begin in range(0, len(named), SETS)]
+    return [chart("Evaluation sets", "mean reward of each", "", drawn, axis) for drawn in several]
+
+
+def _of_the_users(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
+    """Return a chart for each metric that the reward or the environment has given, by its name."""
+    train, evaluation = _curves(lines, "sample_metrics"), _curves(lines, "eval_sample_metrics")
+    found: list[Chart] = []
+    for name in sorted({*train, *evaluation})[:METRICS]:
+        of = (("training", train.get(name)), ("evaluation", evaluation.get(name)))
+        drawn = [(label, data) for label, data in of if data]
+        found.append(chart(name, "metric of the reward or the environment, mean", "", drawn, axis))
+    return found
+
+
+def _curves(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, list[tuple[int, float]]]:
+    """(iteration, value) of each name that the field holds."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in numbers(line, field).items():
+            curves.setdefault(name, []).append((line["iteration"], value))
+    return curves
+
+
+def _pass_at(lines: Sequence[Mapping[str, Any]], axis: str) -> Chart | None:
+    """Return the chart of pass@k, if evaluations have several samples a task."""
+    curves = _curves(lines, "eval_pass_at")
+    drawn = [(f"pass@{k}", [(n, 100.0 * rate) for n, rate in data]) for k, data in curves.items()][-4:]
+    return (
+        chart("Pass rate", "evaluation tasks solved by one of k samples", " %", drawn, axis)
+        if len(curves) > 1
+        else None
+    )

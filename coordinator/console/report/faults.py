@@ -1,0 +1,170 @@
+"""List what went wrong in a run and how it went on, from the events. Pure."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coordinator.console.report.values import seconds_of
+from coordinator.directory.layout import MASTER
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.snapshot import ranks_text
+
+Line = Mapping[str, Any]
+
+SHOWN = 150
+"""How many faults the page shows: the last ones."""
+AGAIN = "started again"
+_ROWS = {phase.label: int(phase) for phase in Phase}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of the table of faults."""
+
+    epoch: int
+    iteration: int
+    """0 before the first one."""
+    row: str
+    rank: int
+    host: str
+    what: str
+    """lost, error, warning, started again, changed (a setting), new epoch, ended."""
+    text: str
+    times: int = 1
+    until: int = 0
+    """The iteration of the last time, if there were several."""
+    went_on_s: float | None = None
+    """Seconds until this node began a row in a newer epoch. None if it did not stop, or did not go on."""
+    crew: str = ""
+    """Where there are two."""
+
+
+@dataclass(frozen=True)
+class Retries:
+    """Calls on the shared directory that failed and then worked."""
+
+    rank: int
+    host: str
+    times: int
+    seconds: float
+    text: str
+    """The text of the last one."""
+    crew: str = ""
+    """Where there are two."""
+
+
+def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
+    """Return the faults in a rank's events, in order."""
+    found: list[Fault] = []
+    host, place, processes, epochs = "", (0, ""), 0, 0
+    went_on, entered = _went_on(lines), _entered(lines)
+    for index, line in enumerate(lines):
+        what, text = line["what"], str(line.get("text", ""))
+        if what in {"begin", "end"}:
+            place = (line["it"], line["row"])
+            continue
+        said = ""
+        if what == "process":
+            host, processes = str(line.get("host", "")), processes + 1
+            said = AGAIN if processes > 1 else ""
+            text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}"
+        elif what == "epoch" and rank == MASTER:
+            epochs += 1
+            said = "new epoch" if epochs > 1 else ""
+            text = f"epoch {line['e']} begins with {_ranks(line.get('members', []))}"
+        elif what == "exit" and line.get("code") not in (0, None):
+            said, text = "ended", f"exit code {line['code']}: {text}"
+        elif what in {"lost", "error", "warning", "changed"}:
+            said = what
+        if said:
+            stopped = said not in {"warning", "changed", "new epoch"}
+            whom = line["rank"] if what == "lost" and isinstance(line.get("rank"), int) else rank
+            seconds = went_on[index] if stopped else None
+            epoch = entered[index] if said == AGAIN else line["e"]
+            found.append(Fault(epoch, *place, whom, host, said, text, went_on_s=seconds))
+    return found
+
+
+def _entered(lines: Sequence[Line]) -> list[int]:
+    """For each line, the epoch that is entered next; where none is, one more than the last."""
+    epoch = max((line["e"] for line in lines), default=0) + 1
+    found: list[int] = []
+    for line in reversed(lines):
+        epoch = line["e"] if line["what"] == "epoch" else epoch
+        found.append(epoch)
+    return found[::-1]
+
+
+def _went_on(lines: Sequence[Line]) -> list[float | None]:
+    """For each line, seconds until the rank's next row, if that is in a newer epoch and on the same clock."""
+    hosts = list(itertools.accumulate(lines, _host_after, initial=""))[1:]
+    result: list[float | None] = [None] * len(lines)
+    begun: Line | None = None
+    begun_on = ""
+    for index in range(len(lines) - 1, -1, -1):
+        line = lines[index]
+        if line["what"] == "begin":
+            begun, begun_on = line, hosts[index]
+        elif begun is not None and begun_on == hosts[index] and begun["e"] > line["e"]:
+            result[index] = begun["t"] - line["t"] if begun["t"] >= line["t"] else None
+    return result
+
+
+def _host_after(host: str, line: Line) -> str:
+    return str(line.get("host", "")) if line["what"] == "process" else host
+
+
+def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
+    """Return the faults of all ranks, in order. Warnings that differ only in numbers are one fault."""
+    hosts = {rank: host_of(found) for rank, found in lines.items()}
+    faults = [
+        replace(fault, host=hosts.get(fault.rank, "")) if fault.what == "lost" else fault
+        for rank, found in lines.items()
+        for fault in faults_of(rank, found)
+    ]
+    # A process that has started again comes before what happens in the epoch that it enters.
+    faults.sort(
+        key=lambda fault: (fault.epoch, fault.what != AGAIN, fault.iteration, _ROWS.get(fault.row, 0))
+    )
+    repeated = {f"holding: {fault.text}" for fault in faults if fault.what == "lost"}
+    merged: dict[object, Fault] = {}
+    for fault in faults:
+        key: object = fault
+        if fault.what == "warning":
+            key = (fault.rank, re.sub(r"\d+", "0", fault.text))
+        if fault.what == "lost":
+            fault = replace(fault, text=fault.text.partition(". To ")[0])
+        if fault.text in repeated:  # every worker says again which node the master has lost
+            continue
+        first = merged.setdefault(key, fault)
+        if first is not fault:
+            merged[key] = replace(first, times=first.times + 1, until=fault.iteration)
+    return list(merged.values())
+
+
+def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:
+    """Return the calls that had to be repeated, by rank."""
+    found: list[Retries] = []
+    for rank, events in sorted(lines.items()):
+        said = [line for line in events if line["what"] == "retry"]
+        if said:
+            seconds = sum(seconds_of(line, "seconds") for line in said)
+            found.append(Retries(rank, host_of(events), len(said), seconds, str(said[-1].get("text", ""))))
+    return found
+
+
+def host_of(lines: Sequence[Line]) -> str:
+    """Return the host of the newest process of a rank."""
+    return next((str(line.get("host", "")) for line in reversed(lines) if line["what"] == "process"), "")
+
+
+def _ranks(members: Any) -> str:
+    """`rank 0`, `ranks 0, 1, 2`, `64 nodes`."""
+    if not isinstance(members, list):
+        return "its members"
+    ranks = [rank for rank in members if isinstance(rank, int)]  # pyright: ignore[reportUnknownVariableType]
+    if not ranks:
+        return "its members"
+    return ranks_text(ranks) if len(ranks) <= 8 else f"{len(ranks)} nodes"

@@ -1,0 +1,196 @@
+"""Compute where the time of a run goes, who waits for whom, and the weights that would balance it. Pure."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.console.report.timeline import CATEGORIES, IDLE, Span
+from coordinator.console.report.values import numbers, rows_s
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.shares import share_sizes
+
+WAITING, OTHER_CREW, BROKEN = "wait", "other crew", "held up"
+ORDER = ("rollout", "train", "load", "save", "other", WAITING, OTHER_CREW, BROKEN)
+"""What time is spent on. `held up`: rows that a fault broke off, and the time until the run went on."""
+MEANINGS = {
+    "rollout": "samples of the policy, and evaluation",
+    "train": "the batch, and the training job",
+    "load": "engines: starts, sleeping, new weights",
+    "save": "the checkpoint, published",
+    "other": "beginning and ending iterations",
+    WAITING: "for other nodes",
+    OTHER_CREW: "waiting, between two iterations, for what the other crew publishes",
+    BROKEN: "rows that a fault broke off, and until the run went on",
+}
+
+WORTH_FRACTION, WORTH_S = 0.05, 0.1
+"""Other weights are suggested if they save more of a rollout than both of these."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the nodes' time."""
+
+    name: str
+    seconds: float
+    fraction: float
+
+
+@dataclass(frozen=True)
+class RowTime:
+    """A row of the protocol table, over all nodes and iterations."""
+
+    row: str
+    category: str
+    work_s: float
+    wait_s: float
+
+
+def held_up(spans: Sequence[Span]) -> float:
+    """Seconds of a rank in rows that were broken off, and until it went on in a newer epoch."""
+    seconds = sum(span.end_s - span.begin_s for span in spans if span.state == "broken")
+    for before, after in itertools.pairwise(spans):
+        if (after.clock, after.process) == (before.clock, before.process) and after.epoch > before.epoch:
+            seconds += max(0.0, after.begin_s - before.end_s)
+    return seconds
+
+
+def time_shares(spans: Mapping[Any, Sequence[Span]]) -> list[Share]:
+    """Return how all nodes together spent their time."""
+    seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
+    for found in spans.values():
+        for span in found:
+            seconds[CATEGORIES.get(span.row, "other")] += span.work_s - min(span.load_s, span.work_s)
+            seconds["load"] += min(span.load_s, span.work_s)
+            seconds[OTHER_CREW if span.row == IDLE else WAITING] += span.wait_s
+        seconds[BROKEN] += held_up(found)
+    return _shares(seconds)
+
+
+def node_iterations(spans: Mapping[Any, Sequence[Span]]) -> int:
+    """Return the number of iterations, counted once for each node that took part."""
+    return sum(len({span.iteration for span in found}) for found in spans.values())
+
+
+def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[Share]:
+    """Return the shares of a run without events, from the master's rows; they include its waiting."""
+    seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
+    for line in lines:
+        for row, spent in numbers(line, "phase_seconds").items():
+            seconds[CATEGORIES.get(row, "other")] += spent
+    return _shares(seconds)
+
+
+def _shares(seconds: Mapping[str, float]) -> list[Share]:
+    total = sum(seconds.values())
+    return [Share(name, spent, spent / total) for name, spent in seconds.items() if spent > 0.0]
+
+
+def row_times(spans: Mapping[Any, Sequence[Span]]) -> list[RowTime]:
+    """Work and waiting by row, in the table's order."""
+    work: dict[str, float] = defaultdict(float)
+    wait: dict[str, float] = defaultdict(float)
+    for found in spans.values():
+        for span in found:
+            work[span.row] += span.work_s
+            wait[span.row] += span.wait_s
+    rows = [phase.label for phase in Phase if phase.label in work]
+    return [RowTime(row, CATEGORIES[row], work[row], wait[row]) for row in rows]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How a node spent its time, in seconds."""
+
+    name: str
+    work_s: float
+    wait_s: float
+
+    @property
+    def fraction(self) -> float:
+        return self.wait_s / max(self.work_s + self.wait_s, 1e-9)
+
+
+def waiting(
+    spans: Mapping[str, Sequence[Span]], lines: Sequence[Mapping[str, Any]], name: Callable[[int], str]
+) -> list[Waiting]:
+    """Work and waiting of each node, from the spans, by name; without spans, from the metrics.
+
+    `name`: of a rank of the crew that writes the metrics.
+    """
+    if any(spans.values()):
+        return [
+            Waiting(node, sum(span.work_s for span in found), sum(span.wait_s for span in found))
+            for node, found in spans.items()
+        ]
+    waited: dict[int, float] = defaultdict(float)
+    present: dict[int, float] = defaultdict(float)
+    for line in lines:
+        for rank, seconds in numbers(line, "wait_seconds").items():
+            if rank.isascii() and rank.isdecimal():
+                waited[int(rank)] += seconds
+                present[int(rank)] += rows_s(line)
+    return [
+        Waiting(name(rank), max(0.0, present[rank] - waited[rank]), waited[rank]) for rank in sorted(waited)
+    ]
+
+
+def rollout_work(
+    spans: Mapping[int, Sequence[Span]], ranks: Iterable[int], last: int
+) -> dict[int, dict[int, float]]:
+    """{iteration: {rank: seconds of train_rollout}} without engine starts and the master's conclusion. Takes
+    the `last` iterations in which each of `ranks` made its share in one piece.
+    """
+    found: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for rank in ranks:
+        for span in spans.get(rank, []):
+            if span.row == Phase.TRAIN_ROLLOUT.label:
+                found[span.iteration][rank].append(span)
+    wanted = set(ranks)
+    whole = [
+        iteration
+        for iteration, by_rank in sorted(found.items())
+        if by_rank.keys() == wanted
+        and all(len(pieces) == 1 and pieces[0].state == "whole" for pieces in by_rank.values())
+    ]
+    return {
+        iteration: {
+            rank: max(0.0, one.work_s - one.load_s - one.then_s) for rank, (one,) in found[iteration].items()
+        }
+        for iteration in whole[-last:]
+    }
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Weights under which the nodes would finish a rollout together."""
+
+    weights: dict[int, float]
+    """The smallest is 1."""
+    now_s: float
+    """Seconds that the slowest node takes in an iteration."""
+    then_s: float
+
+    @property
+    def option(self) -> str:
+        return "--rank-weights " + ",".join(f"{weight:g}" for _, weight in sorted(self.weights.items()))
+
+    @property
+    def worth_it(self) -> bool:
+        return self.now_s - self.then_s > max(WORTH_S, WORTH_FRACTION * self.now_s)
+
+
+def balance(work_s: Mapping[int, float], tasks: Mapping[int, float]) -> Balance | None:
+    """Compute weights from the seconds that each rank worked for its tasks, as means over iterations. None
+    for one node, or if a rank had nothing to do.
+    """
+    if len(work_s) < 2 or min(work_s.values()) <= 0.0 or any(tasks.get(rank, 0) <= 0 for rank in work_s):
+        return None
+    speed = {rank: tasks[rank] / seconds for rank, seconds in work_s.items()}
+    slowest = min(speed.values())
+    weights = {rank: round(value / slowest, 1) for rank, value in speed.items()}
+    sizes = share_sizes(round(sum(tasks[rank] for rank in work_s)), weights)
+    then_s = max(size / speed[rank] for rank, size in sizes.items())
+    return Balance(weights, max(work_s.values()), then_s)

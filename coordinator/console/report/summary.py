@@ -1,0 +1,167 @@
+"""The top of the page: the state of the run in a few numbers, and what to do next. Pure."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.console.report.curves import points
+from coordinator.console.report.figures import Balance
+from coordinator.console.report.values import is_number, rows_s
+from coordinator.console.views import status_text
+from coordinator.console.views.scores import Score, scores
+
+Lines = Sequence[Mapping[str, Any]]
+
+RECENT = 10
+"""How many iterations advice is based on."""
+MUCH_TRUNCATED = 0.1
+HELD_FRACTION = 0.05
+"""Interruptions are mentioned if they took more than this part of the time."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do next, and the command or option for it, if there is one."""
+
+    text: str
+    command: str = ""
+
+
+def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
+    """Rewards, iterations, hours, how busy the nodes were; missing figures are left out."""
+    found = [
+        _change("Reward", points(lines, "reward")),
+        *_evaluations(lines),
+    ]
+    done = len({line["iteration"] for line in lines})
+    of = f" of {status['iterations']}" if status["iterations"] else ""
+    found.append(Tile("Iterations", f"{done}{of}", f"with {nodes_text(status['num_nodes'])}"))
+    seconds = [value for _, value in points(lines, "seconds")]
+    if seconds:
+        each = f"median {duration(sorted(seconds)[len(seconds) // 2])} an iteration"
+        found.append(Tile("Time", duration(sum(seconds)), each))
+    busy = [(line["busy_fraction"], rows_s(line)) for line in lines if _has(line, "busy_fraction")]
+    if total := sum(spent for _, spent in busy):
+        share = sum(fraction * spent for fraction, spent in busy) / total
+        held_s = sum(
+            line["seconds"] - rows_s(line) for line in lines if _has(line, "seconds") and rows_s(line)
+        )
+        is_worth_saying = held_s > HELD_FRACTION * sum(seconds)
+        without = f", without {duration(held_s)} of interruptions" if is_worth_saying else ""
+        note = f"of the time{without}; the rest they waited"
+        found.append(Tile("Nodes busy", f"{100 * share:.0f} %", note))
+    if speeds := points(lines, "tokens_per_s"):
+        found.append(Tile("Generated", f"{speeds[-1][1]:,.0f}", "tokens a second, last iteration"))
+    return [tile for tile in found if tile is not None]
+
+
+def _evaluations(lines: Lines) -> list[Tile | None]:
+    """Return a tile for each score of the evaluations, with the interval of the last one."""
+    found: dict[str, list[tuple[int, Score]]] = {}
+    for line in lines:
+        for score in scores(line):
+            if is_number(score.reward):
+                found.setdefault(score.name, []).append((line["iteration"], score))
+    names = {"eval_reward": "Evaluation"}
+    return [
+        _change(names.get(name, name), [(number, one.reward) for number, one in of], of[-1][1].margin)
+        for name, of in found.items()
+    ]
+
+
+def _change(label: str, values: Sequence[tuple[int, float]], margin: str = "") -> Tile | None:
+    """`0.120 -> 0.810`; `margin`: of the last value."""
+    if not values:
+        return None
+    (first, before), (last, after) = values[0], values[-1]
+    if first == last:
+        return Tile(label, f"{after:.3f}", f"iteration {last}{margin and f',{margin}'}")
+    note = f"iteration {first} to {last}{margin and f'; the last{margin}'}"
+    return Tile(label, f"{before:.3f} \N{RIGHTWARDS ARROW} {after:.3f}", note)
+
+
+def _has(line: Mapping[str, Any], *names: str) -> bool:
+    return all(is_number(line.get(name)) for name in names)
+
+
+def duration(seconds: float) -> str:
+    """`4.1 s`: many rows take less than a second."""
+    return status_text.duration(seconds, digits=1)
+
+
+def nodes_text(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"
+
+
+def advice(
+    root: Path, status: status_text.Status, lines: Lines, weights: Balance | None, checkpoint: int | None
+) -> list[Advice]:
+    """Return what to do next."""
+    found: list[Advice] = []
+    path = shlex.quote(str(root))
+    if status["state"] == "holding":
+        found += _holding(root, status)
+    elif status["state"] == "stopped":
+        where = f"iteration {status['iteration']}" if status["iteration"] else "the start"
+        found.append(Advice(f"It stopped in {where}. What the nodes said:", f"run logs --log-path {path}"))
+        found.append(_again(status, path))
+    elif status["state"] == "finished" and checkpoint:
+        command = f"run export --iteration {checkpoint} --log-path {path} -o DIR"
+        found.append(
+            Advice("It is done. A copy of the newest model, verified, for the Hub or a server:", command)
+        )
+    if weights is not None and weights.worth_it:
+        saved = weights.now_s - weights.then_s
+        found.append(
+            Advice(
+                f"The rollout waits for its slowest node. These weights, from the next start on, would save "
+                f"about {duration(saved)} of {duration(weights.now_s)} an iteration:",
+                weights.option,
+            )
+        )
+    cut = [line["truncated"] for line in lines if _has(line, "truncated")][-RECENT:]
+    if cut and sum(cut) / len(cut) > MUCH_TRUNCATED:
+        share = 100 * sum(cut) / len(cut)
+        found.append(
+            Advice(
+                f"{share:.0f} % of the samples of late are cut before they end; if their answers "
+                "should be longer, give them more tokens:",
+                "rollout.max_tokens=...",
+            )
+        )
+    return found
+
+
+def _again(status: status_text.Status, path: str) -> Advice:
+    """Return the command that resumes a run; nodes of one host were most likely started by `run local`."""
+    hosts = [node["host"] for node in status["nodes"]]
+    if len(hosts) > 1 and len(set(hosts)) == 1:
+        return Advice("To go on from there; settings stay as they were:", f"run local --log-path {path}")
+    others = ", and run --worker RANK on the machine of each other rank" if len(hosts) > 1 else ""
+    text = f"To go on from there, on the master's machine{others}; settings stay as they were:"
+    return Advice(text, f"run --master --log-path {path}")
+
+
+def _holding(root: Path, status: status_text.Status) -> list[Advice]:
+    """Return the commands that bring missing nodes back; if there are many, the first ones."""
+    command = f"run status --log-path {shlex.quote(str(root))} --watch"
+    found = [line.partition(": ") for line in status_text.repairs(status, root)]
+    if not found:
+        return [Advice("It holds until its nodes are there.", command)]
+    shown = [
+        Advice(f"It holds. {what[:1].upper()}{what[1:]}:", repair)
+        for what, _, repair in found[: status_text.NAMED]
+    ]
+    more = len(found) - len(shown)
+    return [*shown, Advice(f"It holds for {nodes_text(more)} more:", command)] if more else shown

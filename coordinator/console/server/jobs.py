@@ -1,0 +1,302 @@
+"""A job on disk, and what its files say of it.
+
+    ROOT/NAME/                     the run directory: `run status --log-path ROOT/NAME` works as ever
+      job/
+        job.json                   what was submitted; made once, and last: without it there is no job
+        files/DIGEST/              the uploaded files, and the directory that the nodes work in
+        start_0001/                the first start, and one more for each `resume`
+          asked.json               somebody has resumed the job; job.json asks for the first start
+          process.json             the process that was started, made once by itself
+          output.log               what it prints
+          stop.json, told.json     somebody has stopped it; the process has been told
+          exit.json                its exit code
+
+Each file is made once, so whoever finds one can go on from there: a server that was killed leaves nothing
+that its successor has to repair. Nothing else is known about a job.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from coordinator.console.server.client import TOKEN_VARIABLE
+from coordinator.console.server.launchers import Launcher
+from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS, STOP, TOLD
+from coordinator.console.server.submission import JOB_NAME, Submission
+from coordinator.directory import published
+from coordinator.machine.network import pid_space
+from coordinator.protocol.exits import Exit
+from rollout.storage import files, once
+
+JOB, ASKED = "job.json", "asked.json"
+FOLDER = "job"
+GOING = {"gathering", "running", "holding"}
+"""States of a job that has been started and has not ended."""
+ENDED_BY = {Exit.DONE: "finished", Exit.LOST: "lost", Exit.INTERRUPTED: "stopped"}
+"""The state after an exit code; after any other one the job has failed."""
+_START = re.compile(r"start_(\d{4,})", re.ASCII)
+
+
+class UnknownJob(LookupError):
+    """There is no job of this name, or not this part of it."""
+
+
+class Conflict(RuntimeError):
+    """The request does not fit to what the job is now."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name.partition("_")[2])
+
+    def has(self, name: str) -> bool:
+        """Return whether a file of the start is there."""
+        return name in published.names(self.folder)
+
+    def process(self) -> dict[str, Any] | None:
+        """Return what the process that was started has said of itself; None if none was, or if that is
+        damaged.
+        """
+        found = published.read_json(self.folder / PROCESS)
+        return found if found is not None and _is_claim(found) else None
+
+    def exit_code(self) -> int | None:
+        """Return how it has ended; None while it runs, if nobody was there to see it, and if what they wrote
+        is damaged.
+        """
+        code = (published.read_json(self.folder / EXIT) or {}).get("code")
+        return code if isinstance(code, int) else None
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process is there; None if that cannot be seen from this machine."""
+        said = self.process()
+        if said is None:
+            return False
+        if said["pid_space"] != pid_space():
+            return None
+        return _process(said) is not None or _process(said["runner"]) is not None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it is there; Conflict if it is on another machine."""
+        said = self.process()
+        if said is not None and said["pid_space"] != pid_space():
+            raise Conflict(f"it was started on {said['host']}: stop it from a server there, or there by hand")
+        process = _process(said) if said else None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process is not None:
+                process.send_signal(number)
+
+
+def _is_claim(said: Mapping[str, Any]) -> bool:
+    """Return whether a document says all that a process says of itself when it is started."""
+    runner: Any = said.get("runner")
+    processes: list[Mapping[str, Any]] = [said, runner if isinstance(runner, dict) else {}]
+    return all(isinstance(said.get(name), str) for name in ("pid_space", "host")) and all(
+        isinstance(of.get("pid"), int) and isinstance(of.get("created_s"), int | float) for of in processes
+    )
+
+
+def _process(said: Mapping[str, Any]) -> psutil.Process | None:
+    """Return the process of this machine that has said so; None if it has ended (ids are used again)."""
+    try:
+        process = psutil.Process(said["pid"])
+        is_same = abs(process.create_time() - said["created_s"]) < 1.0
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+class Job:
+    """A job that was submitted. Every call reads the directory again."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        """`root`: of all jobs. UnknownJob if it has none of this name."""
+        self.log_path = root / name
+        self.name = name
+        self.folder = self.log_path / FOLDER
+        found = published.read_json(self.folder / JOB) if JOB_NAME.fullmatch(name) else None
+        if found is None or not found.keys() >= {"at", "digest", "options", "files"}:
+            raise UnknownJob(
+                f"no job {name if JOB_NAME.fullmatch(name) else 'of this name'}; run jobs lists all"
+            )
+        self.said = found
+
+    @property
+    def directory(self) -> Path:
+        """Where the uploaded files are."""
+        return self.folder / "files" / str(self.said["digest"])
+
+    def start(self) -> Start:
+        """Return the newest start, whether it has begun or not."""
+        numbers = [1]
+        for name in published.names(self.folder):
+            match = _START.fullmatch(name)
+            if match and ASKED in published.names(self.folder / name):
+                numbers.append(int(match[1]))
+        return Start(self.folder / f"start_{max(numbers):04d}")
+
+    def begin(self, launcher: Launcher) -> None:
+        """Have the newest start begin, unless it has or is stopped. For any number of servers at once."""
+        start = self.start()
+        if start.has(PROCESS) or start.has(STOP):
+            return
+        command = launcher.command(self.log_path, self.said["options"], self.output())
+        files.make_directory(start.folder)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "coordinator.console.server.runner",
+                str(start.folder),
+                str(self.directory),
+                *command,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment(),
+            start_new_session=True,  # it outlives the server, whatever ends that
+        )
+        threading.Thread(target=process.wait, daemon=True).start()
+
+    def resume(self, after: int) -> None:
+        """Ask for another start after start number `after`, which must have ended; asking twice is once."""
+        start = self.start()
+        if start.number == after + 1:
+            return
+        if start.number != after:
+            raise Conflict(f"{self.name} is at start {start.number}, not at {after}")
+        # What says how it ended is written by a process that ends a moment later.
+        if not start.has(EXIT) and (not (start.has(PROCESS) or start.has(STOP)) or start.is_alive()):
+            raise Conflict(f"{self.name} has not ended: nothing to resume")
+        following = self.folder / f"start_{after + 1:04d}"
+        files.make_directory(following)
+        once.create_once(following / ASKED, _document({}))
+
+    def stop(self, launcher: Launcher, now: bool) -> None:
+        """Stop the newest start as one Ctrl+C would: the master ends the run on all nodes. `now`: each node
+        is ended, as by a second one. Without `now`, stopping twice is stopping once.
+        """
+        start = self.start()
+        if start.has(EXIT):
+            return
+        files.make_directory(start.folder)
+        once.create_once(start.folder / STOP, _document({"token": secrets.token_hex(8)}))
+        self.tell_stop(launcher)
+        if now:
+            start.signal(signal.SIGTERM)
+
+    def tell_stop(self, launcher: Launcher) -> None:
+        """Tell the process that the job is stopped, if it is, and unless that was done."""
+        start = self.start()
+        if not start.has(STOP) or not start.has(PROCESS) or start.has(TOLD) or start.has(EXIT):
+            return
+        if cancel := launcher.cancel(self.log_path):  # again at each look: it may not be in the queue yet
+            subprocess.run(cancel, check=False, capture_output=True, timeout=60)
+            return
+        start.signal(signal.SIGINT)
+        once.create_once(start.folder / TOLD, _document({}))
+
+    def output(self) -> Path:
+        """Return the file with what the newest start prints."""
+        return self.start().folder / OUTPUT
+
+    def state(self, run: str | None, iteration: int) -> str:
+        """Return the state of the job; `run` and `iteration`: as the status of its run says, None: no run."""
+        start = self.start()
+        there = published.names(start.folder)
+        code = start.exit_code() if EXIT in there else None
+        alive = start.is_alive() if PROCESS in there and code is None else False
+        return state_of(code, PROCESS in there, alive, STOP in there, run, iteration)
+
+
+def state_of(
+    code: int | None, began: bool, alive: bool | None, stopped: bool, run: str | None, iteration: int
+) -> str:
+    """Return the state of a job from its newest start and from its run: submitted, gathering, running,
+    holding, finished, failed, stopped or lost.
+
+    `alive`: None where it cannot be seen. `run`: the state of the run; a run that goes on is what it says,
+    whether or not the process that started it is still there.
+    """
+    if code is not None:
+        ended = ENDED_BY.get(Exit(code), "failed") if code in set(Exit) else "failed"
+        return "stopped" if stopped and ended != "finished" else ended
+    if not began:
+        return "stopped" if stopped else "submitted"
+    if alive is None and run is None and not stopped:  # on another machine, which has not come to the run
+        return "gathering"
+    if run in {"running", "holding"}:
+        return "gathering" if run == "holding" and not iteration else run
+    if alive:  # it has not come to the run yet, or it says what came of it
+        return "running" if run == "finished" else "gathering"
+    if run == "finished":
+        return "finished"
+    return "stopped" if stopped else "lost"
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of what a server starts: without its token, with unbuffered output, and with
+    this installation's `run`, which the job script of Slurm looks for.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
+    return {**kept, "PYTHONUNBUFFERED": "1", "PATH": path}
+
+
+def submit(root: Path, submission: Submission) -> Job:
+    """Make the job, or find that it is there; Conflict if another one has its name. It is there as soon as
+    job.json is: everything before that may be done again.
+    """
+    folder = root / submission.name / FOLDER
+    directory = folder / "files" / submission.digest
+    if JOB not in published.names(folder):
+        if (there := published.names(folder.parent)) and FOLDER not in there:
+            raise Conflict(f"{folder.parent} is there, and is no job; give another name")
+        files.make_directory(directory)
+        for name, data in submission.files.items():
+            files.publish(directory / name, data)
+        about = {
+            "name": submission.name,
+            "digest": submission.digest,
+            "options": submission.options,
+            "files": {name: files.facts_of(data) for name, data in submission.files.items()},
+        }
+        once.create_once(folder / JOB, _document(about))
+    job = Job(root, submission.name)
+    if job.said["digest"] != submission.digest:
+        raise Conflict(f"there is a job {job.name} with other options or files; give another name")
+    return job
+
+
+def all_jobs(root: Path) -> list[Job]:
+    """Return the jobs, in the order in which they were submitted."""
+    found: list[Job] = []
+    for name in published.names(root):
+        with contextlib.suppress(UnknownJob, OSError):  # something else lies there
+            found.append(Job(root, name))
+    return sorted(found, key=lambda job: (job.said["at"], job.name))
+
+
+def _document(content: Mapping[str, Any]) -> bytes:
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({**content, "at": at}).encode()

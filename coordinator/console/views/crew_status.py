@@ -1,0 +1,312 @@
+"""The state of one crew, from what its nodes show in protocol/; nothing is written."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from coordinator.console.views.beats import said_in
+from coordinator.directory.layout import MASTER, Beat, RunDir
+from coordinator.machine.network import pid_space
+from coordinator.protocol.complaints import NOT_STARTED, read_complaint
+from coordinator.protocol.liveness import Silence
+from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.placed import run_dirs
+from coordinator.protocol.records import EpochRecord, Records
+from coordinator.protocol.snapshot import Board, whole_board
+from coordinator.protocol.watch import ENDED
+from coordinator.settings.tree import RunSettings
+from rollout.storage import files
+
+ESTIMATED = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label, Phase.TRAINING.label}
+"""Rows whose nodes say when they will be ready."""
+ROWS: dict[str, Phase] = {phase.label: phase for phase in Phase}
+GOING = {"running", "holding"}
+"""States of a crew that works, or waits for nodes."""
+NEW_ROW: dict[str, Any] = {
+    "state": "running",
+    "done": 0,
+    "total": 0,
+    "samples": 0,
+    "samples_total": 0,
+    "waiting_for": [],
+    "waits_for": "",
+    "row_s": 0.0,
+    "waiting_s": 0.0,
+    "tokens_per_s": None,
+    "left_s": None,
+}
+"""What is known of a node in a row of which its heartbeat does not tell yet."""
+
+Place = tuple[int, int]
+"""Iteration and row."""
+
+Said = Mapping[int, dict[str, Any]]
+"""By rank, the content of the newest heartbeat."""
+
+
+def crew_dirs(root: Path) -> list[RunDir]:
+    """Return the run directory as each crew sees it, first the one that generates; one crew: a single one."""
+    return sorted(run_dirs(root), key=lambda run_dir: run_dir.crew)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A crew as it was seen at one moment."""
+
+    run_dir: RunDir
+    board: Board
+    record: EpochRecord | None
+    settings: RunSettings
+    said: Said
+    gone: set[int]
+    """Ranks that are known to have ended, or are silent for too long."""
+    silent_s: Mapping[int, float]
+    """By rank."""
+
+    @property
+    def master(self) -> Mapping[str, Any]:
+        """What the newest heartbeat of the master says; nothing if there is none."""
+        return self.said.get(MASTER, {})
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody has said that the crew ends, or that it is finished."""
+        record = self.record
+        if record is None:
+            return False
+        calls = {flag.kind for flag in self.board.calls if flag.epoch == record.epoch}
+        return record.kind == "finished" or bool(calls & {"failed", "gave_up", "stopped"})
+
+    @property
+    def state(self) -> str:
+        """running, holding (for nodes), finished or stopped."""
+        record = self.record
+        if record is None:  # its master has just started, or ended before it was in an epoch
+            return "holding" if self.said.keys() - self.gone else "stopped"
+        if self.has_ended:
+            return "finished" if record.kind == "finished" else "stopped"
+        if MASTER in self.gone:  # its workers wait for it, unless they end with it or have ended too
+            members = record.members.keys() or self.said.keys()  # a lobby has no members yet
+            held = (self.said.keys() & members) - self.gone
+            return "holding" if held and not self._ends_with_master() else "stopped"
+        is_lost = any(flag.rank == MASTER for flag in self.board.called(record.epoch, "lost"))
+        return "holding" if record.kind == "lobby" or is_lost else "running"
+
+    def _ends_with_master(self) -> bool:
+        return self.settings.cluster.on_node_failure == "abort"
+
+    def describe(self, finished: int, is_awaited: bool) -> dict[str, Any]:
+        """Return the state of the crew as `run status --json` has it in `crews`.
+
+        `finished`: the last iteration that has a line of metrics. `is_awaited`: the other crew goes on, and
+        holds for this one if nobody of it is there.
+        """
+        ranks = range(len(self.run_dir.machines) or self.settings.cluster.num_nodes)
+        nodes = [self._node(rank) for rank in ranks]
+        self._add_complaints(nodes)
+        master, state = self.master, self.state
+        phase = master.get("phase", "") or master.get("state", "")
+        wanted = [MASTER] if MASTER in self.gone else master.get("waiting_for", [])
+        since_s = master.get("waiting_s", 0.0)
+        if MASTER in self.gone:
+            since_s = self.silent_s.get(MASTER, 0.0)
+        waits_for = master.get("waits_for", "") if state == "running" else ""
+        if waits_for:
+            since_s = since_s or master.get("row_s", 0.0)
+        if state == "stopped" and is_awaited and not self.has_ended:
+            state, wanted = "holding", [rank for rank in ranks if nodes[rank]["state"] != "alive"]
+        left_s = [node["left_s"] for node in nodes if node["left_s"] is not None and node["phase"] == phase]
+        return {
+            "crew": self.run_dir.crew,
+            "state": state,
+            "epoch": self.record.epoch if self.record else 0,
+            "iteration": master.get("iteration") or self._last_iteration(finished),
+            "iterations": self.settings.iterations,
+            "phase": phase,
+            "master": nodes[MASTER]["name"],
+            "waiting_for": list(map(self.run_dir.machine, wanted)) if state in GOING else [],
+            "waits_for": waits_for,
+            "waiting_s": float(since_s) if state in GOING else 0.0,
+            "left_s": max(left_s, default=None) if phase in ESTIMATED else None,
+            "num_nodes": len(nodes),
+            "nodes": nodes,
+        }
+
+    def _add_complaints(self, nodes: list[dict[str, Any]]) -> None:
+        """Add to the nodes that do not take part why they do not come, as far as they have said it."""
+        calls = self.board.called(self.record.epoch, NOT_STARTED) if self.record else []
+        for rank, node in enumerate(nodes):
+            flags = [flag for flag in calls if flag.rank == rank and node["state"] != "alive"]
+            found = read_complaint(self.run_dir, flags[0]) if flags else None
+            host, node["error"] = found or (node["host"], "")
+            node["host"] = node["host"] or host
+
+    def _last_iteration(self, finished: int) -> int:
+        """Return the newest iteration that has a flag or a line: for a master that has been in none yet."""
+        return max((*(flag.iteration for flag in self.board.flags), finished))
+
+    def _node(self, rank: int) -> dict[str, Any]:
+        """Describe a node by its last heartbeat and by what the master last observed."""
+        content, cluster = self.said.get(rank, {}), self.settings.cluster
+        member = self.record.members.get(rank) if self.record else None
+        beat, silent_s = self.board.beats.get(rank), self.silent_s.get(rank, 0.0)
+        state = "alive"
+        if beat is None:
+            state = "never_seen"
+        elif content.get("state") == ENDED or _has_left(self.board, self.record, rank):
+            state = "left"
+        elif silent_s >= cluster.node_timeout_s or rank in self.gone:
+            state = "silent"
+        return {
+            "crew": self.run_dir.crew,
+            "rank": self.run_dir.machine(rank),
+            "name": self.run_dir.name(rank),
+            "host": content.get("host", member.host if member else ""),
+            "address": member.address if member else content.get("address", ""),
+            "state": state,
+            "iteration": content.get("iteration", 0),
+            "phase": content.get("phase", "") or content.get("state", ""),
+            "row_s": content.get("row_s", 0.0),
+            "waiting_s": content.get("waiting_s", 0.0),
+            "weight": member.weight if member else self._weight(self.run_dir.machine(rank)),
+            "tasks_assigned": content.get("total", 0),
+            "tasks_done": content.get("done", 0),
+            "samples_assigned": content.get("samples_total", 0),
+            "samples_done": content.get("samples", 0),
+            "tokens_per_s": content.get("tokens_per_s"),
+            "left_s": content.get("left_s"),
+            "gpu_count": content.get("gpu_count", 0),
+            "gpus": content.get("gpus", []),
+            "silent_s": silent_s,
+        }
+
+    def _weight(self, machine: int) -> float:
+        """Return the weight of a machine that has no part in an epoch yet."""
+        cluster = self.settings.cluster
+        return cluster.weight(machine) if machine < cluster.num_nodes else 1.0
+
+
+def _has_left(board: Board, record: EpochRecord | None, rank: int) -> bool:
+    """Return whether the process that takes part in the epoch has said that it leaves."""
+    if record is None or all(flag.rank != rank for flag in board.called(record.epoch, "left")):
+        return False
+    member = record.members.get(rank)
+    return member is None or board.highest_incarnation(rank) <= member.incarnation
+
+
+class CrewReader:
+    """Look at one crew repeatedly; what does not change is read once. For one thread."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self._records = Records(run_dir)
+        self._silence: Silence | None = None
+        self._first_beats: dict[int, Beat] = {}
+        """The heartbeat of each rank that was read here first."""
+
+    def look(self) -> Seen:
+        """Return what the crew shows now."""
+        board = whole_board(self.run_dir, _names)
+        record = self._records.newest(board.records)
+        said: Said = {rank: said_in(self.run_dir, beat) for rank, beat in board.beats.items()}
+        settings = RunSettings.published(record.settings) if record else RunSettings()
+        settings = settings.of_crew(self.run_dir.crew)
+        still_s = self._observe(board, settings)
+        timeout_s = settings.cluster.node_timeout_s
+        ended = {rank for rank, content in said.items() if _is_gone(content)}
+        gone = ended | {rank for rank in said if still_s.get(rank, 0.0) >= timeout_s}
+        gone |= {rank for rank in said if _has_left(board, record, rank)}
+        silent_s = _silent_s(said, ended, still_s, settings.cluster.beat_interval_s)
+        # What was seen to change here needs nobody else's observation.
+        changed = {rank for rank, beat in board.beats.items() if beat != self._first_beats.get(rank)}
+        silent_s |= {rank: still_s[rank] for rank in changed - ended if rank in still_s}
+        if record is not None:
+            said = _with_flags(board, record, settings, said, gone)
+        return Seen(self.run_dir, board, record, settings, said, gone, silent_s)
+
+    def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:
+        """Return for how many seconds each rank's heartbeat has not changed since it was first read here."""
+        if self._silence is None:
+            self._silence = Silence(max(settings.cluster.beat_interval_s, 1.0))  # readings are seconds apart
+        self._silence.observe(board, board.beats, time.monotonic())
+        for rank, beat in board.beats.items():
+            self._first_beats.setdefault(rank, beat)
+        return {rank: round(seconds, 1) for rank, seconds in self._silence.silent_s.items()}
+
+
+def _names(directory: Path) -> list[str]:
+    """Return the names of the files in a directory: whoever opens a pipe of such a name waits for ever."""
+    try:
+        return files.file_names(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _is_gone(content: Mapping[str, Any]) -> bool:
+    """Return whether a process is known to have ended; of a process that another machine or container counts,
+    only its own word says so.
+    """
+    here = "pid" in content and content.get("pid_space") == pid_space()
+    return content.get("state") == ENDED or (here and not psutil.pid_exists(content["pid"]))
+
+
+def _age_s(content: Mapping[str, Any]) -> float | None:
+    """Return how old what a node says is; None if its clock is another machine's."""
+    if "monotonic_s" not in content or content.get("pid_space") != pid_space():
+        return None
+    return max(0.0, time.monotonic() - content["monotonic_s"])
+
+
+def _silent_s(said: Said, ended: set[int], still_s: Mapping[int, float], beat_s: float) -> dict[int, float]:
+    """Seconds of silence by rank: the larger of what the master last observed, up to now, and our own.
+
+    `ended`: ranks of which it is known that their process has ended.
+    """
+    observed: dict[int, float] = said.get(MASTER, {}).get("silent_s", {})
+    since_s = min(_age_s(said.get(MASTER, {})) or 0.0, 2 * beat_s)
+    found: dict[int, float] = {}
+    for rank in {*observed, *still_s}:
+        content = said.get(rank, {})
+        seconds = observed[rank] + since_s if rank in observed else 0.0
+        if (age_s := _age_s(content)) is not None:
+            seconds = age_s if rank in ended else min(seconds, age_s)
+        own_s = 0.0 if content.get("state") == ENDED else still_s.get(rank, 0.0)
+        found[rank] = round(max(seconds, own_s), 1)
+    return found
+
+
+def _with_flags(board: Board, record: EpochRecord, settings: RunSettings, said: Said, gone: set[int]) -> Said:
+    """Return what the nodes say, in the rows that their flags show: heartbeats are up to seconds older."""
+    reached: dict[int, Place] = {}
+    for flag in board.flags:
+        if flag.epoch == record.epoch and flag.is_done and flag.phase in ROWS.values():
+            place = (flag.iteration, flag.phase)
+            reached[flag.rank] = max(place, reached.get(flag.rank, place))
+    if MASTER in reached:
+        reached[MASTER] = _after(reached[MASTER], settings)
+        for rank in record.members.keys() - gone:
+            reached[rank] = max(reached[MASTER], reached.get(rank, reached[MASTER]))
+    found = dict(said)
+    for rank, (iteration, row) in reached.items():
+        content = said.get(rank, {})
+        place = (content.get("iteration", 0), ROWS.get(content.get("phase", ""), -1))
+        is_newer = content.get("state") == "running" and (iteration, row) > place
+        if rank in said and (is_newer or board.beats[rank].epoch < record.epoch):
+            # Between two iterations its heartbeat says what it waits for.
+            waits = content.get("waits_for") and Phase(row) is Phase.ITERATION_START
+            new = {} if waits else NEW_ROW
+            found[rank] = {**content, **new, "iteration": iteration, "phase": Phase(row).label}
+    return found
+
+
+def _after(place: Place, settings: RunSettings) -> Place:
+    """Return the row after one that is over; the last row of the run has none."""
+    iteration, row = place
+    later = [phase for phase in rows_of(settings.kind) if phase > row]
+    if later:
+        return iteration, min(later)
+    return place if iteration == settings.iterations else (iteration + 1, Phase.ITERATION_START)

@@ -1,0 +1,135 @@
+"""`from coordinator import Run`: read a run directory from programs and notebooks; nothing is written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordinator.console.views.status import StatusReader
+from coordinator.directory import published
+from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
+from coordinator.directory.published import Incomplete
+from coordinator.settings.tree import SettingsError
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Group
+
+
+class Run:
+    """A run, while it works or afterwards.
+
+        from coordinator import Run
+
+        run = Run("/shared/exp1")
+        print(run.status()["state"])
+        print([line["reward"] for line in run.metrics()])
+        for group in run.trajectories(run.iterations()[-1]):
+            print(group.prompt, [sample.reward for sample in group.samples])
+        model = AutoModelForCausalLM.from_pretrained(run.checkpoint())
+
+    Every call reads the directory again. A lasting error of the shared directory is an `OSError` with the
+    path. A question without an answer (no run, no such iteration) is a `SettingsError`: one line that says
+    what there is.
+    """
+
+    def __init__(self, log_path: str | Path) -> None:
+        """`log_path`: as for `run --log-path`. SettingsError if no run is there."""
+        self.run_dir = RunDir(Path(log_path).absolute())
+        self._reader = StatusReader(self.run_dir.root)
+        self._reader.open()
+
+    def status(self) -> dict[str, Any]:
+        """Return what `run status --json` prints: where each node is, what it waits for, its tasks done.
+
+        `crews` has the same of each crew, where one generates and another trains.
+
+        >>> run.status()["waiting_for"]
+        [2]
+        """
+        return self._reader.read()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the complete lines of metrics.jsonl, one per finished iteration, in order.
+
+        An iteration whose rollout and update ran separately has a line for each `kind`. The mean of each
+        metric of rewards and environments is in `sample_metrics` by its name, of an evaluation in
+        `eval_sample_metrics`; None if there are none.
+
+            >>> run.metrics()[-1]["reward"]
+            0.953125
+            >>> run.metrics()[-1]["sample_metrics"]
+            {'tries': 1.75}
+        """
+        return published.metrics_lines(self.run_dir)
+
+    def iterations(self) -> list[int]:
+        """Return the finished iterations, in order."""
+        return sorted({line["iteration"] for line in self.metrics()})
+
+    def trajectories(self, iteration: int, kind: Kind = "train") -> "Iterator[Group]":
+        """Return an iterator over the groups of an iteration's manifest, by slot. All files are read now, and
+        each is verified against the manifest.
+
+        A group has `slot`, `task_id`, `prompt` and `samples` (see rollout.trajectory.Sample), each with
+        `token_ids`, `loss_mask`, `logprobs`, `text`, `reward`, `metrics` and `turns`, the conversation after
+        the prompt (empty if that is `text`). A group that was given up has no samples and says why in
+        `given_up`. `kind`: "train" or "eval". SettingsError if the iteration has no groups (yet),
+        `published.Incomplete` if a file is missing or damaged.
+
+            >>> max(sample.reward for group in run.trajectories(3) for sample in group.samples)
+            1.0
+            >>> [(turn.role, turn.text) for turn in next(run.trajectories(3)).samples[0].turns]
+            [('assistant', '<<27+58>>'), ('environment', '=85\\n'), ('assistant', '58')]
+        """
+        from coordinator.directory.parts import read_groups  # it takes numpy
+
+        manifest = published.read_manifest(self.run_dir, kind, iteration)
+        if manifest is None:
+            there = [number for number in self._collected(kind) if self._has_manifest(kind, number)]
+            found = f"there are trajectories of {_listed(there)}" if there else "there are none yet"
+            raise SettingsError(
+                f"{self.run_dir.root}: no {kind} trajectories of iteration {iteration}; {found}"
+            )
+        return iter(read_groups(self.run_dir.trajectories(kind, iteration), manifest))
+
+    def checkpoint(self, iteration: int | None = None, *, verify: bool = True) -> Path:
+        """Return the directory of the newest undamaged checkpoint, or of the checkpoint of `iteration`.
+
+        `from_pretrained` and `vllm serve` load it. `verify`: compare the size and checksum of every file with
+        its result.json. SettingsError if there is none, or if the checkpoint of `iteration` is damaged.
+
+            >>> run.checkpoint(5)
+            PosixPath('/shared/exp1/checkpoints/iteration_000005')
+        """
+        there = published.checkpoints(self.run_dir)
+        wanted = list(reversed(there)) if iteration is None else [iteration]
+        damage = ""
+        for number in wanted:
+            if number not in there:
+                found = f"there are checkpoints of {_listed(there)}" if there else "there is none yet"
+                raise SettingsError(f"{self.run_dir.root}: no checkpoint of iteration {number}; {found}")
+            directory = self.run_dir.checkpoint(number)
+            try:
+                if verify:
+                    published.verify_checkpoint(directory)
+                return directory
+            except Incomplete as error:
+                damage = damage or f"; {str(error).splitlines()[0]}"
+        asked = "" if iteration is None else f" of iteration {iteration}"
+        raise SettingsError(f"{self.run_dir.root}: no whole checkpoint{asked}{damage}")
+
+    def _collected(self, kind: Kind) -> list[int]:
+        directory = self.run_dir.trajectories(kind, 0).parent
+        found = (parse_iteration_name(name) for name in published.names(directory))
+        return sorted(number for number in found if number is not None)
+
+    def _has_manifest(self, kind: Kind, iteration: int) -> bool:
+        path = self.run_dir.manifest(kind, iteration)
+        return path.name in published.names(path.parent)
+
+
+def _listed(numbers: list[int]) -> str:
+    """`iterations 1 to 12`; `iterations 5, 10` where some are missing."""
+    first, last = numbers[0], numbers[-1]
+    if last > first and last - first == len(numbers) - 1:
+        return f"iterations {first} to {last}"
+    return f"iteration{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,45 @@
+"""The scores of an evaluation, for people: each with the interval that the score on all such tasks is in."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from coordinator.console.views.beats import is_measured
+from coordinator.directory.metrics_file import SCORES
+
+INTERVAL = 1.96
+"""Standard errors on each side of a mean that make an interval of 95 %."""
+
+
+class Score(NamedTuple):
+    """A score; its name is that of a set, or `eval_reward`."""
+
+    name: str
+    reward: float
+    error: float | None
+    """Its standard error."""
+
+    def __str__(self) -> str:
+        """`0.612 ± 0.041`."""
+        return f"{self.reward:.3f}{self.margin}"
+
+    @property
+    def margin(self) -> str:
+        """` ± 0.041`, half the width of the interval; empty for a score of one task."""
+        return "" if self.error is None else f" \N{PLUS-MINUS SIGN} {INTERVAL * self.error:.3f}"
+
+
+def scores(line: Mapping[str, Any]) -> list[Score]:
+    """Return the scores of a metrics line: `eval_reward`, then those of the named sets. What is no number is
+    left out.
+    """
+    sets: Any = line.get(SCORES)
+    named = cast("dict[str, Any]", sets) if isinstance(sets, dict) else {}
+    found: list[tuple[str, Any, Any]] = [("eval_reward", line.get("eval_reward"), line.get("eval_error"))]
+    for name, of in named.items():
+        scored = cast("dict[str, Any]", of) if isinstance(of, dict) else {}
+        found.append((name, scored.get("reward"), scored.get("error")))
+    return [
+        Score(name, reward, error if is_measured(error) else None)
+        for name, reward, error in found
+        if is_measured(reward)
+    ]

@@ -1,0 +1,244 @@
+"""The state of a run in words, for `run status` and for the live view. Pure."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from coordinator.console.views.beats import is_measured
+from coordinator.console.views.crew_status import GOING
+from coordinator.console.views.scores import scores
+from coordinator.directory.layout import MASTER
+from coordinator.journal.plain import one_line
+from coordinator.protocol.phases import Phase
+
+NAMED = 3
+"""At most this many of the ranks that are waited for are named."""
+COUNTED = {phase.label for phase in (Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.TRAINING)}
+"""Rows whose progress is counted in groups or microbatches, not in megabytes."""
+WAITED_S = 1.0
+"""Shorter waits are not mentioned."""
+GIB = 2**30
+
+Status = dict[str, Any]
+Node = dict[str, Any]
+
+
+def all_plain(content: Any) -> Any:
+    """Apply `one_line` to all strings of a JSON document except its keys."""
+    if isinstance(content, str):
+        return one_line(content)
+    if isinstance(content, dict):
+        return {key: all_plain(value) for key, value in cast("dict[str, Any]", content).items()}
+    if isinstance(content, list):
+        return [all_plain(value) for value in cast("list[Any]", content)]
+    return content
+
+
+def duration(seconds: float, digits: int = 0) -> str:
+    """Write a duration: `34 s` (with `digits` after the point, and one more below a second), `12 min`,
+    `3.2 h`, `2.1 days`.
+    """
+    if seconds < 100:
+        return f"{seconds:.{digits + 1 if digits and seconds < 1 else digits}f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def is_going(status: Status) -> bool:
+    """Return whether the run, or a crew of it, works or waits for nodes."""
+    return status["state"] in GOING
+
+
+def of_crew(crew: Status, lead: str = "") -> str:
+    """Say where one of two crews is, and what it waits for; `lead`: who leads it."""
+    return f"{crew['crew']} crew{lead}: {_place(crew)}"
+
+
+def led_by(crew: Status) -> str:
+    """`, led by rank 2 (node-c), epoch 3`; nothing before a master was there."""
+    master: Node = crew["nodes"][MASTER]
+    if master["state"] == "never_seen":
+        return ""
+    host = f" ({master['host']})" if master["host"] else ""
+    return f", led by rank {master['rank']}{host}, epoch {crew['epoch']}"
+
+
+def _place(crew: Status) -> str:
+    if crew["nodes"][MASTER]["state"] == "never_seen":
+        return "no master yet"
+    if crew["state"] == "finished":
+        return f"finished, iteration {crew['iteration']}"
+    held = "holding" if crew["state"] == "holding" else ""
+    return ", ".join(filter(None, [held, where(crew), waiting(crew)]))
+
+
+def where(status: Status) -> str:
+    """Say where a crew is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
+    of = f" of {status['iterations']}" if status["iterations"] else ""
+    text = f"iteration {status['iteration']}{of}"
+    if status["waits_for"]:
+        return text if status["iteration"] else "not begun"
+    if status["state"] != "finished" and status["phase"]:
+        text += f", {status['phase']}"
+    if not is_going(status):
+        return text
+    master = status["nodes"][MASTER]
+    text += f" for {duration(master['row_s'])}" if master["row_s"] >= WAITED_S else ""
+    left_s = status["left_s"]
+    return text if left_s is None or left_s < WAITED_S else f"{text}, about {duration(left_s)} left"
+
+
+def waiting(crew: Status) -> str:
+    """Say what a crew waits for: `waiting for rank 2 (node-c) for 34 s`; an empty text for nothing."""
+    ranks: list[int] = crew["waiting_for"]
+    if not is_going(crew) or not (ranks or crew["waits_for"]):
+        return ""
+    hosts = {node["rank"]: node["host"] for node in crew["nodes"]}
+    several = len(set(hosts.values())) > 1
+    names = [
+        f"{rank} ({hosts[rank]})" if several and hosts.get(rank) else f"{rank}" for rank in ranks[:NAMED]
+    ]
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    whom = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}{more}" if ranks else crew["waits_for"]
+    comma = "" if ranks else ","
+    since = f"{comma} for {duration(crew['waiting_s'])}" if crew["waiting_s"] >= WAITED_S else ""
+    return f"waiting for {whom}{since}"
+
+
+def missing(status: Status) -> set[str]:
+    """Return the names of the nodes that are waited for."""
+    crews: list[Status] = status["crews"]
+    return {node["name"] for crew in crews for node in crew["nodes"] if node["rank"] in crew["waiting_for"]}
+
+
+def repairs(status: Status, root: Path) -> list[str]:
+    """For each node that the run waits for, say why it did not start, and give the command that brings it
+    there.
+    """
+    path = shlex.quote(str(root))
+    lines: list[str] = []
+    for crew in status["crews"]:
+        for node in crew["nodes"] if crew["state"] == "holding" else ():
+            if node["state"] == "alive" or node["rank"] not in crew["waiting_for"]:
+                continue
+            role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master"
+            lines += [node["error"]] if node.get("error") else []
+            place = f"on {node['host']}" if node["host"] else "on its machine"
+            was_there = node["state"] != "never_seen"
+            what = f"to bring {node['name']} back" if was_there else f"to start {node['name']}"
+            lines.append(f"{what}, {place}: run {role} --log-path {path}")
+    return lines
+
+
+def nodes_of(status: Status) -> list[Node]:
+    """Return the nodes; in a finished run without their rows, which say nothing any more."""
+    nodes: list[Node] = status["nodes"]
+    if status["state"] != "finished":
+        return nodes
+    return [
+        {**node, "phase": "", "tasks_assigned": 0, "samples_assigned": 0, "tokens_per_s": None}
+        for node in nodes
+    ]
+
+
+def tasks(node: Node) -> str:
+    """Tasks done and assigned: `37/64`. In rows without tasks, what was read of the files: `5/5 MB`."""
+    if not node["tasks_assigned"]:
+        return ""
+    unit = "" if node["phase"] in COUNTED else " MB"
+    return f"{node['tasks_done']}/{node['tasks_assigned']}{unit}"
+
+
+def samples(node: Node) -> str:
+    """Samples done and assigned, where each is a completion of the engine: `301/512`."""
+    return f"{node['samples_done']}/{node['samples_assigned']}" if node["samples_assigned"] else ""
+
+
+def tokens(node: Node) -> str:
+    """Tokens per second of a node that generates; empty for a lost node, whose last figure is old."""
+    return f"{node['tokens_per_s']:,.0f}" if node["tokens_per_s"] and node["state"] == "alive" else ""
+
+
+def gpus(node: Node) -> str:
+    """`8 x 61/80 GiB 97 %`: number of GPUs, and the average of their memory and use."""
+    found: list[dict[str, Any]] = node["gpus"]
+    if not found:
+        return ""
+    used, total = (sum(gpu.get(key) or 0 for gpu in found) / len(found) / GIB for key in _MEMORY)
+    busy = [gpu["busy"] for gpu in found if gpu.get("busy") is not None]
+    use = f" {100 * sum(busy) / len(busy):.0f} %" if busy else ""
+    return f"{f'{len(found)} x ' if len(found) > 1 else ''}{used:.0f}/{total:.0f} GiB{use}"
+
+
+_MEMORY = ("used_bytes", "total_bytes")
+
+
+def rewards(line: dict[str, Any] | None) -> str:
+    """Give the last metrics: `last finished: iteration 4, reward 0.612, eval_reward 0.900 ± 0.026`."""
+    if line is None:
+        return ""
+    found = [f"reward {line['reward']:.3f}"] if is_measured(line.get("reward")) else []
+    found += [f"{score.name} {score}" for score in scores(line)]
+    return ", ".join([f"last finished: iteration {line['iteration']}", *found])
+
+
+def render(status: Status, root: Path) -> str:
+    """Write the state for a person, one line per node, with the columns that have something to show."""
+    status = all_plain(status)
+    going = is_going(status)
+    nodes = nodes_of(status)
+    columns = [
+        _column("crew", [node["crew"] for node in nodes] if len(status["crews"]) > 1 else []),
+        _column("rank", [str(node["rank"]) for node in nodes], ">"),
+        _column("host", [node["host"][:20] for node in nodes]),
+        _column("address", [node["address"] for node in nodes]),
+        _column("state", [node["state"] for node in nodes]),
+        _column("phase", [node["phase"] for node in nodes]),
+        _column("tasks", [tasks(node) for node in nodes], ">"),
+        _column("samples", [samples(node) for node in nodes], ">"),
+        _column("tokens/s", [tokens(node) for node in nodes], ">"),
+        _column("GPUs", [gpus(node) for node in nodes]),
+        _column("weight", [f"{node['weight']:g}" for node in nodes], ">"),
+        _column("measured", [_measured(node) for node in nodes], ">"),
+        _column("silent", [_silence(node) for node in nodes], ">"),
+    ]
+    table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
+    crews: list[Status] = status["crews"]
+    epoch = f" (epoch {status['epoch']})"
+    places = [", ".join(filter(None, [where(crews[0]), waiting(crews[0])]))]
+    if len(crews) > 1:
+        epoch, places = "", [of_crew(crew, led_by(crew)) for crew in crews]
+    elif not going:
+        places = [f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {places[0]}"]
+    lines = [
+        f"{one_line(str(root))}: run {status['run_id']} is {status['state']}{epoch}",
+        *places,
+        *repairs(status, root),
+        "",
+        *table,
+    ]
+    return "\n".join([*lines, *_after_a_blank(rewards(status["last_metrics"]))])
+
+
+def _measured(node: Node) -> str:
+    """Give the weight by which the node generates, as measured; the slowest node has 1."""
+    weight = node.get("measured_weight")
+    return f"{weight:g}" if weight is not None else ""
+
+
+def _silence(node: Node) -> str:
+    return f"{node['silent_s']:.1f} s" if node["state"] in {"alive", "silent"} else ""
+
+
+def _column(title: str, cells: Sequence[str], align: str = "<") -> list[str]:
+    """Pad title and cells to one width; [] if all cells are empty."""
+    if not any(cells):
+        return []
+    width = max(map(len, [title, *cells]))
+    return [f"{text:{align}{width}}" for text in (title, *cells)]
+
+
+def _after_a_blank(*lines: str) -> Iterable[str]:
+    return ["", *lines] if any(lines) else []

@@ -1,0 +1,290 @@
+"""Build the settings: defaults, then a file, then options, then `key=value`; an unknown key is an error.
+
+The master publishes the tree in each epoch record, and a worker reads it from there. What a worker is given
+itself must agree with the tree.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from coordinator.settings import names
+from coordinator.settings.groups import GroupSettings, refuse_absent
+from coordinator.settings.tree import TINY, RunSettings, SettingsError
+from rollout.settings import EvalSetSettings
+
+TINY_DEFAULTS: dict[str, Any] = {
+    "iterations": 16,
+    "rollout.max_tokens": 8,
+    "eval.interval": 5,
+    "trainer.learning_rate": 3e-4,
+    "trainer.warmup_steps": 5,
+    "trainer.global_batch_size": 256,
+    "trainer.max_tokens_per_microbatch": 2048,
+}
+"""Defaults for builtin:tiny, in place of the general ones: the demo's recipe."""
+_SECRET = re.compile(r"(^|[._-])(token|key|secret|password)$", re.IGNORECASE)
+OPEN = (
+    *("engine.args", "rollout.ratio", "rollout.chat_template", "cluster.groups"),
+    *("columns", "eval.columns", "eval.sets"),
+)
+"""Settings whose keys the user chooses: arguments of the server, classes of tasks, variables of the chat
+template, groups of nodes, fields of a task, sets of evaluation tasks."""
+TABLES = {
+    "cluster.groups": (GroupSettings, "a group", "nodes", "the ranks of the group, e.g. {}=2,4-7"),
+    "eval.sets": (EvalSetSettings, "a set", "tasks", "the tasks of the set, e.g. {}=test.jsonl"),
+}
+"""The OPEN settings that hold tables: what a table has, its word, and the setting that each needs."""
+ENV = re.compile(r"cluster\.groups\.[^.]+\.env\.", re.ASCII)
+"""How the name of a variable begins that a group of nodes is given: its value is a text, whatever it is."""
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read the settings of a .toml, .yaml or .json file as dotted keys."""
+    try:
+        tree = _parse_file(path.read_text(encoding="utf-8"), path.suffix)
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise SettingsError(f"--config {path}: expected settings by name, found {type(tree).__name__}")
+    return dict(flatten(cast(dict[str, Any], tree)))
+
+
+def _parse_file(text: str, suffix: str) -> Any:
+    """Parse the text of a settings file; ValueError if it cannot be parsed."""
+    if suffix == ".toml":
+        import tomllib
+
+        return tomllib.loads(text)
+    if suffix not in {".yaml", ".yml", ".json"}:
+        raise ValueError("give a .toml or .yaml file")
+    import yaml
+
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    return {} if tree is None else tree
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `key=value` into (key, value); the value is JSON where it parses as such, else a string."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise SettingsError(f"'{text}' is neither an option nor key=value, e.g. trainer.learning_rate=1e-6")
+    key = key.strip()
+    return key, value if ENV.match(key) else parse_value(value)
+
+
+def parse_value(value: str) -> Any:
+    """Parse a value that a person typed: JSON where it parses as such, `2,1,1` as a list, else the string."""
+    for text in (value, f"[{value}]"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            continue
+    return value
+
+
+def build(given: Mapping[str, Any]) -> RunSettings:
+    """Build settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
+    refuse_unknown(given)
+    base = TINY_DEFAULTS if given.get("model", TINY) == TINY else {}
+    settings = _validate({**base, **given})
+    try:  # not by the settings themselves: a crew of the run has fewer nodes
+        refuse_absent(settings.cluster.groups, settings.cluster.num_nodes)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    return settings
+
+
+def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
+    """Put `given` over what the master published; the result equals `published` if nothing contradicts."""
+    refuse_unknown(given)
+    return _validate({**dict(flatten(published.model_dump(mode="json"))), **given})
+
+
+def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str]:
+    """List what a worker was given that differs from what the master published, one line each."""
+    actual = dict(flatten(published.model_dump(mode="json")))
+    for name in OPEN:
+        actual |= _by_name(actual[name], f"{name}.")
+    return [
+        f"{option_name(key)} is {show(here)} here, but the master published {show(actual.get(key))}"
+        for key, here in check_each(given).items()
+        if here != actual.get(key)
+    ]
+
+
+def _by_name(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values of a tree by dotted name, its inner trees too."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found[f"{prefix}{key}"] = value
+        if isinstance(value, Mapping):
+            found |= _by_name(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+    return found
+
+
+def check_each(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check each given setting by itself and return it as the settings hold it; SettingsError if it is wrong.
+
+    A worker uses this before it knows the other settings, to refuse what no master can have published.
+    """
+    refuse_unknown(given)
+    fields = dict(_fields(RunSettings))
+    return {
+        key: value if _opened(key) else _check_one(key, fields[key], value) for key, value in given.items()
+    }
+
+
+def _check_one(key: str, field: FieldInfo, value: Any) -> Any:
+    kind: Any = Annotated[field.annotation, field]  # pyright: ignore
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    try:
+        return adapter.dump_python(adapter.validate_python(value), mode="json")
+    except ValidationError as error:
+        raise SettingsError(_one_line(error, key)) from None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a nested tree as (dotted key, value); an OPEN setting is one value."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in OPEN:
+            yield from flatten(value, f"{name}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield name, value
+
+
+OPTIONS = {
+    "model": "--model PATH_OR_ID",
+    "tasks": "--tasks FILE",
+    "eval_tasks": "--eval-tasks FILE",
+    "data_path": "--data-path DIR",
+    "rollout.reward": "--reward NAME[=WEIGHT]",
+    "rollout.environment": "--environment NAME",
+    "iterations": "--iterations",
+    "eval.interval": "--eval-interval",
+    "rl_phase": "--rl-phase",
+    "rollout_split": "--rollout-split",
+    "engine.kind": "--engine",
+    "engine.url": "--engine-url URL",
+    "cluster.num_nodes": "--num-nodes",
+    "cluster.rank_weights": "--rank-weights",
+    "cluster.expect_gpus": "--expect-gpus",
+    "cluster.place": "--place HALF=DEVICES",
+    "cluster.max_async_level": "--max-async-level",
+    "cluster.on_node_failure": "--on-node-failure",
+    "cluster.node_timeout_s": "--node-timeout",
+    "cluster.rejoin_timeout_s": "--rejoin-timeout",
+}
+"""Settings that have an option, in the order of `run --help`; the second word names a value that is a text.
+
+`coordinator.console.commands.options` takes everything else from the settings.
+"""
+
+
+REPEATED = ("rollout.reward",)
+"""Texts whose option may be given several times; the setting joins them."""
+
+
+def _opened(key: str) -> str:
+    """Return the OPEN setting that `key` belongs to, or an empty text."""
+    return next((name for name in OPEN if key.startswith(f"{name}.")), "")
+
+
+def option_name(key: str) -> str:
+    """Return what a user types for a setting: its option, else its dotted name."""
+    return OPTIONS.get(key, key).partition(" ")[0]
+
+
+def _validate(flat: Mapping[str, Any]) -> RunSettings:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        name = _opened(key)
+        *parents, leaf = [*name.split("."), key.removeprefix(f"{name}.")] if name else key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise SettingsError(f"{key}: {name}={show(node)} holds nothing by name; leave one of them out")
+        node[leaf] = dict(value) if isinstance(value, Mapping) else value  # pyright: ignore
+    try:
+        return RunSettings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_one_line(error)) from None
+
+
+def _one_line(error: ValidationError, key: str = "") -> str:
+    """Say what is wrong; `key` is the setting if it was validated alone."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    if not key:
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        table = TABLES.get(_opened(key))
+        if table and first["type"] == "extra_forbidden":
+            return f"unknown setting {key}; {table[1]} has {', '.join(table[0].model_fields)}"
+        if table and first["type"] in ("missing", "model_type"):
+            wanted = key if first["type"] == "missing" else f"{key}.{table[2]}"
+            return f"{wanted} is missing; give {table[3].format(wanted)}"
+        key = key if key in known_keys() or table else key.rpartition(".")[0] or key
+    if first["type"] == "tuple_type":
+        wanted = f"{key}={json.dumps([first['input']])}"
+        return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(wanted)}"
+    return f"{option_name(key)}={show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def refuse_unknown(given: Mapping[str, Any]) -> None:
+    """Raise SettingsError for a key that is not a setting; the text names the one that was meant. Also for a
+    secret, whose value it does not tell.
+    """
+    known = known_keys()
+    for key, value in given.items():
+        _refuse_secret(key, value)
+        if key not in known and not _opened(key):
+            raise SettingsError(f"unknown setting {key}; {names.meant(key, known)}")
+
+
+def _refuse_secret(key: str, value: Any) -> None:
+    """Raise SettingsError for an argument of the server, or a variable of a group, that is a secret."""
+    if (key.startswith("engine.args.") or ENV.match(key)) and _SECRET.search(key):
+        raise SettingsError(
+            f"{key} is a secret: settings are published in the run directory, and `ps` shows the arguments "
+            "of servers; set an environment variable on each node in its place, e.g. HF_TOKEN"
+        )
+    if key.startswith(("engine.args", "cluster.groups")) and isinstance(value, Mapping):
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            _refuse_secret(f"{key}.{name}", inner)
+
+
+def known_keys() -> list[str]:
+    """Return the dotted names of all settings."""
+    return [name for name, _field in _fields(RunSettings)]
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _fields(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def show(value: Any) -> str:
+    """Write a value as a person types it: `2,1,1`, `0.5`; None is `not set`."""
+    if isinstance(value, list | tuple):
+        return ",".join(show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "not set" if value is None else str(value)

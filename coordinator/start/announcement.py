@@ -1,0 +1,118 @@
+"""What a start starts, in a few lines for the master's terminal."""
+
+import os
+import shlex
+import socket
+from pathlib import Path
+
+from coordinator.directory.layout import RunDir
+from coordinator.machine.gpus import count_gpus, list_gpus
+from coordinator.settings.loading import show
+from coordinator.settings.tree import RunSettings
+from coordinator.start import estimate
+from coordinator.start.inputs import Inputs, base_model_dir, python_of
+from coordinator.start.refusals import evaluates
+from coordinator.start.start import Start
+from rollout.engines.model_dir import tensor_names
+from rollout.engines.servers import server_reason
+from rollout.settings import PROGRAMS
+
+
+def announcement(start: Start, first: int | None) -> list[str]:
+    """Return what is started with iteration `first` (None: all are generated), in lines, each with its title:
+    the model, the engine and why this one, the algorithm, tasks, reward, nodes, where the run writes and
+    where to look. With usual names they fit 80 columns beside the prefix of a log line.
+    """
+    settings, inputs = start.of_run, start.inputs
+    gpus = count_gpus()
+    said = {
+        "demo": "" if start.given else "nothing was given: the built-in model learns to add",
+        "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
+        "engine": _engine(settings, gpus, python_of(settings, start.run_dir.machine(start.rank))),
+        "algorithm": _algorithm(settings),
+        "tasks": _tasks(settings, inputs),
+        "samples": _samples(settings, first),
+        **_estimate(settings, inputs, gpus),
+        "reward": _reward(settings),
+        "nodes": _nodes(settings, gpus),
+        "crews": f"{' '.join(settings.cluster.place)}, at the same time" if settings.cluster.place else "",
+        "writes to": str(start.run_dir.root),
+        "look": f"run status --watch --log-path {shlex.quote(str(start.run_dir.root))}",
+        "": "(run logs and run report take the same --log-path)",
+    }
+    return [f"{title:<10}{text}" for title, text in said.items() if text]
+
+
+def _reward(settings: RunSettings) -> str:
+    environment = settings.rollout.environment
+    if environment.startswith(PROGRAMS):
+        return f"of the environment {environment}"
+    return f"{settings.rollout.reward}, environment {environment}"
+
+
+def _count(number: int) -> str:
+    """Write a number of parameters: `0.34 M`, `7.6 B`."""
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def _engine(settings: RunSettings, gpus: int, python: str) -> str:
+    if settings.rl_phase == "update":
+        return "none (--rl-phase update)"
+    if settings.engine.url is not None:
+        return f"the server at {settings.engine.url}"
+    return server_reason(settings.engine, gpus, python)
+
+
+def _algorithm(settings: RunSettings) -> str:
+    if settings.rl_phase == "rollout":
+        return "none (--rl-phase rollout)"
+    trainer, lora = settings.trainer, settings.trainer.lora.rank
+    adapters = f", adapters of rank {lora}" if lora else ""
+    rate = f"learning rate {trainer.learning_rate:g}"
+    return f"{trainer.algorithm}, {rate}, {trainer.global_batch_size} sequences a step{adapters}"
+
+
+def _tasks(settings: RunSettings, inputs: Inputs) -> str:
+    evaluation = "no evaluation"
+    own = [("", inputs.eval_tasks, settings.eval.max_tasks)] if inputs.eval_tasks else []
+    named = [
+        (f" {name}", inputs.eval_sets[name].tasks, of.max_tasks) for name, of in settings.eval_sets.items()
+    ]
+    counts = [f"{min(len(those.tasks), most or 0)}{name}" for name, those, most in (*own, *named)]
+    if evaluates(settings) and counts:
+        interval = settings.eval.interval if settings.rollout_split is None else 1
+        every = "every iteration" if interval == 1 else f"every {interval} iterations"
+        evaluation = f"{' + '.join(counts)} to evaluate {every}"
+    return f"{len(inputs.tasks.tasks)} ({settings.tasks}); {evaluation}"
+
+
+def _samples(settings: RunSettings, first: int | None) -> str:
+    rollout, last = settings.rollout, settings.iterations
+    first = first or last
+    end = f"from iteration {first} on" if last is None else f"iterations {first} to {last}"
+    end = f"iteration {first}" if last == first else end
+    size = f"{rollout.tasks_per_iteration} x {rollout.samples_per_task} an iteration"
+    return f"{size}, up to {rollout.max_tokens} tokens; {end}"
+
+
+def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str]:
+    """Return what an iteration needs, if GPUs train a model with files; the others' are taken to be alike."""
+    known, _ = list_gpus() if gpus else ([], "")
+    sizes = [gpu["memory_bytes"] for gpu in known if gpu["memory_bytes"]]
+    if not sizes or not inputs.model_files or settings.rl_phase == "rollout" or settings.cluster.place:
+        return {}
+    tensors = tensor_names(base_model_dir(settings, RunDir(Path())))
+    shapes = {name: shape for name, (_, shape) in tensors.items()}
+    count = settings.cluster.num_nodes * gpus
+    names = [gpu["name"] for gpu in known]
+    return {
+        "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes)),
+        "time": estimate.time_text(inputs.parameters, settings, count, names),
+    }
+
+
+def _nodes(settings: RunSettings, gpus: int) -> str:
+    cluster = settings.cluster
+    weights = f", weights {show(cluster.rank_weights)}" if cluster.rank_weights else ""
+    devices = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{os.cpu_count()} cores, no GPU"
+    return f"{cluster.num_nodes}{weights}; this one, {socket.gethostname()}: {devices}"

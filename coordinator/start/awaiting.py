@@ -1,0 +1,91 @@
+"""What a starting node waits for: a living master."""
+
+import logging
+import time
+from collections.abc import Iterator
+
+from coordinator.directory.layout import MASTER, RunDir
+from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.placed import Placement, read_placement
+from coordinator.protocol.records import EpochRecord, Records
+from coordinator.protocol.snapshot import Board, parse
+from coordinator.settings.tree import SettingsError
+from coordinator.start.run_json import read_run_json
+from rollout.storage import files
+
+log = logging.getLogger(__name__)
+
+PLACED = "the master has placed the devices of the run"
+
+
+def await_master(
+    run_dir: RunDir, placement: Placement, timeout_s: float, node_timeout_s: float
+) -> EpochRecord:
+    """Return the newest record of a master whose beat moves: what a dead run has left does not count.
+
+    Raises Ended: nobody came, or the run is finished, or its devices are placed otherwise than in
+    `placement`, by which `run_dir` was found.
+    """
+    records, first, said_s = Records(run_dir), None, 0.0
+    for waited_s in patience(timeout_s):
+        board = _protocol(run_dir)
+        if board is not None and read_placement(run_dir.root) != placement:
+            raise Ended(Exit.MOVED, PLACED)
+        board = board or parse([])
+        beat = board.beats.get(MASTER)
+        if first is None and waited_s == 0.0:
+            first = beat
+        newest = records.newest(board.records)
+        moved = beat is not None and (first is None or beat[2:] > first[2:])
+        is_its = newest and beat and newest.master_incarnation == beat.incarnation
+        if newest and moved and is_its and newest.kind != "moved":
+            return newest
+        if newest and newest.kind == "finished" and waited_s > node_timeout_s:
+            raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
+        if waited_s == 0.0:
+            parent = run_dir.root.parent
+            absent = (
+                "" if files.is_directory(parent) else f" ({parent} is not there now: is it mounted here?)"
+            )
+            log.info("waiting for the master at %s%s", run_dir.root, absent)
+        if waited_s > said_s + 30.0:
+            log.info("waiting for the master at %s for %.0f s", run_dir.root, waited_s)
+            said_s = waited_s
+    raise Ended(
+        Exit.LOST,
+        f"no master came within {timeout_s:.0f} s at {run_dir.root}; start it there with run --master, "
+        "and check that all nodes see the same directory",
+    )
+
+
+def patience(timeout_s: float) -> Iterator[float]:
+    """Yield the seconds waited so far, each a little later, until `timeout_s`."""
+    started_s = time.monotonic()
+    yield 0.0
+    while (waited_s := time.monotonic() - started_s) < timeout_s:
+        time.sleep(min(max(0.05 * waited_s, 0.01), 0.5))
+        yield waited_s
+
+
+def _protocol(run_dir: RunDir) -> Board | None:
+    """Return the snapshot, an empty one while its run.json is not there, None without the directory.
+    SettingsError for a file in its place, or a run of another format.
+
+    Each level is looked up only once its parent lists it: a client may cache "no such file" for a minute.
+    """
+    shown = next(path for path in run_dir.root.parents if files.is_directory(path))
+    for part in run_dir.root.relative_to(shown).parts:
+        if part not in files.listing(shown):
+            return None
+        shown = shown / part
+        if not files.is_directory(shown):
+            raise SettingsError(f"--log-path {run_dir.root}: {shown} is a file; give a directory")
+    crew = run_dir.master.parent
+    if {run_dir.run_json.name, crew.parent.name} - set(files.listing(shown)):
+        return parse([])
+    read_run_json(run_dir)  # not before protocol/ is there, which is made later: it may be half written
+    if crew.name not in files.listing(crew.parent):
+        return parse([])
+    if {directory.name for directory in run_dir.protocol} - set(files.listing(crew)):
+        return parse([])
+    return parse(files.listing(run_dir.master))

@@ -1,0 +1,106 @@
+"""What an iteration will need of the GPUs, in memory and time: before it starts, from the settings. Pure."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from coordinator.settings.tree import RunSettings
+from rollout.settings import WRITTEN
+from trainer.memory import HALF_BYTES, Shape, is_sharded, least_bytes
+from trainer.settings import TrainerSettings
+
+PEAKS = {
+    "B200": (2250e12, 8.0e12),
+    "H200": (989e12, 4.8e12),
+    "H100": (989e12, 3.35e12),
+    "A100": (312e12, 2.0e12),
+    "L40S": (362e12, 0.86e12),
+    "L4": (121e12, 0.3e12),
+    "A10": (125e12, 0.6e12),
+    "4090": (165e12, 1.0e12),
+    "3090": (71e12, 0.94e12),
+}
+"""By a word in a GPU's name: FLOP/s in bfloat16 without sparsity, and bytes/s of its memory (data sheets)."""
+REACHED = 0.4
+"""The part of the peak that a training is assumed to reach."""
+ROOM = 0.9
+"""The part of a GPU's memory that `least_bytes` may be: what a layer keeps while it is computed comes on
+top."""
+IN_FLIGHT = 256
+"""Samples that a GPU is assumed to generate at the same time, where nothing says how many."""
+RANK = 16
+"""Of the adapters that are proposed."""
+
+Tensors = Mapping[str, tuple[int, ...]]
+"""The shapes of a model's tensors, by name."""
+
+
+def memory_text(tensors: Tensors, trainer: TrainerSettings, count: int, gpu_bytes: float) -> str:
+    """Return what training needs of each of `count` GPUs, and what to lower if they have less."""
+    needed = _needed_bytes(tensors, trainer, count)
+    text = f"training takes {needed / 1e9:.1f} GB or more of each GPU, which has {gpu_bytes / 1e9:.0f}"
+    if needed <= ROOM * gpu_bytes:
+        return text
+    for less in _lower(trainer, count, is_sharded(Shape.of(tensors), trainer, count)):
+        if _needed_bytes(tensors, _with(trainer, less), count) <= ROOM * gpu_bytes:
+            typed = " ".join(f"trainer.{name}={str(value).lower()}" for name, value in less.items())
+            return f"{text}: too little; it fits with {typed}"
+    return f"{text}: too little; take more GPUs, or a smaller model"
+
+
+def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int) -> float:
+    rank = trainer.lora.rank
+    adapters = rank * sum(_adapted(tensors, trainer.lora.targets)) if rank else 0
+    return least_bytes(Shape.of(tensors, adapters), trainer, count)
+
+
+def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:
+    """Yield the sum of both widths of each matrix that gets an adapter."""
+    names = "|".join(map(re.escape, re.split(r"\s*,\s*", targets.strip())))
+    wanted = re.compile(r"\.\d+\." if targets == "all-linear" else rf"\b(?:{names})\.")
+    return (sum(shape) for name, shape in tensors.items() if len(shape) == 2 and wanted.search(name))
+
+
+def _lower(trainer: TrainerSettings, count: int, sharded: bool) -> Iterator[dict[str, Any]]:
+    """Yield settings that need less memory, from the one that costs the least speed on."""
+    layout = {} if sharded else {"layout": "sharded"}
+    if layout and count > 1:
+        yield layout
+    split = layout if count > 1 else {}
+    tokens = trainer.max_tokens_per_microbatch
+    yield from ({**split, "max_tokens_per_microbatch": less} for less in (tokens // 2, tokens // 4))
+    if not trainer.lora.rank:
+        yield {**layout, "cpu_offload": True}
+        yield {"lora.rank": RANK}
+
+
+def _with(trainer: TrainerSettings, less: Mapping[str, Any]) -> TrainerSettings:
+    lora = trainer.lora.model_copy(update={"rank": less.get("lora.rank", trainer.lora.rank)})
+    return trainer.model_copy(update={**less, "lora": lora})
+
+
+def time_text(parameters: int, settings: RunSettings, count: int, names: Sequence[str]) -> str:
+    """Return how long an iteration takes on `count` GPUs if each sample is as long as it may be; empty for
+    GPUs that are not in PEAKS.
+
+    Generation is bound by reading the weights, once for a token of each sample in flight. Training computes
+    8 FLOP a parameter and token: forward, again for the backward pass, and that.
+    """
+    found = [peak for word, peak in PEAKS.items() for name in names if re.search(rf"\b{word}\b", name)]
+    if len(found) < len(names) or not names:
+        return ""
+    rollout = settings.rollout
+    flops, bytes_per_s = (min(one) for one in zip(*found, strict=True))
+    samples = rollout.tasks_per_iteration * rollout.samples_per_task
+    if rollout.environment in WRITTEN:
+        samples = rollout.tasks_per_iteration * (2 if rollout.environment == "preference" else 1)
+    rounds = max(1.0, samples / ((rollout.concurrency or IN_FLIGHT) * count))
+    rollout_s = rollout.max_tokens * rounds * HALF_BYTES * parameters / bytes_per_s
+    train_s = 8 * parameters * samples * rollout.max_tokens / (REACHED * flops * count)
+    generates = rollout.environment not in WRITTEN and settings.rl_phase == "both"
+    first = f"generates for {_duration(rollout_s)} and " if generates else ""
+    return f"an iteration {first}trains for {_duration(train_s)} if samples have {rollout.max_tokens} tokens"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,121 @@
+"""What a policy is evaluated on: the tasks of --eval-tasks, and the named sets of `eval.sets`."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.functions import Functions, load_functions
+from rollout.origin import Code
+from rollout.tasks.rows import is_there
+from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks
+
+log = logging.getLogger(__name__)
+
+SECTION = "eval.sets."
+MOST_COMPARED = 200_000
+"""Of so many training tasks a start compares each with the tasks of the sets, in about two seconds."""
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A named set, loaded."""
+
+    name: str
+    tasks: TaskSet
+    functions: Functions
+
+    def codes(self) -> dict[str, Code]:
+        """Return what lies behind the names, by setting."""
+        section = f"{SECTION}{self.name}"
+        return {
+            f"{section}.tasks": Code(self.tasks.source, self.tasks.digest),
+            **self.functions.codes(section),
+        }
+
+
+EvalSets = Mapping[str, EvalSet]
+
+
+def load_eval_tasks(settings: RunSettings) -> TaskSet | None:
+    """Load the tasks of --eval-tasks, or those that --tasks generates for it. Raises SettingsError."""
+    source = settings.evaluation_tasks
+    return None if source is None else _load(source, settings, settings.eval_columns, "")
+
+
+def load_eval_sets(settings: RunSettings) -> dict[str, EvalSet]:
+    """Load the named sets; SettingsError says what is wrong with which."""
+    found: dict[str, EvalSet] = {}
+    for name, one in settings.eval_sets.items():
+        section = f"{SECTION}{name}"
+        functions = load_functions(str(one.reward), str(one.environment), section)
+        tasks = _load(one.tasks, settings, one.columns, f"{section}.tasks=")
+        found[name] = EvalSet(name, tasks, functions)
+    return found
+
+
+def refuse_training_tasks(training: TaskSet, sets: EvalSets) -> None:
+    """Warn of tasks of a named set that are training tasks too, whatever their ids are. SettingsError if all
+    tasks of a file are. Beside more than MOST_COMPARED training tasks nothing is compared.
+    """
+    if not sets or len(training.tasks) > MOST_COMPARED:
+        return
+    seen = {_content(task) for task in training.tasks}
+    for name, one in sets.items():
+        there = [index for index, task in enumerate(one.tasks.tasks) if _content(task) in seen]
+        if not there:
+            continue
+        total, first = len(one.tasks.tasks), one.tasks.place(there[0])
+        if len(there) == total and is_file(one.tasks.source):
+            raise SettingsError(
+                f"{SECTION}{name}.tasks={one.tasks.source}: all {total} tasks are training tasks too, e.g. "
+                f"{first}; give tasks that are not trained on"
+            )
+        log.warning("%s%s: %d of %d tasks are training tasks too, e.g. %s: its score says less of new tasks",
+                    SECTION, name, len(there), total, first)  # fmt: skip
+
+
+def _content(task: Mapping[str, Any]) -> bytes:
+    """Return a digest of a task without its id."""
+    fields = {name: value for name, value in task.items() if name != "id"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()[:8]
+
+
+def _load(source: str, settings: RunSettings, columns: Mapping[str, str], option: str) -> TaskSet:
+    try:
+        return load_tasks(
+            find_data(source, settings),
+            seed=settings.rollout.seed,
+            split="eval",
+            columns=columns,
+            directory=settings.cluster.local_dir,
+        )
+    except TaskError as error:
+        raise SettingsError(f"{option}{error}") from None
+
+
+def find_data(source: str, settings: RunSettings) -> str:
+    """Return where task files are: as given, else below --data-path."""
+    below = str(Path(settings.data_path or "") / source)
+    is_elsewhere = settings.data_path and is_file(source) and not is_there(source)
+    return below if is_elsewhere and is_there(below) else source
+
+
+def digest_of(tasks: TaskSet | None, sets: EvalSets) -> str | None:
+    """Return a digest (hex) of all tasks that a policy is evaluated on; None if there are none. Without named
+    sets it is that of the tasks.
+    """
+    return joined_digest(tasks, {name: one.tasks.digest for name, one in sets.items()})
+
+
+def joined_digest(tasks: TaskSet | None, sets: Mapping[str, str]) -> str | None:
+    """Return what digest_of returns of sets whose tasks have these digests, by name."""
+    own = tasks.digest if tasks else None
+    if not sets:
+        return own
+    named = "".join(f"{name} {digest}\n" for name, digest in sets.items())
+    return hashlib.sha256(f"{own}\n{named}".encode()).hexdigest()

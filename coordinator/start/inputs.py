@@ -1,0 +1,233 @@
+"""What the settings name, loaded or found on this machine: tasks, reward, environment, model, GPUs."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.layout import RunDir
+from coordinator.machine.gpus import count_gpus
+from coordinator.machine.interpreter import lacks_flagpost
+from coordinator.settings import loading
+from coordinator.settings.tree import TINY, RunSettings, SettingsError
+from coordinator.start import refusals
+from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
+from coordinator.start.functions import Functions, load_functions
+from rollout.engines.model_dir import (
+    WeightsError,
+    is_adapter,
+    is_model_file,
+    policy_digest,
+)
+from rollout.engines.model_facts import count_parameters
+from rollout.engines.servers import ServerSettingError, check_server
+from rollout.environments.demonstration import check_demonstrations
+from rollout.environments.preference import check_preferences
+from rollout.origin import Code
+from rollout.storage import known_files
+from rollout.storage.files import FileFacts, is_directory
+from rollout.tasks.sampling import check_sampling
+from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
+
+NODE_LOCAL = {
+    "data_path",
+    "cluster.local_dir",
+    "engine.url",
+    "trainer.processes_per_node",
+    "trainer.threads_per_process",
+}
+"""Settings about one machine: a worker's own values hold for it, and contradict nothing."""
+TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
+"""Of builtin:tiny, which is not made yet when a run starts."""
+STATE_BYTES = 12
+"""Of each trained parameter: its weight in float32, and two moments."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the settings name, loaded."""
+
+    local: Mapping[str, Any]
+    """This node's own values of NODE_LOCAL settings."""
+    tasks: TaskSet
+    eval_tasks: TaskSet | None
+    eval_sets: EvalSets
+    functions: Functions
+    model_digest: str
+    """The digest of the model that the run starts from; empty for builtin:tiny, which is not made yet."""
+    model_files: Mapping[str, FileFacts]
+    """The files of that model; none for builtin:tiny."""
+    loaded_for: RunSettings
+    parameters: int = TINY_PARAMETERS
+    """Of that model."""
+    context: int | None = TINY_CONTEXT
+    """The longest sequence that the run's engines take, in tokens; None where it is not certain."""
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
+        is_small = not self.model_files or self.loaded_for.trainer.lora.rank
+        return 0 if is_small else STATE_BYTES * self.parameters
+
+    def codes(self) -> dict[str, Code]:
+        """Return what lies behind the settings that may change between two starts, by setting."""
+        tasks, source = self.eval_tasks, self.loaded_for.evaluation_tasks
+        evaluation = {"eval_tasks": Code(source, tasks.digest)} if tasks and source else {}
+        for one in self.eval_sets.values():
+            evaluation |= one.codes()
+        return {**self.functions.codes(), **evaluation}
+
+    def renewed(self, settings: RunSettings, theirs: Mapping[str, Code]) -> "Inputs":
+        """Return what the master's `settings` name, after another start of it; `theirs` are its codes.
+
+        A module is not loaded twice: other modules may hold on to what it was. The training tasks and the
+        model are the same at every start. SettingsError says what is wrong.
+        """
+        rollout = settings.rollout
+        now = replace(
+            self, functions=load_functions(rollout.reward, rollout.environment), loaded_for=settings
+        )
+        mine = now.codes()
+        names = {name for name in (*mine, *theirs) if name.startswith("eval")}
+        if any(mine.get(name) != theirs.get(name) for name in names):
+            now = replace(now, eval_tasks=load_eval_tasks(settings), eval_sets=load_eval_sets(settings))
+        return now
+
+    def localize(self, published: RunSettings) -> RunSettings:
+        """Return a record's settings, with this node's own over them."""
+        return loading.overlay(published, self.local)
+
+
+def difference(mine: Mapping[str, Code], theirs: Mapping[str, Code], where: str) -> str | None:
+    """Say which setting names something else here than on the host `where`, and what to do; None: none."""
+    for key, code in mine.items():
+        if key in theirs and code.digest != theirs[key].digest:
+            return (
+                f"{loading.option_name(key)} {code.name} is not the same on {socket.gethostname()} (digest "
+                f"{code.digest}) as on {where}, the master's host (digest {theirs[key].digest}): give all "
+                "nodes the same files, then start them again"
+            )
+    return None
+
+
+def python_of(settings: RunSettings, machine: int) -> str:
+    """Return the Python that runs the engine and the trainer of a machine; SettingsError if this machine does
+    not have it, or it has not the same flagpost.
+    """
+    group = settings.cluster.group_of(machine)
+    if group is None or group.program is None:
+        return sys.executable
+    if lacks := lacks_flagpost(group.program, group.env):
+        name = next(name for name, other in settings.cluster.groups.items() if other is group)
+        where = f"rank {machine} ({socket.gethostname()})"
+        raise SettingsError(f"cluster.groups.{name}.python={group.python} on {where}: {lacks}")
+    return group.program
+
+
+def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 0) -> Inputs:
+    """Tasks, reward, environment; SettingsError says what is wrong with which. `machine`: its number, as in
+    --worker.
+    """
+    python = python_of(settings, machine)
+    local_dir = settings.cluster.local_dir
+    for option, path in (("--data-path ", settings.data_path), ("cluster.local_dir=", local_dir)):
+        if path is not None and not is_directory(Path(path)):
+            raise SettingsError(f"{option}{path}: no such directory")
+    if settings.data_path is not None:
+        os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
+    if settings.engine.url is None and settings.rl_phase != "update":
+        try:
+            check_server(settings.engine, count_gpus(), python)
+        except ServerSettingError as error:
+            raise SettingsError(str(error)) from None
+    processes, size = local_processes(settings), settings.trainer.tensor_parallel_size
+    if settings.rl_phase != "rollout" and processes % size:
+        raise SettingsError(
+            f"trainer.tensor_parallel_size={size} does not divide the {processes} training processes of this "
+            "node; choose a divisor, or trainer.processes_per_node"
+        )
+    functions = load_functions(settings.rollout.reward, settings.rollout.environment)
+    refusals.refuse_absent_server(settings)
+    refusals.refuse_wrong_teacher(settings)
+    seed = settings.rollout.seed
+    try:
+        tasks = load_tasks(
+            find_data(settings.tasks, settings),
+            seed=seed,
+            split="train",
+            columns=settings.columns,
+            directory=local_dir,
+        )
+        check_sampling(tasks, settings.rollout)
+        if settings.rollout.environment == "demonstration":
+            check_demonstrations(tasks)
+        if settings.rollout.environment == "preference":
+            check_preferences(tasks)
+        eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
+        refusals.refuse_no_evaluation(settings, given, bool(eval_tasks or eval_sets))
+        refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
+        refusals.refuse_unplayed(settings, functions, tasks, eval_tasks, eval_sets)
+        model_files: dict[str, FileFacts] = {}
+        model_digest, parameters, context = "", TINY_PARAMETERS, TINY_CONTEXT
+        if settings.model != TINY:
+            model = base_model_dir(settings, RunDir(Path()))
+            parameters = count_parameters(model)
+            if is_adapter(model):
+                raise SettingsError(
+                    f"--model {settings.model}: is an adapter; merge it into its base model first "
+                    "(peft's merge_and_unload), or give the base model"
+                )
+            refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
+            context = refusals.context_of(settings, model)
+            model_files = known_files.checksums(model, is_model_file)
+            model_digest = policy_digest(model_files)
+        return Inputs(
+            local={key: value for key, value in given.items() if key in NODE_LOCAL},
+            tasks=tasks,
+            eval_tasks=eval_tasks,
+            eval_sets=eval_sets,
+            functions=functions,
+            model_digest=model_digest,
+            model_files=model_files,
+            loaded_for=settings,
+            parameters=parameters,
+            context=context,
+        )
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
+    except WeightsError as error:
+        raise SettingsError(f"--model {settings.model}: {error}") from None
+
+
+def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
+    """Return where this node has the model that the run starts from; fetches a Hugging Face id."""
+    if settings.model == TINY:
+        return run_dir.base_model
+    for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
+        if is_directory(candidate):
+            return candidate
+    if settings.model.startswith((".", "/", "~")) or settings.model.count("/") > 1:
+        raise SettingsError(f"--model {settings.model}: no such directory")
+    return _fetch(settings.model)
+
+
+def local_processes(settings: RunSettings) -> int:
+    """Training processes on this machine: as set, else its GPUs, else one."""
+    return settings.trainer.processes_per_node or count_gpus() or 1
+
+
+def _fetch(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingsError(
+            f"--model {model}: no such directory, and fetching it from Hugging Face failed: {reason}"
+        ) from None

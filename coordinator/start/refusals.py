@@ -1,0 +1,206 @@
+"""What is refused before the start because it certainly cannot work: each in one line, with what to do.
+
+What may work passes: an environment of the user's may score and render by itself, a server may know more.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coordinator.settings import loading
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.eval_tasks import SECTION, EvalSets
+from coordinator.start.functions import Functions
+from rollout.engines.admin import EngineAdmin
+from rollout.engines.answers import EngineError
+from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
+from rollout.environments.environment import BUILT_IN
+from rollout.rewards.builtin import check_task
+from rollout.rewards.teacher import Teacher
+from rollout.settings import PROGRAMS, WRITTEN
+from rollout.tasks.task_set import TaskSet
+
+SERVER_TIMEOUT_S = 10.0
+"""How long a server that the user runs may take to answer a question that it can answer at once."""
+CONTEXT_ARGS = {"max-model-len", "hf-overrides", "rope-scaling"}
+"""Arguments of vLLM that give the model another context than its files say."""
+
+
+def evaluates(settings: RunSettings) -> bool:
+    """Return whether the run evaluates, if it has tasks for that."""
+    if settings.rl_phase == "update" or settings.rollout_split == "train-only":
+        return False
+    return settings.rollout_split == "eval-only" or settings.eval.interval > 0
+
+
+class Played(NamedTuple):
+    """Tasks of which the run makes samples."""
+
+    tasks: TaskSet
+    environment: str
+    reward: str
+    section: str = ""
+    """Where the settings are, if they are not those of `rollout`."""
+
+    def option(self, name: str) -> str:
+        """Return what names the reward, or the environment."""
+        return f"{self.section}.{name}" if self.section else f"--{name}"
+
+
+def _played(
+    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> list[Played]:
+    """Return the task sets of which the run makes samples."""
+    found: list[Played] = []
+    environment, reward = settings.rollout.environment, settings.rollout.reward
+    if settings.rl_phase != "update" and settings.rollout_split != "eval-only":
+        found.append(Played(tasks, environment, reward))
+    if evaluates(settings) and eval_tasks is not None:
+        answered = "single_turn" if environment in WRITTEN else environment
+        found.append(Played(eval_tasks, answered, reward))
+    if evaluates(settings):
+        for name, one in settings.eval_sets.items():
+            section = f"{SECTION}{name}"
+            found.append(Played(sets[name].tasks, str(one.environment), str(one.reward), section))
+    return found
+
+
+def refuse_wrong_teacher(settings: RunSettings) -> None:
+    """Raise SettingsError if rollout.teacher is no server's address, or needs a key that is not set here."""
+    if settings.rollout.teacher is not None:
+        try:
+            Teacher(settings.rollout.teacher)
+        except ValueError as error:
+            raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
+
+
+def refuse_unscored(
+    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> None:
+    """Raise SettingsError for the first task that the built-in reward cannot score."""
+    for played in _played(settings, tasks, eval_tasks, sets):
+        if played.environment in WRITTEN or played.environment not in BUILT_IN:
+            continue  # it gives the rewards itself, or may do so
+        for index, task in enumerate(played.tasks.tasks):
+            try:
+                check_task(played.reward, task)
+            except ValueError as error:
+                option = played.option("reward")
+                raise SettingsError(
+                    f"{played.tasks.place(index)}: {option} {played.reward} cannot score this task: "
+                    f"{error}; repair it, or give another {option}"
+                ) from None
+
+
+def refuse_unplayed(
+    settings: RunSettings, functions: Functions, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> None:
+    """Raise SettingsError for the first task that an environment from elsewhere says is not its own."""
+    loaded = {settings.rollout.environment: functions.environment}
+    loaded |= {one.functions.environment_code.name: one.functions.environment for one in sets.values()}
+    for played in _played(settings, tasks, eval_tasks, sets):
+        check = getattr(loaded.get(played.environment), "check", None)
+        if check is None or not played.environment.startswith(PROGRAMS):
+            continue
+        for index, task in enumerate(played.tasks.tasks):
+            try:
+                check(task)
+            except ValueError as error:
+                raise SettingsError(
+                    f"{played.tasks.place(index)}: {played.option('environment')} {played.environment} "
+                    f"cannot play this task: {error}"
+                ) from None
+
+
+def refuse_unrendered(
+    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> None:
+    """Raise SettingsError for a task with messages if the model certainly has no chat template."""
+    if settings.engine.url is not None or "chat-template" in _engine_args(settings):
+        return
+    if may_have_chat_template(model_dir):
+        return
+    for played in _played(settings, tasks, eval_tasks, sets):
+        those = played.tasks
+        index = next((n for n, task in enumerate(those.tasks) if "messages" in task), None)
+        if played.environment in BUILT_IN and index is not None:
+            raise SettingsError(
+                f"{those.place(index)}: this task has `messages`, but --model {settings.model} has no chat "
+                f"template to write them with; add {model_dir / 'chat_template.jinja'}, take a model that "
+                "has one, or give each task a `prompt`"
+            )
+
+
+def refuse_no_evaluation(settings: RunSettings, given: Mapping[str, Any], has_tasks: bool) -> None:
+    """Raise SettingsError if evaluation is asked for in `given`, what was typed, without tasks for it."""
+    if has_tasks:
+        return
+    asked = f"--eval-interval {settings.eval.interval}" if given.get("eval.interval") else ""
+    asked = "--rollout-split eval-only" if settings.rollout_split == "eval-only" else asked
+    if asked and evaluates(settings):
+        raise SettingsError(
+            f"{asked} needs tasks to evaluate on, and --tasks {settings.tasks} has none for it; add "
+            f"--eval-tasks FILE, or leave {asked.split()[0]} out"
+        )
+
+
+def refuse_absent_server(settings: RunSettings) -> None:
+    """Raise SettingsError unless the server that the user runs answers, and as an engine does."""
+    url = settings.engine.url
+    if url is None or settings.rl_phase == "update":
+        return
+    admin = EngineAdmin(url, timeout_s=SERVER_TIMEOUT_S)
+    try:
+        admin.check()
+    except EngineError as error:
+        said = " ".join(str(error).split())
+        raise SettingsError(
+            f"--engine-url {url}: no engine answers there ({said}); start it, and wait until it is ready, or "
+            "leave --engine-url out: then each node starts its own"
+        ) from None
+
+
+def context_of(settings: RunSettings, model_dir: Path) -> int | None:
+    """Return the longest sequence that the run's engines take, in tokens; None where it is not certain.
+
+    SettingsError if engines of the run would compute positions otherwise than its trainers.
+    """
+    args = _engine_args(settings)
+    steady, asked = steady_tokens(model_dir), args.get("max-model-len")
+    if settings.engine.url is None and steady and type(asked) is int and asked > steady:
+        raise SettingsError(
+            f"engine.args.max_model_len={asked}: beyond {steady} tokens --model {settings.model} computes "
+            "positions otherwise, in all sequences, and the trainer would not agree; "
+            f"give {steady} or less"
+        )
+    if settings.engine.url is not None or args.keys() & CONTEXT_ARGS:
+        given = args.get("max-model-len")
+        return given if settings.engine.url is None and type(given) is int and given > 0 else None
+    return context_tokens(model_dir)
+
+
+def _engine_args(settings: RunSettings) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in settings.engine.args.items()}
+
+
+def fit_max_tokens(settings: RunSettings, given: Mapping[str, Any], context: int | None) -> RunSettings:
+    """Return the settings with a default of rollout.max_tokens that leaves room for a prompt in the model's
+    context (tokens; None: not known). SettingsError for a number that was given and leaves none.
+    """
+    if context is None or settings.rl_phase == "update" or settings.rollout.environment in WRITTEN:
+        return settings
+    most = context - 1
+    for key, wanted in (
+        ("rollout.max_tokens", settings.rollout.max_tokens),
+        ("eval.max_tokens", settings.eval.max_tokens),
+        *((f"{SECTION}{name}.max_tokens", one.max_tokens) for name, one in settings.eval.sets.items()),
+    ):
+        is_given = key in given or key.startswith(SECTION)
+        if is_given and wanted is not None and wanted > most:
+            raise SettingsError(
+                f"{key}={wanted} leaves no room for a prompt: --model {settings.model} has a context of "
+                f"{context} tokens; give less, by the length of the longest prompt"
+            )
+    if settings.rollout.max_tokens <= most:
+        return settings
+    return loading.overlay(settings, {"rollout.max_tokens": most})

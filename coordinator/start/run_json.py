@@ -1,0 +1,106 @@
+"""run.json: the run's id and format, and what may not change between two starts."""
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.settings import loading
+from coordinator.settings.tree import TINY, RunSettings, SettingsError
+from coordinator.start.inputs import Inputs
+from rollout.storage import files, once
+from trainer.settings import LoraSettings
+
+log = logging.getLogger(__name__)
+
+LARGE_STATE_BYTES = 20 * 10**9
+"""An optimizer's state above this is saved only RARELY, unless the user says how often."""
+RARELY = 10
+
+
+def read_run_json(run_dir: RunDir) -> dict[str, Any]:
+    """Read run.json of this format; SettingsError for another."""
+    try:
+        run = json.loads(files.read(run_dir.run_json))
+    except ValueError as error:
+        raise SettingsError(
+            f"{run_dir.run_json} is damaged ({error}); restore it or use another log path"
+        ) from None
+    found = run.get("format") if isinstance(run, dict) else None  # pyright: ignore
+    if found != FORMAT:
+        raise SettingsError(
+            f"--log-path {run_dir.root} holds a run of format {found}, this version writes "
+            f"format {FORMAT}; use another log path"
+        )
+    return run  # pyright: ignore[reportUnknownVariableType]
+
+
+def fixed_of(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
+    """Return what may not change between two starts, each with the name that a person gives it."""
+    tiny = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
+    model = settings.model if inputs.model_digest else tiny
+    seed = str(settings.rollout.seed)
+    return {  # the seed first: the built-in tasks and model follow from it
+        "rollout.seed": {"name": seed, "digest": seed},
+        "model": {"name": model, "digest": inputs.model_digest or tiny},
+        "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest},
+        "trainer.lora": _adapters(settings.trainer.lora),
+    }
+
+
+def _adapters(lora: LoraSettings) -> dict[str, str]:
+    name = f"rank={lora.rank} alpha={lora.alpha:g} targets={lora.targets}" if lora.rank else "rank=0"
+    return {"name": name, "digest": name}
+
+
+def refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raise SettingsError if something is not what the run, whose run.json this is, was started with."""
+    for key, now in fixed.items():
+        then = run["fixed"][key]
+        if then["digest"] != now["digest"]:
+            content = " (same name, other content)" if then["name"] == now["name"] else ""
+            raise SettingsError(
+                f"{loading.option_name(key)} is {now['name']}{content}, but this run was started with "
+                f"{then['name']}; to start anew, use another log path"
+            )
+
+
+def with_save_interval(settings: RunSettings, run: Mapping[str, Any], state_bytes: int) -> RunSettings:
+    """Return the settings with the trainer.save_interval that the run's first start has chosen by the size of
+    the state, unless the user gives one. `run` is run.json.
+    """
+    trainer = settings.trainer
+    if trainer.save_interval is None:
+        value = run.get("save_interval", 1) if trainer.keep_alive else 1
+        settings = loading.overlay(settings, {"trainer.save_interval": value})
+    if state_bytes > LARGE_STATE_BYTES and settings.rl_phase != "rollout":
+        every = settings.trainer.state_interval
+        log.info(
+            "the optimizer's state has %.0f GB: trainer.save_interval=%d saves it in %s iteration",
+            state_bytes / 1e9,
+            every,
+            f"every {every}th" if every > 1 else "each",
+        )
+    return settings
+
+
+def make_run(run_dir: RunDir, fixed: Mapping[str, Any], state_bytes: int) -> dict[str, Any]:
+    """Return run.json, which is made if it is missing; SettingsError if it says something else.
+
+    `state_bytes`: the size of the optimizer's state.
+    """
+    files.make_directory(run_dir.root)
+    run = {
+        "run_id": secrets.token_hex(6),
+        "format": FORMAT,
+        "fixed": fixed,
+        "save_interval": RARELY if state_bytes > LARGE_STATE_BYTES else 1,
+    }
+    is_there = run_dir.run_json.name in files.listing(run_dir.root)
+    if not is_there and once.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):
+        return run
+    run = read_run_json(run_dir)
+    refuse_changes(run, fixed)
+    return run

@@ -1,0 +1,276 @@
+"""START: what is checked before a node takes part. For a node that may not, nothing is written. But a worker
+that has found its master, and lacks what the run needs, says so in protocol/.
+"""
+
+import contextlib
+import logging
+import os
+import shlex
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from coordinator.directory import published
+from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
+from coordinator.journal.trackers import check_sinks
+from coordinator.protocol import placed
+from coordinator.protocol.complaints import complain
+from coordinator.protocol.placed import Placement
+from coordinator.protocol.records import EpochRecord, Records
+from coordinator.protocol.snapshot import whole_board
+from coordinator.settings import loading
+from coordinator.settings.cluster import ClusterSettings
+from coordinator.settings.placement import CREWS, Crew
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.awaiting import await_master
+from coordinator.start.eval_tasks import refuse_training_tasks
+from coordinator.start.inputs import NODE_LOCAL, Inputs, difference, load_inputs
+from coordinator.start.kept import Change, changes, with_kept
+from coordinator.start.refusals import fit_max_tokens
+from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
+from coordinator.start.strangers import refuse_strangers
+from rollout.storage import files
+from rollout.tasks.rows import is_there
+
+log = logging.getLogger(__name__)
+
+SETS = "eval.sets"
+ASKED = 5
+"""How often a filesystem that says no is asked whether this user may write: its errors look the same."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What START found."""
+
+    rank: int
+    run_dir: RunDir
+    run_id: str
+    settings: RunSettings
+    """As this node goes by them: its crew's, and its own."""
+    of_run: RunSettings
+    """As all crews go by them."""
+    inputs: Inputs
+    incarnation_floor: int
+    """The highest incarnation of this rank so far."""
+    newest_epoch: int
+    """The highest number of all crews."""
+    followed_epoch: int = 0
+    """The one in which this node found the master whose settings it takes; 0 for that master itself."""
+    left_behind: tuple[Path, ...] = ()
+    """Heartbeats and flags of earlier processes of this rank."""
+    given: Mapping[str, Any] | None = None
+    """Of the master: what this start was given, over what the last one was given."""
+    changes: Sequence[Change] = ()
+    """Of the master: settings that are not what they were at the last start."""
+
+
+def last_start(root: Path) -> EpochRecord | None:
+    """Return the newest record of a master of the run at `root`; None if none has been in an epoch yet.
+
+    Raises SettingsError for a run of another format.
+    """
+    run_dir = RunDir(root)
+    if not files.is_directory(root) or run_dir.run_json.name not in files.listing(root):
+        return None
+    read_run_json(run_dir)
+    of_crews = [RunDir(root, crew) for crew in CREWS]
+    found = [Records(of).newest(whole_board(of, published.names).records) for of in of_crews]
+    # The leader of another crew takes its settings from the master's: it was not given any.
+    return max((record for record in found if record and record.given), key=lambda r: r.epoch, default=None)
+
+
+def resume_given(root: Path, given: Mapping[str, Any], reset: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings that a start of the master at `root` goes by: `given` over what is kept."""
+    return with_kept(absolute(given), last_start(root), reset)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a start of the master goes by, of which nothing is refused. Nothing is written yet."""
+
+    given: Mapping[str, Any]
+    settings: RunSettings
+    inputs: Inputs
+    changes: Sequence[Change]
+
+
+def check_master(
+    root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False, reset: Collection[str] = ()
+) -> Checked:
+    """Check everything that can be checked before the master writes; SettingsError says what is wrong.
+
+    What `given` leaves out is as at the last start, but for the settings in `reset`.
+    """
+    check_log_path(root)
+    last = last_start(root)
+    refuse_strangers(root, allow_shared_dir)
+    given = with_kept(absolute(given), last, reset)
+    settings = loading.build(given)
+    run_dir = RunDir(root)
+    inputs = load_inputs(settings, given, MASTER)
+    settings = fit_max_tokens(settings, given, inputs.context)
+    refuse_training_tasks(inputs.tasks, inputs.eval_sets)
+    check_sinks(settings.metrics)
+    if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
+        samples = settings.eval.samples_per_task
+        log.warning("eval.temperature=0: all %d samples of a task are the same, so pass@k is pass@1", samples)
+    if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
+        log.warning(
+            "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p
+        )
+    if files.is_directory(root) and run_dir.run_json.name in files.listing(root):
+        refuse_changes(read_run_json(run_dir), fixed_of(settings, inputs))
+    return Checked(given, settings, inputs, changes(last, settings))
+
+
+def start_master(
+    root: Path,
+    given: Mapping[str, Any],
+    allow_shared_dir: bool = False,
+    reset: Collection[str] = (),
+    crew: Crew = "main",
+    placement: Placement | None = None,
+) -> Start:
+    """Check everything as `check_master`, then make the directory and run.json."""
+    checked = check_master(root, given, allow_shared_dir, reset)
+    run_dir, inputs = placed.run_dir(root, crew, placement), checked.inputs
+    run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
+    settings = with_save_interval(checked.settings, run, inputs.state_bytes)
+    for directory in run_dir.fixed_directories:
+        files.make_directory(directory)
+    start = _begin(MASTER, run_dir, run["run_id"], settings, inputs, settings)
+    return replace(start, given=checked.given, changes=checked.changes)
+
+
+def start_worker(
+    root: Path,
+    machine: int,
+    given: Mapping[str, Any],
+    allow_shared_dir: bool = False,
+    crew: Crew = "main",
+    placement: Placement | None = None,
+) -> Start:
+    """Wait for a living master, take its settings, and refuse what contradicts them.
+
+    The first machine of a crew that the master is not in leads that crew: it is the master there, by the
+    settings of the run's master. `placement`: the one that `crew` is of; None: the one that holds now.
+    """
+    placement = placement or placed.read_placement(root)
+    run_dir = placed.run_dir(root, crew, placement)
+    if run_dir.machines and machine not in run_dir.machines:
+        raise SettingsError(f"--crew {crew}: rank {machine} of {root} is not in that crew now; leave it out")
+    rank = run_dir.rank(machine)
+    given = absolute(given)
+    mine = loading.check_each(given)
+    refuse_rank(machine, mine.get("cluster.num_nodes", machine + 1), "")
+    defaults = ClusterSettings()
+    found = await_master(
+        run_dir if rank else placed.run_dirs(root, placement)[0],
+        placement,
+        mine.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
+        mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
+    )
+    check_log_path(root)
+    refuse_strangers(root, allow_shared_dir)
+    of_run = RunSettings.published(found.settings)
+    refuse_rank(machine, of_run.cluster.num_nodes, "the master's ")
+    shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}
+    if differences := loading.contradictions(of_run, shared):
+        raise SettingsError(f"{differences[0]}; leave it out: a worker takes its settings from the master")
+    local = {key: value for key, value in given.items() if key in NODE_LOCAL}
+    settings = loading.overlay(of_run, local)
+    run = read_run_json(run_dir)
+    for directory in () if rank else run_dir.fixed_directories:
+        files.make_directory(directory)
+    try:
+        inputs = load_inputs(settings.of_crew(crew), local, machine)
+        refuse_changes(run, fixed_of(settings, inputs))
+        if text := difference(inputs.codes(), found.inputs, found.master_host):
+            raise SettingsError(text)
+    except Exception as error:  # the master waits for this worker
+        host = socket.gethostname()
+        with contextlib.suppress(OSError):
+            text = f"{run_dir.name(rank)} ({host}) could not start: {error}"
+            complain(run_dir, found.epoch, rank, host, text)
+        raise
+    start = _begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
+    return replace(start, followed_epoch=found.epoch)
+
+
+def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return paths as every node finds them, whatever directory it was started in."""
+
+    def resolved(key: str, value: Any) -> Any:
+        if key.startswith(SETS) and isinstance(value, Mapping):  # a table of a settings file
+            table = cast("Mapping[str, Any]", value)
+            return {name: resolved(f"{key}.{name}", of) for name, of in table.items()}
+        is_path = key in {"model", "tasks", "eval_tasks", "data_path", "cluster.local_dir"}
+        is_path = is_path or (key.startswith(f"{SETS}.") and key.endswith(".tasks"))
+        return str(Path(str(value)).absolute()) if is_path and is_there(str(value)) else value
+
+    return {key: resolved(key, value) for key, value in given.items()}
+
+
+def refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
+    """Raise SettingsError for a machine that a run of so many nodes does not have."""
+    if rank >= num_nodes:
+        raise SettingsError(
+            f"--worker {rank} is outside {whose}--num-nodes {num_nodes} "
+            f"(workers are 1 to {num_nodes - 1}); leave this node out, or give it more"
+        )
+
+
+def check_log_path(root: Path) -> None:
+    """SettingsError unless `root` is, or can become, a directory that we may write.
+
+    Only below the current directory more than the last part of it may be missing (runs/default): elsewhere it
+    is a mount that is not there, or a slip of the pen.
+    """
+    existing = next(path for path in (root, *root.parents) if files.exists(path))
+    if not files.is_directory(existing):
+        raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    here = Path.cwd()
+    if existing not in (root, root.parent) and here not in (existing, *existing.parents):
+        raise SettingsError(
+            f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
+            f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
+        )
+    if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
+        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
+
+
+def _begin(
+    rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, inputs: Inputs, of_run: RunSettings
+) -> Start:
+    board = whole_board(run_dir)
+    newest = Records(run_dir).newest(board.records)
+    listed = newest.members[rank].incarnation if newest and rank in newest.members else 0
+    floor = max(board.highest_incarnation(rank), listed)
+    left_behind = _left_behind(run_dir.protocol_of(rank), rank)
+    # Where the devices were placed otherwise before, another crew's numbers are used up.
+    others = [RunDir(run_dir.root, crew) for crew in CREWS]
+    epoch = max(whole_board(of, published.names).newest_epoch() for of in others)
+    return Start(
+        rank=rank,
+        run_dir=run_dir,
+        run_id=run_id,
+        settings=settings.of_crew(run_dir.crew, run_dir.machines),
+        of_run=of_run,
+        inputs=inputs,
+        incarnation_floor=floor,
+        newest_epoch=epoch,
+        left_behind=left_behind,
+    )
+
+
+def _left_behind(directory: Path, rank: int) -> tuple[Path, ...]:
+    """Return the heartbeats and flags of `rank`, also those that were never published."""
+    found: list[Path] = []
+    for name in files.listing(directory):
+        entry = parse_protocol_name(files.published_name(name))
+        if isinstance(entry, Beat | Flag) and entry.rank == rank:
+            found.append(directory / name)
+    return tuple(found)

@@ -1,0 +1,74 @@
+"""The slots of a share that grows: what a node claims, and how long it leaves the rest to others."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from coordinator.collection.claimed import Claimed
+from coordinator.directory.claims import Claims
+from coordinator.directory.layout import RunDir
+from coordinator.protocol.chunks import Pace, cut
+from rollout.slots import Meter, Slot
+from rollout.storage import files
+
+FAST, SLOW = Pace(1000, 1.0, 4), Pace(1, 1.0, 4)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path)
+    files.make_directory(made.claims)
+    return made
+
+
+def slots_of(numbers: Sequence[int]) -> list[Slot]:
+    return [Slot(number, {"id": f"t{number}", "prompt": "1", "answer": "1"}, 0) for number in numbers]
+
+
+def source(run_dir: RunDir, rank: int, slots: int, paces: dict[int, Pace]) -> Claimed:
+    plan = {**cut(range(slots), {}, [0, 1], paces).as_json(), "spare": []}
+    claims = Claims(run_dir, 2, 1, 2, rank)
+    return Claimed(plan, claims, rank, 0, [], slots_of, Meter(4), 0.05, lambda: None)
+
+
+async def next_of(claimed: Claimed) -> int | None:
+    """Take a slot, and end its group at once."""
+    slot = await claimed.take(lambda: False)
+    if slot is None:
+        return None
+    claimed.end(slot.tombstone("over"))
+    return slot.number
+
+
+def test_node_that_leaves_the_rest_to_others_waits_and_does_not_work(run_dir: RunDir) -> None:
+    slow = source(run_dir, 1, 4, {0: FAST, 1: SLOW})
+    fast = Claims(run_dir, 2, 1, 2, 0)
+
+    async def others() -> None:
+        await asyncio.sleep(0.2)
+        while fast.take([number for number in range(4) if number not in fast.taken()]) is not None:
+            pass
+
+    async def main() -> None:
+        taking = asyncio.create_task(next_of(slow))
+        await others()
+        assert await taking is None
+
+    asyncio.run(main())
+    assert slow.waited_s > 0.1 and not slow.is_open
+
+
+def test_claims_that_a_newer_epoch_has_removed_are_not_made_again(run_dir: RunDir) -> None:
+    claimed = source(run_dir, 0, 6, {})
+
+    async def main() -> list[int]:
+        made: list[int] = []
+        while (number := await next_of(claimed)) is not None:
+            made.append(number)
+            for path in run_dir.claims.iterdir():
+                path.unlink()
+        return made
+
+    assert sorted(asyncio.run(asyncio.wait_for(main(), 60))) == list(range(6))

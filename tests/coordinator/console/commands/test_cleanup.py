@@ -1,0 +1,352 @@
+"""What `run cleanup` removes and what it keeps; on a made-up run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coordinator.console.commands import cleanup as module
+from coordinator.console.commands.cleanup import cleanup
+from coordinator.console.views.run import Run
+from coordinator.directory import parts, published
+from coordinator.directory.layout import Record, RunDir, parse_protocol_name
+from coordinator.keeping import resume
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.placed import Placement, publish_devices, publish_placement, run_dirs
+from coordinator.protocol.records import Records
+from rollout.storage import files, once
+from rollout.trajectory import Group
+from tests.coordinator.console.commands.interrupted_run import (
+    GIVEN,
+    SETTINGS,
+    N,
+    beat,
+    everything,
+    interrupted_run,
+    mid_rollout,
+    refused,
+    write_parts,
+)
+from tests.coordinator.made_up import (
+    group,
+    opened,
+    origin,
+    tombstone,
+    tree,
+)
+from tests.paths import REPOSITORY
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
+    return interrupted_run(tmp_path / "run")
+
+
+def test_unknown_files_stay_and_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = run_dir.trajectories("train", N) / "notes.txt"
+    mine.write_text("mine")
+    (run_dir.trajectories("train", N) / "r0001.e0002.part0001.damaged").touch()
+    (run_dir.trajectories("train", N) / "manifest.damaged").touch()
+    cleanup(run_dir.root, N)
+    assert (
+        "stays: train_trajectories/iteration_000002/notes.txt (not a file of flagpost)"
+        in capsys.readouterr().out
+    )
+    assert tree(run_dir.trajectories("train", N)) == {"notes.txt"}
+
+
+# ---- the removal
+
+
+def test_removal_takes_what_the_dry_run_names_and_nothing_else(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = everything(run_dir.root)
+    cleanup(run_dir.root, N, dry_run=True)
+    assert everything(run_dir.root) == before
+    announced = capsys.readouterr().out.splitlines()
+    cleanup(run_dir.root, N)
+    said = capsys.readouterr().out.splitlines()
+    assert said == [line.replace("would remove", "removed") for line in announced]
+    after = everything(run_dir.root)
+    paths = [line.split()[1] for line in said if line.startswith("removed") and "(" in line]
+    gone = {path for path in before if any(path == name or path.startswith(f"{name}/") for name in paths)}
+    assert before.keys() - after.keys() == gone
+    assert after.keys() - before.keys() == {
+        "protocol/main/master/e0004.epoch.json",
+        "protocol/main/master/e0004.i000000.p00.r0000.stopped",
+    }
+    assert all(after[path] == content for path, content in before.items() if path not in gone)
+    total = sum(len(before[path]) for path in gone)
+    assert said[-1] == f"removed {len(paths)} paths, {total:,} bytes"
+    assert resume.resume_at(run_dir, SETTINGS, N) is Phase.TRAIN_PLAN
+
+
+def test_staging_directory_that_is_a_link_goes_and_what_it_leads_to_stays(
+    run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = tmp_path / "archive"
+    staging = run_dir.staging(N, 3)
+    staging.rename(archive)
+    (archive / "large").write_bytes(b"x" * 1_000_000)
+    staging.symlink_to(archive)
+    before = tree(archive)
+    cleanup(run_dir.root, N)
+    assert tree(archive) == before and not staging.is_symlink()
+    assert "1,000," not in capsys.readouterr().out, "what stays is not counted"
+
+
+def test_epoch_is_claimed_before_anything_goes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_first(path: Path) -> None:
+        assert Records(run_dir).newest([4]) is not None, f"{path} would go before the epoch is claimed"
+        remove(path)
+
+    remove = files.remove
+    monkeypatch.setattr(files, "remove", check_first)
+    cleanup(run_dir.root, N)
+    claimed = Records(run_dir).newest([4])
+    assert claimed and (claimed.kind, claimed.members, claimed.master_incarnation) == ("lobby", {}, 0)
+    assert claimed.settings == SETTINGS.model_dump(mode="json") and claimed.given == GIVEN
+    assert claimed.run_id == "made-up"
+    status = Run(run_dir.root).status()
+    assert (status["state"], status["epoch"]) == ("stopped", 4)
+
+
+def test_cleanup_twice_finds_nothing_to_do_and_says_so_at_once(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleanup(run_dir.root, N)
+    before = everything(run_dir.root)
+    monkeypatch.setattr(module.time, "sleep", lambda _s: pytest.fail("it waits for nothing"))
+    cleanup(run_dir.root, N)
+    assert "iteration 2 has left nothing" in capsys.readouterr().out
+    assert everything(run_dir.root) == before
+
+
+def in_two_crews(root: Path) -> list[RunDir]:
+    """The run that was interrupted, with a machine that generates and one that trains."""
+    one = interrupted_run(root)
+    publish_placement(root, Placement(2, ("rollout=0", "train=1")))
+    for machine in (0, 1):
+        publish_devices(root, machine, f"node-{machine}", 1)
+    crews = list(run_dirs(root))
+    for crew in crews:
+        for directory in crew.protocol:
+            directory.mkdir(parents=True)
+    for path in [*one.master.iterdir(), *one.workers.iterdir()]:
+        entry = parse_protocol_name(path.name)
+        of_both = crews if isinstance(entry, Record) else crews[1:] if "r0001" in path.name else crews[:1]
+        for crew in of_both:
+            shutil.copy(path, crew.master / path.name.replace("r0001", "r0000"))
+    shutil.rmtree(one.master.parent)
+    return crews
+
+
+def test_cleanup_claims_an_epoch_of_each_crew_and_takes_the_leftovers_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
+    root = tmp_path / "run"
+    rollout, train = in_two_crews(root)
+    cleanup(root, N)
+    said = capsys.readouterr().out
+    assert "removed protocol/rollout/master/e0003.i000002.p04.r0000.ok" in said
+    assert "removed protocol/train/master/e0002.i000000.p00.r0000.enter" in said
+    assert "removed checkpoints/.iteration_000002.e0003" in said
+    for crew in (rollout, train):
+        claimed = Records(crew).newest([4])
+        assert claimed and claimed.members == {}, "a suspended node of either crew has to be replaced"
+    status = Run(root).status()
+    assert (status["state"], [crew["state"] for crew in status["crews"]]) == ("stopped", ["stopped"] * 2)
+
+
+def test_node_of_either_crew_that_beats_refuses_the_cleanup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
+    root = tmp_path / "run"
+    rollout, train = in_two_crews(root)
+    monkeypatch.setattr(module.time, "sleep", lambda _s: beat(train, 0, 2, 0, 3))
+    before = everything(root)
+    assert refused(rollout).startswith(
+        "train rank 1 (node-0) still beats: stop the run first: kill -INT 4711"
+    )
+    assert everything(root).items() >= before.items()
+
+
+def test_crew_that_nobody_has_started_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
+    root = tmp_path / "run"
+    _rollout, train = in_two_crews(root)
+    shutil.rmtree(train.master)
+    cleanup(root, N)
+    assert not train.master.exists()
+
+
+def test_keep_partial_keeps_groups_of_the_policy_that_samples_the_iteration(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mid_rollout(run_dir)
+    base = json.loads(run_dir.iteration_json(1).read_text())["policy"]
+    opening = run_dir.iteration_json(N)
+    opening.write_text(json.dumps(opened(N, origin(base), slots=4)))
+    write_parts(run_dir, N, 1, 3, [group(2)])
+    cleanup(run_dir.root, N, keep_partial=True)
+    assert "keeps 1 of 4 groups" in capsys.readouterr().out, "it was opened with max_async_level=1"
+
+
+@pytest.mark.parametrize("keep_partial", [False, True])
+def test_cleanup_cut_off_anywhere_leaves_a_state_that_resumes_or_cleans_again(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_partial: bool
+) -> None:
+    """Cut off before its k-th change of the directory, for every k."""
+    if keep_partial:
+        mid_rollout(run_dir, group(0), group(3))
+    original = everything(run_dir.root)
+    changes = {name: getattr(files, name) for name in ("remove", "remove_tree", "rename")}
+    changes["create_once"] = once.create_once
+    left = [1 << 30]
+
+    def counted(name: str) -> Callable[..., object]:
+        def change(*arguments: object, **more: object) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return changes[name](*arguments, **more)
+
+        return change
+
+    for name in changes:
+        monkeypatch.setattr(once if name == "create_once" else files, name, counted(name))
+    cleanup(run_dir.root, N, keep_partial=keep_partial)
+    count, ends = (1 << 30) - left[0], data_of(run_dir.root)
+    assert count > 10
+    for k in range(count):
+        root = tmp_path / f"cut-{k}"
+        for name, content in original.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(content)
+        cut = RunDir(root)
+        left[0] = k
+        with pytest.raises(KeyboardInterrupt):
+            cleanup(root, N, keep_partial=keep_partial)
+        left[0] = 1 << 30
+        resumable(cut)
+        cleanup(root, N, keep_partial=keep_partial)
+        assert data_of(root) == ends, f"cut off before change {k}"
+
+
+def data_of(root: Path) -> dict[str, bytes]:
+    """All but protocol/."""
+    return {name: data for name, data in everything(root).items() if not name.startswith("protocol/")}
+
+
+def resumable(run_dir: RunDir) -> None:
+    """What is there rests on what is there too."""
+    if (staging := published.complete_staging(run_dir, N)) is not None:
+        published.verify_checkpoint(staging)
+    document = published.read_manifest(run_dir, "train", N)
+    if document is not None:
+        assert parts.read_groups(run_dir.trajectories("train", N), document)
+    made_with = origin(published.policy_of(run_dir, 1).digest)
+    if parts.finished_groups(run_dir.trajectories("train", N), made_with):
+        assert published.read_json(run_dir.iteration_json(N))
+
+
+# ---- --keep-partial
+
+
+def test_keep_partial_keeps_the_finished_groups_and_what_names_them(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mid_rollout(run_dir, group(3), group(1), tombstone(2))
+    before = everything(run_dir.root)
+    cleanup(run_dir.root, N, keep_partial=True, dry_run=True)
+    assert everything(run_dir.root) == before
+    announced = capsys.readouterr().out
+    assert "keeps 2 of 4 groups, named by its manifest.json" in announced
+    cleanup(run_dir.root, N, keep_partial=True)
+    assert capsys.readouterr().out == announced.replace("would remove", "removed")
+    train = run_dir.trajectories("train", N)
+    part = "r0001.e0003.part0001.safetensors"
+    assert tree(train) == {"iteration.json", "manifest.json", "groups.jsonl", part}
+    lines = [json.loads(line) for line in run_dir.groups("train", N).read_text().splitlines()]
+    assert [(line["slot"], line["rank"]) for line in lines] == [(1, 1), (2, 1), (3, 1)]
+    document = published.read_manifest(run_dir, "train", N) or {}
+    assert {name: document[name] for name in ("slots", "groups", "samples", "given_up")} == {
+        "slots": 4, "groups": 2, "samples": 4, "given_up": [{"slot": 2, "reason": "it took too long"}],
+    }  # fmt: skip
+    assert [each.slot for each in parts.read_groups(train, document) if not each.given_up] == [1, 3]
+    assert resume.resume_at(run_dir, SETTINGS, N) is Phase.ENGINE_STOPPED
+    assert not tree(run_dir.batch(N)) and published.complete_staging(run_dir, N) is None
+
+
+@pytest.mark.parametrize("groups", [(), (tombstone(1),)])
+def test_keep_partial_without_a_finished_group_removes_nothing(
+    run_dir: RunDir, groups: tuple[Group, ...]
+) -> None:
+    mid_rollout(run_dir, *groups)
+    before = everything(run_dir.root)
+    assert "holds no finished group of iteration 2" in refused(run_dir, keep_partial=True)
+    assert everything(run_dir.root) == before
+
+
+def test_keep_partial_adopts_a_manifest_that_is_there(run_dir: RunDir) -> None:
+    path, for_people = run_dir.manifest("train", N), run_dir.groups("train", N)
+    manifest, lines = path.read_bytes(), for_people.read_bytes()
+    for_people.unlink()
+    write_parts(run_dir, N, 0, 3, [group(0)])  # of a late zombie: the manifest does not name it
+    cleanup(run_dir.root, N, keep_partial=True)
+    assert path.read_bytes() == manifest and for_people.read_bytes() == lines
+    assert len(parts.read_groups(path.parent, json.loads(manifest))) == 4
+    assert not list(path.parent.glob("*.e0003.*"))
+
+
+def test_keep_partial_leaves_out_a_damaged_part_and_replaces_a_damaged_manifest(run_dir: RunDir) -> None:
+    path = run_dir.manifest("train", N)
+    path.write_text("{")
+    damaged = path.parent / "r0000.e0002.part0001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    before = everything(run_dir.root)
+    cleanup(run_dir.root, N, keep_partial=True, dry_run=True)
+    assert everything(run_dir.root) == before
+    cleanup(run_dir.root, N, keep_partial=True)
+    document = published.read_manifest(run_dir, "train", N) or {}
+    assert [part["slots"] for part in document["parts"]] == [[2, 3]]
+    assert not damaged.exists()
+
+
+def test_keep_partial_keeps_what_a_manifest_names_though_a_part_is_damaged(run_dir: RunDir) -> None:
+    directory = run_dir.trajectories("train", N)
+    part = directory / "r0000.e0002.part0001.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    (directory / "groups.jsonl").unlink()
+    cleanup(run_dir.root, N, keep_partial=True)
+    assert tree(directory) >= {"manifest.json", "iteration.json", part.name}, "row 8 makes the part anew"
+    assert "groups.jsonl" not in tree(directory), "it cannot be told what the part held"
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--iteration", "0"], "--iteration"),
+        (["--iteration", "-1"], "--iteration"),
+        (["--iteration", "two"], "--iteration"),
+        ([], "--iteration"),
+        (["--iteration", "1"], "no run there"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "coordinator.cli", "cleanup", "--log-path", str(tmp_path / "run")]
+    done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1 and said in done.stderr
+    assert not list(tmp_path.iterdir())

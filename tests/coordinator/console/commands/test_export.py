@@ -1,0 +1,99 @@
+"""`run export`: what may be uploaded, whole and verified, and nothing that only a run needs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coordinator.cli import main
+from coordinator.console.commands.export import export
+from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.protocol.placed import Placement, publish_devices, publish_placement
+from coordinator.settings.tree import SettingsError
+from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Two checkpoints, the first of them evaluated."""
+    run_dir = run_dir_at(tmp_path / "adder")
+    fixed = {"model": {"name": "some/model"}, "tasks": {"name": "sums.jsonl"}}
+    write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
+    for iteration in (1, 2):
+        write_checkpoint(run_dir.checkpoint(iteration), iteration, content=b"weights %d" % iteration)
+    lines = [{"iteration": 2, "kind": "both", "reward": 0.25, "eval_reward": 0.75}]
+    run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return run_dir
+
+
+def test_export_holds_the_model_and_a_card_that_the_hub_reads(run_dir: RunDir, tmp_path: Path) -> None:
+    out = tmp_path / "for" / "the_hub"
+    assert export(run_dir.root, 1, out) == ["config.json", "model.safetensors", "README.md"]
+    assert tree(out) == {"config.json", "model.safetensors", "README.md"}
+    assert (out / "model.safetensors").read_bytes() == b"weights 1"
+    _, head, text = (out / "README.md").read_text().split("---\n")
+    assert yaml.safe_load(head)["base_model"] == "some/model"
+    assert "Evaluation reward: 0.75" in text and "Iterations of training: 1" in text and "sums.jsonl" in text
+    assert tree(out.parent) == {"the_hub", *(f"the_hub/{name}" for name in tree(out))}
+
+
+def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Path) -> None:
+    export(run_dir.root, None, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights 2"
+    assert "reward" not in (tmp_path / "out" / "README.md").read_text().partition("# adder")[2]
+
+
+def test_run_of_two_crews_is_exported_with_what_measured_the_policy(run_dir: RunDir, tmp_path: Path) -> None:
+    publish_placement(run_dir.root, Placement(2, ("rollout=0", "train=1")))
+    for machine in (0, 1):
+        publish_devices(run_dir.root, machine, f"node-{machine}", 1)
+    measured = {1: 0, 2: 0, 3: 1, 4: 2}  # max_async_level=1
+    lines = [
+        {"iteration": n, "kind": "both", "policy_iteration": policy, "reward": n / 10, "eval_reward": None}
+        for n, policy in measured.items()
+    ]
+    run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "model.safetensors" in export(run_dir.root, 2, tmp_path / "out")
+    assert "Mean reward of its samples: 0.4" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_delta_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:
+    write_checkpoint(run_dir.checkpoint(3), 3, b"weights 3", before=run_dir.checkpoint(2))
+    assert any(name.endswith(".delta") for name in tree(run_dir.checkpoint(3)))
+    export(run_dir.root, 3, tmp_path / "out")
+    assert tree(tmp_path / "out") == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:
+    (run_dir.checkpoint(2) / "model.safetensors").write_bytes(b"weightz 2")
+    before = tree(tmp_path)
+    with pytest.raises(SettingsError, match=r"model.safetensors is missing or damaged; nothing was exported"):
+        export(run_dir.root, 2, tmp_path / "out")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--iteration", "7"], "has no such checkpoint; there are 1, 2"),
+        (["--iteration", "seven"], "--iteration seven: give the number of an iteration"),
+        (["--log-path", "nowhere"], "no run is here"),
+        (["-o", "adder/run.json/out"], "run.json/out: File exists"),
+        (["-o", "adder"], "adder: is there already"),
+    ],
+)
+def test_bad_input_of_export_is_one_line(
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(run_dir.root.parent)
+    before = tree(run_dir.root.parent)
+    monkeypatch.setattr("sys.argv", ["run", "export", "--log-path", "adder", "-o", "out", *arguments])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert tree(run_dir.root.parent) == before

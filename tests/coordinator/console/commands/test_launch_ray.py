@@ -1,0 +1,325 @@
+"""`run launch --ray` without a cluster: what is asked for, and the life of a rank beside its actor."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.console.commands import launch_ray as module
+from coordinator.console.commands import ray_cluster
+from coordinator.console.commands.launch_ray import RayNode, is_death
+from coordinator.console.commands.parse import COMMANDS
+from coordinator.console.commands.ray_machines import Machine, bundles, parse_asked
+from coordinator.console.commands.relay import Relay
+from coordinator.settings.tree import SettingsError
+
+THERE = [Machine("head", 0, 8), Machine("a", 8, 64), Machine("b", 4, 32), Machine("c", 8, 96)]
+
+
+# ---- what is asked for
+
+
+def test_nodes_take_whole_machines_the_largest_first() -> None:
+    assert bundles(THERE, parse_asked(3, None, None), "auto") == [
+        {"GPU": 8, "CPU": 96},
+        {"GPU": 8, "CPU": 64},
+        {"GPU": 4, "CPU": 32},
+    ]
+
+
+def test_nodes_that_ask_for_less_leave_large_machines_to_the_others() -> None:
+    assert bundles(THERE, parse_asked(3, "4,8,8", "16"), "auto") == [
+        {"GPU": 4, "CPU": 16},
+        {"GPU": 8, "CPU": 16},
+        {"GPU": 8, "CPU": 16},
+    ]
+    assert bundles(THERE, parse_asked(2, "0", None), "auto") == [{"CPU": 8}, {"CPU": 32}]
+
+
+def test_head_without_cpus_is_no_machine() -> None:
+    with pytest.raises(SettingsError, match="has 0 machines with CPUs"):
+        bundles([Machine("head", 0, 0)], parse_asked(1, None, None), "auto")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "cpus", "expected"),
+    [
+        (5, None, None, "has 4 machines with CPUs: head (0 GPUs, 8 CPUs), a (8 GPUs, 64 CPUs), "),
+        (
+            3,
+            "8",
+            None,
+            "rank 2 asks for 8 GPUs and 0 CPUs, and no machine of the Ray cluster at auto has them",
+        ),
+        (1, None, "128", "rank 0 asks for 0 GPUs and 128 CPUs"),
+        (2, "8,8,8", None, "--gpus-per-node 8,8,8: give a number from 0, or one for each of 2 nodes"),
+        (2, "-1", None, "--gpus-per-node -1"),
+        (2, None, "0", "--cpus-per-node 0: give a number from 1"),
+    ],
+)
+def test_what_is_missing_is_named(nodes: int, gpus: str | None, cpus: str | None, expected: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        bundles(THERE, parse_asked(nodes, gpus, cpus), "auto")
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "give --hosts A,B,C or --ray ADDRESS"),
+        (["--hosts", "a", "--ray", "auto"], "give --hosts A,B,C or --ray ADDRESS"),
+        (["--hosts", "a", "--num-nodes", "2"], "leave --num-nodes out; it does not go with --hosts"),
+        (["--hosts", "a", "--gpus-per-node", "2"], "leave --gpus-per-node out"),
+        (["--ray", "auto", "--num-nodes", "2", "--ssh", "x"], "leave --ssh out; it does not go with --ray"),
+        (["--ray", "auto"], "--num-nodes is missing"),
+        (["--ray", "auto", "--num-nodes", "two"], "--num-nodes two"),
+        (["--ray", "auto", "--num-nodes", "2", "--master"], "leave --master out"),
+        (["--ray", "127.0.0.1:1", "--num-nodes", "2"], "--ray 127.0.0.1:1: "),
+        (["--ray", "nonsense:x", "--num-nodes", "2"], "--ray nonsense:x: "),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(words: list[str], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as refused:
+        COMMANDS["launch"]([*words, "--log-path", str(tmp_path / "run")], standalone_mode=False)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SettingsError, match=r"flagpost\[ray\]"):
+        ray_cluster.connect("auto")
+
+
+# ---- the life of a rank
+
+
+class Actor:
+    """A Relay in this process, whose calls answer at once; a dead one raises."""
+
+    def __init__(self) -> None:
+        self._relay = Relay()
+        self.is_dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*given: Any) -> Callable[[], Any]:
+            return lambda: self._call(name, *given)
+
+        return SimpleNamespace(remote=remote)
+
+    def _call(self, name: str, *given: Any) -> Any:
+        if self.is_dead:
+            raise Died("the actor died")
+        return getattr(self._relay, name)(*given)
+
+
+class Died(Exception):
+    pass
+
+
+class Cluster:
+    """A cluster of one machine, in this process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.names = ["rank 0"]
+        self.away: set[int] = set()
+        self.ended: dict[int, int] = {}
+        self.actors: list[Actor] = []
+        self.has_machine = True
+        self.relays: list[Any] = [self.new_relay(0)]
+        self.ray = SimpleNamespace(
+            get=lambda asked, timeout=None: asked(),
+            wait=lambda asked, timeout: (asked, []) if self.has_machine else (time.sleep(0.01) or [], asked),
+            kill=lambda actor: setattr(actor, "is_dead", True),
+            exceptions=SimpleNamespace(RayError=Died, ActorUnavailableError=TimeoutError),
+        )
+
+    def new_relay(self, _rank: int) -> Actor:
+        self.actors.append(Actor())
+        return self.actors[-1]
+
+    def others_see(self, _rank: int, _path: str) -> bool:
+        return False
+
+
+class Rank:
+    """A node that is a few words of bash; each of its starts is noted."""
+
+    def __init__(self, place: Path, text: str) -> None:
+        self._starts = place / "starts"
+        program = place / "node"
+        program.write_text(f"#!/bin/bash\necho >> {self._starts}\nn=$(wc -l < {self._starts})\n{text}\n")
+        program.chmod(0o755)
+        self.cluster = Cluster(place)
+        self.node = RayNode(self.cluster, 0, [str(program)], self.cluster.relays[0])  # type: ignore[arg-type]
+        self.until(lambda: self.node.is_ready)
+        self.node.tell("go")
+
+    def until(self, ready: Callable[[], Any]) -> None:
+        deadline_s = time.monotonic() + 30.0
+        while not ready():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+    def end(self) -> int | None:
+        self.until(lambda: self.node.poll() is not None)
+        return self.node.poll()
+
+    @property
+    def starts(self) -> int:
+        return len(self._starts.read_text().splitlines()) if self._starts.exists() else 0
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Callable[[str], Rank]:
+    return lambda text: Rank(tmp_path, text)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 4, 130])
+def test_rank_that_ended_by_itself_is_not_started_again(begin: Callable[[str], Rank], code: int) -> None:
+    rank = begin(f"exit {code}")
+    assert (rank.end(), rank.starts) == (code, 1)
+
+
+@pytest.mark.parametrize("end", ["kill -9 $$", "exit 3"])
+def test_rank_that_was_killed_or_lost_another_comes_back(begin: Callable[[str], Rank], end: str) -> None:
+    rank = begin(f"((n < 3)) && {end}; exit 0")
+    assert (rank.end(), rank.starts) == (0, 3)
+
+
+def test_rank_comes_back_ten_times_at_most(begin: Callable[[str], Rank]) -> None:
+    rank = begin("kill -9 $$")
+    assert (rank.end(), rank.starts) == (-9, 11)
+
+
+def test_nobody_is_started_again_after_3_while_a_machine_is_missing(begin: Callable[[str], Rank]) -> None:
+    rank = begin('until [ -e "${0%/*}/go" ]; do sleep 0.02; done; exit 3')
+    rank.until(lambda: rank.starts)
+    rank.cluster.away.add(1)
+    (rank.cluster.root / "go").touch()
+    assert (rank.end(), rank.starts) == (3, 1)
+
+
+def test_rank_whose_machine_died_waits_for_another_until_it_is_told_to_end(
+    begin: Callable[[str], Rank], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "SAY_AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "machines", lambda _ray: [Machine("a", 8, 64)])
+    rank = begin("trap 'exit 130' TERM; while :; do sleep 0.02; done")
+    rank.until(lambda: rank.starts)
+    rank.cluster.wanted = lambda _rank: "8 GPUs"  # type: ignore[attr-defined]
+    rank.cluster.has_machine = False
+    rank.cluster.actors[0].is_dead = True
+    said = ""
+
+    def waits() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "waits for a machine with 8 GPUs; alive: a (8 GPUs, 64 CPUs)" in said
+
+    rank.until(waits)
+    assert "its machine or its actor died; starting it again (1 of 10)" in said
+    assert rank.cluster.away == {0} and rank.node.poll() is None
+    rank.node.tell("TERM")
+    assert (rank.end(), rank.starts) == (130, 1)
+    rank.cluster.actors[0]._relay.exchange(["TERM"], 0.0)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_rank_without_a_machine_ends_as_the_master_when_all_others_have(
+    begin: Callable[[str], Rank], code: int
+) -> None:
+    rank = begin("trap 'exit 130' TERM; while :; do sleep 0.02; done")
+    rank.until(lambda: rank.starts)
+    rank.cluster.names = ["rank 1", "rank 0"]  # in this test the other one is the master
+    rank.node._rank = 1
+    rank.cluster.has_machine = False
+    rank.cluster.actors[0].is_dead = True
+    rank.cluster.relays.append(rank.cluster.relays[0])
+    rank.until(lambda: rank.cluster.away == {1})
+    time.sleep(0.2)
+    assert rank.node.poll() is None
+    rank.cluster.ended[0] = code
+    assert (rank.end(), rank.starts) == (code, 1)
+    rank.cluster.actors[0]._relay.exchange(["TERM"], 0.0)
+
+
+def test_rank_whose_cluster_is_gone_is_lost_and_nobody_waits_for_it(
+    begin: Callable[[str], Rank], capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank = begin("trap 'exit 130' TERM; while :; do sleep 0.02; done")
+    rank.until(lambda: rank.starts)
+
+    def gone(*_given: Any, **_named: Any) -> Any:
+        raise ConnectionError("the client has lost\nits server")
+
+    actor = rank.cluster.actors[0]
+    rank.cluster.ray.get = rank.cluster.ray.kill = gone
+    assert rank.end() == 3 and "rank 0" in (said := capfd.readouterr().err) and "lost its server" in said
+    rank.node.kill()
+    actor._relay.exchange(["TERM"], 0.0)
+
+
+def test_rank_that_comes_back_late_is_not_ended_by_what_it_was_told_meanwhile(
+    begin: Callable[[str], Rank],
+) -> None:
+    rank = begin('until [ -e "${0%/*}/go" ]; do sleep 0.02; done; ((n < 2)) && kill -9 $$; exit 0')
+    rank.until(lambda: rank.starts)
+    rank.cluster.has_machine = False
+    (rank.cluster.root / "go").touch()
+    rank.until(lambda: len(rank.cluster.actors) == 2)
+    rank.node.tell("0")
+    rank.cluster.has_machine = True
+    assert (rank.end(), rank.starts) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "death"),
+    [(None, True), (3, True), (-9, True), (137, True), (0, False), (1, False), (127, False)],
+)
+def test_is_death(code: int | None, death: bool) -> None:
+    assert is_death(code) is death
+
+
+# ---- what runs on the machine
+
+
+def lines_of(relay: Relay, argv: Sequence[str], words: Sequence[str] = ()) -> tuple[list[str], int]:
+    relay.start(argv)
+    lines: list[str] = []
+    deadline_s = time.monotonic() + 30.0
+    while time.monotonic() < deadline_s:
+        new, code = relay.exchange(words, 0.1)
+        words = ()
+        lines += new
+        if code is not None:
+            return lines, code
+    raise AssertionError(f"no end: {lines}")
+
+
+def test_words_arrive_in_order_and_all_lines_before_the_code() -> None:
+    script = (
+        'while read -r word; do echo "$word"; done; for ((n = 0; n < 1500; n++)); do echo $n; done; exit 7'
+    )
+    lines, code = lines_of(Relay(), ["bash", "-c", script], ["go", "INT", "cut off"])
+    assert (lines[:2], len(lines), code) == (["go", "INT"], 1502, 7)
+
+
+def test_program_that_leaves_a_child_with_its_output_has_ended() -> None:
+    started_s = time.monotonic()
+    assert lines_of(Relay(), ["bash", "-c", "echo here; sleep 8 & exit 5"]) == (["here"], 5)
+    assert time.monotonic() - started_s < 7.0
+
+
+def test_mark_is_made_where_the_run_will_be_and_seen_there_alone(tmp_path: Path) -> None:
+    relay = Relay()
+    mark = relay.mark(str(tmp_path / "a" / "b"))
+    assert Path(mark).parent == tmp_path
+    assert relay.sees(mark, 0.0) and not relay.sees(f"{tmp_path}/absent/{Path(mark).name}", 0.0)
+    relay.unmark(mark)
+    assert list(tmp_path.iterdir()) == []

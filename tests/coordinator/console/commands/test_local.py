@@ -1,0 +1,81 @@
+"""Nodes of one machine that are followed to their end."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.console.commands import local
+from coordinator.machine.children import Children
+from coordinator.protocol.exits import Exit
+from coordinator.settings.tree import SettingsError
+
+
+@pytest.fixture
+def waiting() -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that waits for a master."""
+    node = subprocess.Popen(["sleep", "60"])
+    yield node
+    node.kill()
+    node.wait()
+
+
+def test_workers_do_not_wait_for_a_master_that_refuses_to_start(
+    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
+    nodes: Any = [master, waiting]
+    interrupts: Any = SimpleNamespace(has_new=lambda: False, end_all=False)
+    looks = iter(range(100))
+    sleep = local.time.sleep
+
+    def look(seconds: float) -> None:
+        assert next(looks, None) is not None, "the worker is still waiting"
+        sleep(seconds)
+
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=look))
+    assert local.follow(nodes, interrupts)[0] == Exit.USAGE
+    assert waiting.poll() is not None
+
+
+def test_interrupt_ends_the_other_nodes_when_the_master_has_ended(
+    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has taken over its rank: it tells nobody."""
+    master = subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"])
+    master.wait()
+    nodes: Any = [master, waiting]
+    interrupts: Any = SimpleNamespace(has_new=lambda: True, end_all=False)
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _s: waiting.wait(20)))
+    assert local.follow(nodes, interrupts) == [4, -signal.SIGTERM]
+
+
+def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, same = tmp_path / "run", tmp_path / "link" / "run"
+    (tmp_path / "link").symlink_to(tmp_path)
+    script = f"""if True:
+        from pathlib import Path
+        from coordinator.console.commands import local
+        with local._alone(Path({str(root)!r})):
+            print("at work", flush=True)
+            input()
+    """
+    first = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdin and first.stdout and first.stdout.readline() == b"at work\n"
+    refused = rf"run local is at work there, pid {first.pid}; stop it"
+    with Children() as children, pytest.raises(SettingsError, match=refused):
+        local.run_local(children, same, {})
+    assert not root.exists()
+    with local._alone(tmp_path / "another"):
+        pass
+    first.kill()  # it leaves its pid behind
+    first.communicate()
+    with local._alone(same):
+        pass

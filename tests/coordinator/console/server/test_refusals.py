@@ -1,0 +1,284 @@
+"""Bad requests: each a 4xx with one line, and nothing is written."""
+
+import base64
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.coordinator.console.server.served import Served, serving
+from tests.coordinator.made_up import tree
+
+MOST = 200_000
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("jobs"), at_once=0, max_body_bytes=MOST) as found:
+        yield found
+
+
+def encoded(text: str = '{"prompt": "1+2=", "answer": "3"}\n') -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def job(*options: Any, name: Any = "sums", **files: Any) -> dict[str, Any]:
+    return {"name": name, "options": list(options), "files": files}
+
+
+def bodies() -> Iterator[tuple[str, bytes, int]]:
+    """(what is wrong, body of POST /jobs, status)."""
+    names = [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "/etc",
+        "a\\b",
+        "A",
+        "a b",
+        "-a",
+        "_a",
+        "a" * 64,
+        "a\n",
+        "a\0",
+        "é",
+        "%2e%2e",
+    ]
+    names += [
+        ".token",
+        "a.b",
+        "<script>",
+        "'",
+        '"',
+        "$(id)",
+        "`id`",
+        "a;b",
+        "~",
+        "\u202e",
+        "con/../x",
+        5,
+        None,
+        [],
+        {},
+        True,
+    ]
+    for name in names:
+        yield f"name {name!r}", json.dumps(job(name=name)).encode(), 400
+    for text in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"1",
+        b"\xff\xfe",
+        b"{]",
+        b'{"name": "a",}',
+        b"[" * 100_000,
+    ):
+        yield f"body {text[:9]!r}", text, 400
+    for key in ("name", "options", "files"):
+        value = json.dumps(job()[key])
+        yield f"{key} twice", f'{{"{key}": {value}, "{key}": {value}}}'.encode(), 400
+    for key in ("log_path", "command", "root", "__proto__", "state", ""):
+        yield f"key {key!r}", json.dumps({**job(), key: 1}).encode(), 400
+    for options in (
+        None,
+        "--iterations 3",
+        {},
+        5,
+        ["x"] * 257,
+        [5],
+        [None],
+        [""],
+        ["a" * 5000],
+        ["a\nb"],
+        ["\x1b[2J"],
+    ):
+        yield f"options {str(options)[:20]!r}", json.dumps({**job(), "options": options}).encode(), 400
+    decided = (
+        "--master",
+        "--worker",
+        "--log-path",
+        "--dry-run",
+        "--version",
+        "--help",
+        "--crew",
+        "--",
+        "-n",
+        "-h",
+    )
+    decided += ("--allow-shared-dir", "--install-completion", "--show-completion", "--accept-code-change")
+    decided += ("--reset-settings", "--log-path=/tmp/x", "--worker=1", "--crew=main")
+    for option in decided:
+        yield f"option {option}", json.dumps(job(option)).encode(), 400
+        yield f"option {option} x", json.dumps(job("--iterations", "3", option, "x")).encode(), 400
+    wrong = (
+        "--iteratons=3",
+        "--iterations=0",
+        "--iterations=x",
+        "--num-nodes=0",
+        "iteratons=3",
+        "foo",
+        "--model",
+    )
+    wrong += (
+        "--rl-phase=all",
+        "trainer.learning_rate=-1",
+        "rollout.max_tokens=0",
+        "--rank-weights=0",
+        "a.b.c=1",
+        "=1",
+    )
+    wrong += ("--tasks=no.jsonl", "--eval-tasks=/no/such.jsonl", "--config=/etc/passwd", "--config=../x.toml")
+    wrong += ("--reward=os:system", "--environment=subprocess:run", "rollout.reward=os:system", "--hosts=a,b")
+    wrong += ("rollout.teacher=http://127.0.0.1:80/v1,key_from=HOME", "--tasks=gym:os:system")
+    wrong += ("--eval-tasks=verifiers:pip", "eval.sets.a.tasks=gym:os:system")
+    wrong += ("engine.args.x=1", "cluster.groups.a.nodes=0", "--ssh=sh -c id", "--run=/bin/sh", "--ray=auto")
+    for option in wrong:
+        yield f"setting {option}", json.dumps(job(option)).encode(), 400
+    paths = (
+        "x.sh",
+        "x.so",
+        "x.pyc",
+        "x.pth",
+        "x",
+        ".jsonl",
+        "../.jsonl",
+        "a b.jsonl",
+        "x.jsonl\n",
+        "é.jsonl",
+        "x.jsonl/",
+    )
+    paths += ("sitecustomize.py", "mine.py", "x\0.jsonl", "a" * 200 + ".jsonl", "..", "x.jsonl/..")
+    for path in paths:
+        yield f"file {path[:20]!r}", json.dumps(job(**{path: encoded()})).encode(), 400
+    for content in (None, 5, [], {}, "no base64!", "YQ=", "é", True):
+        yield f"content {content!r}", json.dumps(job(**{"x.jsonl": content})).encode(), 400
+    yield "a file twice", json.dumps(job(**{"a/x.jsonl": encoded(), "b/x.jsonl": encoded()})).encode(), 400
+    yield "many files", json.dumps(job(**{f"x{n}.jsonl": encoded() for n in range(33)})).encode(), 400
+    yield "files as a list", json.dumps({**job(), "files": ["x.jsonl"]}).encode(), 400
+    settings = {"x.toml": encoded("iterations = 0"), "y.toml": encoded("[rollout]\nreward = 'os:system'")}
+    settings |= {
+        "z.toml": encoded("no toml"),
+        "g.toml": encoded("[cluster.groups.a]\nnodes = '0'\npython = '/bin/sh'"),
+    }
+    for path, content in settings.items():
+        yield f"config {path}", json.dumps(job("--config", path, **{path: content})).encode(), 400
+    yield "a huge body", json.dumps(job("x" * MOST)).encode(), 413
+    yield "a huge file", json.dumps(job(**{"x.jsonl": encoded("x" * MOST)})).encode(), 413
+
+
+def requests() -> Iterator[tuple[str, tuple[str, str, bytes | None, dict[str, str]], int]]:
+    """(what is wrong, method, path, body and headers, status) of other requests."""
+    good = json.dumps(job()).encode()
+    for token in (
+        "",
+        "x",
+        "Bearer",
+        "Bearer ",
+        "Bearer x",
+        "Basic x",
+        "Bearer a-token-of-the-test",
+        "Bearer é",
+        "a-token-of-the-tests",
+    ):
+        headers = {"Authorization": token.encode().decode("latin-1")}
+        yield f"token {token!r}", ("POST", "/jobs", good, headers), 401
+        yield f"token {token!r} to look", ("GET", "/jobs", None, headers), 401
+    for path in ("/jobs", "/jobs/a", "/jobs/a/report", "/.token", "/no"):
+        yield (
+            f"no right cookie for {path}",
+            ("GET", path, None, {"Authorization": "", "Cookie": "flagpost=x"}),
+            401,
+        )
+    yield "a wrong login", ("POST", "/login", b'{"token": "x"}', {"Authorization": ""}), 401
+    for kind in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
+        yield f"a body of {kind}", ("POST", "/jobs", good, {"Content-Type": kind}), 415
+    for name in (
+        "no",
+        "..",
+        "%2e%2e",
+        "..%2f..%2fetc",
+        "%00",
+        ".token",
+        "a%0ab",
+        "%ff",
+        "A",
+        "<b>",
+        "x" * 300,
+    ):
+        for what in ("", "/report", "/logs", "/metrics", "/checkpoint", "/checkpoint/1/..%2f..%2frun.json"):
+            yield f"GET {name}{what}", ("GET", f"/jobs/{name}{what}", None, {}), 404
+        for what in ("stop", "resume", "cleanup"):
+            yield f"POST {name}/{what}", ("POST", f"/jobs/{name}/{what}", b"{}", {}), 404
+    for method in ("PUT", "DELETE", "PATCH", "OPTIONS"):
+        yield f"{method}", (method, "/jobs", good, {}), 405
+
+
+BODIES = list(bodies())
+REQUESTS = list(requests())
+
+
+def test_there_are_many_of_them() -> None:
+    assert len(BODIES) + len(REQUESTS) > 250
+
+
+@pytest.mark.parametrize(("body", "status"), [case[1:] for case in BODIES], ids=[case[0] for case in BODIES])
+def test_bad_submission_is_refused_in_one_line_and_nothing_is_written(
+    served: Served, body: bytes, status: int
+) -> None:
+    answer, text, _ = served.ask("POST", "/jobs", body)
+    assert (answer, tree(served.root)) == (status, set()), text
+    error = json.loads(text)["error"]
+    assert error.isprintable() and 5 < len(error) < 600
+
+
+@pytest.mark.parametrize(("asked", "status"), [c[1:] for c in REQUESTS], ids=[c[0] for c in REQUESTS])
+def test_bad_request_is_refused_and_nothing_is_written(
+    served: Served, asked: tuple[str, str, bytes | None, dict[str, str]], status: int
+) -> None:
+    method, path, body, headers = asked
+    answer, text, _ = served.ask(method, path, body, **headers)
+    if "%2e%2e" in path or "/.." in path:  # the path itself may be normalised before
+        assert answer in {404, 405}, text
+    else:
+        assert answer == status, text
+    assert tree(served.root) == set() and json.loads(text)["error"]
+
+
+def test_bytes_that_nobody_meant_are_refused(served: Served) -> None:
+    """Broken copies of a good submission, some of which are good again."""
+    chance = random.Random(20)
+    good = json.dumps(job("--worker=1", **{"x.jsonl": encoded()})).encode()
+    for _ in range(200):
+        broken = bytearray(good)
+        for _ in range(chance.randint(1, 3)):
+            place = chance.randrange(len(broken))
+            broken[place : place + chance.randint(0, 2)] = chance.randbytes(chance.randint(0, 2))
+        answer, text, _ = served.ask("POST", "/jobs", bytes(broken))
+        assert answer == 400 and json.loads(text)["error"], bytes(broken)
+    assert tree(served.root) == set()
+
+
+def test_refusals_of_settings_are_those_of_run(served: Served) -> None:
+    assert served.post("/jobs", job("--iterations", "0")) == (
+        400,
+        "--iterations=0: input should be greater than or equal to 1",
+    )
+    status, error = served.post("/jobs", job("--iteratons", "3"))
+    assert (status, error) == (400, "No such option: --iteratons; did you mean --iterations?")
+    status, error = served.post("/jobs", job("foo"))
+    assert error.startswith("'foo' is neither a command, nor an option, nor KEY=VALUE")
+
+
+def test_whole_refused_place_is_empty(tmp_path: Path) -> None:
+    """What is checked is written elsewhere, and gone afterwards."""
+    with serving(tmp_path / "jobs", at_once=0) as served:
+        served.post("/jobs", job("--config", "x.toml", **{"x.toml": encoded("iterations = 0")}))
+        assert tree(tmp_path) == {"jobs"}

@@ -1,0 +1,491 @@
+"""Settings: what a person may type, what comes of it, and the one line that says what was wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.console.commands.local import as_overrides
+from coordinator.settings.cluster import parse_weights
+from coordinator.settings.loading import (
+    OPTIONS,
+    TINY_DEFAULTS,
+    build,
+    check_each,
+    contradictions,
+    flatten,
+    option_name,
+    overlay,
+    parse_override,
+    read_file,
+)
+from coordinator.settings.tree import RunSettings, SettingsError
+
+
+def refusal(**settings: Any) -> str:
+    """The message about settings whose dotted names are written with `__`."""
+    return refused({name.replace("__", "."): value for name, value in settings.items()})
+
+
+def refused(settings: dict[str, Any]) -> str:
+    with pytest.raises(SettingsError) as caught:
+        build(settings)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# ---- weights
+
+
+def test_wrong_number_of_weights_names_both_numbers_and_an_example() -> None:
+    assert refusal(cluster__rank_weights="2,1", cluster__num_nodes=3) == (
+        "--rank-weights 2,1 has 2 weights for --num-nodes 3; give one per node, e.g. 2,1,1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ("2,0,1", "'0' is not positive"),
+        ("2,-1,1", "'-1' is not positive"),
+        ("2,nan,1", "'nan' is not positive"),
+        ("2,inf,1", "'inf' is not"),
+        ("2,x,1", "'x' is not a number; give one per node, e.g. 2,1,1"),
+        ("2,,1", "'' is not a number"),
+        ("", "'' is not a number"),
+    ],
+)
+def test_weight_that_is_no_positive_number_is_named(weights: str, reason: str) -> None:
+    text = refusal(cluster__rank_weights=weights, cluster__num_nodes=3)
+    assert text.startswith(f"--rank-weights {weights}: ") and reason in text
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [1, -2.5], [1, "x"], [1, float("inf")], [1, float("nan")]])
+def test_weights_of_a_file_or_override_are_checked_too(weights: list[Any]) -> None:
+    assert refusal(cluster__rank_weights=weights, cluster__num_nodes=2).startswith("--rank-weights")
+
+
+@pytest.mark.parametrize("given", ["2,1.5,0.25", [2, 1.5, 0.25]])
+def test_weights_may_be_fractions_and_come_as_text_or_numbers(given: Any) -> None:
+    settings = build({"cluster.num_nodes": 3, "cluster.rank_weights": given})
+    assert [settings.cluster.weight(rank) for rank in range(3)] == [2, 1.5, 0.25]
+
+
+def test_weights_are_equal_by_default() -> None:
+    assert build({"cluster.num_nodes": 2}).cluster.weight(1) == 1.0
+
+
+@given(st.lists(st.floats(min_value=1e-9, max_value=1e9), min_size=1, max_size=6))
+def test_weights_parse_to_the_numbers_that_were_typed(weights: list[float]) -> None:
+    assert parse_weights(",".join(map(repr, weights))) == weights
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("rollot.seed", "rollout.seed"),
+        ("learning_rate", "trainer.learning_rate"),
+        ("trainer.lr_rate", "trainer.learning_rate"),
+        ("trainer.node_timeout_s", "cluster.node_timeout_s"),
+        ("Model", "model"),
+        ("rolout", "rollout"),
+    ],
+)
+def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: str) -> None:
+    text = refused({name: 1})
+    assert text == f"unknown setting {name}; did you mean {nearest}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("cluster.num_nodes", 0, "--num-nodes=0: input should be greater than or equal to 1"),
+        ("cluster.num_nodes", "x", "--num-nodes=x: input should be a valid integer"),
+        ("iterations", 0, "--iterations=0: input should be greater"),
+        ("eval.interval", -1, "--eval-interval=-1: input should be greater"),
+        ("cluster.node_timeout_s", "soon", "--node-timeout=soon: input should be a valid number"),
+        ("cluster.rejoin_timeout_s", 0, "--rejoin-timeout=0: input should be greater than 0"),
+        ("cluster.on_node_failure", "hope", "--on-node-failure=hope: input should be"),
+        ("rl_phase", "all", "--rl-phase=all: input should be 'both', 'rollout' or 'update'"),
+        ("engine.kind", "sglang", "--engine=sglang: input should be 'auto', 'vllm' or 'torch'"),
+        ("trainer.learning_rate", -1, "trainer.learning_rate=-1: input should be greater than 0"),
+        ("trainer.learning_rate", float("inf"), "trainer.learning_rate=inf: input should be a finite number"),
+        ("trainer.learning_rate", float("nan"), "trainer.learning_rate=nan: input should be a finite number"),
+        ("trainer.betas", [0.9], "trainer.betas"),
+        ("rollout.top_p", 1.5, "rollout.top_p=1.5: input should be less than or equal to 1"),
+        ("rollout.stop", [1], "rollout.stop=1: input should be a valid string"),
+        ("checkpoints.delta", "some", "checkpoints.delta=some: input should be a valid boolean"),
+        ("checkpoints.keep_last", 1, "checkpoints.keep_last=1: input should be greater than or equal to 2"),
+        ("engine.args", 5, "engine.args=5: input should be a valid dictionary"),
+        ("model", None, "--model=not set: input should be a valid string"),
+    ],
+)
+def test_value_out_of_range_is_refused_by_the_name_a_person_types(
+    key: str, value: Any, expected: str
+) -> None:
+    assert refused({key: value}).startswith(expected)
+
+
+@pytest.mark.parametrize("weights", [None, "1,1"])
+def test_node_timeout_must_be_longer_than_two_beats(weights: str | None) -> None:
+    text = refusal(cluster__node_timeout_s=4, cluster__num_nodes=2, cluster__rank_weights=weights)
+    assert text == "--node-timeout 4 must be more than two beats (cluster.beat_s=2)"
+
+
+def test_argument_of_the_server_below_a_value_that_is_no_table_is_refused() -> None:
+    assert "engine.args" in refused({"engine.args": 5, "engine.args.seed": 1})
+
+
+def test_arguments_of_the_server_may_have_any_name() -> None:
+    settings = build({"engine.args": {"max-num-seqs": 8}, "engine.args.seed": 1})
+    assert settings.engine.args == {"max-num-seqs": 8, "seed": 1}
+
+
+def test_building_leaves_what_was_given_as_it_was() -> None:
+    given = {"engine.args": {"seed": 1}, "engine.args.dtype": "half"}
+    build(given)
+    assert given["engine.args"] == {"seed": 1}
+
+
+@pytest.mark.parametrize("split", ["train-only", "eval-only"])
+def test_rollout_split_without_a_rollout_is_refused(split: str) -> None:
+    assert refusal(rollout_split=split, rl_phase="update") == (
+        f"--rollout-split {split} needs a rollout, but --rl-phase is update; leave one of them out"
+    )
+
+
+def test_delta_of_an_adapter_is_refused() -> None:
+    assert refusal(checkpoints__delta=True, trainer__lora__rank=8) == (
+        "checkpoints.delta=true with trainer.lora.rank=8: a checkpoint holds only the adapter, which is "
+        "small; leave one of them out"
+    )
+
+
+def test_eval_only_makes_nothing_to_train_on() -> None:
+    assert "add --rl-phase rollout" in refusal(rollout_split="eval-only")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rl_phase": "rollout", "rollout_split": "eval-only"},
+        {"rl_phase": "rollout", "rollout_split": "train-only"},
+        {"rl_phase": "both", "rollout_split": "train-only"},
+    ],
+)
+def test_rollout_split_that_leaves_something_to_do_is_taken(settings: dict[str, Any]) -> None:
+    assert build(settings).rollout_split == settings["rollout_split"]
+
+
+# ---- where they come from
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("trainer.learning_rate=1e-6", "trainer.learning_rate", 1e-6),
+        ("rollout.seed=7", "rollout.seed", 7),
+        ("trainer.keep_alive=false", "trainer.keep_alive", False),
+        ("iterations=null", "iterations", None),
+        ("cluster.rank_weights=2,1,1", "cluster.rank_weights", [2, 1, 1]),
+        ('rollout.stop=["a","b"]', "rollout.stop", ["a", "b"]),
+        ('engine.args={"seed": 1}', "engine.args", {"seed": 1}),
+        ("model=Qwen/Qwen3-8B", "model", "Qwen/Qwen3-8B"),
+        ("rollout.reward=a:b=c", "rollout.reward", "a:b=c"),
+        ("tasks=", "tasks", ""),
+    ],
+)
+def test_override_is_a_dotted_name_and_a_value(text: str, key: str, value: Any) -> None:
+    assert parse_override(text) in [(key, value), (key, [] if value == "" else value)]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(OPTIONS)),
+        st.one_of(st.none(), st.text(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers())),
+    )
+)
+def test_settings_written_as_arguments_say_the_same(settings: dict[str, Any]) -> None:
+    assert dict(map(parse_override, as_overrides(settings))) == settings
+
+
+@pytest.mark.parametrize("text", ["foo", "=1", "", "--nodes"])
+def test_argument_that_is_no_override_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="neither an option nor key=value, e"):
+        parse_override(text)
+
+
+TOML = """
+model = "/models/m"
+[cluster]
+num_nodes = 2
+rank_weights = [2, 1]
+[engine.args]
+"max-num-seqs" = 8
+"""
+YAML = """
+model: /models/m
+cluster: {num_nodes: 2, rank_weights: [2, 1]}
+engine: {args: {max-num-seqs: 8}}
+"""
+JSON = json.dumps(
+    {
+        "model": "/models/m",
+        "cluster": {"num_nodes": 2, "rank_weights": [2, 1]},
+        "engine": {"args": {"max-num-seqs": 8}},
+    }
+)
+
+
+@pytest.mark.parametrize(("suffix", "text"), [("toml", TOML), ("yaml", YAML), ("yml", YAML), ("json", JSON)])
+def test_config_files_of_each_kind_say_the_same(tmp_path: Path, suffix: str, text: str) -> None:
+    file = tmp_path / f"config.{suffix}"
+    file.write_text(text)
+    assert read_file(file) == {
+        "model": "/models/m",
+        "cluster.num_nodes": 2,
+        "cluster.rank_weights": [2, 1],
+        "engine.args": {"max-num-seqs": 8},
+    }
+
+
+@pytest.mark.parametrize("name", ["empty.yaml", "empty.toml"])
+def test_empty_config_file_says_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert read_file(tmp_path / name) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.toml", b"model = ", "Invalid value"),
+        ("a.toml", b"\xff\xfe", "utf-8"),
+        ("a.yaml", b"a: [1, 2\nb: }", "line 2"),
+        ("a.yaml", b"a: \x07", "special characters"),
+        ("a.yaml", b"\xff\xfe\xff", "utf-8"),
+        ("a.yaml", b"- model", "expected settings by name, found list"),
+        ("a.json", b"5", "expected settings by name, found int"),
+        ("a.yaml", b"!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a.txt", b"model = 'm'", "give a .toml or .yaml file"),
+        ("config", b"", "give a .toml or .yaml file"),
+    ],
+)
+def test_bad_config_file_is_named_once_with_the_reason(
+    tmp_path: Path, name: str, content: bytes, reason: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(SettingsError) as caught:
+        read_file(file)
+    text = str(caught.value)
+    assert text.startswith(f"--config {file}: ") and text.count("--config") == 1
+    assert reason in text and "\n" not in text
+
+
+def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--config .*absent\.toml: No such file or directory"):
+        read_file(tmp_path / "absent.toml")
+    (tmp_path / "directory.toml").mkdir()
+    with pytest.raises(SettingsError, match=r"--config .*directory\.toml: Is a directory"):
+        read_file(tmp_path / "directory.toml")
+
+
+def test_unknown_setting_of_a_file_is_refused_by_its_dotted_name(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("trainer: {learning_rat: 1}\n1: 2\n")
+    assert refused(read_file(file)) == (
+        "unknown setting trainer.learning_rat; did you mean trainer.learning_rate?"
+    )
+
+
+def test_override_goes_before_the_file_and_both_before_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[rollout]\nseed = 1\nmax_tokens = 5\n")
+    settings = build(read_file(file) | dict([parse_override("rollout.seed=2")]))
+    assert (settings.rollout.seed, settings.rollout.max_tokens) == (2, 5)
+    assert settings.rollout.samples_per_task == RunSettings().rollout.samples_per_task
+
+
+def test_defaults_of_the_built_in_model_fill_what_is_not_given() -> None:
+    flat = dict(flatten(build({"rollout.max_tokens": 64, "iterations": None}).model_dump()))
+    assert (flat["rollout.max_tokens"], flat["iterations"]) == (64, None)
+    others = TINY_DEFAULTS.keys() - {"rollout.max_tokens", "iterations"}
+    assert {key: flat[key] for key in others} == {key: TINY_DEFAULTS[key] for key in others}
+
+
+def test_defaults_of_the_built_in_model_are_not_those_of_another() -> None:
+    assert build({"model": "/models/m"}) == RunSettings(model="/models/m")
+
+
+def test_every_default_of_the_built_in_model_is_a_setting_that_it_changes() -> None:
+    plain = dict(flatten(RunSettings().model_dump()))
+    assert all(plain[key] != value for key, value in TINY_DEFAULTS.items())
+
+
+# ---- published and compared
+
+
+FULL: dict[str, Any] = {
+    "cluster.num_nodes": 3,
+    "cluster.rank_weights": "2,1,0.1",
+    "rollout.stop": ["\n", "é"],
+    "engine.args": {"a.b": {"c": [1, None]}, "seed": 1},
+    "engine.url": "http://127.0.0.1:8000",
+    "rl_phase": "rollout",
+    "rollout_split": "train-only",
+    "iterations": 3,
+    "trainer.learning_rate": 1.1e-7,
+}
+
+
+@pytest.mark.parametrize("given", [{}, FULL])
+def test_settings_survive_publishing_and_reading_back(given: dict[str, Any]) -> None:
+    settings = build(given)
+    published = RunSettings.published(json.loads(json.dumps(settings.model_dump(mode="json"))))
+    assert published == settings
+    assert overlay(published, {}) == settings
+
+
+@pytest.mark.parametrize("given", [{}, FULL])
+def test_same_options_on_a_worker_contradict_nothing(given: dict[str, Any]) -> None:
+    assert contradictions(build(given), given) == []
+
+
+def test_same_value_written_otherwise_contradicts_nothing() -> None:
+    published = build({"cluster.num_nodes": 2, "cluster.rank_weights": [2, 1], "cluster.node_timeout_s": 10})
+    typed = {"cluster.num_nodes": "2", "cluster.rank_weights": "2.0,1", "cluster.node_timeout_s": "10"}
+    assert contradictions(published, typed) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "option", "here", "there"),
+    [
+        ("cluster.num_nodes", "2", "--num-nodes", "2", "3"),
+        ("cluster.rank_weights", "1,1,1", "--rank-weights", "1,1,1", "2,1,1"),
+        ("cluster.rank_weights", "1,1", "--rank-weights", "1,1", "2,1,1"),
+        ("model", "/other", "--model", "/other", "builtin:tiny"),
+        ("eval_tasks", "eval.jsonl", "--eval-tasks", "eval.jsonl", "not set"),
+        ("rl_phase", "update", "--rl-phase", "update", "rollout"),
+        ("rollout_split", "eval-only", "--rollout-split", "eval-only", "train-only"),
+        ("trainer.learning_rate", 1, "trainer.learning_rate", "1", "0.0003"),
+        ("engine.args.seed", 2, "engine.args.seed", "2", "1"),
+        ("engine.args.dtype", "half", "engine.args.dtype", "half", "not set"),
+    ],
+)
+def test_contradiction_names_the_option_and_both_values(
+    key: str, value: Any, option: str, here: str, there: str
+) -> None:
+    master = {
+        "cluster.num_nodes": 3,
+        "cluster.rank_weights": "2,1,1",
+        "rl_phase": "rollout",
+        "rollout_split": "train-only",
+        "engine.args": {"seed": 1},
+    }
+    expected = f"{option} is {here} here, but the master published {there}"
+    assert contradictions(build(master), {key: value}) == [expected]
+
+
+def test_every_contradiction_is_told() -> None:
+    told = contradictions(build({}), {"rollout.seed": 1, "model": "/m", "rollout.top_p": 1.0})
+    assert [line.split()[0] for line in told] == ["rollout.seed", "--model"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("cluster.num_nodes", "x", "--num-nodes=x"),
+        ("cluster.rank_weights", "1,x", "--rank-weights 1,x: 'x' is not a number"),
+        ("rollot.seed", 1, "unknown setting rollot.seed"),
+    ],
+)
+def test_value_that_no_master_can_have_published_is_refused_as_such(
+    key: str, value: Any, expected: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        contradictions(build({}), {key: value})
+    assert str(caught.value).startswith(expected)
+
+
+def test_every_option_is_the_name_of_a_setting() -> None:
+    known = dict(flatten(RunSettings().model_dump()))
+    assert OPTIONS.keys() <= known.keys()
+    assert len(set(map(option_name, OPTIONS))) == len(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"engine.args.hf-token": "s3cret"},
+        {"engine.args.hf_token": "s3cret"},
+        {"engine.args.API_KEY": "s3cret"},
+        {"engine.args.token": "s3cret"},
+        {"engine.args.kv-transfer-config.client-secret": "s3cret"},
+        {"engine.args.x": {"deep": {"db-password": "s3cret"}}},
+        {"engine.args": {"hf-token": "s3cret"}},
+    ],
+)
+def test_secret_among_the_servers_arguments_is_refused_and_not_told(given: dict[str, Any]) -> None:
+    for check in (build, check_each):
+        with pytest.raises(SettingsError, match="is a secret: settings are published") as refused:
+            check(given)
+        assert "s3cret" not in str(refused.value)
+
+
+def test_arguments_that_only_sound_like_secrets_pass() -> None:
+    build({"engine.args": {"max-num-batched-tokens": 8, "ssl-keyfile": "f", "tokenizer": "t", "monkey": 1}})
+
+
+def test_user_and_password_in_the_url_of_an_engine_are_refused_and_not_told() -> None:
+    with pytest.raises(SettingsError, match="leave user and password out") as refused:
+        build({"engine.url": "http://me:s3cret@127.0.0.1:8000"})
+    assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"reasoning_end": None}, "without rollout.reasoning_end: nothing says"),
+        ({"environment": "calculator"}, "with rollout.environment=calculator: it is for single_turn"),
+        ({"segment_tokens": 8}, "with rollout.segment_tokens=8: a sample that is cut"),
+        ({"max_tokens": 16}, "with rollout.max_tokens=16: nothing is left for the answer"),
+        ({"eval.max_tokens": 16}, "with eval.max_tokens=16: nothing is left for the answer"),
+        (
+            {"eval.sets.a.tasks": "builtin:arithmetic", "eval.sets.a.max_tokens": 8},
+            "with eval.sets.a.max_tokens=8: nothing is left for the answer",
+        ),
+    ],
+)
+def test_budget_of_the_reasoning_that_cannot_hold_is_refused(given: dict[str, Any], reason: str) -> None:
+    rollout = {"max_tokens": 64, "reasoning_end": "</think>", "thinking_tokens": 16, **given}
+    settings = {
+        name if "." in name else f"rollout.{name}": value
+        for name, value in rollout.items()
+        if value is not None
+    }
+    assert f"rollout.thinking_tokens=16 {reason}" in refused(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"rollout.teacher": None}, "trainer.kl_to=teacher needs a teacher"),
+        ({"trainer.kl": "off"}, "trainer.advantage=zero with trainer.kl=off learns nothing"),
+        (
+            {"trainer.replay_window": 4},
+            "samples of older policies, for whose age trainer.kl_in=loss does not",
+        ),
+        ({"rollout.environment": "demonstration"}, "trainer.kl=k1 is for samples of the policy"),
+        ({"rollout.temperature": 0.5}, "the teacher's logprobs are of temperature 1"),
+    ],
+)
+def test_distillation_that_would_be_wrong_is_refused(given: dict[str, Any], reason: str) -> None:
+    settings = {"rollout.teacher": "http://127.0.0.1:8000/v1", "trainer.algorithm": "distill", **given}
+    assert reason in refused({name: value for name, value in settings.items() if value is not None})

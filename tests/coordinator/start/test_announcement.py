@@ -1,0 +1,116 @@
+"""What a start says it starts: its facts, and that it fits a terminal."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.start import announcement as announcement_module
+from coordinator.start import inputs
+from coordinator.start.announcement import announcement
+from coordinator.start.start import start_master
+from tests.models import write_model
+from tests.rollout.environments.openenv_server import Action, Observation, Server
+
+PREFIX = len("[rank 0] ")
+
+
+def said(tmp_path: Path, given: dict[str, Any], first: int = 1) -> dict[str, str]:
+    start = start_master(tmp_path / "run", given)
+    lines = announcement(start, first)
+    return {line[:10].strip(): line[10:] for line in lines}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, with a name."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(announcement_module.socket, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(announcement_module.os, "cpu_count", lambda: 8)
+
+
+def test_demo_says_what_it_starts(tmp_path: Path) -> None:
+    lines = said(tmp_path, {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1"})
+    assert lines == {
+        "model": "builtin:tiny, 0.341 M parameters",
+        "engine": "torch, the embedded engine (no GPU on this machine)",
+        "algorithm": "default, learning rate 0.0003, 256 sequences a step",
+        "tasks": "7588 (builtin:arithmetic); 512 to evaluate every 5 iterations",
+        "samples": "128 x 8 an iteration, up to 8 tokens; iterations 1 to 16",
+        "reward": "exact, environment single_turn",
+        "nodes": "3, weights 2,1,1; this one, node-a: 8 cores, no GPU",
+        "writes to": str(tmp_path / "run"),
+        "look": f"run status --watch --log-path {tmp_path / 'run'}",
+        "": "(run logs and run report take the same --log-path)",
+    }
+    free = {"writes to", "look"}  # a path is as long as it is
+    assert all(PREFIX + 10 + len(text) <= 80 for title, text in lines.items() if title not in free)
+
+
+def test_environment_from_elsewhere_gives_the_reward(tmp_path: Path) -> None:
+    class Text(Action):
+        text: str
+
+    class Seen(Observation):
+        text: str
+
+    with Server(lambda: SimpleNamespace(reset=lambda seed: Seen(text=str(seed))), Text, Seen) as server:
+        name = f"openenv:{server.url}"
+        lines = said(tmp_path, {"tasks": f"{name},size=20", "rollout.environment": name})
+    assert lines["reward"] == f"of the environment {name}"
+    assert lines["tasks"].startswith(f"18 ({name},size=20); 2 to evaluate")
+
+
+def test_start_without_settings_says_that_it_is_the_demo(tmp_path: Path) -> None:
+    text = said(tmp_path, {})["demo"]
+    assert "the built-in model learns to add" in text and PREFIX + 10 + len(text) <= 80
+
+
+def test_model_directory_says_its_size_and_its_own_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    shapes: Any = {"a.safetensors": [(1000, 1000), (200, 1000)], "b.safetensors": [(100, 1000)]}
+    model = write_model(tmp_path / "model", {"max_position_embeddings": 2048}, {}, shapes)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    given = {
+        "model": str(model), "tasks": str(tmp_path / "tasks.jsonl"), "engine.kind": "torch",
+        "trainer.algorithm": "grpo", "trainer.lora.rank": 8,
+    }  # fmt: skip
+    lines = said(tmp_path, given, first=7)
+    assert lines["model"] == f"{model}, 1.3 M parameters"
+    assert lines["engine"] == "torch, the embedded engine (--engine torch)"
+    assert lines["algorithm"] == "grpo, learning rate 1e-06, 512 sequences a step, adapters of rank 8"
+    assert lines["tasks"] == f"1 ({tmp_path / 'tasks.jsonl'}); no evaluation"
+    assert lines["samples"] == ("128 x 8 an iteration, up to 2047 tokens; from iteration 7 on")
+    assert lines["nodes"] == "1; this one, node-a: 2 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("given", "title", "text"),
+    [
+        ({"rl_phase": "rollout"}, "algorithm", "none (--rl-phase rollout)"),
+        ({"rl_phase": "update"}, "engine", "none (--rl-phase update)"),
+        (
+            {"rl_phase": "rollout", "rollout_split": "train-only"},
+            "tasks",
+            "7588 (builtin:arithmetic); no evaluation",
+        ),
+        ({"eval.interval": 0}, "tasks", "7588 (builtin:arithmetic); no evaluation"),
+        ({"iterations": 1}, "samples", "128 x 8 an iteration, up to 8 tokens; iteration 1"),
+        ({"eval.interval": 1}, "tasks", "7588 (builtin:arithmetic); 512 to evaluate every iteration"),
+    ],
+)
+def test_part_that_does_not_run_is_said_so(
+    tmp_path: Path, given: dict[str, Any], title: str, text: str
+) -> None:
+    assert said(tmp_path, given)[title] == text
+
+
+def test_facts_of_the_built_in_model_are_those_of_the_model_that_is_made() -> None:
+    from trainer.model.tiny import make_model
+
+    model = make_model(seed=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == inputs.TINY_PARAMETERS
+    assert model.config.max_position_embeddings == inputs.TINY_CONTEXT

@@ -1,0 +1,90 @@
+"""What is said before a start about memory and time."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.settings.loading import build
+from coordinator.start.estimate import memory_text, time_text
+from trainer.settings import TrainerSettings
+
+GB = 1e9
+WIDTH, WIDE, DEPTH, VOCABULARY = 4096, 12288, 36, 151936
+LAYER = {"q_proj": (WIDTH, WIDTH), "k_proj": (1024, WIDTH), "up_proj": (WIDE, WIDTH), "norm": (WIDTH,)}
+TENSORS = {
+    "model.embed_tokens.weight": (VOCABULARY, WIDTH),
+    "lm_head.weight": (VOCABULARY, WIDTH),
+    **{f"model.layers.{n}.{name}.weight": shape for n in range(DEPTH) for name, shape in LAYER.items()},
+}
+LAYERS = DEPTH * (WIDTH * (WIDTH + 1024 + WIDE) + WIDTH)
+ENDS = 2 * VOCABULARY * WIDTH
+
+
+def held(**settings: Any) -> float:
+    """GB of one GPU that has enough."""
+    text = memory_text(TENSORS, TrainerSettings(**settings), 1, 1e15)
+    assert text.endswith(" or more of each GPU, which has 1000000")
+    return float(text.split()[2])
+
+
+def test_memory_is_the_sum_of_its_parts() -> None:
+    inputs = 2 * WIDTH * 8192 * DEPTH
+    rest = (inputs + 1e9 + 6 * ENDS) / GB
+    whole = (16 * (LAYERS + ENDS) + 2 * (LAYERS + ENDS / 2)) / GB
+    assert held() == pytest.approx(whole + rest, abs=0.1)
+    assert held(kl="k3") == pytest.approx(whole + rest + 2 * (LAYERS + ENDS) / GB, abs=0.1)
+    shared = 8 * DEPTH * (2 * WIDTH)  # rank x the widths of what has an adapter
+    adapters = {"lora": {"rank": 8, "targets": "q_proj"}}
+    least = (2 * (LAYERS + ENDS) + 18 * shared + inputs + 1e9) / GB
+    assert held(**adapters) == pytest.approx(least, abs=0.1)
+    assert held(**adapters, kl="k3") == held(**adapters)
+    everywhere = 8 * DEPTH * (WIDTH + WIDTH + 1024 + WIDTH + WIDE + WIDTH)
+    assert held(lora={"rank": 8}) == pytest.approx(least + 18 * (everywhere - shared) / GB, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "gpu_bytes", "cure"),
+    [
+        ({}, 8, 80 * GB, ""),  # sharded by itself
+        ({"layout": "replicated"}, 8, 80 * GB, "trainer.layout=sharded"),
+        ({"max_tokens_per_microbatch": 262144}, 8, 80 * GB, "trainer.max_tokens_per_microbatch=131072"),
+        ({}, 1, 40 * GB, "trainer.layout=sharded trainer.cpu_offload=true"),
+        ({"cpu_offload": True, "layout": "sharded"}, 1, 6 * GB, "take more GPUs, or a smaller model"),
+        ({"lora": {"rank": 4}}, 1, 8 * GB, "take more GPUs, or a smaller model"),
+    ],
+)
+def test_too_little_memory_says_what_to_lower(
+    settings: dict[str, Any], count: int, gpu_bytes: float, cure: str
+) -> None:
+    text = memory_text(TENSORS, TrainerSettings(**settings), count, gpu_bytes)
+    assert text.partition(": too little; ")[2].removeprefix("it fits with ") == cure
+
+
+def test_what_it_says_to_lower_is_enough() -> None:
+    text = memory_text(TENSORS, TrainerSettings(), 1, 40 * GB)
+    typed = dict(word.split("=") for word in text.rpartition("with ")[2].split())
+    lower = build({"model": "any/model", **{key: value == "true" or value for key, value in typed.items()}})
+    assert "too little" not in memory_text(TENSORS, lower.trainer, 1, 40 * GB)
+
+
+def test_time_is_for_samples_of_full_length() -> None:
+    given = {"model": "any/model", "rollout.tasks_per_iteration": 64, "rollout.max_tokens": 1000}
+    text = time_text(int(8e9), build(given), 2, ["NVIDIA H100 80GB HBM3"] * 2)
+    # 512 samples on 2 GPUs: 1000 steps of 16 GB at 3.35 TB/s; 8 x 8e9 x 512,000 FLOP at 40 % of 2 x 989e12
+    assert text == "an iteration generates for 5 s and trains for 41 s if samples have 1000 tokens"
+    slower = time_text(int(8e9), build(given), 2, ["NVIDIA H100", "NVIDIA A100-SXM4-80GB"])
+    assert slower == "an iteration generates for 8 s and trains for 2 min if samples have 1000 tokens"
+
+
+def test_written_samples_are_not_generated() -> None:
+    given = {"model": "any/model", "rollout.tasks_per_iteration": 512, "rollout.max_tokens": 1000}
+    for algorithm, samples in (("sft", 512), ("dpo", 1024)):
+        settings = build({**given, "trainer.algorithm": algorithm})
+        train_s = 8 * 8e9 * samples * 1000 / (0.4 * 989e12)
+        said = f"an iteration trains for {train_s:.0f} s if samples have 1000 tokens"
+        assert time_text(int(8e9), settings, 1, ["NVIDIA H100"]) == said.replace("166 s", "3 min")
+
+
+@pytest.mark.parametrize("names", [[], ["NVIDIA GB10"], ["NVIDIA H100", "Tesla T4"]])
+def test_nothing_is_said_about_the_time_on_unknown_gpus(names: list[str]) -> None:
+    assert time_text(int(8e9), build({"model": "any/model"}), 1, names) == ""

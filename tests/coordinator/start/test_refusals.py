@@ -1,0 +1,270 @@
+"""What certainly cannot work is refused before the start, in one line; what may work passes."""
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.settings import loading
+from coordinator.settings.tree import SettingsError
+from coordinator.start import refusals
+from coordinator.start.inputs import load_inputs
+from coordinator.start.start import check_log_path, start_master
+from tests.models import write_model
+
+CHAT = {"messages": [{"role": "user", "content": "1+2?"}], "answer": "3"}
+
+
+def tasks_at(path: Path, *tasks: dict[str, Any]) -> str:
+    path.write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
+    return str(path)
+
+
+def refusal(given: dict[str, Any]) -> str:
+    """The line with which these settings are refused."""
+    with pytest.raises(SettingsError) as refused:
+        load_inputs(loading.build(given), given)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def passes(given: dict[str, Any]) -> None:
+    load_inputs(loading.build(given), given)
+
+
+# ---- tasks and their reward
+
+
+def test_first_task_without_an_answer_is_named_with_the_reward_that_needs_one(tmp_path: Path) -> None:
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}, {"prompt": "2"}, {"prompt": "3"})
+    text = refusal({"tasks": tasks})
+    assert text.startswith(f"{tasks}:2: --reward exact cannot score this task: it has no `answer`;")
+    assert refusal({"eval_tasks": tasks}).startswith(f"{tasks}:2: ")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rollout.reward": "tests.cluster.plugins:length"},
+        {"rollout.environment": "tests.cluster.plugins:slow"},
+        {"rollout.reward": "regex", "rl_phase": "update"},
+        {"rollout_split": "eval-only", "rl_phase": "rollout", "eval_tasks": "builtin:arithmetic"},
+    ],
+)
+def test_task_without_an_answer_is_fine_where_nothing_built_in_scores_it(
+    tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def reward(task, completion): return 1\nasync def play(task, policy, sampling): return []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"rollout.reward": "own:reward", "rollout.environment": "own:play"}
+    given = {key: own[key] if "plugins" in str(value) else value for key, value in given.items()}
+    passes({"tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "2"}), **given})
+
+
+def test_answer_is_not_needed_in_tasks_that_are_not_evaluated(tmp_path: Path) -> None:
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "2"})
+    passes({"eval_tasks": tasks, "eval.interval": 0})
+    passes({"eval_tasks": tasks, "rollout_split": "train-only"})
+
+
+def test_task_of_another_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
+    (tmp_path / "own_game.py").write_text("")  # it is found, and not loaded
+    monkeypatch.syspath_prepend(tmp_path)
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
+    problem = "cannot play this task: it is not of own-game; give --tasks verifiers:own-game"
+    mixed = {"tasks": tasks, "rollout.environment": "verifiers:own-game"}
+    assert refusal(mixed) == f"{tasks}:1: --environment verifiers:own-game {problem}"
+    alone = {"tasks": tasks, "eval.sets.new.tasks": tasks, "eval.sets.new.environment": "verifiers:own-game"}
+    assert refusal(alone) == f"{tasks}:1: eval.sets.new.environment verifiers:own-game {problem}"
+    passes({**mixed, "rl_phase": "update"})
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({"eval.interval": 2}, "--eval-interval 2"),
+        ({"rollout_split": "eval-only", "rl_phase": "rollout"}, "--rollout-split eval-only"),
+    ],
+)
+def test_evaluation_that_is_asked_for_needs_tasks(tmp_path: Path, given: dict[str, Any], asked: str) -> None:
+    given = {"tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}), **given}
+    text = refusal(given)
+    assert text.startswith(f"{asked} needs tasks to evaluate on, and --tasks {given['tasks']} has none")
+    assert "--eval-tasks FILE" in text
+    passes({**given, "eval_tasks": given["tasks"]})
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"eval.interval": 0}, {"eval.interval": 2, "rl_phase": "update"}, {"eval.temperature": 1.0}]
+)
+def test_run_that_does_not_ask_for_evaluation_needs_no_tasks_for_it(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    passes({"tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}), **given})
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("environment", ["single_turn", "calculator", "demonstration"])
+def test_messages_need_a_chat_template(tmp_path: Path, environment: str) -> None:
+    model = write_model(tmp_path / "model", tokenizer={})
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}, CHAT)
+    sft = {"trainer.algorithm": "sft"} if environment == "demonstration" else {}
+    given = {"model": str(model), "tasks": tasks, "rollout.environment": environment, **sft}
+    text = refusal(given)
+    assert text.startswith(f"{tasks}:2: this task has `messages`, but --model {model} has no chat template")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    passes(given)
+
+
+def test_model_without_a_chat_template_is_fine_where_none_is_needed_or_another_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text("async def play(task, policy, sampling): return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    chats = tasks_at(tmp_path / "chats.jsonl", CHAT)
+    given = {"model": str(write_model(tmp_path / "model", tokenizer={})), "tasks": chats}
+    passes({**given, "rollout.environment": "own:play"})
+    passes({**given, "engine.args.chat_template": "mine.jinja"})
+    passes({**given, "rl_phase": "update"})
+    passes({**given, "tasks": tasks_at(tmp_path / "prompts.jsonl", {"prompt": "1", "answer": "1"})})
+
+
+@pytest.mark.parametrize("key", ["rollout.max_tokens", "eval.max_tokens"])
+def test_max_tokens_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path, key: str) -> None:
+    given: dict[str, Any] = {
+        "model": str(write_model(tmp_path / "model", {"max_position_embeddings": 64})),
+        "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}),
+    }
+    with pytest.raises(
+        SettingsError, match=rf"{key}=64 leaves no room for a prompt: .* context of 64 tokens"
+    ):
+        start_master(tmp_path / "run", {**given, key: 64})
+    assert not (tmp_path / "run").exists()
+    start_master(tmp_path / "run", {**given, key: 63})
+
+
+def test_default_of_max_tokens_is_what_the_context_leaves(tmp_path: Path) -> None:
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
+    for context, expected in ((64, 63), (100_000, 4096), (None, 4096)):
+        model = write_model(tmp_path / f"model-{context}", {"max_position_embeddings": context})
+        start = start_master(tmp_path / f"run-{context}", {"model": str(model), "tasks": tasks})
+        assert start.settings.rollout.max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "context"),
+    [
+        ({}, 64),
+        ({"max-model-len": 32}, 32),
+        ({"max_model_len": 128}, 128),
+        ({"max-model-len": "1k"}, None),
+        ({"max-model-len": -1}, None),
+        ({"hf-overrides": {"max_position_embeddings": 128}}, None),
+    ],
+)
+def test_argument_of_the_server_decides_its_context(
+    tmp_path: Path, args: dict[str, Any], context: int | None
+) -> None:
+    model = write_model(tmp_path, {"max_position_embeddings": 64})
+    settings = loading.build({"engine.args": args})
+    assert refusals.context_of(settings, model) == context
+    elsewhere = loading.build({"engine.url": "http://127.0.0.1:8000", "engine.args": args})
+    assert refusals.context_of(elsewhere, model) is None
+
+
+# ---- a server of the user's
+
+
+@contextmanager
+def answering(answers: dict[str, tuple[int, bytes]]) -> Iterator[str]:
+    """A server that gives these answers by path, else 404."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.get(self.path, (404, b"not here"))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+WEIGHTS = (200, b'{"weight_version": "default"}')
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({}, "/health: 404"),
+        ({"/health": (200, b"<html>It works!</html>")}, "200, but no JSON: <html>It works!</html>"),
+        ({"/health": (500, b"oh")}, "/health: 500: oh"),
+        ({"/health": (503, b"")}, "/health: 503"),
+        ({"/health": (200, b"")}, "/weight_info: 404; a vLLM server must run with VLLM_SERVER_DEV_MODE=1"),
+        ({"/health": (200, b""), "/weight_info": (200, b"{}")}, "answered without 'weight_version'"),
+    ],
+)
+def test_server_that_is_no_engine_is_refused_with_what_it_says(
+    answers: dict[str, tuple[int, bytes]], reason: str
+) -> None:
+    with answering(answers) as url:
+        text = refusal({"engine.url": url})
+    assert text.startswith(f"--engine-url {url}: no engine answers there (") and reason in text
+
+
+def test_server_that_is_an_engine_passes() -> None:
+    with answering({"/health": (200, b""), "/weight_info": WEIGHTS}) as url:
+        passes({"engine.url": url})
+
+
+def test_server_that_is_not_there_is_refused_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    text = refusal({"engine.url": f"http://127.0.0.1:{port}"})
+    assert "ConnectionRefusedError" in text and "start it, and wait until it is ready" in text
+    passes({"engine.url": f"http://127.0.0.1:{port}", "rl_phase": "update"})
+
+
+def test_server_that_does_not_answer_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "SERVER_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "timed out" in refusal({"engine.url": f"http://127.0.0.1:{silent.getsockname()[1]}"})
+
+
+# ---- the log path
+
+
+def test_log_path_below_a_directory_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=rf"no directory {tmp_path}/absent; is it mounted here\?"):
+        check_log_path(tmp_path / "absent" / "run")
+    check_log_path(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    check_log_path(tmp_path / "runs" / "default")  # as the default is, below the current directory
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(SettingsError, match="no directory"):
+        check_log_path(tmp_path / "runs" / "default")

@@ -21,10 +21,12 @@ from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
 from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.math import math_reward
+from rollout.rewards.numbers import last_number, single_number
 from rollout.rewards.parts import Part, parts_of
 from rollout.rewards.regex import pattern_of, regex
 from rollout.rewards.served import SERVED, ServedReward
 from rollout.settings import RolloutSettings
+from rollout.tasks.fields import whole_number
 from rollout.tasks.reasoning_gym import gym_reward
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample, largest
@@ -35,11 +37,6 @@ RewardFunction = Callable[[Task, str], Score | Awaitable[Score]]
 """What a user writes: (task, completion) -> score, sync or async."""
 
 _DEFAULTS = RolloutSettings()
-
-# Thousands separators, decimals, a small exponent; a minus that follows a digit or a letter is an operator.
-_NUMBER = re.compile(
-    r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?|\d[\d,]*(?:\.\d+)?"
-)
 
 
 class RewardSettingError(ValueError):
@@ -138,16 +135,28 @@ class WeightedRewards(Reward):
 
 
 def exact(task: Task, completion: str) -> float:
-    """1 if the completion, stripped, is the answer."""
-    return float(completion.strip() == _answer(task).strip())
+    """1 if the completion, stripped, is the answer. A whole number is one also where a table has made 85.0
+    of it.
+    """
+    answer = answer_text(task).strip()
+    whole = re.sub(r"^([-+]?[0-9]+)\.0$", r"\1", answer)
+    return float(completion.strip() in (answer, whole))
 
 
 def numeric(task: Task, completion: str) -> float:
-    """1 if the completion's last number equals the answer's last number (`#### 1,200` equals 1200.0)."""
-    wanted = _last_number(_answer(task))
+    """1 if the completion's last number equals the answer, which is a single number (`#### 1,200` equals
+    1200.0). Both are read as `rollout.rewards.numbers` says.
+    """
+    answer = answer_text(task)
+    wanted = single_number(answer)
+    if wanted is None and not re.search("[0-9]", answer):
+        raise ValueError(f"its answer {answer!r} holds no number")
     if wanted is None:
-        raise ValueError(f"its answer {_answer(task)!r} holds no number")
-    return float(_last_number(completion) == wanted)
+        raise ValueError(
+            f"its answer {answer!r} is no single number: write #### before the one that counts, or take the "
+            "reward exact or math"
+        )
+    return float(last_number(completion) == wanted)
 
 
 def length(task: Task, completion: str) -> float:
@@ -289,12 +298,8 @@ def _finite(value: Any, name: str, where: str) -> float:
     raise RewardError(f"{where}: returned {name} = {value!r}, {what}")
 
 
-def _answer(task: Task) -> str:
+def answer_text(task: Task) -> str:
+    """Return the answer of a task as a text, a whole number without a fraction."""
     if "answer" not in task:
         raise ValueError("it has no `answer`")
-    return str(task["answer"])
-
-
-def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    return str(whole_number(task["answer"]))

@@ -38,6 +38,7 @@ def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]
         hint = "" if columns or "prompt" in task else _hint(task)
         raise ValueError(f"give either `prompt` or `messages`; {found}{hint}")
     task.setdefault("id", number)
+    task |= {name: whole_number(task[name]) for name in ("id", "answer") if name in task}
     for name, check in _FIELD_CHECKS.items():
         if name in task and (wanted := check(task[name])):
             raise ValueError(f"{_named(name, columns)} must be {wanted}, got {_kind(task[name])}")
@@ -123,6 +124,11 @@ def _kind(value: object) -> str:
     if isinstance(value, (list, str)) and not value:
         return f"an empty {'array' if isinstance(value, list) else 'string'}"
     return names.get(type(value), "a string" if isinstance(value, str) else "a number")
+
+
+def whole_number(value: Any) -> Any:
+    """Return a whole number as an int: a table makes floats of them where one is missing."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def _is_number(value: object) -> bool:

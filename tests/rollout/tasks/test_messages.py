@@ -122,3 +122,15 @@ def test_conversations_of_share_gpt_are_messages(tmp_path: Path) -> None:
     assert (task["messages"], task[ANSWER]) == ([ASK], SAY)
     with pytest.raises(TaskError, match=r"columns\.messages=conversations"):
         loaded(tmp_path, row)
+
+
+def test_whole_numbers_that_a_table_holds_as_floats_are_whole(tmp_path: Path) -> None:
+    row = {"id": 7.0, "prompt": "72?", "answer": 72.0}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "tasks.parquet")
+    found = [
+        loaded(tmp_path, row),
+        load_tasks(str(tmp_path / "tasks.parquet"), seed=0, split="train").tasks[0],
+    ]
+    assert found == [{"id": "7", "prompt": "72?", "answer": 72}] * 2
+    assert [type(task["answer"]) for task in found] == [int, int]
+    assert loaded(tmp_path, {"prompt": "a", "answer": 7.25})["answer"] == 7.25

@@ -1,0 +1,138 @@
+# ruff: noqa: RUF001 - minus signs and spaces are what is read here
+"""Read numbers as people and models write them: in prose, in typography, in LaTeX. Pure."""
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from fractions import Fraction
+
+_LONGEST = 400
+"""Digits of a number; a longer one is none."""
+_MINUS = (
+    "-\N{MINUS SIGN}\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FIGURE DASH}\N{EN DASH}"
+    "\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
+)
+_SPACES = " \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}\N{SIX-PER-EM SPACE}"
+_VULGAR = {
+    "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
+    "⅙": "1/6", "⅚": "5/6", "⅐": "1/7", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8", "⅑": "1/9", "⅒": "1/10",
+}  # fmt: skip
+_COMMA = r",|\{,\}|,\\!|\\,|\\[ ;:]|~"
+_OTHER = rf"[{_SPACES}'’_]"
+_HEAD = "[1-9][0-9]{0,2}"
+_PLAIN = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_GROUPED = (
+    rf"(?:{_HEAD}(?P<comma>{_COMMA})[0-9]{{3}}(?:(?P=comma)[0-9]{{3}})*(?:\.[0-9]+)?(?![0-9]|(?P=comma)[0-9])"
+    rf"|{_HEAD}(?P<other>{_OTHER})[0-9]{{3}}(?:(?P=other)[0-9]{{3}})*(?:[.,][0-9]+)?(?![0-9])"
+    rf"|{_HEAD}(?:\.[0-9]{{3}}){{2,}}(?:,[0-9]+)?(?![.,]?[0-9])"
+    rf"|{_HEAD}(?:\.[0-9]{{3}})+,[0-9]{{1,2}}(?![.,]?[0-9]))"
+)
+_EXPRESSION = re.compile(
+    "|".join(
+        [
+            # What holds digits and is no number: roots, dates, times, ratios, versions, exponents, indices.
+            r"(?P<none>\\sqrt(?:\[[^\]]*\])?(?:\{[^{}]*\}|[0-9]+)|√\s*[0-9.]+"
+            r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?![0-9])|[0-9]+(?:[/⁄][0-9]+){2,}"
+            r"|[0-9]+(?::[0-9]+)+(?:\.[0-9]+)?)",
+            r"(?P<mark>[\^_]\s*\{?\s*[-+−]?[0-9.]+\s*\}?|\b(?:mm|cm|dm|km|m|ft|in|yd|mi)[23]\b)",
+            rf"(?P<fraction>(?:(?P<whole>[0-9]+)\s*)?\\[dtc]?frac\s*"
+            rf"(?:\{{\s*(?P<above>[-−]?{_PLAIN})\s*\}}\s*\{{\s*(?P<below>{_PLAIN})\s*\}}"
+            r"|(?P<above1>[0-9])\s*(?P<below1>[0-9])))",
+            rf"(?P<mixed>(?:(?P<units>[0-9]+)[{_SPACES}]?)?(?P<vulgar>[{''.join(_VULGAR)}]))",
+            r"(?P<mixed2>(?P<units2>[0-9]+)[ -](?P<top>[0-9]+)[/⁄](?P<bottom>[0-9]+)(?![/⁄]?[0-9]))",
+            rf"(?P<grouped>{_GROUPED})",
+            r"(?P<version>[0-9]+(?:\.[0-9]+){2,})",
+            rf"(?P<list>{_PLAIN}(?:,{_PLAIN})+)",
+            rf"(?P<plain>{_PLAIN}(?:[eE][+-]?[0-9]{{1,3}}(?![0-9]))?)",
+        ]
+    )
+)
+_OVER = re.compile(rf"\s?[/⁄]\s?(?P<by>{_PLAIN})")
+_POWER = re.compile(
+    r"\s*(?:\\times|\\cdot|[×*·x])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,3})\s*\}?"
+    r"|\s*(?P<own>(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,2})\s*\}?)"
+)
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number of a text, with its sign, its grouping and its fraction; None if there is none,
+    or if what comes last holds digits and is none (a time, a date, a root). Of a list it is the last.
+    """
+    return next(iter(deque(_expressions(text), maxlen=1)), [None])[-1]
+
+
+def single_number(text: str) -> Fraction | None:
+    """Return the number that a text gives: the only one in it, or behind its last `####`, or in its last
+    `\\boxed{...}`. None if it gives several, or something else that holds digits.
+    """
+    text = text.rpartition("####")[2].rpartition("\\boxed{")[2]
+    values = [value for values in _expressions(text) for value in values]
+    return values[0] if len(values) == 1 else None
+
+
+def _expressions(text: str) -> Iterator[list[Fraction | None]]:
+    """Yield what each expression of a text is, in order: a number, the numbers of a list, or None."""
+    at = 0
+    while match := _EXPRESSION.search(text, at):
+        at = match.end()
+        if match["mark"]:
+            continue
+        sign = _sign(text, match.start())
+        if match["list"]:
+            parts = match["list"].split(",")
+            has_zeros = any(re.match("0[0-9]", part) for part in parts)
+            yield [None] if has_zeros else [_read(part) for part in parts]
+            continue
+        value = _value(match)
+        if value is not None and (match["plain"] or match["grouped"]):
+            if over := _OVER.match(text, at):
+                at = over.end()
+                by = _read(over["by"])
+                value = value / by if by else None
+            elif power := _POWER.match(text, at):
+                at = power.end()
+                base = value if power["own"] else Fraction(10)
+                exponent = int((power[1] or power[3]).replace("−", "-"))
+                is_huge = abs(exponent) > 99 or len(str(base)) > 20 or (not base and exponent < 0)
+                value = None if is_huge else base**exponent * (1 if power["own"] else value)
+        yield [None if value is None else sign * value]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Return the number that an expression is."""
+    if match["fraction"]:
+        above, below = match["above"] or match["above1"], match["below"] or match["below1"]
+        return _mixed(match["whole"], above, below)
+    if match["mixed"]:
+        return _mixed(match["units"], *_VULGAR[match["vulgar"]].split("/"))
+    if match["mixed2"]:
+        return _mixed(match["units2"], match["top"], match["bottom"])
+    if match["grouped"]:
+        comma = match["comma"]
+        digits = match["grouped"].replace(comma, "") if comma else match["grouped"]
+        if match["other"]:
+            digits = digits.replace(match["other"], "").replace(",", ".")
+        elif not comma:
+            digits = digits.replace(".", "").replace(",", ".")
+        return _read(digits)
+    return _read(match["plain"]) if match["plain"] else None
+
+
+def _mixed(whole: str | None, above: str, below: str) -> Fraction | None:
+    one, other, rest = _read(whole or "0"), _read(above), _read(below)
+    return one + other / rest if one is not None and other is not None and rest else None
+
+
+def _read(digits: str) -> Fraction | None:
+    return None if len(digits) > _LONGEST else Fraction(digits.replace("−", "-"))
+
+
+def _sign(text: str, begin: int) -> int:
+    """Return the sign before a number: a minus that follows a digit, a letter or a bracket is an operator."""
+    near = text[max(0, begin - 12) : begin]
+    before = near.rstrip("$€£¥₹\\")
+    if before.endswith(tuple(_MINUS)):
+        return 1 if re.search(r"[\w)\]}%]$", before[:-1]) else -1
+    apart = near.rstrip()
+    is_equal = apart.endswith(tuple(_MINUS)) and apart[:-1].rstrip().endswith(("=", "≈"))
+    return -1 if is_equal else 1

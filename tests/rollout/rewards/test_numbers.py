@@ -1,0 +1,105 @@
+# ruff: noqa: RUF001 - minus signs and spaces are what is read here
+"""Numbers in prose, in typography and in LaTeX."""
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from rollout.rewards.numbers import last_number, single_number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The roots are 1,2,3,4", "4"),
+        ("is −5.", "-5"),
+        ("–5", "-5"),
+        ("(-5)", "-5"),
+        ("**-5**", "-5"),
+        ("x=-3", "-3"),
+        ("x = - 5", "-5"),
+        ("– 5 apples", "5"),
+        ("8-5", "5"),
+        ("10 - 5", "5"),
+        ("−$1,200", "-1200"),
+        ("-$5", "-5"),
+        ("$18.00", "18"),
+        ("$1\\,200$", "1200"),
+        ("1{,}200", "1200"),
+        ("\\$1,200", "1200"),
+        ("1,234,567.89", "1234567.89"),
+        ("1 200,50", "1200.5"),
+        ("1\u202f200", "1200"),
+        ("1'200", "1200"),
+        ("1.200.000", "1200000"),
+        ("1.200,50", "1200.5"),
+        ("12,345 and", "12345"),
+        ("1,2,300", "300"),
+        ("1,00,000", None),
+        ("7/4", "7/4"),
+        ("-1/2", "-1/2"),
+        ("3 1/2", "7/2"),
+        ("1½", "3/2"),
+        ("1,200/3", "400"),
+        ("5/0", None),
+        ("\\frac{3}{4}", "3/4"),
+        ("$-\\dfrac12$", "-1/2"),
+        ("1\\frac{3}{4}", "7/4"),
+        ("1e3", "1000"),
+        ("3 \\times 10^{4}", "30000"),
+        ("3×10^-2", "3/100"),
+        ("2^3", "8"),
+        (".5", "1/2"),
+        ("5.", "5"),
+        ("50%", "50"),
+        ("Rs500", "500"),
+        ("25 cm^2", "25"),
+        ("25 m2", "25"),
+        ("25 m²", "25"),
+        ("90^\\circ", "90"),
+        ("x_1", None),
+        ("\\sqrt{2}", None),
+        ("12:30", None),
+        ("3:4", None),
+        ("2024-05-01", None),
+        ("1/2/2024", None),
+        ("1.2.3", None),
+        ("", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> None:
+    assert last_number(text) == (None if number is None else Fraction(number))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,2,3", None),
+        ("(1, 2)", None),
+        ("3-5", None),
+        ("3–5", None),
+        ("between 3 and 5", None),
+        ("12:30", None),
+        ("2024-01-02", None),
+        ("72.0", "72"),
+        ("5 km", "5"),
+        ("x=5", "5"),
+        ("1 200", "1200"),
+        ("1/2", "1/2"),
+        ("3 and 4 are #### 7", "7"),
+        ("3 and 4 are \\boxed{7}", "7"),
+    ],
+)
+def test_single_number_is_the_only_one_or_the_one_that_is_marked(text: str, number: str | None) -> None:
+    assert single_number(text) == (None if number is None else Fraction(number))
+
+
+@pytest.mark.parametrize(
+    "text", ["1,2" * 20_000, "1 " * 50_000, "1,000" * 20_000, "1.1" * 20_000, "9" * 60_000]
+)
+def test_long_texts_are_read_at_once(text: str) -> None:
+    begin_s = time.monotonic()
+    last_number(text)
+    assert time.monotonic() - begin_s < 5

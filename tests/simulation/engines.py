@@ -12,6 +12,7 @@ from rollout.engines.admin import WrongWeights
 from rollout.engines.answers import EngineError
 from rollout.engines.client import EngineFacts
 from rollout.engines.completion import Completion
+from rollout.engines.generated import Generated
 from rollout.engines.model_dir import policy_digest
 from rollout.origin import Sampling
 from rollout.storage.files import checksums
@@ -57,6 +58,9 @@ class EngineAdmin:
         except EngineError:
             return None
         return True
+
+    def generated(self) -> Generated:
+        raise EngineError("a simulated engine counts nothing")
 
     def wait_healthy(self, timeout_s: float, alive: Callable[[], bool]) -> None:
         deadline_s = self._scheduler.now_s + timeout_s

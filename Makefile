@@ -24,8 +24,9 @@ demo: install
 test: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist worksteal
 
+# The trainer's tests too: vLLM brings its own transformers, with which it trains on a GPU machine.
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_PYTHON) -m pytest tests/engines tests/cluster/test_vllm.py
+	$(VLLM_PYTHON) -m pytest tests/engines tests/cluster/test_vllm.py tests/trainer
 
 $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

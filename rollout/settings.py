@@ -246,9 +246,10 @@ class EngineSettings(Settings):
     sleep: Literal[1, 2, "restart"] = 1
     """How vLLM frees its GPU for the trainer: 1 keeps the weights in host memory, 2 drops them, restart ends
     the server."""
-    probe_tolerance: Annotated[float, Field(gt=0)] = 0.1
+    probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference between the logprobs of engine and trainer (natural logarithm) on the
-    checkpoint's probe. If it is larger, the weights were loaded wrongly."""
+    checkpoint's probe. If it is larger, the weights were loaded wrongly. null: 0.1; 0.3 where one of them
+    computes in bfloat16, and then, if the weights are proved by content, there is only a warning."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A server that has not answered by then has failed."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

@@ -96,10 +96,12 @@ def _state_bytes(shape: Shape, parameters: float) -> float:
 
 
 def gathered_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a GPU holds in bfloat16 to compute: if sharded, two layers, embeddings and head."""
-    if is_sharded(shape, trainer, gpus):
-        return HALF_BYTES * (2 * shape.layer / trainer.tensor_parallel_size + shape.ends)
-    return HALF_BYTES * (shape.adapters or shape.layers + shape.head)
+    """Return what a GPU holds in bfloat16 to compute: two layers, embeddings and head, unless it holds frozen
+    ones in bfloat16 anyway.
+    """
+    if shape.adapters and not is_sharded(shape, trainer, gpus):
+        return HALF_BYTES * shape.adapters
+    return HALF_BYTES * (2 * shape.layer / trainer.tensor_parallel_size + shape.ends)
 
 
 def inputs_bytes(shape: Shape, trainer: TrainerSettings) -> float:

@@ -118,12 +118,14 @@ class TrainerSettings(Settings):
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs of a node that share each layer."""
     activation_checkpointing: bool = True
-    """Compute layers again in the backward pass instead of keeping them, where the model is sharded."""
+    """Compute layers again in the backward pass instead of keeping them, on GPUs and where the model is
+    sharded."""
     cpu_offload: bool = False
     """Keep a sharded model and its optimizer state in host memory; they come to the GPU layer by layer."""
     lora: LoraSettings = LoraSettings()
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Number type of the weights that are served; auto: bfloat16 from a GPU, float32 from a CPU. The
+    """Number type of the weights that are served; auto: bfloat16 from a GPU, float32 from a CPU. Logprobs are
+    computed with weights that are rounded as the served ones are (on a GPU to bfloat16 in any case). The
     optimizer keeps its own weights in float32."""
     save_interval: Annotated[int, Field(ge=1)] | None = None
     """Save the optimizer's state with every checkpoint (1), or in the background with every n-th; a restart
@@ -151,6 +153,10 @@ class TrainerSettings(Settings):
     def state_interval(self) -> int:
         """`save_interval`; 1 where nobody has chosen it."""
         return self.save_interval or 1
+
+    def rounded_to(self, on_gpu: bool) -> Literal["bfloat16", "float32"]:
+        """Return the number type that logprobs are computed with: that of the weights, after rounding."""
+        return "bfloat16" if on_gpu or self.save_dtype == "bfloat16" else "float32"
 
     @property
     def needs_reference(self) -> bool:

@@ -119,7 +119,8 @@ class EngineHost:
         replicas = self._server.replicas if self._server else 1
         start = self._starts if self._child is not None else 0
         proves = self._server.proves if self._server else None
-        running = Running(self._admin, self.url, replicas, start, proves)
+        dtype = self._server.dtype if self._server else ""
+        running = Running(self._admin, self.url, replicas, start, proves, dtype)
         self._loader.load(running, policy, settings.probe_tolerance)
 
     def end(self) -> None:

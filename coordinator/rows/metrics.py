@@ -12,11 +12,14 @@ from coordinator.directory import published
 from coordinator.keeping.old_iterations import retire_iterations
 from coordinator.keeping.retention import retire_checkpoints, verify_last
 from coordinator.keeping.trainer_states import retire_states
+from coordinator.machine.gpus import count_gpus
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.chunks import measured_weights, paces_of
 from coordinator.protocol.phases import Phase, spent_s
+from coordinator.settings.tree import RunSettings
+from rollout.engines.servers import engine_dtype
 from rollout.storage import files
 from rollout.storage.lines import append_line
 
@@ -26,6 +29,8 @@ INTERRUPTED_S, INTERRUPTED_FRACTION = 1.0, 0.05
 """An interruption is mentioned if it was longer than both of these."""
 DISAGREE = 0.3
 """Where the policy itself has sampled, fewer `effective_samples` than this are no matter of rounding."""
+ROUNDING_KL = 0.1
+"""Above this `kl_engine` is none either: both may round their weights differently, or more is wrong."""
 TRAINED = (
     "loss",
     "grad_norm",
@@ -70,7 +75,7 @@ def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]
         before = node.finished.newest  # a master may have died without sending it
         node.sinks.write([line] if before is None else [before, line])
         log.info("%s", summary(line, node.settings.iterations))
-        if said := disagreement(line):
+        if said := disagreement(line, node.settings):
             log.warning("%s", said)
     old = [*retire_checkpoints(node, iteration), *retire_states(node.run_dir)]
     node.remover.remove([*old, *retire_iterations(node, iteration)], node.check)
@@ -194,14 +199,25 @@ def _rewards_by_source(
     }
 
 
-def disagreement(line: Mapping[str, Any]) -> str | None:
-    """Say that engine and trainer compute different policies, if they do beyond any rounding."""
-    if line.get("age_max") != 0 or (line.get("effective_samples") or 1.0) >= DISAGREE:
+def _number_types(settings: RunSettings) -> str:
+    """Name the number types that engine and trainer compute with, and what chooses them."""
+    gpus = count_gpus()
+    engine = f"a server of yours ({settings.engine.url})"
+    if settings.engine.url is None:
+        engine = "{1} ({0})".format(*engine_dtype(settings.engine, gpus))
+    trainer = settings.trainer.rounded_to(gpus > 0)
+    return f"the engine computes with {engine}, the trainer with {trainer} (trainer.save_dtype)"
+
+
+def disagreement(line: Mapping[str, Any], settings: RunSettings) -> str | None:
+    """Say that engine and trainer compute different policies, if they do beyond any sound rounding."""
+    agree = (line.get("effective_samples") or 1.0) >= DISAGREE and (line.get("kl_engine") or 0) <= ROUNDING_KL
+    if line.get("age_max") != 0 or agree:
         return None
     return (
         f"engine and trainer do not agree on this policy: effective_samples {line['effective_samples']:.2g}, "
-        f"kl_engine {line['kl_engine']:.2g}; is it the same model in both? Answers that are forced into a "
-        "form may do this too"
+        f"kl_engine {line['kl_engine']:.2g}; is it the same model in both? {_number_types(settings)}. "
+        "Answers that are forced into a form may do this too"
     )
 
 

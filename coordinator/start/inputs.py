@@ -143,6 +143,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
             check_server(settings.engine, count_gpus(), python)
         except ServerSettingError as error:
             raise SettingsError(str(error)) from None
+    refusals.refuse_two_precisions(settings, count_gpus(), python)
     processes, size = local_processes(settings), settings.trainer.tensor_parallel_size
     if settings.rl_phase != "rollout" and processes % size:
         raise SettingsError(

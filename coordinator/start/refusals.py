@@ -14,6 +14,7 @@ from coordinator.start.functions import Functions
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
 from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
+from rollout.engines.servers import engine_dtype
 from rollout.environments.environment import BUILT_IN
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
@@ -72,6 +73,27 @@ def refuse_wrong_teacher(settings: RunSettings) -> None:
             Teacher(settings.rollout.teacher)
         except ValueError as error:
             raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
+
+
+EXACT = {"float32", "float", "float64"}
+"""Number types that change no weight of a checkpoint."""
+
+
+def refuse_two_precisions(settings: RunSettings, gpus: int, python: str) -> None:
+    """Raise SettingsError if the engine of this node would round the weights in another way than training."""
+    if settings.rl_phase != "both" or settings.engine.url is not None or settings.cluster.place:
+        return
+    name, computed = engine_dtype(settings.engine, gpus, python)
+    trained, saved = settings.trainer.rounded_to(gpus > 0), settings.trainer.save_dtype
+    served = {computed, trained if saved == "auto" else saved} - EXACT
+    if served != {trained} - EXACT:
+        other = "" if gpus or computed != "bfloat16" else ", or give trainer.save_dtype=bfloat16"
+        engines = " and ".join(sorted(served)) or "float32"
+        raise SettingsError(
+            f"{name}={computed} with trainer.save_dtype={saved}: the engine would compute with weights in "
+            f"{engines}, and training with weights in {trained}, so the one would miss updates of the other; "
+            f"leave {name} out{other}"
+        )
 
 
 def refuse_unscored(

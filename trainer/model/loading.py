@@ -13,6 +13,7 @@ from rollout.engines.model_facts import keep_frequencies
 from rollout.storage import files
 from trainer.model import parallel, slices
 from trainer.model.parallel import Layout
+from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
 from trainer.progress import SILENT, Progress
 from trainer.settings import TrainerSettings
@@ -53,16 +54,20 @@ def build_scorer(
     All ranks call this together. Sharded, each reads its own parts of the files and holds no more.
     """
     on_gpu = device.type == "cuda"
+    rounding = _rounding(settings, layout, on_gpu)
     directory = model_directory(base_dir, model_dir)
     if not layout.sharded:
         model = _with_adapters(load_model(directory, device, dtype), base_dir, settings)
         _round_frozen(model, settings, on_gpu)
-        return Scorer(model, device, autocast=on_gpu)
+        scorer = Scorer(model, device, rounding)
+        if on_gpu and settings.activation_checkpointing:
+            parallel.checkpoint_layers(parallel.decoder_layers(model))
+        return scorer
     blank, sources = slices.blank_model(directory, dtype)
     held = slices.held_tensors(blank)
     model, adapters = _with_blank_adapters(blank, base_dir, settings)
     _round_frozen(model, settings, on_gpu)
-    scorer = Scorer(model, device, offloaded=settings.cpu_offload and on_gpu)
+    scorer = Scorer(model, device, rounding, offloaded=settings.cpu_offload and on_gpu)
     parallel.shard(scorer, model, layout, settings, on_gpu)
     model.to_empty(device=torch.device("cpu") if scorer.offloaded else device)
     slices.fill(blank, held, sources, directory, device, progress.moved)
@@ -124,6 +129,14 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramete
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+def _rounding(settings: TrainerSettings, layout: Layout, on_gpu: bool) -> Rounding | None:
+    """Return how trained weights must be rounded to be those that are served; None: not, or FSDP does it."""
+    if on_gpu:
+        return None if layout.sharded else Rounding(torch.bfloat16, torch.bfloat16)
+    rounds = settings.rounded_to(on_gpu) == "bfloat16"
+    return Rounding(torch.bfloat16, torch.float32) if rounds else None
 
 
 def _round_frozen(model: Any, settings: TrainerSettings, on_gpu: bool) -> None:

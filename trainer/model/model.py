@@ -175,15 +175,13 @@ class Learner:
 
     def _arrange_short(self, share_prompts: bool, kernels: bool) -> Arrangement | None:
         """Return what a short model tells; None if there is no short model, or if it tells nothing."""
-        on_gpu, sharded = self.device.type == "cuda", self.layout.sharded
-        dtype = torch.bfloat16 if on_gpu and sharded else torch.float32  # as build_scorer and shard have it
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         held = sum(parallel.local_part(parameter).nbytes for parameter in self.model.parameters())
         short = short_model(self.scorer.causal, dtype, self.device, held)
         if short is None:
             return None
         try:
-            scorer = Scorer(short, self.device, autocast=on_gpu and not sharded)
-            found = self._try(scorer, bool, share_prompts, kernels)
+            found = self._try(Scorer(short, self.device), bool, share_prompts, kernels)
         except Exception as error:  # what the whole model may raise too, and then all ranks raise it
             logger.debug("the short model cannot be tried: %s", error)
             return None

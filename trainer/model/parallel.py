@@ -1,8 +1,8 @@
 """Lay a model out over the ranks: each holds all of it, or a shard (FSDP2, and tensor parallelism)."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -123,18 +123,25 @@ def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings
         param_dtype=torch.bfloat16 if on_gpu else torch.float32, reduce_dtype=torch.float32
     )
     offload = CPUOffloadPolicy() if settings.cpu_offload and on_gpu else OffloadPolicy()
+    if settings.activation_checkpointing:  # inside FSDP's hooks, so that recomputing gathers nothing twice
+        checkpoint_layers(layers)
     for layer in layers:
-        if settings.activation_checkpointing:
-            # Inside FSDP's hooks, so that recomputing gathers nothing twice; no dropout, so no random state.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         fully_shard(layer, mesh=mesh["data"], mp_policy=policy, offload_policy=offload)
-    fully_shard(root, mesh=mesh["data"], mp_policy=policy, offload_policy=offload)
+    # Beside token ids the root gets temperatures, which must not be rounded.
+    exact = replace(policy, cast_forward_inputs=False)
+    fully_shard(root, mesh=mesh["data"], mp_policy=exact, offload_policy=offload)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     # Experts may be idle on one rank and not on another.
     root.set_reduce_scatter_unused_params(True)  # pyright: ignore[reportCallIssue], fully_shard made it one
+
+
+def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
+    """Have each layer keep its input alone, and be computed again in the backward pass."""
+    for layer in layers:  # without dropout, so without random state
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Compute logprobs of tokens from hidden states, chunk by chunk: a pack's logits never exist at once."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.model.attention import Kernel
+from trainer.model.parallel import decoder_layers
+from trainer.model.rounding import Rounding
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits that may exist at once: 256 MiB of them in float32."""
@@ -30,21 +32,30 @@ class Scorer(nn.Module):
     """
 
     def __init__(
-        self, model: Any, device: torch.device, autocast: bool = False, offloaded: bool = False
+        self, model: Any, device: torch.device, rounding: Rounding | None = None, offloaded: bool = False
     ) -> None:
         """`model` is a transformers causal LM, maybe in peft's wrapper, and computes on `device`.
 
-        `autocast`: compute in bfloat16. `offloaded`: FSDP keeps the weights in host memory.
+        `rounding`: of its weights, layer by layer; None: it computes with them as they are, or as FSDP casts
+        them. `offloaded`: FSDP keeps the weights in host memory.
         """
         super().__init__()
         self.model = model.eval()  # dropout off; nothing else differs in the models that we train
         self._causal = [model.get_base_model() if hasattr(model, "get_base_model") else model]
         self.device = device
         self.offloaded = offloaded
-        self._autocast = autocast
         self.config: Any = self._causal[0].config.get_text_config()
         self._own_attention: str = self.config._attn_implementation
         self._rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
+        self._rounding = rounding
+        layers = decoder_layers(model)
+        inside = {module for layer in layers for module in layer.modules()}
+        self._embeddings = [module for module in _decoder(self.causal).modules() if module not in inside]
+        """Modules of the decoder outside of its layers."""
+        self._head = [*{*self.causal.modules()} - {*_decoder(self.causal).modules()}]
+        if rounding:
+            for layer in layers:
+                rounding.wrap(layer)
 
     @property
     def causal(self) -> Any:
@@ -71,36 +82,37 @@ class Scorer(nn.Module):
         `temperatures` (N,); None: all are 1. The entropy is a statistic and has no gradient.
         """
         decoder = _decoder(self._causal[0])
-        with torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext():
+        with self._rounded(self._embeddings):
             hidden = decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state
-            scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
-            of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
-            chunks = list(zip(*(values.split(self._rows) for values in of_tokens), strict=True))
-            if len(chunks) == 1:
-                scores = [self._score(*chunks[0])]
-            else:  # computed again in the backward pass, so that only one chunk's logits exist at a time
-                weights = self._head_weights(len(chunks))
-                scores = [
-                    checkpoint(
-                        self._score, *chunk, weight=weight, use_reentrant=False, preserve_rng_state=False
-                    )
-                    for chunk, weight in zip(chunks, weights, strict=True)
-                ]
+        scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
+        of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
+        chunks = list(zip(*(values.split(self._rows) for values in of_tokens), strict=True))
+        if len(chunks) == 1:
+            scores = [self._score(*chunks[0])]
+        else:  # computed again in the backward pass, so that only one chunk's logits exist at a time
+            weights = self._head_weights(len(chunks))
+            scores = [
+                checkpoint(self._score, *chunk, weight=weight, use_reentrant=False, preserve_rng_state=False)
+                for chunk, weight in zip(chunks, weights, strict=True)
+            ]
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
+
+    def _rounded(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        return self._rounding.of(modules) if self._rounding else nullcontext()
 
     def _head_weights(self, chunks: int) -> Iterable[Tensor | None]:
         """Yield the head's weight for each chunk, so that the sum of its gradients is in float32 though they
         are in bfloat16; None: as it is.
 
-        Each must be asked for just before its chunk is computed. A backward pass runs what was made last first:
-        a weight that was made before all chunks would keep its gradient until all of them are done.
+        Each must be asked for just before its chunk is computed. A backward pass begins with what was made
+        last: a weight made before all chunks would keep its gradient until all of them are done.
         """
         head = self._causal[0].get_output_embeddings()
         weight = None if head is None else head._parameters.get("weight")
         if weight is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return [None] * chunks
-        if weight.dtype == torch.float32 and not self._autocast:
+        if weight.dtype == torch.float32:
             return [None] * chunks
         total: list[Tensor | None] = [None]
         collected = _Collected.apply(weight, total)
@@ -118,7 +130,7 @@ class Scorer(nn.Module):
         `temperatures`: (n,), or None. `weight`: what the head takes in place of its own.
         """
         causal = self._causal[0]
-        with _ends_in(causal, hidden[None]), _head_with(causal, weight):
+        with self._rounded(self._head), _ends_in(causal, hidden[None]), _head_with(causal, weight):
             # The model does the rest itself: it may scale or cap its logits.
             logits = causal(input_ids=targets[None], use_cache=False, return_dict=True).logits[0]
         if temperatures is not None:

@@ -123,6 +123,26 @@ def test_engine_that_computes_something_else_is_loaded_once_more_then_refused(
     assert loader.served == one
 
 
+def test_bfloat16_may_differ_by_more_and_where_weights_are_proved_it_is_only_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def offered(difference: float, dtype: str, proves: bool) -> None:
+        admin, loader = FakeAdmin(), Loader(lambda *_args, **_more: None)
+        admin.answers = [[logprob - difference for logprob in LOGPROBS]]
+        loader.load(running(admin, proves=proves)._replace(dtype=dtype), policy(tmp_path, 1))
+
+    offered(0.2, "bfloat16", proves=False)
+    with pytest.raises(EngineError, match=r"tolerance is 0\.3; .* computes in bfloat16 \(engine.args.dtype"):
+        offered(0.5, "bfloat16", proves=False)
+    with pytest.raises(EngineError, match=r"tolerance is 0\.1; "):
+        offered(0.2, "float32", proves=True)
+    with pytest.raises(EngineError, match="differ by nan"):
+        offered(float("nan"), "bfloat16", proves=True)
+    caplog.clear()
+    offered(0.5, "bfloat16", proves=True)
+    assert "differ by 0.5 on average" in caplog.text and "proved by content, so it goes on" in caplog.text
+
+
 def test_adapter_is_loaded_over_the_base_that_the_run_trains(loader: Loader, tmp_path: Path) -> None:
     base = Policy(0, tmp_path / "base", "base")
     loader.adapters = Adapters(base, rank=4)

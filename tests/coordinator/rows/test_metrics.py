@@ -12,6 +12,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import metrics
+from coordinator.settings import loading
 from rollout.quota import Quota
 from rollout.trajectory import Group
 from tests.coordinator.made_up import ORIGIN, group, run_dir_at, write_json
@@ -59,10 +60,16 @@ def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
 
 def test_engine_that_computes_another_policy_than_the_trainer_is_told_of() -> None:
     line = {"age_max": 0, "effective_samples": 0.05, "kl_engine": 1.8}
-    assert "do not agree" in str(metrics.disagreement(line))
-    assert metrics.disagreement({**line, "effective_samples": 0.97}) is None
-    assert metrics.disagreement({**line, "age_max": 2}) is None, "older policies have sampled"
-    assert metrics.disagreement({"age_max": None, "effective_samples": None}) is None, "nothing was trained"
+    settings = loading.build({"engine.kind": "vllm", "engine.args.dtype": "bfloat16"})
+    said = str(metrics.disagreement(line, settings))
+    assert "do not agree" in said
+    assert "computes with bfloat16 (engine.args.dtype), the trainer with float32 (trainer.save_dtype)" in said
+    rounded = {**line, "effective_samples": 0.97, "kl_engine": 0.107}
+    assert metrics.disagreement(rounded, settings) is not None, "an engine that rounds updates away"
+    assert metrics.disagreement({**rounded, "kl_engine": 0.01}, settings) is None
+    assert metrics.disagreement({**line, "age_max": 2}, settings) is None, "older policies have sampled"
+    nothing = {"age_max": None, "effective_samples": None}
+    assert metrics.disagreement(nothing, settings) is None, "nothing was trained"
 
 
 def test_groups_of_an_epoch_before_make_no_speed(tmp_path: Path) -> None:

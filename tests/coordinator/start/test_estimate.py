@@ -30,7 +30,7 @@ def held(**settings: Any) -> float:
 def test_memory_is_the_sum_of_its_parts() -> None:
     inputs = 2 * WIDTH * 8192 * DEPTH
     rest = (inputs + 1e9 + 6 * ENDS) / GB
-    whole = (16 * (LAYERS + ENDS) + 2 * (LAYERS + ENDS / 2)) / GB
+    whole = (16 * (LAYERS + ENDS) + 2 * (2 * LAYERS / DEPTH + ENDS)) / GB
     assert held() == pytest.approx(whole + rest, abs=0.1)
     assert held(kl="k3") == pytest.approx(whole + rest + 2 * (LAYERS + ENDS) / GB, abs=0.1)
     shared = 8 * DEPTH * (2 * WIDTH)  # rank x the widths of what has an adapter

@@ -45,6 +45,49 @@ def test_gpus_that_replicas_do_not_divide_are_refused(monkeypatch: pytest.Monkey
         inputs.load_inputs(settings, {})
 
 
+@pytest.mark.parametrize(
+    ("gpus", "given", "words"),
+    [
+        ("", {"engine.dtype": "bfloat16"}, "engine.dtype=bfloat16 .* or give trainer.save_dtype=bfloat16"),
+        ("", {"engine.kind": "vllm", "engine.args.dtype": "auto"}, "leave engine.args.dtype out"),
+        (
+            "0",
+            {"engine.kind": "vllm", "engine.args.dtype": "float16"},
+            "weights in bfloat16 and float16, and training",
+        ),
+        ("0", {"engine.kind": "torch", "trainer.save_dtype": "float32"}, "training with weights in bfloat16"),
+    ],
+)
+def test_engine_and_trainer_that_would_round_weights_differently_are_refused(
+    gpus: str, given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(servers, "find_spec", lambda _module: object())
+    with pytest.raises(SettingsError, match=words) as refused:
+        inputs.load_inputs(loading.build(given), {})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given"),
+    [
+        ("", {"engine.dtype": "float32"}),
+        ("", {"engine.dtype": "bfloat16", "trainer.save_dtype": "bfloat16"}),
+        ("", {"engine.kind": "vllm", "trainer.save_dtype": "bfloat16"}),
+        ("", {"engine.dtype": "bfloat16", "rl_phase": "rollout"}),
+        ("0", {"engine.kind": "vllm", "trainer.save_dtype": "float32"}),
+        ("0", {"engine.kind": "vllm", "engine.args.dtype": "float32"}),
+        ("0", {"engine.kind": "torch"}),
+    ],
+)
+def test_engine_that_rounds_as_training_does_is_taken(
+    gpus: str, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(servers, "find_spec", lambda _module: object())
+    inputs.load_inputs(loading.build(given), {})
+
+
 # ---- how often the optimizer's state is saved
 
 LARGE, SMALL = LARGE_STATE_BYTES + 1, LARGE_STATE_BYTES

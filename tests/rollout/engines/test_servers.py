@@ -155,7 +155,7 @@ def test_on_a_cpu_vllm_leaves_memory_to_others_and_repacks_weights_after_a_reloa
     ("given", "arguments"),
     [
         ({"max_model_len": 256}, ["--max-model-len=256"]),
-        ({"dtype": "float32"}, ["--dtype=float32"]),
+        ({"dtype": "bfloat16"}, ["--dtype=bfloat16"]),
         ({"enforce-eager": True}, ["--enforce-eager"]),
         ({"enable-prefix-caching": False}, ["--no-enable-prefix-caching"]),
         ({"middleware": ["a.b", "c.d"]}, ["--middleware", "a.b", "c.d"]),

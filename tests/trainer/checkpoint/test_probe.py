@@ -14,7 +14,7 @@ from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from trainer.batch.batch import Batch, build_batch
 from trainer.checkpoint import checkpoint
-from trainer.checkpoint.probe import MAX_TOKENS, probe_tokens
+from trainer.checkpoint.probe import MAX_TOKENS, probe_logprobs, probe_tokens
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainRequest, TrainResult
 from trainer.model.model import Learner
@@ -56,16 +56,12 @@ def test_probe_holds_the_logprobs_of_the_weights_as_they_are_saved(
     assert probe["token_ids"] == first[:-1]
     assert probe["logprobs"] == pytest.approx(logprobs_of(staging_dir, probe["token_ids"]), abs=1e-5)
     assert "probe.json" in result.files
+    assert probe["logprobs"] == probe_logprobs(learner, probe["token_ids"]), (
+        "what it trains is what is served"
+    )
     resumed = checkpoint.load(staging_dir, result.policy, CPU, request.settings)
     for name, parameter in learner.parameters.items():
         assert torch.equal(resumed.parameters[name], parameter)
-
-
-def test_rounding_for_the_probe_is_undone(batch: Batch, make_request: Callable[..., TrainRequest]) -> None:
-    exact, _ = run_phase(make_request(batch), batch)
-    rounded, _ = run_phase(make_request(batch), batch, "bfloat16")
-    for name, parameter in exact.parameters.items():
-        assert torch.equal(rounded.parameters[name], parameter)
 
 
 def test_probe_does_not_enter_the_digest(batch: Batch, make_request: Callable[..., TrainRequest]) -> None:

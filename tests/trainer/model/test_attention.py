@@ -24,6 +24,7 @@ from trainer.model.attention import Kernel
 from trainer.model.model import Learner
 from trainer.model.neighbours import Apart
 from trainer.model.parallel import decoder_layers
+from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
 
 CPU = torch.device("cpu")
@@ -271,14 +272,14 @@ def test_wide_rows_are_split_on_a_cpu_and_shared_prompts_are_not(
         torch.testing.assert_close(learner.logprobs(one)[0], scores, rtol=0, atol=1e-5)
 
 
-def test_varlen_attention_gets_the_dtype_of_autocast(packed: Microbatch, flash: list[dict[str, Any]]) -> None:
-    """Norms leave queries and keys in float32, and values are in bfloat16."""
+def test_varlen_attention_gets_the_rounded_dtype(packed: Microbatch, flash: list[dict[str, Any]]) -> None:
+    """Norms too: with float32 weights they would leave queries and keys in float32."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config("qwen3")).float()
-    learner = Learner(Scorer(model, CPU, autocast=True))
+    learner = Learner(Scorer(model, CPU, Rounding(torch.bfloat16, torch.bfloat16)))
     with torch.no_grad():
         learner._run(learner.scorer, packed, kernel=VARLEN)
-    assert {one["query"].dtype for one in flash} == {torch.bfloat16}
+    assert {one[name].dtype for one in flash for name in ("query", "key", "value")} == {torch.bfloat16}
 
 
 class _NoBackward(torch.autograd.Function):

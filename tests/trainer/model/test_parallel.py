@@ -39,6 +39,8 @@ SETTINGS: dict[str, Any] = {
 COMPARED = ("loss", "entropy", "kl_engine", "kl_reference", "clip_fraction", "grad_norm", "mismatch_max")
 PLAIN = {**SETTINGS, "kl": "off", "learning_rate": 1e-4}
 SHARDED = {"layout": "sharded"}
+HALF = {"save_dtype": "bfloat16"}
+"""Weights that are rounded where they are used."""
 FAMILIES = {
     "gpt_oss": True,  # packed with masks
     "qwen3_next": False,  # a sequence a row
@@ -52,6 +54,14 @@ CASES = [
     {"name": "sharded_uneven", "ranks": 3, "rank_weights": [2, 1, 1], "settings": SHARDED},
     {"name": "large", "ranks": 3, "rank_weights": [9, 1, 1], "settings": {"shard_from_parameters": 1000}},
     {"name": "tensor", "ranks": 4, "rank_weights": [2, 1, 1, 1], "settings": {"tensor_parallel_size": 2}},
+    {"name": "replicated_half", "ranks": 2, "rank_weights": [1, 1], "settings": HALF},
+    {"name": "sharded_half", "ranks": 2, "rank_weights": [2, 1], "settings": SHARDED | HALF},
+    {
+        "name": "tensor_half",
+        "ranks": 2,
+        "rank_weights": [1, 1],
+        "settings": HALF | {"tensor_parallel_size": 2},
+    },
     *(
         {
             "name": name,
@@ -112,7 +122,7 @@ def alone(job: Path, small_batch: Batch) -> Callable[[Mapping[str, Any]], tuple[
         return learner, stats
 
     def of(case: Mapping[str, Any]) -> tuple[Learner, list[Any]]:
-        names = ("kl", "advantage")
+        names = ("kl", "advantage", "save_dtype")
         changed = {name: case["settings"][name] for name in names if name in case["settings"]}
         return trained(case["settings"].get("kl_in", "loss"), **changed)
 
@@ -124,6 +134,8 @@ def test_update_is_the_same_in_every_layout(
     job: Path, alone: Callable[[Mapping[str, Any]], tuple[Learner, list[Any]]], case: Mapping[str, Any]
 ) -> None:
     learner, stats = alone(case)
+    # A last bit may decide how a weight is rounded.
+    atol, rtol = (1e-3, 1e-2) if "half" in case["name"] else (3e-5, 1e-4)
     about = json.loads((job / f"{case['name']}.json").read_text())
     assert about["sharded"] == (not case["name"].startswith("replicated"))
     assert about["attention"] == ["split"]
@@ -131,10 +143,10 @@ def test_update_is_the_same_in_every_layout(
     whole = load_file(job / f"{case['name']}.safetensors")
     assert whole.keys() == learner.parameters.keys(), "the model's own names"
     for name, value in whole.items():
-        torch.testing.assert_close(value, learner.parameters[name].detach(), rtol=0, atol=3e-5)
+        torch.testing.assert_close(value, learner.parameters[name].detach(), rtol=0, atol=atol)
     for mine, theirs in zip(stats, about["steps"], strict=True):
         for name in COMPARED:
-            assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-4, abs=1e-5), name
+            assert theirs[name] == pytest.approx(getattr(mine, name), rel=rtol, abs=1e-5), name
     assert stats[0].kl_reference > 0.01 and stats[0].mismatch_max > 1
 
 
@@ -152,16 +164,17 @@ def test_families_that_need_help_in_rows_train_alike_sharded(
             assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-3, abs=1e-4), name
 
 
-def test_embeddings_that_a_plan_would_split_stay_whole() -> None:
+def test_embeddings_that_a_plan_would_split_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers 5.17 to 5.20, which vLLM brings, plan so for models whose head is tied to the embeddings.
     config = Qwen3Config(
         hidden_size=16, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True
     )
-    config.base_model_tp_plan = {**Qwen3Config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    plan = {**(config.base_model_tp_plan or {}), "embed_tokens": "embedding_rowwise"}
+    monkeypatch.setattr(Qwen3Config, "base_model_tp_plan", plan)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    plan = _tensor_plan(model, Layout(0, 2, 2, sharded=True))
-    assert "layers.*.self_attn.q_proj" in plan and "embed_tokens" not in plan
+    found = _tensor_plan(model, Layout(0, 2, 2, sharded=True))
+    assert "layers.*.self_attn.q_proj" in found and "embed_tokens" not in found
 
 
 def test_sharded_layout_without_a_job_is_refused() -> None:

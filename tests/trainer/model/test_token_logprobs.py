@@ -1,6 +1,6 @@
 """The chunked head: the model's own logprobs and gradients, without its logits."""
 
-from itertools import accumulate
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from scripts.tiny_models import tiny_config
 from tests.models import GPT2_LIKE, LLAMA_LIKE
 from trainer.model import token_logprobs
+from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer, UnsupportedModel
 
 VOCABULARY = LLAMA_LIKE["vocab_size"]
@@ -79,18 +80,25 @@ def test_chunks_give_the_models_own_logprobs_and_gradients(name: str) -> None:
     assert scale > 1e-2
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 weights", "autocast"])
+HALF = Rounding(torch.bfloat16, torch.bfloat16)
+"""As on a GPU that holds the whole model in float32."""
+in_bfloat16 = pytest.mark.parametrize("rounding", [None, HALF], ids=["bfloat16 weights", "rounded"])
+
+
+def in_half(model: PreTrainedModel, rounding: Rounding | None) -> Scorer:
+    return Scorer(model if rounding else model.bfloat16(), CPU, rounding)
+
+
+@in_bfloat16
 @pytest.mark.parametrize("name", ["MixtralConfig", "Gemma2Config"])
 def test_gradient_of_the_head_is_summed_over_the_chunks_in_float32(
-    name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, rounding: Rounding | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", VOCABULARY)  # a token each
     model = make(name)
-    if not autocast:
-        model = model.bfloat16()
     head: Any = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())  # not tied
-    scorer = Scorer(model, CPU, autocast=autocast)
+    scorer = in_half(model, rounding)
     inputs, scored_at, targets = pack()
     (found,) = torch.autograd.grad(scorer(*pack(), TEMPERATURES)[0].sum(), head.weight)
     exact = torch.zeros_like(head.weight, dtype=torch.float32)
@@ -101,30 +109,52 @@ def test_gradient_of_the_head_is_summed_over_the_chunks_in_float32(
     torch.testing.assert_close(found, exact.to(found.dtype), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 weights", "autocast"])
+class LikeTheHead(TorchDispatchMode):
+    """How many tensors as large as the head's weight there are at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._alive = 0, dict[int, weakref.ref[Any]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.numel() == VOCABULARY * LLAMA_LIKE["hidden_size"]:
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._alive:
+                    self._alive[key] = weakref.ref(storage, lambda _, key=key: self._alive.pop(key))
+                self.most = max(self.most, len(self._alive))
+        return out
+
+
+@in_bfloat16
 def test_gradient_of_the_head_waits_for_no_other_chunk(
-    autocast: bool, monkeypatch: pytest.MonkeyPatch
+    rounding: Rounding | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
-    score, backward = Scorer._score, token_logprobs._Added.backward
+    def most(chunks: int) -> int:
+        monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", -(-13 // chunks) * VOCABULARY)
+        logprobs, _ = in_half(make("Qwen3Config"), rounding)(*pack())
+        with LikeTheHead() as alive:
+            logprobs.sum().backward()
+        return alive.most
 
-    def computing(*arguments: Any, **more: Any) -> Any:
-        order.append("chunk")
-        return score(*arguments, **more)
+    assert most(13) <= most(3) <= 5
 
-    def adding(*arguments: Any) -> Any:
-        order.append("added")
-        return backward(*arguments)
 
-    monkeypatch.setattr(Scorer, "_score", computing)
-    monkeypatch.setattr(token_logprobs._Added, "backward", staticmethod(adding))
+def test_rounded_model_computes_as_one_in_bfloat16_and_trains_its_exact_weights() -> None:
     model = make("Qwen3Config")
-    logprobs, _ = Scorer(model if autocast else model.bfloat16(), CPU, autocast=autocast)(*pack())
-    order.clear()
+    exact = [parameter.detach().clone() for parameter in model.parameters()]
+    logprobs, _ = Scorer(model, CPU, HALF)(*pack(), TEMPERATURES)
+    half = make("Qwen3Config")
+    for parameter in half.parameters():  # and no buffer
+        parameter.data = parameter.data.bfloat16()
+    expected, _ = Scorer(half, CPU)(*pack(), TEMPERATURES)
+    assert torch.equal(logprobs, expected)
     logprobs.sum().backward()
-    waiting = accumulate(1 if event == "chunk" else -1 for event in order)
-    assert len(order) == 2 * 3
-    assert max(waiting) == 1
+    for parameter, before in zip(model.parameters(), exact, strict=True):
+        assert torch.equal(parameter, before) and parameter.dtype == torch.float32
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
 
 
 class LargestTensor(TorchDispatchMode):

@@ -20,7 +20,7 @@ from rollout.processes.pool import ProcessPool
 from rollout.tasks import verifiers
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit
-from tests.rollout.environments.outside import MODULES, Saying, played
+from tests.rollout.environments.outside import Saying, played
 from tests.rollout.rollout_helpers import wait_until
 from tests.rollout.scripted import text_of
 from tests.rollout.templated import QWEN3, TemplatedClient
@@ -111,6 +111,33 @@ class Rows(vf.Taskset[vf.Task[vf.TaskData], Config]):
 
 __all__ = ["Rows"]
 """
+DIGITS = '''
+"""The more of a reply are digits, the better."""
+
+from collections.abc import Iterable
+
+import verifiers.v1 as vf
+
+
+class WriteDigits(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def digits(self, trace: vf.Trace) -> float:
+        return sum(one.isdigit() for one in trace.last_reply) / max(1, len(trace.last_reply))
+
+    @vf.metric
+    async def characters(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply)
+
+
+class Prompts(vf.Taskset[WriteDigits]):
+    def load(self) -> Iterable[WriteDigits]:
+        for number in range(200):
+            yield WriteDigits(vf.TaskData(prompt=f"Number {number}: "), self.config.task)
+
+
+__all__ = ["Prompts"]
+'''
+"""An environment as one writes it for the library: the more digits, the better."""
 ALL = "verifiers:word-game"
 
 
@@ -119,7 +146,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Two environments, and one process that loads the tasks: importing the library takes 3 s."""
     place = tmp_path_factory.mktemp("installed")
     (place / "word_game.py").write_text(GAME)
-    (place / "digits_wanted.py").write_text(MODULES["digits_wanted.py"])
+    (place / "digits_wanted.py").write_text(DIGITS)
     (place / "has_splits.py").write_text(SPLITS)
     (place / "tool_game.py").write_text(TOOLS)
     (place / "docker").write_text("#!/bin/sh\necho 'Cannot connect to\nthe Docker daemon' >&2; exit 1")

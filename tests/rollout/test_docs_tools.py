@@ -52,6 +52,28 @@ async def play(task: Task, episode: Episode) -> Sample:
     return episode.sample(metrics={"calls": used})
 """
 """An environment with the tool of the page's agent."""
+SERVED = """
+import asyncio
+
+from rollout import Episode, Policy, Sample, Sampling, Task, ToolServer, tool_server
+
+
+async def served(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
+    async with tool_server("http://127.0.0.1:9000/mcp") as server, asyncio.TaskGroup() as group:
+        policy = policy.with_tools(server.tools)
+        games = [group.create_task(play(task, policy.episode(j), server)) for j in range(sampling.n)]
+    return [game.result() for game in games]
+
+
+async def play(task: Task, episode: Episode, server: ToolServer) -> Sample:
+    turn, rounds = await episode.generate(task["messages"]), 0
+    while turn.calls and rounds < 4:
+        rounds += 1
+        turn = await episode.generate(await server.answer(turn))
+    return episode.sample(metrics={"rounds": rounds})
+"""
+"""An environment with the tools of an MCP server."""
+OTHERS = {"my_tool_environment.py": ADDING, "my_server_environment.py": SERVED}
 TABLE = PAGE[PAGE.index("| `rollout.tool_parser` |") :].partition("\n\n")[0]
 ASKED = {"id": "1", "messages": [{"role": "user", "content": "27+58="}], "answer": "85"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call><|im_end|>'
@@ -60,11 +82,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_ca
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The modules of the page can be imported."""
-    for name, text in {**MODULES, "my_tool_environment.py": ADDING}.items():
+    for name, text in {**MODULES, **OTHERS}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     yield
-    for name in ("my_tool_environment.py", *MODULES):
+    for name in (*OTHERS, *MODULES):
         sys.modules.pop(name.removesuffix(".py"), None)
 
 

@@ -172,7 +172,8 @@ class Position:
                 doing += f" ({said['samples']} of {said['samples_total']} samples)"
             if said["tokens_per_s"]:
                 doing += f", {said['tokens_per_s']:,.0f} tokens/s"
-        left = f", about {said['left_s']:.0f} s left" if unit and not waits and said["left_s"] else ""
+        is_known = unit and not waits and (said["left_s"] or 0.0) >= 0.5  # before, nothing was timed yet
+        left = f", about {said['left_s']:.0f} s left" if is_known else ""
         return same, f"{doing}, {seconds:.0f} s so far{left}"
 
     def describe(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from coordinator.directory.layout import RunDir
+from coordinator.machine.cores import measured_flops
 from coordinator.machine.gpus import count_gpus, list_gpus
 from coordinator.settings.loading import show
 from coordinator.settings.tree import RunSettings
@@ -96,18 +97,31 @@ def _samples(settings: RunSettings, first: int | None) -> str:
 
 
 def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str]:
-    """Return what an iteration needs, if GPUs train a model with files; the others' are taken to be alike."""
-    known, _ = list_gpus() if gpus else ([], "")
-    sizes = [gpu["memory_bytes"] for gpu in known if gpu["memory_bytes"]]
-    if not sizes or not inputs.model_files or settings.rl_phase == "rollout" or settings.cluster.place:
+    """Return what an iteration needs, if it trains a model with files; all machines are taken to be alike."""
+    if not inputs.model_files or settings.rl_phase == "rollout" or settings.cluster.place:
         return {}
+    if settings.trainer.lora.rank == 0:
+        disk = {"disk": estimate.disk_text(inputs.parameters, inputs.state_bytes, settings, on_gpu=gpus > 0)}
+    else:
+        disk = {}
+    nodes = settings.cluster.num_nodes
+    if not gpus:
+        return {
+            "time": estimate.cpu_time_text(inputs.parameters, settings, nodes, measured_flops()),
+            **disk,
+        }
+    known, _ = list_gpus()
+    sizes = [gpu["memory_bytes"] for gpu in known if gpu["memory_bytes"]]
+    if not sizes:
+        return disk
     tensors = tensor_names(base_model_dir(settings, RunDir(Path())))
     shapes = {name: shape for name, (_, shape) in tensors.items()}
-    count = settings.cluster.num_nodes * gpus
+    count = nodes * gpus
     names = [gpu["name"] for gpu in known]
     return {
         "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes)),
         "time": estimate.time_text(inputs.parameters, settings, count, names),
+        **disk,
     }
 
 

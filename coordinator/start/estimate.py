@@ -1,4 +1,4 @@
-"""What an iteration will need of the GPUs, in memory and time: before it starts, from the settings. Pure."""
+"""What an iteration will need, in memory, time and on the disk: before it starts, from the settings. Pure."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +23,8 @@ PEAKS = {
 """By a word in a GPU's name: FLOP/s in bfloat16 without sparsity, and bytes/s of its memory (data sheets)."""
 REACHED = 0.4
 """The part of the peak that a training is assumed to reach."""
+CPU_GENERATES = 0.25
+"""The part of its speed with large matrices at which a CPU is assumed to generate; it trains at REACHED."""
 ROOM = 0.9
 """The part of a GPU's memory that `least_bytes` may be: what a layer keeps while it is computed comes on
 top."""
@@ -89,18 +91,65 @@ def time_text(parameters: int, settings: RunSettings, count: int, names: Sequenc
     found = [peak for word, peak in PEAKS.items() for name in names if re.search(rf"\b{word}\b", name)]
     if len(found) < len(names) or not names:
         return ""
-    rollout = settings.rollout
+    rollout, samples = settings.rollout, _samples(settings)
     flops, bytes_per_s = (min(one) for one in zip(*found, strict=True))
-    samples = rollout.tasks_per_iteration * rollout.samples_per_task
-    if rollout.environment in WRITTEN:
-        samples = rollout.tasks_per_iteration * (2 if rollout.environment == "preference" else 1)
     rounds = max(1.0, samples / ((rollout.concurrency or IN_FLIGHT) * count))
     rollout_s = rollout.max_tokens * rounds * HALF_BYTES * parameters / bytes_per_s
-    train_s = 8 * parameters * samples * rollout.max_tokens / (REACHED * flops * count)
-    generates = rollout.environment not in WRITTEN and settings.rl_phase == "both"
-    first = f"generates for {_duration(rollout_s)} and " if generates else ""
-    return f"an iteration {first}trains for {_duration(train_s)} if samples have {rollout.max_tokens} tokens"
+    return _time_text(settings, rollout_s, _train_s(parameters, settings, flops * count))
+
+
+def cpu_time_text(parameters: int, settings: RunSettings, count: int, flops: float) -> str:
+    """Return how long an iteration takes on `count` machines without GPUs that compute `flops` in float32, if
+    each sample is as long as it may be. Generation is bound by computing.
+    """
+    engine, computed = settings.engine, 2 * parameters * _samples(settings) * settings.rollout.max_tokens
+    rollout_s = computed / (CPU_GENERATES * flops * count)
+    is_exact = engine.dtype == "float64" and engine.kind != "vllm" and engine.url is None
+    faster = f" ({_duration(rollout_s)} with engine.dtype=float32)" if is_exact else ""
+    rollout_s *= 2 if is_exact else 1
+    return _time_text(settings, rollout_s, _train_s(parameters, settings, flops * count), faster)
+
+
+def disk_text(parameters: int, state_bytes: int, settings: RunSettings, on_gpu: bool) -> str:
+    """Return what checkpoints take on the disk, and how often the optimizer's state is in them."""
+    trainer, kept = settings.trainer, settings.checkpoints.keep_last
+    is_half = trainer.save_dtype == "bfloat16" or (trainer.save_dtype == "auto" and on_gpu)
+    weights = (2 if is_half else 4) * parameters
+    every, state = (
+        trainer.state_interval,
+        f"{state_bytes / 1e9:.2g} GB to resume from (the optimizer's state)",
+    )
+    if every > 1:
+        return (
+            f"an iteration writes {weights / 1e9:.2g} GB of weights, each {every}th {state}; {kept} are kept"
+        )
+    total = f"{kept * (weights + state_bytes) / 1e9:.2g} GB"
+    often = "trainer.save_interval=10 writes that in each 10th"
+    return (
+        f"an iteration writes {weights / 1e9:.2g} GB of weights, {state}; {kept} are kept: {total}; {often}"
+    )
+
+
+def _samples(settings: RunSettings) -> int:
+    """Return how many samples an iteration trains on."""
+    rollout = settings.rollout
+    if rollout.environment in WRITTEN:
+        return rollout.tasks_per_iteration * (2 if rollout.environment == "preference" else 1)
+    return rollout.tasks_per_iteration * rollout.samples_per_task
+
+
+def _train_s(parameters: int, settings: RunSettings, flops: float) -> float:
+    return 8 * parameters * _samples(settings) * settings.rollout.max_tokens / (REACHED * flops)
+
+
+def _time_text(settings: RunSettings, rollout_s: float, train_s: float, faster: str = "") -> str:
+    generates = settings.rollout.environment not in WRITTEN and settings.rl_phase == "both"
+    first = f"generates for {_duration(rollout_s)}{faster} and " if generates else ""
+    tokens = settings.rollout.max_tokens
+    return f"an iteration {first}trains for {_duration(train_s)} if samples have {tokens} tokens"
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if seconds < 120:
+        return f"{max(1.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -87,6 +87,24 @@ def test_model_directory_says_its_size_and_its_own_context(
     assert lines["nodes"] == "1; this one, node-a: 2 GPUs"
 
 
+def test_machine_without_a_gpu_says_what_an_iteration_takes_of_time_and_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcement_module, "measured_flops", lambda: 1e9)
+    shapes: Any = {"model.safetensors": [(1000, 1000)]}
+    model = write_model(tmp_path / "model", {"max_position_embeddings": 2048}, {}, shapes)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    given = {"model": str(model), "tasks": str(tmp_path / "tasks.jsonl")}
+    lines = said(tmp_path, given)
+    assert lines["time"] == (
+        "an iteration generates for 9 h (5 h with engine.dtype=float32) and trains for 12 h if samples have "
+        "2047 tokens"
+    )
+    assert lines["disk"].startswith("an iteration writes 0.004 GB of weights")
+    (tmp_path / "other").mkdir()
+    assert "time" not in said(tmp_path / "other", {**given, "rl_phase": "rollout"})
+
+
 @pytest.mark.parametrize(
     ("given", "title", "text"),
     [

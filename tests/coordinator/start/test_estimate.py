@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coordinator.settings.loading import build
-from coordinator.start.estimate import memory_text, time_text
+from coordinator.start.estimate import cpu_time_text, disk_text, memory_text, time_text
 from trainer.settings import TrainerSettings
 
 GB = 1e9
@@ -74,6 +74,47 @@ def test_time_is_for_samples_of_full_length() -> None:
     assert text == "an iteration generates for 5 s and trains for 41 s if samples have 1000 tokens"
     slower = time_text(int(8e9), build(given), 2, ["NVIDIA H100", "NVIDIA A100-SXM4-80GB"])
     assert slower == "an iteration generates for 8 s and trains for 2 min if samples have 1000 tokens"
+
+
+def test_time_on_cpus_comes_from_their_measured_speed() -> None:
+    given = {
+        "model": "any/model", "rollout.tasks_per_iteration": 16, "rollout.samples_per_task": 8,
+        "rollout.max_tokens": 24, "engine.dtype": "float32",
+    }  # fmt: skip
+    text = "an iteration generates for {} and trains for {} if samples have 24 tokens"
+    assert cpu_time_text(int(135e6), build(given), 1, 100e9) == text.format("33 s", "83 s")
+    assert cpu_time_text(int(135e6), build(given), 3, 100e9) == text.format("11 s", "28 s")
+    exact = {**given, "engine.dtype": "float64"}
+    both = "66 s (33 s with engine.dtype=float32)"
+    assert cpu_time_text(int(135e6), build(exact), 1, 100e9) == text.format(both, "83 s")
+    defaults = build({"model": "any/model"})
+    assert "generates for 25 h (13 h with engine.dtype=float32) and trains for 31 h" in cpu_time_text(
+        int(135e6), defaults, 1, 100e9
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "text"),
+    [
+        (
+            {},
+            False,
+            "an iteration writes 0.54 GB of weights, 1.6 GB to resume from (the optimizer's state); "
+            "3 are kept: 6.5 GB; trainer.save_interval=10 writes that in each 10th",
+        ),
+        (
+            {"trainer.save_interval": 10, "checkpoints.keep_last": 2},
+            True,
+            "an iteration writes 0.27 GB of weights, each 10th 1.6 GB to resume from (the optimizer's state)"
+            "; 2 are kept",
+        ),
+    ],
+)
+def test_what_a_checkpoint_weighs_and_how_often_it_is_written(
+    given: dict[str, Any], on_gpu: bool, text: str
+) -> None:
+    settings = build({"model": "any/model", **given})
+    assert disk_text(int(135e6), int(135e6) * 12, settings, on_gpu) == text
 
 
 def test_written_samples_are_not_generated() -> None:

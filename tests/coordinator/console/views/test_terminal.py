@@ -31,7 +31,8 @@ def node(rank: int, **said: Any) -> dict[str, Any]:
         "crew": "main", "rank": rank, "name": f"rank {rank}",
         "host": f"node-{rank}", "address": "", "state": "alive", "iteration": 5,
         "phase": "train_rollout", "row_s": 12.0, "waiting_s": 0.0, "weight": 1.0, "tasks_assigned": 64,
-        "tasks_done": 16, "samples_assigned": 0, "samples_done": 0, "tokens_per_s": None, "left_s": None, "gpu_count": 0, "gpus": [], "silent_s": 0.4,
+        "tasks_done": 16, "samples_assigned": 0, "samples_done": 0,
+        "tokens_per_s": None, "left_s": None, "gpu_count": 0, "gpus": [], "silent_s": 0.4,
         **said,
     }  # fmt: skip
 

@@ -37,6 +37,12 @@ def test_every_page_is_in_the_index() -> None:
     assert listed == pages - {"README.md"}
 
 
+def test_documentation_is_read_in_a_day() -> None:
+    """Words and numbers, without the bars of tables; half of them are the two pages that scripts write."""
+    words = [word for page in PAGE if page.startswith("docs/") for word in PAGE[page].read_text().split()]
+    assert sum(any(map(str.isalnum, word)) for word in words) <= 28_000
+
+
 @pytest.mark.parametrize("page", PAGE)
 def test_tests_that_a_page_names_are_there(page: str) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)`", PAGE[page].read_text())

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The command `run` of this checkout, from any directory; makes .venv first if need be.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+unset CDPATH # `cd` would search there first, and print what it finds
+unset -f cd dirname
+here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -e "$here/.venv/.installed" ] || make --silent -C "$here" install >&2
 exec "$here/.venv/bin/run" "$@"

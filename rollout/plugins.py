@@ -18,6 +18,9 @@ from typing import Any
 
 from rollout.origin import Code
 
+PACKAGES = ("rollout", "trainer", "coordinator")
+"""Ours. The current directory may have files of these names."""
+
 
 class PluginError(ValueError):
     """A `module:function` cannot be loaded; the message says why."""
@@ -36,13 +39,19 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
         where = "" if file.parent == Path() else f", with {file.parent} on PYTHONPATH"
         raise PluginError(f"{module_name} is a file; name its module: {file.stem}:{function_name}{where}")
     search_here()
+    if hidden := hidden_file(module_name):
+        raise PluginError(hidden)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything when it is imported
-        said = " ".join(str(error).split())
+        error_text = " ".join(str(error).split())
+        searched = f"looked for in {os.getcwd()}, on PYTHONPATH and in what is installed"
+        # The module that lacks a name: of `from queue import Tasks`, of `import queue; queue.Tasks`
+        lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
+        lacking = lacking or getattr(getattr(error, "obj", None), "__name__", "")
         raise PluginError(
-            f"module {module_name!r} cannot be imported: {type(error).__name__}: {said} (looked for in "
-            f"{os.getcwd()}, on PYTHONPATH and in what is installed)"
+            f"module {module_name!r} cannot be imported: {type(error).__name__}: {error_text} "
+            f"({hidden_file(str(lacking)) or searched})"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -66,9 +75,47 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
 
 
 def search_here() -> None:
-    """Have imports search the current directory: for `python -m` they do, for an installed command not."""
+    """Have imports search the current directory, behind everything else: a file there may well be named like
+    one of our packages, of the standard library, or of what is installed.
+    """
+    for package in PACKAGES:  # what finds an editable installation of them is asked after all of sys.path
+        with suppress(ImportError):
+            importlib.import_module(package)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+
+
+def hidden_file(module_name: str) -> str:
+    """Say that imports of a module miss its file in the current directory, and what to do; an empty text if
+    they find it, or one that is equal, or if there is none.
+    """
+    top, *inner = module_name.split(".")
+    spec = None
+    with suppress(ValueError, ImportError):
+        spec = importlib.util.find_spec(top)
+    file = _source_file(Path(top).absolute(), inner)
+    if file is None or spec is None:
+        return ""
+    places = spec.submodule_search_locations or [str(spec.origin).removesuffix(".py")]
+    for other in filter(None, (_source_file(Path(place), inner) for place in places)):
+        if other.samefile(file) or other.read_bytes() == file.read_bytes():
+            return ""
+    kind = "Flagpost's own package" if top in PACKAGES else "Python's own module"
+    kind = kind if top in {*PACKAGES, *sys.stdlib_module_names} else f"the installed module at {places[0]}, "
+    return f"{file} is hidden by {kind} {top!r}, which imports find first; give your file another name"
+
+
+def is_installed(library: str) -> bool:
+    """Return whether a library can be imported: a folder of that name in the current directory is none."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None
+
+
+def _source_file(top: Path, inner: Sequence[str]) -> Path | None:
+    """Return the file of a module in the package, or the module, at `top`; None if there is none."""
+    module = top.joinpath(*inner)
+    files = (module / "__init__.py", module.with_name(f"{module.name}.py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def check_call(function: Callable[..., Any], arguments: Sequence[str]) -> None:

@@ -5,8 +5,6 @@ once and ends that tracker alone. metrics.jsonl has every line whatever happens 
 """
 
 import contextlib
-import importlib
-import importlib.util
 import logging
 import os
 import queue
@@ -18,6 +16,7 @@ from coordinator.directory.layout import Kind
 from coordinator.journal import sample_tables
 from coordinator.journal.sinks import About, MLflow, Sink, TensorBoard, Trackio, WandB
 from coordinator.settings.tree import MetricsSettings, SettingsError, SinkName
+from rollout.plugins import is_installed
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ SINKS: dict[SinkName, tuple[Callable[[About], Sink], str]] = {
 def check_sinks(settings: MetricsSettings) -> None:
     """SettingsError for a tracker whose library is not installed, or that nobody has said the place of."""
     for name in settings.sinks:
-        if importlib.util.find_spec(SINKS[name][1]) is None:
+        if not is_installed(SINKS[name][1]):
             raise SettingsError(
                 f"metrics.sinks={name}: {SINKS[name][1]} is not installed; pip install -e '.[{name}]'"
             )

@@ -203,7 +203,7 @@ class Children:
         if count_gpus() or not hasattr(os, "pidfd_open") or self.shares_imports:
             return {}
         socket = str(self.spool / "forks.sock")
-        self.start("imports", [sys.executable, "-m", "trainer.job.forks", socket], env=READ_AT_IMPORT)
+        self.start("imports", [sys.executable, "-P", "-m", "trainer.job.forks", socket], env=READ_AT_IMPORT)
         self._shared = {FORKS: socket}
         return self._shared
 

@@ -5,19 +5,25 @@ nobody ever waits for that thread.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import threading
 import time
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import Any
+
+_GPU = re.compile(r"\d+|(GPU|MIG)-.+")
+"""How CUDA_VISIBLE_DEVICES names one; Slurm sets it to NoDevFiles for a job without GPUs."""
 
 
 def count_gpus() -> int:
     """GPUs that this process may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([item for item in visible.split(",") if item.strip() not in {"", "-1"}])
+        items = [item.strip() for item in visible.split(",")]
+        return len(list(takewhile(_GPU.fullmatch, items)))  # CUDA ignores what stands behind a bad one
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0

@@ -21,7 +21,7 @@ def lacks_flagpost(python: str, env: Mapping[str, str]) -> str:
 
 @functools.cache
 def _lacks(python: str, env: tuple[tuple[str, str], ...]) -> str:
-    command, environment = [python, "-c", _ASKED], {**os.environ, **dict(env)}
+    command, environment = [python, "-P", "-c", _ASKED], {**os.environ, **dict(env)}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=ANSWER_S, check=False)
     except FileNotFoundError:

@@ -118,7 +118,7 @@ class Pulse:
         if written_ns != self._written_ns or not is_schedulable(node["pid"]) or self._stand_in is not None:
             self._written_ns, self._still_since_s = written_ns, now_s
         elif now_s - self._still_since_s >= node["patience_s"]:
-            argv = [sys.executable, "-m", "coordinator.machine.stand_in", self._spool]
+            argv = [sys.executable, "-P", "-m", "coordinator.machine.stand_in", self._spool]
             without_pipe = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
             self._stand_in = os.posix_spawn(argv[0], argv, os.environ, file_actions=without_pipe)
 

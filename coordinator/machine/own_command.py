@@ -14,7 +14,7 @@ PATIENCE_S = 120.0
 
 def own_command(*words: str) -> list[str]:
     """Return the command that calls this installation's `run` with these words."""
-    return [sys.executable, "-m", "coordinator.cli", *words]
+    return [sys.executable, "-P", "-m", "coordinator.cli", *words]
 
 
 def ask_run(

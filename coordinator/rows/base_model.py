@@ -15,6 +15,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import Board
 from coordinator.settings.tree import TINY
+from rollout.environment_variables import cores
 from rollout.storage import files
 from rollout.tasks.task_set import BUILT_IN
 
@@ -79,6 +80,7 @@ def _build(node: Node, made: Path, tasks: str, seed: int, steps: int) -> None:
     log.info("making the built-in model: %d warm-up steps, once for this seed", steps)
     argv = [
         node.children.python,
+        "-P",
         "-m",
         "trainer.model.tiny",
         *("--tasks", tasks),
@@ -87,7 +89,7 @@ def _build(node: Node, made: Path, tasks: str, seed: int, steps: int) -> None:
         *("--out", str(made)),
     ]
     path = node.run_dir.logs(node.rank) / "base_model.log"
-    env = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}  # it runs alone, whatever the nodes share later
+    env = {"OMP_NUM_THREADS": str(cores())}  # it runs alone, whatever the nodes share later
     child = node.children.start("base-model", argv, env=env, log=path, echo=_echo)
     while child.wait(0.2) is None:
         node.check()

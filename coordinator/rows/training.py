@@ -14,6 +14,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import head_start
 from coordinator.settings.tree import RunSettings
+from rollout.environment_variables import cores, omp_threads
 from rollout.storage import files
 from rollout.tasks.task_set import group_seed
 from trainer.documents import Resume, TrainRequest
@@ -175,5 +176,4 @@ def note_in_flight(node: Node, _iteration: Iteration, payloads: dict[int, Payloa
 
 def _threads(processes: int) -> int:
     """Return the CPU threads of a training process: as the environment says, else its share of the cores."""
-    set_by_user = os.environ.get("OMP_NUM_THREADS", "")
-    return int(set_by_user) if set_by_user.isdigit() else max(1, (os.cpu_count() or 1) // processes)
+    return omp_threads(os.environ) or max(1, cores() // processes)

@@ -1,6 +1,5 @@
 """What a start starts, in a few lines for the master's terminal."""
 
-import os
 import shlex
 import socket
 from pathlib import Path
@@ -16,6 +15,7 @@ from coordinator.start.refusals import evaluates
 from coordinator.start.start import Start
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.servers import server_reason
+from rollout.environment_variables import cores
 from rollout.settings import PROGRAMS
 
 
@@ -128,5 +128,5 @@ def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str
 def _nodes(settings: RunSettings, gpus: int) -> str:
     cluster = settings.cluster
     weights = f", weights {show(cluster.rank_weights)}" if cluster.rank_weights else ""
-    devices = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{os.cpu_count()} cores, no GPU"
+    devices = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{cores()} cores, no GPU"
     return f"{cluster.num_nodes}{weights}; this one, {socket.gethostname()}: {devices}"

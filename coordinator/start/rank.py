@@ -26,9 +26,11 @@ def resolve_rank(
         return MASTER
     if worker is not None:
         return _worker_rank("--worker", worker)
-    for variable in RANK_VARIABLES:
-        if text := environment.get(variable):
-            return MASTER if text.strip() == "0" else _worker_rank(variable, text)
+    ranks = {name: text.strip() for name in RANK_VARIABLES if (text := environment.get(name, "")).strip()}
+    if ranks:
+        _refuse_leftovers(ranks, environment)
+        variable, text = next(iter(ranks.items()))
+        return MASTER if text == "0" else _worker_rank(variable, text)
     address = environment.get("MASTER_ADDR")
     if address and address in own_names:
         return MASTER
@@ -45,6 +47,23 @@ def nodes_from(environment: Mapping[str, str]) -> int | None:
     """Return the number of nodes that a scheduler says, if one does."""
     text = environment.get(NODES_VARIABLE, "")
     return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def _refuse_leftovers(ranks: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    """Raise SettingsError if variables are from two launchers: one was started in the other's environment."""
+    values = {name: int(text) if text.isdecimal() else text for name, text in ranks.items()}
+    pairs = [f"{name}={ranks[name]}" for name in values]
+    world, nodes = environment.get("WORLD_SIZE", ""), environment.get(NODES_VARIABLE, "")
+    if len(set(values.values())) > 1:
+        what = f"{' and '.join(pairs)} name different ranks"
+    elif {"RANK", "SLURM_NODEID"} <= ranks.keys() and world.isdecimal() and 0 < int(world) < int(nodes or 0):
+        what = f"WORLD_SIZE={world} and {NODES_VARIABLE}={nodes} name different numbers of nodes"
+    else:
+        return
+    raise SettingsError(
+        f"{what}: one is left over from another launcher; unset it, e.g. `unset RANK WORLD_SIZE`, or give "
+        "--master or --worker RANK"
+    )
 
 
 def _worker_rank(source: str, text: str) -> int:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from rollout.engines.model_dir import WeightsError
 from rollout.engines.model_facts import steady_tokens
+from rollout.plugins import is_installed
 from rollout.settings import EngineSettings
 
 ServerKind = Literal["vllm", "torch"]
@@ -146,7 +146,7 @@ def server_command(
     it.
     """
     if server_kind(settings, gpus, python) == "torch":
-        argv = [python, "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
+        argv = [python, "-P", "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
         argv += ["--uds", os.fspath(socket)]
         argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
         # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
@@ -175,7 +175,7 @@ def server_command(
         one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return Server(
         "vllm",
-        [python, "-m", *_program(os.fspath(model_dir), python), *_arguments(args)],
+        [python, "-P", "-m", *_program(os.fspath(model_dir), python), *_arguments(args)],
         # The first variable enables the calls that load weights, sleep and wake. An API key of the user's
         # environment would refuse our requests. On a CPU all servers would bind their threads to one core.
         {
@@ -256,7 +256,7 @@ def _dashed(key: str) -> str:
 def _is_importable(python: str) -> bool:
     if python != sys.executable:
         return _answers(python, "import importlib.util as u; assert u.find_spec('vllm')")
-    return find_spec("vllm") is not None
+    return is_installed("vllm")
 
 
 def _is_distribution(python: str) -> bool:
@@ -273,7 +273,9 @@ def _is_distribution(python: str) -> bool:
 def _answers(python: str, program: str) -> bool:
     """Return whether another Python runs a program without an error; asked once."""
     try:
-        done = subprocess.run([python, "-c", program], capture_output=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(
+            [python, "-P", "-c", program], capture_output=True, timeout=ANSWER_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

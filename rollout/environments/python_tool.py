@@ -2,11 +2,11 @@
 
 import asyncio
 import functools
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rollout.environment_variables import cores
 from rollout.environments.policy import Episode, Policy, opening
 from rollout.environments.tool_calls import Tool
 from rollout.origin import Sampling
@@ -64,7 +64,7 @@ def _said(ended: Outcome, limits: Limits) -> str:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1, "python tool")
+    return ThreadPoolExecutor(cores(), "python tool")
 
 
 async def python(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:

@@ -8,12 +8,12 @@ import asyncio
 import functools
 import json
 import logging
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from rollout.environment_variables import cores
 from rollout.environments.outside import play_outside
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
@@ -41,7 +41,7 @@ class TextGym:
         loaded = code_behind(name)
         self._name = name
         self.behind = package_code(name.partition(":")[0].partition(".")[0])
-        size = PROCESSES_A_CORE * (os.cpu_count() or 1)
+        size = PROCESSES_A_CORE * cores()
         say = functools.partial(_say, name)
         self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)
 

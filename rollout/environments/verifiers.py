@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from rollout.environment_variables import cores
 from rollout.environments.outside import play_outside
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
@@ -38,7 +39,7 @@ class VerifiersEnvironment:
             raise ValueError(reason)
         self._name = name
         self.behind = package_code(module_of(name))
-        size = min(MOST_PROCESSES, os.cpu_count() or 1)
+        size = min(MOST_PROCESSES, cores())
         self._pool = ProcessPool(f"{__name__}:make_player", size=size, say=functools.partial(_say, name))
 
     def check(self, task: Task) -> None:

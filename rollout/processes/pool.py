@@ -33,6 +33,8 @@ from typing import IO, Any
 
 import psutil
 
+from rollout.environment_variables import cores
+
 START_TIMEOUT_S = 120.0
 """How long Python and the library may take to start. It counts against no call's deadline."""
 GONE_S = 5.0
@@ -86,7 +88,7 @@ class ProcessPool:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.maker = maker
-        self.size = size or min(4, os.cpu_count() or 1)
+        self.size = size or min(4, cores())
         self._parameters = parameters
         self._say = say
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()

@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 MEMORY_BYTES = 4 * 2**30
@@ -48,12 +49,22 @@ def main(maker: str) -> None:
 
         functions: list[Callable[..., Any]] = []
         first = json.loads(lines.readline())
-        sys.path[:] = first["path"]
+        _search(first["path"])
         if first["is_library"]:
             _restrict()
         answer(lambda: functions.append(_make(maker, first["parameters"])), [])
         for line in lines if functions else ():
             answer(functions[0], json.loads(line))
+
+
+def _search(path: list[str]) -> None:
+    """Search for modules where the node does: our packages come first, as for the node
+    (rollout.plugins.search_here).
+    """
+    sys.path[:] = [str(Path(__file__).parents[2]), *path]
+    for package in ("rollout", "trainer", "coordinator"):
+        importlib.import_module(package)
+    sys.path[:] = path
 
 
 def _restrict() -> None:

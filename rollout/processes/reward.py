@@ -2,14 +2,13 @@
 
 import asyncio
 import functools
-import importlib.util
 import json
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
-from rollout.plugins import load_as_it_was, load_function, sources
+from rollout.environment_variables import cores
+from rollout.plugins import is_installed, load_as_it_was, load_function, sources
 from rollout.processes.pool import CallLost, DeadlinePassed, ProcessPool
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class LibraryReward:
 
 def missing(library: str, extra: str) -> str | None:
     """Return how to install `library`; None if it is installed. Does not import it."""
-    if importlib.util.find_spec(library) is not None:
+    if is_installed(library):
         return None
     return f"{library} is not installed; it is the extra {extra!r}: pip install -e '.[{extra}]'"
 
@@ -86,7 +85,7 @@ class SyncReward:
         """Return what the function returns. Raises CallFailed if it raises, CallLost if it takes longer than
         `timeout_s` or ends its process.
         """
-        self._pool.size = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
+        self._pool.size = processes or min(MOST_PROCESSES, cores())
         try:
             return await asyncio.wrap_future(self._pool.submit(task, completion, deadline_s=timeout_s))
         except DeadlinePassed as late:

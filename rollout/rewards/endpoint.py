@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rollout.environment_variables import proxy_of
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -91,7 +93,8 @@ class Endpoint:
             self._loop = asyncio.get_running_loop()
             timeout = aiohttp.ClientTimeout(total=self._timeout_s)
             connector = aiohttp.TCPConnector(limit=0)
-            session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+            proxy = proxy_of(self.url)
+            session = aiohttp.ClientSession(connector=connector, timeout=timeout, proxy=proxy)
             self._open = session, asyncio.Semaphore(self._at_once)
         return self._open
 

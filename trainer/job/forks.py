@@ -1,7 +1,7 @@
 """Import what engines and trainers import once on a machine, and fork them from that.
 
-    python -m trainer.job.forks SOCKET                               the server
-    python -I -S forks.py SOCKET GROUPS PYTHON -m MODULE ARG...      a client, in place of the program
+    python -P -m trainer.job.forks SOCKET                            the server
+    python -I -S forks.py SOCKET GROUPS PYTHON -P -m MODULE ARG...      a client, in place of the program
 
 `run local` starts the server, so that its nodes share the imports: each engine, torchrun agent and trainer
 would spend 2 to 5 s of CPU on them. A client hands its descriptors, its environment and the command to the
@@ -38,7 +38,7 @@ _LOST = 1
 
 def is_program(argv: Sequence[str]) -> bool:
     """Return whether a command is one that the server can fork, by the server's Python."""
-    return len(argv) > 2 and argv[0] == sys.executable and argv[1] == "-m" and argv[2] in MODULES
+    return [*argv[:3]] == [sys.executable, "-P", "-m"] and len(argv) > 3 and argv[3] in MODULES
 
 
 def client(socket_path: str, groups: str, argv: Sequence[str]) -> list[str]:
@@ -53,7 +53,7 @@ def ask(socket_path: str, groups: str, argv: list[str]) -> int:
     """Have the server fork; return the exit status of the fork. Without a server this does not return."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    request = {"groups": groups, "env": dict(os.environ), "argv": argv[2:]}
+    request = {"groups": groups, "env": dict(os.environ), "argv": argv[3:]}
     data = json.dumps(request).encode()
     try:
         connection.connect(socket_path)
@@ -201,10 +201,12 @@ def _become(env: Mapping[str, str], argv: Sequence[str]) -> int:
     """Run a module's `main` as `python -m` would; `argv`: the module, then its arguments."""
     import torch
 
+    from rollout.environment_variables import omp_threads
+
     os.environ.clear()
     os.environ.update(env)
-    if threads := env.get("OMP_NUM_THREADS"):  # read when torch was imported
-        torch.set_num_threads(int(threads))
+    if threads := omp_threads(env):  # read when torch was imported
+        torch.set_num_threads(threads)
     module = import_module(argv[0])
     sys.argv = [str(module.__file__), *argv[1:]]
     return module.main()

@@ -108,11 +108,11 @@ def argv(launch: Launch) -> list[str]:
         # Not -m: a rank must be named in the spool before Python starts, which may take seconds or hang.
         # torchrun takes $ for the beginning of a name of its own, and $$ for $.
         program = ["--no-python", "/bin/sh", "-c", LAUNCHER.replace("$", "$$"), str(launch.spool / "pgid")]
-        program += [launch.python, "-u", "-m", "trainer"]
+        program += [launch.python, "-u", "-P", "-m", "trainer"]
     timeout_s = max(1, round(launch.start_timeout_s))
     return [
         launch.python,
-        *("-m", "trainer.job.agent"),
+        *("-P", "-m", "trainer.job.agent"),
         *("--nnodes", str(launch.num_nodes)),
         *("--nproc-per-node", str(launch.processes)),
         *("--rdzv-backend", BACKEND),

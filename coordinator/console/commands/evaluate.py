@@ -140,7 +140,7 @@ def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> 
 
 def _merged(adapter: Path, made: Path) -> Path:
     """Make a model of an adapter and its base, for any engine; SettingsError if that cannot be."""
-    argv = [sys.executable, "-m", "trainer.checkpoint.merge", str(adapter), str(made)]
+    argv = [sys.executable, "-P", "-m", "trainer.checkpoint.merge", str(adapter), str(made)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.splitlines() or ["it ended without a word"])[-1]

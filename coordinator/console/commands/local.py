@@ -30,6 +30,7 @@ from coordinator.start.inputs import load_inputs
 from coordinator.start.refusals import fit_max_tokens
 from coordinator.start.start import check_log_path, resume_given
 from coordinator.start.strangers import refuse_strangers
+from rollout.environment_variables import cores, omp_threads
 
 LOOK_S = 0.25
 GRACE_S = 15.0
@@ -92,7 +93,9 @@ def _run_local(
     with broken_silence(lambda: ("start", "run: reading the tasks and the model"), say=print):
         fit_max_tokens(settings, given, load_inputs(settings, given).context)
     nodes = settings.cluster.num_nodes
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nodes))
+    threads = str(max(1, cores() // nodes))
+    if omp_threads(os.environ):  # it may be a list, which OpenMP reads by itself
+        threads = os.environ["OMP_NUM_THREADS"]
     again = f"run local --log-path {shlex.quote(str(root))}"
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", STARTED_BY: again}
     interrupts = Interrupts()
@@ -107,7 +110,7 @@ def _run_local(
 
         for rank in range(nodes):
             role = ["--worker", str(rank)] if rank else ["--master", *overrides]
-            argv = [sys.executable, "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
+            argv = [sys.executable, "-P", "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
         codes = follow(started, interrupts)
         children.close()

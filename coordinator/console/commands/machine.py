@@ -171,7 +171,7 @@ def _command(typed: Typed, given: Mapping[str, Any], crew: Crew, placement: Plac
     role += ["--accept-code-change"] if typed.accept_code_change and given and not typed.rank else []
     role += ["--allow-shared-dir"] if typed.allow_shared_dir else []
     own = ["--log-path", str(typed.root), "--crew", crew, "--placed-as", placement.to_json()]
-    return [sys.executable, "-m", "coordinator.cli", *own, *role, *as_overrides(given)]
+    return [sys.executable, "-P", "-m", "coordinator.cli", *own, *role, *as_overrides(given)]
 
 
 def _count_devices() -> int:

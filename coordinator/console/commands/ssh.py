@@ -135,7 +135,7 @@ class Remote:
         line = plain(line)
         if self.is_ready:
             self._show(line if IS_OF_A_NODE.match(line) else f"[{self.name}] {line}")
-        elif line == READY:
+        elif line.endswith(READY):  # behind what a profile has printed without a line end
             self.is_ready = True
         else:
             self._said.append(line)

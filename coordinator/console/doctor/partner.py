@@ -37,7 +37,7 @@ class Partner:
     """The second process as the doctor sees it: `ask` waits for the answer, `tell` does not."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "coordinator.console.doctor.partner"]
+        command = [sys.executable, "-P", "-m", "coordinator.console.doctor.partner"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )

@@ -164,6 +164,7 @@ class Job:
         process = subprocess.Popen(
             [
                 sys.executable,
+                "-P",
                 "-m",
                 "coordinator.console.server.runner",
                 str(start.folder),

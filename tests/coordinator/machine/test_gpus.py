@@ -150,3 +150,23 @@ def test_without_the_package_there_is_no_thread(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(threading.Thread, "start", started.append)
     assert GpuSampler(0.001).latest == []
     assert not [thread for thread in started if thread.name == "gpus"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ("0,1", 2),
+        (" 3 ", 1),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("void", 0),
+        ("0,-1,1", 1),
+        ("GPU-8f,MIG-x", 2),
+    ],
+)
+def test_gpus_are_counted_as_cuda_counts_them(
+    monkeypatch: pytest.MonkeyPatch, visible: str, count: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.count_gpus() == count

@@ -199,7 +199,7 @@ def test_kind_of_engine_goes_by_what_is_installed_for_the_python_of_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has, lacks = (script(tmp_path / name, f"exit {code}") for name, code in (("has", 0), ("lacks", 1)))
-    monkeypatch.setattr(servers, "find_spec", lambda _module: None)
+    monkeypatch.setattr(servers, "is_installed", lambda _module: False)
     assert server_kind(EngineSettings(), 1, str(has)) == "vllm"
     assert server_kind(EngineSettings(), 1, str(lacks)) == "torch"
     assert server_kind(EngineSettings(), 1, str(tmp_path / "absent")) == "torch"

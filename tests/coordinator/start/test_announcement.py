@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, with a name."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(announcement_module.socket, "gethostname", lambda: "node-a")
-    monkeypatch.setattr(announcement_module.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(announcement_module, "cores", lambda: 8)
 
 
 def test_demo_says_what_it_starts(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.models import make_model
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "find_spec", lambda _module: None)
+    monkeypatch.setattr(servers, "is_installed", lambda _module: False)
 
 
 @pytest.mark.usefixtures("no_vllm")
@@ -39,7 +39,7 @@ def test_node_that_starts_no_vllm_needs_none(given: dict[str, str], monkeypatch:
 
 def test_gpus_that_replicas_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    monkeypatch.setattr(servers, "find_spec", lambda _module: object())
+    monkeypatch.setattr(servers, "is_installed", lambda _module: True)
     settings = loading.build({"engine.kind": "vllm", "engine.tensor_parallel_size": 2})
     with pytest.raises(SettingsError, match=r"tensor_parallel_size=2 does not divide the 3 GPUs"):
         inputs.load_inputs(settings, {})
@@ -62,7 +62,7 @@ def test_engine_and_trainer_that_would_round_weights_differently_are_refused(
     gpus: str, given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(servers, "find_spec", lambda _module: object())
+    monkeypatch.setattr(servers, "is_installed", lambda _module: True)
     with pytest.raises(SettingsError, match=words) as refused:
         inputs.load_inputs(loading.build(given), {})
     assert "\n" not in str(refused.value)
@@ -84,7 +84,7 @@ def test_engine_that_rounds_as_training_does_is_taken(
     gpus: str, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(servers, "find_spec", lambda _module: object())
+    monkeypatch.setattr(servers, "is_installed", lambda _module: True)
     inputs.load_inputs(loading.build(given), {})
 
 

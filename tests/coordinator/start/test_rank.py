@@ -36,8 +36,19 @@ def test_each_variable_of_a_scheduler_says_the_rank(variable: str) -> None:
     assert resolve_rank(False, None, 3, {variable: "2"}, HERE) == 2
 
 
-def test_first_variable_that_is_set_wins() -> None:
-    assert rank(RANK="", NODE_RANK="1", SLURM_NODEID="2") == 1
+def test_variables_that_agree_say_the_rank() -> None:
+    assert rank(RANK="", NODE_RANK="1", SLURM_NODEID="1") == 1
+    assert rank(RANK="0", SLURM_NODEID="0", WORLD_SIZE="16", SLURM_NNODES="2") == 0
+
+
+def test_numbers_left_over_from_another_launcher_are_refused_with_both_values() -> None:
+    """sbatch passes on the submitter's environment: RANK=0 of a notebook would make every node the master."""
+    text = refusal(RANK="0", SLURM_NODEID="1")
+    assert text.startswith("RANK=0 and SLURM_NODEID=1 name different ranks") and "unset" in text
+    assert "JOB_COMPLETION_INDEX=2" in refusal(NODE_RANK="0", JOB_COMPLETION_INDEX="2")
+    text = refusal(RANK="0", SLURM_NODEID="0", WORLD_SIZE="1", SLURM_NNODES="2")
+    assert text.startswith("WORLD_SIZE=1 and SLURM_NNODES=2 name different numbers of nodes")
+    assert rank(worker="1", RANK="0", SLURM_NODEID="1") == 1
 
 
 @pytest.mark.parametrize("address", sorted(HERE))

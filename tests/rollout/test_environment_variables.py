@@ -1,0 +1,75 @@
+"""What others have put into the environment is read as its owner reads it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rollout.environment_variables import cores, need_no_proxy, omp_threads, proxy_of
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"),
+    [
+        ("4", 4),
+        ("4,2", 4),
+        (" 4 , 2", 4),
+        ("0", None),
+        ("", None),
+        ("-1", None),
+        ("4.5", None),
+        ("many", None),
+    ],
+)
+def test_threads_are_read_as_openmp_reads_them(text: str, threads: int | None) -> None:
+    assert omp_threads({"OMP_NUM_THREADS": text}) == threads
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no shares of the cores on this system")
+def test_cores_are_those_of_this_process_not_of_the_machine() -> None:
+    with one_core():
+        assert cores() == 1
+
+
+def test_own_addresses_need_no_proxy_and_the_rest_stays() -> None:
+    environment = {"HTTPS_PROXY": "proxy:3128", "NO_PROXY": "intern, 10.0.0.0/8"}
+    need_no_proxy(environment)
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "intern,10.0.0.0/8,localhost,127.0.0.1,::1"
+    before = dict(environment)
+    need_no_proxy(environment)
+    assert environment == before
+    need_no_proxy(without := {"NO_PROXY": "intern"})
+    assert without == {"NO_PROXY": "intern"}
+
+
+@pytest.mark.parametrize(
+    ("url", "proxy"),
+    [
+        ("http://127.0.0.1:8000/score", None),
+        ("http://[::1]:8000/score", None),
+        ("http://localhost/score", None),
+        ("http://judge.intern/score", None),
+        ("http://judge.example/score", "http://proxy:3128"),
+        ("https://judge.example/score", "http://other:3128"),
+    ],
+)
+def test_addresses_outside_are_reached_as_curl_does(
+    monkeypatch: pytest.MonkeyPatch, url: str, proxy: str | None
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("https_proxy", "other:3128")
+    monkeypatch.setenv("no_proxy", ".intern")
+    assert proxy_of(url) == proxy

@@ -16,6 +16,8 @@ from typing import Any
 
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 """How CUDA_VISIBLE_DEVICES names one; Slurm sets it to NoDevFiles for a job without GPUs."""
+DRIVER = "/proc/driver/nvidia/gpus"
+"""Where NVIDIA's driver has a directory for each GPU."""
 
 
 def count_gpus() -> int:
@@ -25,8 +27,8 @@ def count_gpus() -> int:
         items = [item.strip() for item in visible.split(",")]
         return len(list(takewhile(_GPU.fullmatch, items)))  # CUDA ignores what stands behind a bad one
     tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
+    if tool is None:  # slim containers may lack it
+        return len(os.listdir(DRIVER)) if os.path.isdir(DRIVER) else 0
     try:
         listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30.0, check=False)
     except (subprocess.TimeoutExpired, OSError):

@@ -9,6 +9,7 @@ from typing import Any
 from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children
+from coordinator.machine.gpus import count_gpus
 from coordinator.machine.network import free_port, interface_towards
 from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.liveness import Stopwatch
@@ -95,6 +96,7 @@ class TrainerHost:
             ranks=tuple(sorted(map(int, config["node_ranks"]))),
             python=self._children.python,
             forks=self._children.shares_imports,
+            gpus=count_gpus(),
         )
         self._bell = Doorbell(spool / launch.NODE_BELL)
         self._launches += 1

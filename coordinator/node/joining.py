@@ -221,7 +221,8 @@ class Joining:
         said[MASTER] = self._describe()
         found = {rank: content.get("gpu_count", 0) for rank, content in sorted(said.items())}
         hosts = {rank: content["host"] for rank, content in said.items()}
-        if text := gpu_shortfall(cluster, found, hosts):
+        trains = me.settings.rl_phase != "rollout"
+        if text := gpu_shortfall(cluster, found, hosts) or (trains and half_with_gpus(found, hosts)):
             raise Ended(Exit.FAILED, f"{text}. {self._messages.repair()}", "failed")
         return {
             rank: Member(
@@ -343,4 +344,16 @@ def gpu_shortfall(cluster: ClusterSettings, found: Mapping[int, int], hosts: Map
     return (
         f"--expect-gpus {wanted}, but there are {sum(found.values())} GPUs ({counts}): {missing}; "
         "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or expect fewer"
+    )
+
+
+def half_with_gpus(found: Mapping[int, int], hosts: Mapping[int, str]) -> str | None:
+    """Say that some members have GPUs and others have none, if so: they cannot add up gradients."""
+    lack = [f"rank {rank} ({hosts[rank]})" for rank, count in found.items() if not count]
+    if not lack or len(lack) == len(found):
+        return None
+    counts = ", ".join(f"rank {rank}: {count}" for rank, count in found.items())
+    return (
+        f"only some nodes have GPUs ({counts}), and training is on GPUs or on CPUs: {', '.join(lack)} lacks "
+        "them; look at nvidia-smi there, leave these nodes out, or start all with CUDA_VISIBLE_DEVICES="
     )

@@ -176,6 +176,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
             parameters = count_parameters(model)
+            refusals.refuse_slow_engine(settings, count_gpus(), parameters, python)
             if is_adapter(model):
                 raise SettingsError(
                     f"--model {settings.model}: is an adapter; merge it into its base model first "

@@ -14,7 +14,7 @@ from coordinator.start.functions import Functions
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
 from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
-from rollout.engines.servers import engine_dtype
+from rollout.engines.servers import engine_dtype, server_kind
 from rollout.environments.environment import BUILT_IN
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
@@ -75,6 +75,8 @@ def refuse_wrong_teacher(settings: RunSettings) -> None:
             raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
 
 
+SLOW_PARAMETERS = 1e8
+"""Above this the embedded engine is no choice that anyone would have made."""
 EXACT = {"float32", "float", "float64"}
 """Number types that change no weight of a checkpoint."""
 
@@ -93,6 +95,19 @@ def refuse_two_precisions(settings: RunSettings, gpus: int, python: str) -> None
             f"{name}={computed} with trainer.save_dtype={saved}: the engine would compute with weights in "
             f"{engines}, and training with weights in {trained}, so the one would miss updates of the other; "
             f"leave {name} out{other}"
+        )
+
+
+def refuse_slow_engine(settings: RunSettings, gpus: int, parameters: int, python: str) -> None:
+    """Raise SettingsError if a large model would be served on the CPU because vLLM is not installed."""
+    engine = settings.engine
+    chosen = engine.kind != "auto" or engine.url is not None or settings.rl_phase == "update"
+    if chosen or not gpus or parameters <= SLOW_PARAMETERS:
+        return
+    if server_kind(engine, gpus, python) == "torch":
+        raise SettingsError(
+            f"this machine has {gpus} GPUs but no vLLM, and the embedded engine would generate with "
+            f"{parameters / 1e9:.1f} B parameters on a CPU; pip install -e '.[vllm]', or give --engine torch"
         )
 
 

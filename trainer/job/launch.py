@@ -43,6 +43,10 @@ POLL_S = 0.25
 WATCH_INTERVAL_S = 0.5
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""How a user says what torch's allocator does, now and before torch 2.9."""
+GPUS = "FLAGPOST_GPUS"
+"""How many GPUs the node has counted."""
 READ_AT_IMPORT = {
     "LOGLEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
@@ -97,6 +101,8 @@ class Launch:
     """What runs the agent and its workers."""
     forks: bool = False
     """Whether the workers are forks of the agent, which has imported what they need (trainer.job.forks)."""
+    gpus: int | None = None
+    """GPUs of this node as it has counted them for its engine; None: it has not."""
 
 
 def argv(launch: Launch) -> list[str]:
@@ -135,8 +141,12 @@ def environment(launch: Launch) -> dict[str, str]:
         # engine, a second node on this machine) a training step takes ten times as long.
         "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "1000",  # some microseconds, which sleeping and waking would cost as well
-        "GLOO_SOCKET_IFNAME": launch.interface,
-        "NCCL_SOCKET_IFNAME": launch.interface,
+        # NCCL takes a name for the beginning of one, if it has no "=" before it: eth1 is eth10 too.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", launch.interface),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={launch.interface}"),
+        # Rows have many shapes: blocks of fixed sizes would be left with holes that nothing fits.
+        "PYTORCH_ALLOC_CONF": next(filter(None, map(os.environ.get, ALLOCATOR)), "expandable_segments:True"),
+        **({} if launch.gpus is None else {GPUS: str(launch.gpus)}),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         # A collective that hangs on GPUs leaves a trace in the spool, not in /tmp.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",

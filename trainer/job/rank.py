@@ -61,7 +61,7 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
     local_rank = int(os.environ["LOCAL_RANK"])
     number = 0
     try:
-        on_gpu = torch.cuda.is_available()
+        on_gpu = check_gpus(os.environ.get(launch.GPUS)) > 0
         device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
@@ -89,6 +89,18 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
         logger.exception("request %d failed", number)
         # An ordinary exit would run destructors, which may wait for peers that hang in a collective.
         os._exit(1)
+
+
+def check_gpus(counted: str | None) -> int:
+    """Return how many GPUs torch sees; raises LayoutError if the node has `counted` others."""
+    seen = torch.cuda.device_count()
+    if counted is not None and int(counted) != seen:
+        raise LayoutError(
+            f"this machine has {counted} GPUs by nvidia-smi and CUDA_VISIBLE_DEVICES, and torch "
+            f"{torch.__version__} sees {seen}: install a torch for the driver, or nvidia-smi, or start with "
+            "CUDA_VISIBLE_DEVICES= to compute on the CPU (AMD's GPUs are not supported)"
+        )
+    return seen
 
 
 class TrainerRank:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,18 @@ from coordinator.machine import gpus
 from coordinator.machine.gpus import GpuSampler
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33")
+
+
+def test_gpus_are_counted_by_the_driver_where_nvidia_smi_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus.shutil, "which", lambda _tool: None)
+    monkeypatch.setattr(gpus, "DRIVER", str(tmp_path / "gpus"))
+    assert gpus.count_gpus() == 0
+    for address in ("0000:17:00.0", "0000:65:00.0"):
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+    assert gpus.count_gpus() == 2
 
 
 class DriverError(Exception):

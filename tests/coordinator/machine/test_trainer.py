@@ -12,6 +12,8 @@ from coordinator.protocol.exits import TrainerFailed
 from tests.coordinator.made_up import run_dir_at
 from trainer.documents import TrainRequest
 from trainer.job import launch
+from trainer.job.rank import check_gpus
+from trainer.model.parallel import LayoutError
 from trainer.settings import TrainerSettings
 
 FAILS = """
@@ -44,6 +46,30 @@ def test_trace_of_a_collective_that_hung_is_kept_in_the_nodes_logs(
         host.leave_epoch()
     kept = run_dir.logs(1) / "e0002.i000007.nccl_trace_rank_3"
     assert kept.read_text() == "ALLREDUCE started, not ended"
+
+
+def test_users_own_interface_and_allocator_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    job = launch.Launch(1, 0, 1, "127.0.0.1", 1, "eth1", tmp_path, 1, 1.0, 1.0, gpus=8)
+    told = launch.environment(job)
+    ours = ["eth1", "=eth1", "expandable_segments:True"]  # "eth1" of NCCL's would be eth10 too
+    assert [told[name] for name in names[:3]] == ours and told["FLAGPOST_GPUS"] == "8"
+    for name, value in zip(names, ("eth2", "ib0", "", "backend:cudaMallocAsync"), strict=True):
+        monkeypatch.setenv(name, value)
+    told = launch.environment(job)
+    assert [told[name] for name in names[:3]] == ["eth2", "ib0", "backend:cudaMallocAsync"]
+
+
+@pytest.mark.parametrize("counted", ["8", "0"])
+def test_training_where_torch_sees_other_gpus_than_the_node_is_refused(
+    counted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(LayoutError, match=f"has {counted} GPUs by nvidia-smi .* sees 4: install"):
+        check_gpus(counted)
+    assert check_gpus("4") == check_gpus(None) == 4
 
 
 def test_flight_recorder_of_every_rank_is_on_and_writes_into_the_spool(tmp_path: Path) -> None:

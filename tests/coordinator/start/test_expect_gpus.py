@@ -95,11 +95,20 @@ def test_it_holds_for_the_members_where_others_are_left_out() -> None:
         assert "rank 2 (node-c) has 7 of 8;" in (shortfall(settings, 8, None, 7) or "")
 
 
-@pytest.mark.parametrize("counts", [(8, 8, 8), (8, 7, 8)])
+@pytest.mark.parametrize(
+    ("expected", "counts", "words"),
+    [
+        ("24", (8, 8, 8), ""),
+        ("24", (8, 7, 8), "has 7 of 8"),
+        (None, (8, 7, 8), ""),
+        (None, (8, 0, 8), "lacks them; look at nvidia-smi"),
+    ],
+)
 def test_run_with_too_few_ends_on_all_nodes_before_an_engine_starts(
-    tmp_path: Path, counts: tuple[int, ...]
+    tmp_path: Path, expected: str | None, counts: tuple[int, ...], words: str
 ) -> None:
-    world = World(tmp_path, 3, 0, {"cluster.expect_gpus": "24", "iterations": 1})
+    given = {"cluster.expect_gpus": expected} if expected else {}
+    world = World(tmp_path, 3, 0, {**given, "iterations": 1})
     world.allowed = {Exit.DONE, Exit.FAILED}
 
     def count() -> int:
@@ -115,8 +124,9 @@ def test_run_with_too_few_ends_on_all_nodes_before_an_engine_starts(
     world.run(over)
     assert world.scheduler.violation is None
     codes = {process.rank: process.code for process in world.processes}
-    said = [line for line in world.said if "rank 1 (host-1-" in line and "has 7 of 8" in line]
-    if sum(counts) == 24:
+    said = [line for line in world.said if "rank 1 (host-1-" in line and words in line]
+    if not words:
+        said = []
         assert (codes, said) == ({0: 0, 1: 0, 2: 0}, []) and world.machines.children
     else:
         assert codes == {0: 1, 1: 1, 2: 1} and world.machines.children == []

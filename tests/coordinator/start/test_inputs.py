@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
-from coordinator.start import inputs, run_json, start
+from coordinator.start import inputs, refusals, run_json, start
 from coordinator.start.run_json import LARGE_STATE_BYTES
 from rollout.engines import servers
 from rollout.engines.admin import EngineAdmin
@@ -85,6 +85,21 @@ def test_engine_that_rounds_as_training_does_is_taken(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(servers, "is_installed", lambda _module: True)
+    inputs.load_inputs(loading.build(given), {})
+
+
+def test_large_model_on_gpus_without_vllm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(servers, "find_spec", lambda _module: None)
+    given = {"model": str(make_model(tmp_path / "model", seed=0))}
+    inputs.load_inputs(loading.build(given), {})
+    monkeypatch.setattr(refusals, "SLOW_PARAMETERS", 1000)
+    with pytest.raises(
+        SettingsError, match=r"2 GPUs but no vLLM, .* pip install -e '.\[vllm\]', or give --eng"
+    ):
+        inputs.load_inputs(loading.build(given), {})
+    inputs.load_inputs(loading.build({**given, "engine.kind": "torch"}), {})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     inputs.load_inputs(loading.build(given), {})
 
 

@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from scripts.tiny_models import make_tiny_model
+from scripts.tiny_models import make_tiny_model, tiny_config
 from tests.models import make_model
 from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch
 from trainer.model.model import Learner, build_learner, fingerprint
-from trainer.model.parallel import Layout, LayoutError, _tensor_plan
+from trainer.model.parallel import Layout, LayoutError, _tensor_plan, shard
+from trainer.model.token_logprobs import Scorer
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
 
@@ -162,6 +164,33 @@ def test_families_that_need_help_in_rows_train_alike_sharded(
     for mine, theirs in zip(stats, about["steps"], strict=True):
         for name in ("loss", "entropy", "grad_norm"):
             assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-3, abs=1e-4), name
+
+
+def test_temperatures_of_a_sharded_model_on_gpus_are_not_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3")).float()
+    scorer = Scorer(model, CPU)
+    scored: list[Any] = []
+    score = Scorer._score
+
+    def scoring(*given: Any, **more: Any) -> Any:
+        scored.append(given)
+        return score(*given, **more)
+
+    monkeypatch.setattr(Scorer, "_score", scoring)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        settings = TrainerSettings(layout="sharded")
+        shard(scorer, model, Layout.of(10, settings, CPU), settings, on_gpu=True)
+        ids = torch.arange(3, 19)[None]
+        inputs = {"input_ids": ids, "position_ids": torch.arange(16)[None]}
+        with torch.no_grad():
+            scorer(inputs, torch.arange(15), ids[0, 1:], torch.full((15,), 0.7))
+    finally:
+        dist.destroy_process_group()
+    ((_self, hidden, _targets, temperatures),) = scored
+    assert hidden.dtype == torch.bfloat16 and torch.equal(temperatures, torch.full((15,), 0.7))
 
 
 def test_embeddings_that_a_plan_would_split_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:

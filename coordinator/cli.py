@@ -170,7 +170,7 @@ def _rank(root: Path, given: dict[str, Any], reset: Sequence[str], master: bool,
 def _show(root: Path, given: dict[str, Any], reset: Sequence[str]) -> int:
     """Print the settings that a start of the master would go by, and on stderr what that changes."""
     from coordinator.settings.loading import build
-    from coordinator.start.kept import changes, with_kept
+    from coordinator.start.last_settings import changes, with_kept
     from coordinator.start.start import absolute, last_start
 
     last = last_start(root)
@@ -185,7 +185,7 @@ def _app(name: str) -> typer.Typer:
     """Make a command; options of those that start nodes come from the settings, which takes a moment."""
     if name in COMMANDS:
         return COMMANDS[name]
-    from coordinator.console.commands.front import StartCommand
+    from coordinator.console.commands.help_and_completion import StartCommand
     from coordinator.console.commands.options import with_options
 
     app = new_app(add_completion=name == PROGRAM)
@@ -221,14 +221,14 @@ def main() -> int:
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
     program = "flagpost" if Path(sys.argv[0]).name == "flagpost" else PROGRAM
     if f"_{program.upper()}_COMPLETE" in os.environ:
-        from coordinator.console.commands.front import complete
+        from coordinator.console.commands.help_and_completion import complete
 
         return complete(program, {name: _app(name) for name in (PROGRAM, LOCAL, *COMMANDS)})
     arguments = sys.argv[1:]
     name = arguments[0] if arguments else ""
     names = [name] if name in (LOCAL, *COMMANDS) else []
     from coordinator.console.commands.typos import with_all_resets
-    from coordinator.journal.plain import plain
+    from coordinator.journal.control_characters import plain
     from coordinator.settings.tree import SettingsError
     from rollout.storage.files import SharedFsError
 

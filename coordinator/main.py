@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.collection.origins import refuse_changed_code
+from coordinator.collection.provenance import refuse_changed_code
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
-from coordinator.journal.silence import FIRST_S, broken_silence
+from coordinator.journal.progress_reminder import FIRST_S, progress_reminders
 from coordinator.keeping.resume import next_iteration
 from coordinator.keeping.trainer_states import wait_for_newest
 from coordinator.machine.children import ChildError
@@ -28,7 +28,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.protocol.placed import read_placement, run_dirs
+from coordinator.protocol.placement_records import read_placement, run_dirs
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.crews import is_finished, open_next
@@ -36,9 +36,9 @@ from coordinator.rows.table import run_iterations
 from coordinator.settings.placement import Crew
 from coordinator.settings.tree import SettingsError
 from coordinator.start.announcement import announcement
-from coordinator.start.awaiting import PLACED
+from coordinator.start.directory_access import share_with_group
 from coordinator.start.start import Start, start_master, start_worker
-from coordinator.start.strangers import share_with_group
+from coordinator.start.wait_for_master import PLACED
 from rollout.collect import AllGivenUp
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError
@@ -128,7 +128,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             except RowEnded:
                 raise
             except Exception:
-                node.verdicts.settle()  # an error of a process that was replaced is no failure of the run
+                node.row_endings.settle()  # an error of a process that was replaced is no failure of the run
                 raise
         except EpochChanged:
             node.trainer.leave_epoch()
@@ -279,7 +279,7 @@ def run_node(
     from the last start. `placed_as`: the placement that `crew` is of, as JSON; the code is MOVED if another
     one holds. None: it is the one that holds. `show`: how the master shows the run while it goes on.
     """
-    with broken_silence(prefix.doing, first_s=WORKERS_FIRST_S if machine else FIRST_S):
+    with progress_reminders(prefix.doing, first_s=WORKERS_FIRST_S if machine else FIRST_S):
         try:
             share_with_group(root)
             placement = read_placement(root)

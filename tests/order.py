@@ -48,7 +48,7 @@ LONGEST = (
     "tests/simulation/test_claims.py",
     "tests/cluster/test_groups.py",
     "tests/cluster/test_engine_host.py",
-    "tests/trainer/model/test_neighbours.py",
+    "tests/trainer/model/test_packed_sequences.py",
     "tests/simulation/test_copies.py",
 )
 """Files by the seconds that they take in all, longest first, as `--durations=0` says."""

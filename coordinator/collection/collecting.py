@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 
 from coordinator.collection import makers
+from coordinator.collection.load_policy import serve
+from coordinator.collection.node_share import ROWS, Share
 from coordinator.collection.ongoing import Ongoing
-from coordinator.collection.serving import serve
-from coordinator.collection.share import ROWS, Share
 from coordinator.directory import parts
 from coordinator.directory.layout import Kind
 from coordinator.directory.published import Incomplete

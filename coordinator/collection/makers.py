@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.collection.share import Share
+from coordinator.collection.node_share import Share
 from coordinator.directory.layout import Kind
 from coordinator.node.node import Node
 from coordinator.start.functions import Functions

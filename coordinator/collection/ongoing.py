@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from coordinator.collection import makers
 from coordinator.collection.claimed import Claimed
-from coordinator.collection.share import ROWS, Share, slots_of
+from coordinator.collection.node_share import ROWS, Share, slots_of
 from coordinator.directory.claims import Claims
 from coordinator.directory.parts import PartWriter
 from coordinator.node.flags import Payload

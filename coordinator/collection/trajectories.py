@@ -12,7 +12,7 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.chunks import Chunks, carried, cut, paces_of
-from coordinator.protocol.shares import split_slots
+from coordinator.protocol.split_slots import split_slots
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import once

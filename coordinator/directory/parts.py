@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.decoded import Decode, decoded
+from coordinator.directory.decoded_parts import Decode, decoded
 from coordinator.directory.layout import GROUPS, Kind, PartName, RunDir, parse_part_name
 from coordinator.directory.published import Incomplete, names, read_json
 from rollout.origin import Origin, described

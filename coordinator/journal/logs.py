@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.directory.line_writer import LineWriter
-from coordinator.journal.plain import plain
-from coordinator.journal.silence import Doing
+from coordinator.journal.control_characters import plain
+from coordinator.journal.progress_reminder import Doing
 
 CLOSE_S = 2.0
 """How long the end of a node waits for its last lines to be in its log file."""

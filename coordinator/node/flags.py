@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.directory.layout import DOCUMENT, ENTER, MASTER, OK, Flag, Record, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
-from coordinator.protocol.complaints import complain
+from coordinator.protocol.failed_starts import report_failed_start
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.watch import Watch
@@ -100,7 +100,7 @@ class Flags:
             return
         if self._watch.current is None and not self._identity.is_master:
             me = self._identity
-            complain(me.run_dir, current.epoch, me.rank, me.host, text)
+            report_failed_start(me.run_dir, current.epoch, me.rank, me.host, text)
             return
         phase = self._position.phase or Phase.ITERATION_START
         flag = Flag(current.epoch, self._position.iteration, phase, self._identity.rank, kind)

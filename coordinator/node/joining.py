@@ -10,14 +10,14 @@ from coordinator.machine import network
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.node.verdicts import CODES, MOVED, Verdicts
+from coordinator.node.row_endings import CODES, MOVED, RowEndings
 from coordinator.protocol.back_off import BackOff
-from coordinator.protocol.complaints import NOT_STARTED, Complaints
 from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beats
 from coordinator.protocol.records import EpochRecord, Given, Member, claim, new_token
-from coordinator.protocol.shares import share_sizes
 from coordinator.protocol.snapshot import Board
+from coordinator.protocol.split_slots import share_sizes
 from coordinator.protocol.verdict import Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.cluster import ClusterSettings
@@ -39,7 +39,7 @@ class Joining:
         position: Position,
         watch: Watch,
         messages: Messages,
-        verdicts: Verdicts,
+        row_endings: RowEndings,
         describe: Callable[[], dict[str, Any]],
     ) -> None:
         """`describe`: what this node's heartbeat says."""
@@ -47,13 +47,13 @@ class Joining:
         self._position = position
         self._watch = watch
         self._messages = messages
-        self._verdicts = verdicts
+        self._row_endings = row_endings
         self._describe = describe
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
         self._back_off = BackOff()
         self._is_unseen = False
-        self._complaints = Complaints(identity.run_dir)
+        self._failed_starts = FailedStarts(identity.run_dir)
         self._known: dict[int, tuple[int, dict[str, Any]]] = {}
         """What a process of each rank has said of its node, with its incarnation."""
 
@@ -79,7 +79,7 @@ class Joining:
         members = self._wait_for_members(lobby.epoch)
         record = self._new_record(lobby.epoch + 1, "full", members)
         if not claim(self._identity.run_dir, record):
-            raise self._verdicts.superseded()
+            raise self._row_endings.superseded()
         return record
 
     def _count_losses(self, left: EpochRecord | None) -> None:
@@ -101,10 +101,10 @@ class Joining:
     def claim_next(self, kind: Literal["lobby", "finished"]) -> EpochRecord:
         """Claim the first free number above all that the directory shows: the newest master wins."""
         while True:
-            self._verdicts.check()
+            self._row_endings.check()
             board = self._watch.look(whole=True)
             if board.highest_incarnation(MASTER) > self._watch.incarnation:
-                raise self._verdicts.superseded()
+                raise self._row_endings.superseded()
             number = max(board.newest_epoch(), self._identity.newest_epoch) + 1
             record = self._new_record(number, kind, {})
             if claim(self._identity.run_dir, record):
@@ -118,7 +118,7 @@ class Joining:
         elif not claim(
             self._identity.run_dir, self._new_record(current.epoch + 1, "finished", current.members)
         ):
-            raise self._verdicts.superseded()
+            raise self._row_endings.superseded()
 
     def returned(self) -> bool:
         """Return whether a rank that was left out (`shrink`) beats in this epoch: it is let in with a new
@@ -162,8 +162,8 @@ class Joining:
             return self._members(board, absent) if complete else None
 
         def check() -> None:
-            self._verdicts.check()
-            self._verdicts.check_still_master()
+            self._row_endings.check()
+            self._row_endings.check_still_master()
 
         def missing() -> str:
             return f"{self._identity.run_dir.names(self._position.waiting_for)} to start"
@@ -203,7 +203,7 @@ class Joining:
             )
         self._position.wait_for(absent)
         for flag in board.called(since, NOT_STARTED):
-            if flag.rank in absent and (text := self._complaints.new(flag)):
+            if flag.rank in absent and (text := self._failed_starts.new(flag)):
                 log.error("%s. Then, on that machine: %s", text, self._messages.node_command(flag.rank))
         return absent
 
@@ -277,12 +277,12 @@ class Joining:
         def check() -> None:
             """With `shrink` a master that lives lets this node in at its next iteration, however late."""
             nonlocal asks_s
-            self._verdicts.check()
+            self._row_endings.check()
             waited_s = time.monotonic() - started_s
             if waited_s >= asks_s:  # a newer process may have left: then no record ever lists it
                 asks_s = waited_s + self._cluster.node_timeout_s
                 if watch.heart.is_replaced():
-                    raise self._verdicts.superseded()
+                    raise self._row_endings.superseded()
                 if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
                     self._say_if_unseen()
             if self._cluster.on_node_failure == "shrink":
@@ -310,7 +310,7 @@ class Joining:
         """Raise what the newest epoch has already come to, if anything."""
         member = newest.members.get(self._identity.rank)
         if member is not None and member.incarnation > self._watch.incarnation:
-            raise self._verdicts.superseded()
+            raise self._row_endings.superseded()
         if newest.kind == "finished":
             raise Ended(Exit.DONE, "the run is finished")
         if newest.kind == "moved":
@@ -318,7 +318,7 @@ class Joining:
         for kind, event in CALLS.items():
             for flag in board.called(newest.epoch, kind):
                 if flag.rank == MASTER:
-                    raise self._verdicts.of(Verdict(event, MASTER, flag))
+                    raise self._row_endings.of(Verdict(event, MASTER, flag))
 
 
 def gpu_shortfall(cluster: ClusterSettings, found: Mapping[int, int], hosts: Mapping[int, str]) -> str | None:

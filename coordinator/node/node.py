@@ -37,8 +37,8 @@ from coordinator.node.outage import Outage
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
+from coordinator.node.row_endings import RowEndings
 from coordinator.node.unresponsive import Unresponsive
-from coordinator.node.verdicts import Verdicts
 from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.phases import By, Phase
@@ -83,16 +83,18 @@ class Node:
         self.pulse = Pulse(self.children.spool, self._show)
         self.signals = Signals(self._interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
-        self.verdicts = Verdicts(self.identity, self.position, self.watch, self.messages)
+        self.row_endings = RowEndings(self.identity, self.position, self.watch, self.messages)
         self.flags = Flags(
             self.identity, self.position, self.watch, self.check, self.messages.missing,
             self.sweeper.sweep, start.left_behind,
         )  # fmt: skip
-        self.unresponsive = Unresponsive(self.identity, self.watch, self.messages, self.verdicts, self.flags)
-        self.joining = Joining(
-            self.identity, self.position, self.watch, self.messages, self.verdicts, self._describe
+        self.unresponsive = Unresponsive(
+            self.identity, self.watch, self.messages, self.row_endings, self.flags
         )
-        self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.verdicts)
+        self.joining = Joining(
+            self.identity, self.position, self.watch, self.messages, self.row_endings, self._describe
+        )
+        self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.row_endings)
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
         self.said: int | None = None
@@ -141,7 +143,7 @@ class Node:
 
     def check(self) -> None:
         """Raise what has ended the present row, if anything has."""
-        self.verdicts.check()
+        self.row_endings.check()
 
     def reading(self) -> Moved:
         """Return what is told of each piece that this row reads: it is progress, and a row that has ended is

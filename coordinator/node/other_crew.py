@@ -7,12 +7,12 @@ import time
 from coordinator.directory.layout import MASTER
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
-from coordinator.node.verdicts import CODES
-from coordinator.protocol.complaints import NOT_STARTED, Complaints
+from coordinator.node.row_endings import CODES
 from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.liveness import Silence
-from coordinator.protocol.placed import run_dirs
+from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings.tree import RunSettings
@@ -43,7 +43,7 @@ class OtherCrew:
         if self._leads and identity.is_master:  # its master lived at our START: it may have ended meanwhile
             calls = [flag for flag in calls if flag.epoch < identity.followed_epoch]
         self._old = frozenset(calls)
-        self._complaints = Complaints(self._run_dir)
+        self._failed_starts = FailedStarts(self._run_dir)
 
     def hear(self) -> None:
         """Raise Ended if the other crew has ended or given up. Log why a machine of it could not start. In
@@ -52,7 +52,7 @@ class OtherCrew:
         for flag in self._look().calls:
             if flag.rank != MASTER or flag in self._old:
                 continue
-            if flag.kind == NOT_STARTED and (said := self._complaints.new(flag)):
+            if flag.kind == NOT_STARTED and (said := self._failed_starts.new(flag)):
                 log.error("%s. Then, on that machine: %s", said, self._command())
             if flag.kind in CALLS:
                 text = f"the {self.crew} crew has ended: {read_call(self._run_dir, flag)}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.node.verdicts import Verdicts
+from coordinator.node.row_endings import RowEndings
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.watch import Watch
@@ -21,13 +21,18 @@ class Outage:
     """Waits for the shared directory, for cluster.rejoin_timeout_s at most."""
 
     def __init__(
-        self, identity: Identity, position: Position, watch: Watch, messages: Messages, verdicts: Verdicts
+        self,
+        identity: Identity,
+        position: Position,
+        watch: Watch,
+        messages: Messages,
+        row_endings: RowEndings,
     ) -> None:
         self._identity = identity
         self._position = position
         self._watch = watch
         self._messages = messages
-        self._verdicts = verdicts
+        self._row_endings = row_endings
         self._full_s = (-math.inf, -math.inf)
         """When this node first, and last, waited for free space."""
 
@@ -54,7 +59,7 @@ class Outage:
         self._position.move("fenced")
         deadline_s = time.monotonic() + cluster.rejoin_timeout_s
         while not fence.wait_until_back(cluster.beat_interval_s / 4):
-            self._verdicts.check_self()
+            self._row_endings.check_self()
             if is_master and not heart.was_seen and self._watch.away is None:
                 unseen = f"{root} takes this node's heartbeats, but has shown none of them"
                 text = f"{unseen} for {fence.limit_s:.0f} s, so no node could see another"
@@ -66,14 +71,14 @@ class Outage:
         if not is_master:
             self._watch.leave()
             if not heart.renew():
-                raise self._verdicts.superseded()
+                raise self._row_endings.superseded()
         fence.reset()
 
     def persist(self, write: Callable[[], None]) -> None:
         """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
 
         def check(error: SharedFsError) -> None:
-            self._verdicts.check_self()
+            self._row_endings.check_self()
             self.full(error)
 
         cluster = self._identity.settings.cluster
@@ -85,5 +90,5 @@ class Outage:
             except SharedFsError as error:
                 if not is_away(error) or time.monotonic() > deadline_s:
                     raise
-                self._verdicts.check_self()
+                self._row_endings.check_self()
                 time.sleep(cluster.poll_max_s)

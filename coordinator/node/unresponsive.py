@@ -15,7 +15,7 @@ from coordinator.machine.children import Children
 from coordinator.node.flags import Flags
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
-from coordinator.node.verdicts import Verdicts
+from coordinator.node.row_endings import RowEndings
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.watch import Watch
 from rollout.blocking import frame_of, is_on_directory
@@ -37,12 +37,12 @@ class Unresponsive:
     """Looks after the main thread while it runs user code, and after the children once a signal has come."""
 
     def __init__(
-        self, identity: Identity, watch: Watch, messages: Messages, verdicts: Verdicts, flags: Flags
+        self, identity: Identity, watch: Watch, messages: Messages, row_endings: RowEndings, flags: Flags
     ) -> None:
         self._identity = identity
         self._watch = watch
         self._messages = messages
-        self._verdicts = verdicts
+        self._row_endings = row_endings
         self._flags = flags
 
     def begin_to_end(self, number: int, children: Children) -> None:
@@ -99,7 +99,7 @@ class Unresponsive:
         """Tell the others and the person why this node ends; returns its exit code."""
         end = Ended(Exit.LOST, "its row has ended", "left")
         try:
-            self._verdicts.check()
+            self._row_endings.check()
         except Ended as error:
             end = error
         except Exception:

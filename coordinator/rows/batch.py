@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from coordinator.directory import parts, published
-from coordinator.directory.decoded import decoded
+from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration

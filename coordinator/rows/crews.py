@@ -8,7 +8,7 @@ import logging
 import time
 
 from coordinator.directory import published
-from coordinator.keeping import lineage, resume
+from coordinator.keeping import policy_choice, resume
 from coordinator.node.node import Node
 from coordinator.protocol.exits import EpochChanged
 from coordinator.protocol.phases import Phase
@@ -27,7 +27,7 @@ def open_next(node: Node) -> int | None:
             number += 1
     if last is not None and number > last:
         return None
-    return lineage.next_to_run(node, number)
+    return policy_choice.next_to_run(node, number)
 
 
 def is_finished(node: Node) -> bool:
@@ -79,7 +79,7 @@ def lacks(node: Node, number: int | None) -> str:
     if number is None:
         return "" if is_finished(node) else f"the training of iteration {node.settings.iterations}"
     if node.run_dir.crew == "rollout":
-        sampler = lineage.sampled_by(number, node.settings)
+        sampler = policy_choice.sampled_by(number, node.settings)
         is_there = sampler == 0 or sampler in published.checkpoints(node.run_dir)
         return "" if is_there else f"the checkpoint of iteration {sampler}"
     return "" if _is_generated(node, number) else f"the groups of iteration {number}"

@@ -5,8 +5,8 @@ from functools import partial
 
 from coordinator.collection import eval_sets, trajectories
 from coordinator.collection.collecting import collect_share
-from coordinator.collection.origins import OWN, agreed_functions, made_with
-from coordinator.collection.share import NamedSet, Share
+from coordinator.collection.node_share import NamedSet, Share
+from coordinator.collection.provenance import OWN, agreed_functions, made_with
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from coordinator.collection import eval_sets, prefixes, trajectories
+from coordinator.collection import eval_sets, trajectories, unfinished_samples
 from coordinator.collection.collecting import collect_share
-from coordinator.collection.origins import (
+from coordinator.collection.node_share import Share
+from coordinator.collection.provenance import (
     OWN,
     agreed_functions,
     changes,
@@ -21,13 +22,12 @@ from coordinator.collection.origins import (
     is_begun,
     made_with,
 )
-from coordinator.collection.prefixes import Begun
-from coordinator.collection.share import Share
+from coordinator.collection.unfinished_samples import Begun
 from coordinator.directory import parts, published
-from coordinator.directory.decoded import decoded
+from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete, Policy
-from coordinator.keeping import lineage, resume
+from coordinator.keeping import policy_choice, resume
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -57,7 +57,7 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
     elif number > 1 + node.finished.last(*resume.TRAINS) and number in published.checkpoints(run_dir):
         text = "metrics.jsonl has lost the lines of iterations before %d: the run goes on from its checkpoint"
         log.warning(text, number)
-    base = lineage.base_of(node, iteration)
+    base = policy_choice.base_of(node, iteration)
     for directory in (run_dir.trajectories("train", number), run_dir.trajectories("eval", number)):
         files.make_directory(directory)
     if Phase.TRAINING in rows_of(node.settings.kind):
@@ -102,7 +102,7 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
             raise Ended(Exit.FAILED, text, "failed")
         return opened, base
     begun = opened is not None and is_begun(run_dir, number)
-    policy = lineage.sampler_of(node, iteration, base, opened if begun else None)
+    policy = policy_choice.sampler_of(node, iteration, base, opened if begun else None)
     changed = _changes(node, opened, begun) if opened is not None else []
     if opened is not None and not begun and Begun.all_of(opened) != _left_over(node, iteration)[0]:
         changed.append("groups that are begun")  # an evaluation alone has opened it early
@@ -172,7 +172,7 @@ def begin_to_fetch(node: Node, iteration: Iteration) -> None:
     now instead of later; else it is still to be trained, from the samples of this iteration.
     """
     settings, number = node.settings, iteration.number
-    sampler = lineage.sampled_by(number + 1, settings)
+    sampler = policy_choice.sampled_by(number + 1, settings)
     is_last = number == settings.iterations
     comes = node.run_dir.crew == "rollout" or (settings.kind == "both" and sampler < number)
     if sampler and comes and not is_last and settings.engine.url is None:
@@ -200,8 +200,8 @@ def new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str,
 
 
 def _left_over(node: Node, iteration: Iteration) -> tuple[list[Begun], list[int], list[int]]:
-    """Return what the iteration before has left unfinished; see prefixes.left_by."""
-    return prefixes.left_by(node.run_dir, iteration.number - 1, _chosen(node))
+    """Return what the iteration before has left unfinished; see unfinished_samples.left_by."""
+    return unfinished_samples.left_by(node.run_dir, iteration.number - 1, _chosen(node))
 
 
 # ---- 1 to 4: training trajectories

@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from coordinator.collection.serving import serve
+from coordinator.collection.load_policy import serve
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
-from coordinator.keeping import lineage, trainer_states
+from coordinator.keeping import policy_choice, trainer_states
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -99,7 +99,7 @@ def train(node: Node, iteration: Iteration) -> None:
         iterations=published_settings.iterations,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
-    copy = node.trainer.train(request, processes, node.verdicts.check_training, node.position.reach)
+    copy = node.trainer.train(request, processes, node.row_endings.check_training, node.position.reach)
     if copy_dir is not None:
         head_start.take_over(node, iteration, copy or {})
     if not settings.trainer.keep_alive:
@@ -162,7 +162,7 @@ def restart_engine(node: Node, iteration: Iteration) -> Payload:
     """Load the weights that sample the next iteration, and check that the engine answers with them."""
     if not node.engine.is_there():
         return {}
-    policy = lineage.served_next(node, iteration)
+    policy = policy_choice.served_next(node, iteration)
     if iteration.copied is not None and iteration.copied.digest != policy.digest:
         node.drop_in_flight()
     return head_start.keep(node, iteration, serve(node, policy))

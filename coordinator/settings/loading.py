@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from coordinator.settings import names
+from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
 from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from rollout.settings import EvalSetSettings
@@ -252,7 +252,7 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
     for key, value in given.items():
         _refuse_secret(key, value)
         if key not in known and not _opened(key):
-            raise SettingsError(f"unknown setting {key}; {names.meant(key, known)}")
+            raise SettingsError(f"unknown setting {key}; {suggestions.meant(key, known)}")
 
 
 def _refuse_secret(key: str, value: Any) -> None:

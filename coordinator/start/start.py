@@ -15,22 +15,22 @@ from typing import Any, cast
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
-from coordinator.protocol import placed
-from coordinator.protocol.complaints import complain
-from coordinator.protocol.placed import Placement
+from coordinator.protocol import placement_records
+from coordinator.protocol.failed_starts import report_failed_start
+from coordinator.protocol.placement_records import Placement
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS, Crew
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.awaiting import await_master
+from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.eval_tasks import refuse_training_tasks
 from coordinator.start.inputs import NODE_LOCAL, Inputs, difference, load_inputs
-from coordinator.start.kept import Change, changes, with_kept
+from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.refusals import fit_max_tokens
 from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
-from coordinator.start.strangers import refuse_strangers
+from coordinator.start.wait_for_master import await_master
 from rollout.storage import files
 from rollout.tasks.rows import is_there
 
@@ -136,7 +136,7 @@ def start_master(
 ) -> Start:
     """Check everything as `check_master`, then make the directory and run.json."""
     checked = check_master(root, given, allow_shared_dir, reset)
-    run_dir, inputs = placed.run_dir(root, crew, placement), checked.inputs
+    run_dir, inputs = placement_records.run_dir(root, crew, placement), checked.inputs
     run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
     settings = with_save_interval(checked.settings, run, inputs.state_bytes)
     for directory in run_dir.fixed_directories:
@@ -158,8 +158,8 @@ def start_worker(
     The first machine of a crew that the master is not in leads that crew: it is the master there, by the
     settings of the run's master. `placement`: the one that `crew` is of; None: the one that holds now.
     """
-    placement = placement or placed.read_placement(root)
-    run_dir = placed.run_dir(root, crew, placement)
+    placement = placement or placement_records.read_placement(root)
+    run_dir = placement_records.run_dir(root, crew, placement)
     if run_dir.machines and machine not in run_dir.machines:
         raise SettingsError(f"--crew {crew}: rank {machine} of {root} is not in that crew now; leave it out")
     rank = run_dir.rank(machine)
@@ -168,7 +168,7 @@ def start_worker(
     refuse_rank(machine, mine.get("cluster.num_nodes", machine + 1), "")
     defaults = ClusterSettings()
     found = await_master(
-        run_dir if rank else placed.run_dirs(root, placement)[0],
+        run_dir if rank else placement_records.run_dirs(root, placement)[0],
         placement,
         mine.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
         mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
@@ -194,7 +194,7 @@ def start_worker(
         host = socket.gethostname()
         with contextlib.suppress(OSError):
             text = f"{run_dir.name(rank)} ({host}) could not start: {error}"
-            complain(run_dir, found.epoch, rank, host, text)
+            report_failed_start(run_dir, found.epoch, rank, host, text)
         raise
     start = _begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
     return replace(start, followed_epoch=found.epoch)

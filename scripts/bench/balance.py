@@ -27,7 +27,7 @@ from pathlib import Path
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.chunks import Chunks, Pace, Standing, choose, cut
-from coordinator.protocol.shares import split_slots
+from coordinator.protocol.split_slots import split_slots
 from rollout.storage import files
 
 LOOK_S = 0.02

@@ -31,7 +31,7 @@ from coordinator.journal import logs
 from coordinator.main import run_node
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol import placed
+from coordinator.protocol import placement_records
 from coordinator.rows import rollout, training
 from coordinator.settings.placement import Crew
 
@@ -105,9 +105,11 @@ def run_one(root: Path, machine: int, level: int, options: argparse.Namespace) -
 
 def measure(root: Path, level: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run all nodes, and return the line."""
-    placed.publish_placement(root, placed.Placement(len(CREWS), ("rollout=0-1", "train=2")))
+    placement_records.publish_placement(
+        root, placement_records.Placement(len(CREWS), ("rollout=0-1", "train=2"))
+    )
     for machine in range(len(CREWS)):
-        placed.publish_devices(root, machine, "localhost", 1)
+        placement_records.publish_devices(root, machine, "localhost", 1)
     command = [sys.executable, *sys.argv, "--level", str(level), "--machine"]
     nodes = [
         subprocess.Popen([*command, str(machine)], stderr=subprocess.DEVNULL) for machine in range(len(CREWS))

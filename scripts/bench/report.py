@@ -3,7 +3,7 @@
     .venv/bin/python scripts/bench/report.py [--iterations 200] [--nodes 8] [--repeats 5] [--keep DIR]
 
 Prints one JSON line: the median seconds of whole processes, the bytes of the page, and the bytes of the
-events that were read. The run is made up (tests/coordinator/made_up_run.py), in a temporary directory or in
+events that were read. The run is made up (tests/coordinator/example_run.py), in a temporary directory or in
 DIR.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' run, which is not installed
 
-from tests.coordinator.made_up_run import make_run
+from tests.coordinator.example_run import make_run
 
 
 def seconds_of(words: list[str], repeats: int) -> float:

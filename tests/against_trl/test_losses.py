@@ -41,7 +41,7 @@ from tests.models import EOS, make_model
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Microbatch
 from trainer.model.model import ALONE
-from trainer.model.neighbours import Arrangement
+from trainer.model.packed_sequences import Arrangement
 from trainer.settings import TrainerSettings
 from trainer.statistics import SUMS
 from trainer.update.step import train

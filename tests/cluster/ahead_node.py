@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator import cli
 from coordinator.collection import collecting
-from coordinator.collection.share import Share
+from coordinator.collection.node_share import Share
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 

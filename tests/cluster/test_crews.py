@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from coordinator.directory import published
-from coordinator.protocol import placed
+from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.cluster.faults import (
@@ -236,7 +236,9 @@ def test_what_cannot_be_placed_is_one_line_and_nothing_is_written(
 
 
 def test_worker_of_a_placed_run_that_the_run_does_not_have_is_refused(cluster: Cluster) -> None:
-    placed.publish_placement(cluster.root, placed.Placement(2, ("rollout=0", "train=1")))
+    placement_records.publish_placement(
+        cluster.root, placement_records.Placement(2, ("rollout=0", "train=1"))
+    )
     cluster.start(3)
     assert cluster.wait() == [2]
     assert "--worker 3 is outside the master's --num-nodes 2" in cluster.output(3)

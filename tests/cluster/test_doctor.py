@@ -13,7 +13,7 @@ import pytest
 
 from tests import faultfs, netns
 from tests.cluster.doctors import PATIENCE_S, Doctors
-from tests.coordinator.made_up import tree, write_json
+from tests.coordinator.examples import tree, write_json
 from tests.faultfs import FaultFs
 from tests.netns import Hosts
 

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.directory.layout import RunDir
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster
-from tests.coordinator.made_up import tree
+from tests.coordinator.examples import tree
 
 
 def write_tasks(path: Path, count: int) -> str:

@@ -23,7 +23,7 @@ from coordinator.settings.loading import OPTIONS, build, flatten
 from coordinator.settings.tree import RunSettings
 from coordinator.start.rank import NODES_VARIABLE, RANK_VARIABLES
 from rollout.storage import files
-from tests.coordinator.made_up import record, run_dir_at, tree, write_json
+from tests.coordinator.examples import record, run_dir_at, tree, write_json
 from tests.models import write_model
 
 REPOSITORY = Path(__file__).parents[2]

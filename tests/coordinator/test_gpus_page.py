@@ -20,7 +20,7 @@ from coordinator.settings.loading import build, flatten, parse_override
 from coordinator.start.estimate import memory_text, time_text
 from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
-from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
+from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
 from trainer.memory import (
     ENDS_BYTES,
     LOGITS_BYTES,

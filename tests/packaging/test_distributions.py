@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.directory.layout import RunDir
-from tests.coordinator import made_up_run
+from tests.coordinator import example_run
 from tests.packaging.distributions import (
     PACKAGES,
     Distributions,
@@ -126,7 +126,7 @@ def test_run_answers_from_an_installation(python: Path, tmp_path: Path) -> None:
 
 
 def test_report_is_made_from_an_installation(python: Path, tmp_path: Path) -> None:
-    made_up_run.make_run(tmp_path / "exp1", iterations=3)
+    example_run.make_run(tmp_path / "exp1", iterations=3)
     call(python, tmp_path, "report", "--log-path", "exp1", "-o", "exp1.html")
     page = (tmp_path / "exp1.html").read_text()
     assert "<style>" in page and "<script>" in page and "<svg" in page

@@ -9,7 +9,7 @@ from coordinator.directory.parts import PartWriter
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build
 from rollout.quota import Quota
-from tests.coordinator.made_up import (
+from tests.coordinator.examples import (
     POLICY,
     group,
     opened,

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from coordinator.settings.loading import build, flatten, known_keys
-from coordinator.settings.names import known_as
+from coordinator.settings.suggestions import known_as
 from tests.scripts.pages import REPOSITORY, blocks
 
 PAGE = REPOSITORY / "docs" / "migration.md"

@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection.prefixes import Begun
+from coordinator.collection.unfinished_samples import Begun
 from coordinator.directory import published
 from coordinator.directory.layout import (
     DOCUMENT,
@@ -49,7 +49,7 @@ from coordinator.directory.layout import (
 )
 from coordinator.keeping import resume
 from coordinator.node.flags import Flags
-from coordinator.protocol.complaints import NOT_STARTED
+from coordinator.protocol.failed_starts import NOT_STARTED
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.settings.tree import Crew

@@ -119,7 +119,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(trainer, "Doorbell", lambda _path: bell)
     patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
     patch.setattr(identity, "socket", host)
-    patch.setattr(main, "broken_silence", lambda *_, **_more: nullcontext())
+    patch.setattr(main, "progress_reminders", lambda *_, **_more: nullcontext())
     patch.setattr(main, "announcement", lambda *_: [])
     patch.setattr(node, "Signals", lambda _act: SimpleNamespace(begin=lambda _record: None))
     pulse = SimpleNamespace(begin=lambda: None, close=lambda: None)

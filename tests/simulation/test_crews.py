@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
-from coordinator.keeping import lineage, retention
+from coordinator.keeping import policy_choice, retention
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
@@ -78,14 +78,14 @@ def test_node_of_either_crew_may_die_in_any_row(machine: int, when: str) -> None
 
 
 def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
-    real = lineage.base_of
+    real = policy_choice.base_of
 
     def newest(node: Node, iteration: Iteration) -> Policy:
         if node.run_dir.crew != "rollout":
             return real(node, iteration)
         return node.policies.of(published.latest_before(node.run_dir, iteration.number))
 
-    patch.setattr(lineage, "base_of", newest)
+    patch.setattr(policy_choice, "base_of", newest)
 
 
 def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.collection import collecting
+from coordinator.collection.node_share import Share
 from coordinator.collection.ongoing import Ongoing
-from coordinator.collection.share import Share
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase

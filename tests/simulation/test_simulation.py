@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.collection import prefixes
+from coordinator.collection import unfinished_samples
 from coordinator.directory import parts
 from coordinator.directory.layout import Flag, RunDir
-from coordinator.keeping import lineage, retention
+from coordinator.keeping import policy_choice, retention
 from coordinator.node.flags import Flags, Payload
 from coordinator.protocol.phases import Phase
 from rollout.storage import files
@@ -263,7 +263,7 @@ def staging_has_no_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lineage, "sampler_of", lambda _node, _iteration, base, _opened: base)
+    patch.setattr(policy_choice, "sampler_of", lambda _node, _iteration, base, _opened: base)
 
 
 def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
@@ -276,11 +276,11 @@ def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_begun_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefixes, "left_by", lambda *_: ([], [], []))
+    patch.setattr(unfinished_samples, "left_by", lambda *_: ([], [], []))
 
 
 def samples_begin_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefixes, "read", lambda *_: {})
+    patch.setattr(unfinished_samples, "read", lambda *_: {})
 
 
 def what_is_unfinished_is_trained(patch: pytest.MonkeyPatch) -> None:

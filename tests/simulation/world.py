@@ -16,10 +16,10 @@ from coordinator import main
 from coordinator.directory.layout import RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol import placed
+from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.placed import Placement
+from coordinator.protocol.placement_records import Placement
 from coordinator.settings.placement import Crew
 from coordinator.start.start import Start
 from tests.simulation import patches
@@ -136,8 +136,8 @@ class World:
         """Say what the machines would say of their devices, in the process that starts the nodes."""
         if self.place:
             for machine in range(self.nodes):
-                placed.publish_devices(self.run_dir.root, machine, f"host-{machine}", 1)
-            placed.publish_placement(self.run_dir.root, Placement(self.nodes, self.place))
+                placement_records.publish_devices(self.run_dir.root, machine, f"host-{machine}", 1)
+            placement_records.publish_placement(self.run_dir.root, Placement(self.nodes, self.place))
 
     @property
     def place(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Packing:
-    """What a model allows; see trainer.model.neighbours."""
+    """What a model allows; see trainer.model.packed_sequences."""
 
     several: bool = True
     """A row may hold several sequences."""

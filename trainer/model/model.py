@@ -15,10 +15,10 @@ from torch.optim import AdamW
 
 from rollout.engines.short_model import short_model
 from trainer.batch.packing import Microbatch
-from trainer.model import attention, neighbours, parallel
+from trainer.model import attention, packed_sequences, parallel
 from trainer.model.attention import Kernel
 from trainer.model.loading import build_scorer, count_parameters, model_directory
-from trainer.model.neighbours import Apart, Arrangement
+from trainer.model.packed_sequences import Apart, Arrangement
 from trainer.model.parallel import Layout
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import waiting_for_peers
@@ -124,7 +124,7 @@ class Learner:
         )
         scorer.use(kernel if len(targets) else Kernel.OWN)
         if len(targets):
-            inputs = neighbours.decoder_inputs(microbatch, apart, kernel, scorer.config, self.device)
+            inputs = packed_sequences.decoder_inputs(microbatch, apart, kernel, scorer.config, self.device)
         elif self.layout.sharded:
             # This rank must help to gather the layers. It passes one token, which is not scored.
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -161,7 +161,7 @@ class Learner:
         Each rank tries a short model alone, if there is one. Where that tells nothing, or not the same to
         all ranks, they try the whole model together.
         """
-        fewest, most = self._extremes(neighbours.has_kernels())
+        fewest, most = self._extremes(packed_sequences.has_kernels())
         kernels = fewest == most > 0
         found = self._arrange_short(share_prompts, kernels)
         least, largest = self._extremes(found.number if found else 0)
@@ -191,7 +191,7 @@ class Learner:
         self, scorer: Scorer, agree: Callable[[bool], bool], share_prompts: bool, kernels: bool
     ) -> Arrangement:
         ranks = self.layout.tensor_parallel_size
-        return neighbours.arrange(
+        return packed_sequences.arrange(
             scorer.config,
             lambda microbatch, apart, kernel: self._run(scorer, microbatch, apart, kernel)[0].float().cpu(),
             agree,

@@ -12,23 +12,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.collection.origins import origin_of
+from coordinator.collection.provenance import origin_of
 from coordinator.console.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import parts, published
 from coordinator.directory.layout import MASTER, REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
-from coordinator.journal.plain import one_line
+from coordinator.journal.control_characters import one_line
 from coordinator.keeping import resume
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
-from coordinator.protocol.placed import run_dirs
+from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records, claim, new_token
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.directory_access import share_with_group
 from coordinator.start.start import read_run_json
-from coordinator.start.strangers import share_with_group
 from rollout.storage import files, once
 from rollout.trajectory import Group
 

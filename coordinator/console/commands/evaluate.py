@@ -21,9 +21,9 @@ from coordinator.console.views.run import Run
 from coordinator.console.views.scores import INTERVAL, Score
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import SCORES
-from coordinator.journal.plain import plain
+from coordinator.journal.control_characters import plain
 from coordinator.machine.children import Children
-from coordinator.machine.own_command import own_command
+from coordinator.machine.run_command import run_command
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol.exits import Exit
 from coordinator.settings import loading
@@ -180,7 +180,7 @@ def _directory(out: Path | None) -> Generator[Path]:
 def _run(log_path: Path, asked: Mapping[str, Any]) -> int:
     """Run the one node of the evaluation; its lines go to stderr."""
     interrupts = Interrupts()
-    argv = [*own_command("--master", "--log-path", str(log_path)), *as_overrides(asked)]
+    argv = [*run_command("--master", "--log-path", str(log_path)), *as_overrides(asked)]
     with Children() as children:
         said = {STARTED_BY: shlex.join(["run", *sys.argv[1:]])}
         node = children.start("node-0", argv, env=said, echo=lambda line: print(plain(line), file=sys.stderr))

@@ -16,7 +16,7 @@ from typing import Protocol
 from coordinator.console.commands.interrupts import Interrupts
 from coordinator.console.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE
 from coordinator.directory.layout import MASTER
-from coordinator.machine.own_command import settings_of
+from coordinator.machine.run_command import settings_of
 from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError
 
@@ -31,7 +31,7 @@ GIVEN = {"--master", "--worker", "--num-nodes", "--log-path", "cluster.num_nodes
 """What --hosts and --ray decide, and what does not start a node."""
 
 
-class Node(Protocol):
+class RemoteNode(Protocol):
     """A node on another machine, from the connection to its exit code; `Remote` of `ssh` says what each name
     means.
     """
@@ -66,7 +66,7 @@ class Machines(Protocol):
         """Look whether all is there that the run in `root` needs; SettingsError says what is missing."""
         ...
 
-    def start(self, rank: int, command: Sequence[str]) -> Node: ...
+    def start(self, rank: int, command: Sequence[str]) -> RemoteNode: ...
 
     def close(self) -> None:
         """Give back what `connect` took."""
@@ -90,7 +90,7 @@ def launch(machines: Machines, root: Path, words: Sequence[str], program: str | 
         return Exit.DONE
     try:
         machines.connect(root)
-        interrupts, nodes = Interrupts(), list[Node]()
+        interrupts, nodes = Interrupts(), list[RemoteNode]()
         try:
             for rank, command in enumerate(commands):
                 nodes.append(machines.start(rank, command))
@@ -134,7 +134,7 @@ def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) ->
     ]
 
 
-def _connect(nodes: Sequence[Node], interrupts: Interrupts) -> int:
+def _connect(nodes: Sequence[RemoteNode], interrupts: Interrupts) -> int:
     """Wait until every machine has answered, then start all nodes; return 0, or the exit code if not."""
     deadline_s = time.monotonic() + ANSWER_S
     while any(not node.is_ready and node.poll() is None for node in nodes) and time.monotonic() < deadline_s:
@@ -154,7 +154,7 @@ def _connect(nodes: Sequence[Node], interrupts: Interrupts) -> int:
     return Exit.DONE
 
 
-def _follow(nodes: Sequence[Node], interrupts: Interrupts) -> int:
+def _follow(nodes: Sequence[RemoteNode], interrupts: Interrupts) -> int:
     """Pass on signals until all nodes have ended; return the first exit code that is not 0.
 
     After SIGTERM from here a node has GRACE_S to end; then it is cut off.
@@ -193,7 +193,7 @@ def _follow(nodes: Sequence[Node], interrupts: Interrupts) -> int:
     return next((code for code in codes.values() if code), Exit.DONE)
 
 
-def _close(nodes: Sequence[Node], interrupts: Interrupts) -> None:
+def _close(nodes: Sequence[RemoteNode], interrupts: Interrupts) -> None:
     """End the nodes that still run: all at once, so that their waits do not add up."""
     for node in nodes:
         node.cut_off()
@@ -219,7 +219,7 @@ def is_over(codes: Mapping[int, int], interrupted: bool) -> bool:
     return Exit.FAILED in codes.values() or (interrupted and MASTER in codes)
 
 
-def _note_ended(nodes: Sequence[Node], codes: dict[int, int]) -> None:
+def _note_ended(nodes: Sequence[RemoteNode], codes: dict[int, int]) -> None:
     """Add the exit codes of nodes that have ended, and say what they could not say themselves."""
     for rank, node in enumerate(nodes):
         if rank in codes or (code := node.poll()) is None:
@@ -238,7 +238,7 @@ def _exit_code(code: int) -> int:
     return Exit.USAGE if code in {126, NO_PROGRAM_CODE} else code
 
 
-def _tell(nodes: Sequence[Node], word: str) -> None:
+def _tell(nodes: Sequence[RemoteNode], word: str) -> None:
     for node in nodes:
         node.tell(word)
 

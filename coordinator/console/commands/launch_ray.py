@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.console.commands import relay
-from coordinator.console.commands.launch import Node, launch, say, show
+from coordinator.console.commands.launch import RemoteNode, launch, say, show
 from coordinator.console.commands.ray_cluster import SEEN_S, Cluster, machines
 from coordinator.console.commands.ssh import IS_OF_A_NODE, READY, script
 from coordinator.directory.layout import MASTER, RunDir
-from coordinator.journal.plain import plain
+from coordinator.journal.control_characters import plain
 from coordinator.protocol.exits import Exit
 
 READ_S = 0.25
@@ -51,7 +51,7 @@ def launch_ray(
 class _Machines(Cluster):
     """The machines of `--ray`, as `launch` takes them."""
 
-    def start(self, rank: int, command: Sequence[str]) -> Node:
+    def start(self, rank: int, command: Sequence[str]) -> RemoteNode:
         """Start a rank on the machine that was found for it."""
         return RayNode(self, rank, command, self.relays[rank])
 

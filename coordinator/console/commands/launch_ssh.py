@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.console.commands.launch import Node, launch, show
+from coordinator.console.commands.launch import RemoteNode, launch, show
 from coordinator.console.commands.ssh import Remote
 from coordinator.settings.tree import SettingsError
 
@@ -35,7 +35,7 @@ class _Hosts:
         """Look for the client; the hosts themselves answer once they are started."""
         self._client = _parse_client(self._ssh)
 
-    def start(self, rank: int, command: Sequence[str]) -> Node:
+    def start(self, rank: int, command: Sequence[str]) -> RemoteNode:
         """Connect to the host of a rank."""
         host = self.names[rank]
         return Remote(f"rank {rank}, {host}", host, command, os.getcwd(), self._client, show)

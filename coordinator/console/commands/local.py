@@ -18,18 +18,18 @@ from coordinator.console.commands.interrupts import Interrupts
 from coordinator.console.views.run import Run
 from coordinator.console.views.terminal import LiveView
 from coordinator.directory import published
-from coordinator.journal.plain import plain
-from coordinator.journal.silence import broken_silence
+from coordinator.journal.control_characters import plain
+from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.machine.children import Child, Children
 from coordinator.machine.host_lock import host_lock
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
+from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.inputs import load_inputs
 from coordinator.start.refusals import fit_max_tokens
 from coordinator.start.start import check_log_path, resume_given
-from coordinator.start.strangers import refuse_strangers
 from rollout.environment_variables import cores, omp_threads
 
 LOOK_S = 0.25
@@ -90,7 +90,7 @@ def _run_local(
     refuse_strangers(root, allow_shared_dir)  # what is kept there says which code is loaded here
     given = resume_given(root, given, reset)
     settings = build(given)
-    with broken_silence(lambda: ("start", "run: reading the tasks and the model"), say=print):
+    with progress_reminders(lambda: ("start", "run: reading the tasks and the model"), say=print):
         fit_max_tokens(settings, given, load_inputs(settings, given).context)
     nodes = settings.cluster.num_nodes
     threads = str(max(1, cores() // nodes))

@@ -24,16 +24,16 @@ from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal import logs
 from coordinator.machine.children import Child, Children
 from coordinator.machine.gpus import count_gpus
-from coordinator.protocol import placed
+from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
-from coordinator.protocol.placed import Placement
+from coordinator.protocol.placement_records import Placement
 from coordinator.protocol.records import move_away
 from coordinator.protocol.snapshot import ranks_text
 from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS, Crew, Crews, Place
-from coordinator.start.awaiting import patience
 from coordinator.start.start import check_log_path, check_master, refuse_rank, resume_given
+from coordinator.start.wait_for_master import patience
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def run_machine(typed: Typed, as_node: Callable[[str], int]) -> int:
         check_log_path(typed.root)
     while True:
         given = _place_devices(typed) if typed.rank == MASTER else typed.given
-        placement = placed.read_placement(typed.root)
+        placement = placement_records.read_placement(typed.root)
         code = _run_crews(typed, given, placement) if placement.place else as_node(placement.to_json())
         if code != Exit.MOVED:
             return code
@@ -81,19 +81,19 @@ def _place_devices(typed: Typed) -> Mapping[str, Any]:
 
     Nodes of another placement are told to look again.
     """
-    root, before = typed.root, placed.read_placement(typed.root)
+    root, before = typed.root, placement_records.read_placement(typed.root)
     cluster = loading.build(resume_given(root, typed.given, typed.reset)).cluster
     placement = Placement(cluster.num_nodes, cluster.place)
     if not placement.place and not before.place:
         return typed.given
     checked = check_master(root, typed.given, typed.allow_shared_dir, typed.reset)
     if placement.place:
-        placed.check(root, placement, {MASTER: _count_devices()})
-        placed.publish_devices(root, MASTER, socket.gethostname(), _count_devices())
+        placement_records.check(root, placement, {MASTER: _count_devices()})
+        placement_records.publish_devices(root, MASTER, socket.gethostname(), _count_devices())
     if placement != before:
         for crew in CREWS:  # first: killed in between, this is done again, and no node stays in an old crew
             move_away(RunDir(root, crew))
-        placed.publish_placement(root, placement)
+        placement_records.publish_placement(root, placement)
     return checked.given
 
 
@@ -101,14 +101,14 @@ def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> 
     """Start this machine's nodes, and follow them to their end."""
     logs.set_up(typed.rank)
     refuse_rank(typed.rank, placement.num_nodes, "the master's ")
-    placed.publish_devices(typed.root, typed.rank, socket.gethostname(), _count_devices())
+    placement_records.publish_devices(typed.root, typed.rank, socket.gethostname(), _count_devices())
     crews = _await_crews(typed, given, placement)
     if isinstance(crews, Exit):
         return crews
     places: dict[Crew, Place] = {
         crew: place for crew, of in crews.items() for place in of if place.machine == typed.rank
     }
-    leading = placed.run_dirs(typed.root, placement)[0].crew
+    leading = placement_records.run_dirs(typed.root, placement)[0].crew
     interrupts = Interrupts()
     shown = LiveView(typed.root, sys.stderr)
     if typed.rank == MASTER:
@@ -148,11 +148,11 @@ def _await_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -
     said_s, who, default_s = float("-inf"), "", ClusterSettings().rejoin_timeout_s
     timeout_s = loading.check_each(given).get("cluster.rejoin_timeout_s", default_s)
     for waited_s in patience(timeout_s):
-        if placed.read_placement(typed.root) != placement:
+        if placement_records.read_placement(typed.root) != placement:
             return Exit.MOVED
-        if (crews := placed.placed_crews(typed.root, placement)) is not None:
+        if (crews := placement_records.placed_crews(typed.root, placement)) is not None:
             return crews
-        absent = sorted(set(range(placement.num_nodes)) - placed.device_counts(typed.root).keys())
+        absent = sorted(set(range(placement.num_nodes)) - placement_records.device_counts(typed.root).keys())
         path = shlex.quote(str(typed.root))
         roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
         commands = "; ".join(f"run {role} --log-path {path}" for role in roles)

@@ -1,8 +1,8 @@
 """The commands beside `run` itself, by name and as `run --help` shows them. Their files parse, then call."""
 
-from coordinator.console.commands import parse_before_after, parse_look, parse_server, parse_start
+from coordinator.console.commands import parse_before_after, parse_inspect, parse_server, parse_start
 
-COMMANDS = {**parse_start.APPS, **parse_look.APPS, **parse_before_after.APPS, **parse_server.APPS}
+COMMANDS = {**parse_start.APPS, **parse_inspect.APPS, **parse_before_after.APPS, **parse_server.APPS}
 LOCAL = "local"
 GROUPS = {
     "Start all nodes with one command": {

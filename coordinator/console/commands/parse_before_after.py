@@ -84,7 +84,7 @@ def cleanup(
 ) -> int:
     """Remove what an interrupted iteration left; never a published checkpoint."""
     from coordinator.console.commands.cleanup import cleanup as clean
-    from coordinator.journal.plain import plain
+    from coordinator.journal.control_characters import plain
     from coordinator.protocol.exits import Ended
 
     number = _iteration(iteration)

@@ -21,7 +21,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 
-from coordinator.journal.plain import plain
+from coordinator.journal.control_characters import plain
 from coordinator.machine.child_output import Output
 
 OPTIONS = (

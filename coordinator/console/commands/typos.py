@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from coordinator.console.commands.parse import COMMANDS, LOCAL
-from coordinator.settings import names
+from coordinator.settings import suggestions
 from coordinator.settings.loading import OPTIONS, known_keys, option_name
 from coordinator.settings.tree import SettingsError
 
@@ -30,7 +30,7 @@ def refuse_word(word: str) -> None:
         said = f"a command comes first: run {word} ..."
     elif near:
         said = f"did you mean run {near[0]}?"
-    elif found := names.known_as(word, known) or names.spelled_like(word, known):
+    elif found := suggestions.known_as(word, known) or suggestions.spelled_like(word, known):
         said = f"did you mean {_typed(found)}?"
     else:
         said = "e.g. trainer.learning_rate=1e-6"
@@ -52,7 +52,7 @@ def of_option(error: typer.TyperException) -> str:
         return text
     known = known_keys()
     near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1)
-    found = names.known_as(typed, known) or ("" if near else names.spelled_like(typed, known))
+    found = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
     meant = _typed(found) if found else "".join(near)
     return f"{text}; did you mean {meant}?" if meant else text
 

@@ -22,9 +22,9 @@ from coordinator.directory.layout import MASTER
 from coordinator.machine.filesystems import Mount, find_mount
 from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError
+from coordinator.start.directory_access import share_with_group
 from coordinator.start.rank import RANK_VARIABLES, resolve_rank
 from coordinator.start.start import check_log_path
-from coordinator.start.strangers import share_with_group
 from rollout.storage import files
 from rollout.storage.retry import retry
 

@@ -13,11 +13,11 @@ from coordinator.console.report.figures import rollout_work
 from coordinator.console.report.sources import is_event, newest_record
 from coordinator.console.report.timeline import spans_of
 from coordinator.console.report.values import numbers, seconds_of
-from coordinator.console.views.beats import said_in
+from coordinator.console.views.heartbeats import heartbeat_values
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.placed import placed_crews, read_placement, run_dirs
+from coordinator.protocol.placement_records import placed_crews, read_placement, run_dirs
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.placement import Crews, Place
 from coordinator.settings.tree import Crew, RunSettings, SettingsError
@@ -73,7 +73,7 @@ def measure(root: Path) -> Findings:
         raise SettingsError(f"{root}: no run has begun here; give its --log-path")
     settings = RunSettings.published(record.settings)
     said = [
-        said_in(run_dir, beat)
+        heartbeat_values(run_dir, beat)
         for run_dir in crews_at
         for beat in whole_board(run_dir, published.names).beats.values()
     ]
@@ -137,7 +137,7 @@ def _one_crew(run_dir: RunDir, settings: RunSettings) -> Crews:
     """Return the places of a run where nothing is placed. A machine that does not beat has one device."""
     beats = whole_board(run_dir, published.names).beats
     counts = [
-        max(1, said_in(run_dir, beats[rank]).get("gpu_count", 1)) if rank in beats else 1
+        max(1, heartbeat_values(run_dir, beats[rank]).get("gpu_count", 1)) if rank in beats else 1
         for rank in range(settings.cluster.num_nodes)
     ]
     crew: Crew = "main"

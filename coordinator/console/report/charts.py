@@ -184,7 +184,7 @@ class Block:
     text: str
 
 
-class Node(NamedTuple):
+class NodeTitle(NamedTuple):
     """What a lane says of its node."""
 
     name: str
@@ -203,7 +203,7 @@ class Lanes:
 
     title: str
     seconds: float
-    nodes: list[Node]
+    nodes: list[NodeTitle]
     lane_px: int
     blocks: list[Block]
     ticks: list[tuple[float, str]]
@@ -224,7 +224,7 @@ class Lanes:
         return self.lane_px - (1 if self.lane_px < 12 else 4)
 
 
-def lanes(timeline: Timeline, title: str, nodes: Mapping[int, Node], crew: str = "") -> Lanes:
+def lanes(timeline: Timeline, title: str, nodes: Mapping[int, NodeTitle], crew: str = "") -> Lanes:
     """Return the timeline of a crew. Lanes are thinner if there are more nodes. `nodes`: by rank."""
     ranks = sorted(timeline.bars)
     lane_px = 22 if len(ranks) <= 8 else 14 if len(ranks) <= 24 else 6

@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.console.report.timeline import CATEGORIES, IDLE, Span
 from coordinator.console.report.values import numbers, rows_s
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.shares import share_sizes
+from coordinator.protocol.split_slots import share_sizes
 
 WAITING, OTHER_CREW, BROKEN = "wait", "other crew", "held up"
 ORDER = ("rollout", "train", "load", "save", "other", WAITING, OTHER_CREW, BROKEN)
@@ -30,7 +30,7 @@ WORTH_FRACTION, WORTH_S = 0.05, 0.1
 
 
 @dataclass(frozen=True)
-class Share:
+class TimeShare:
     """A part of the nodes' time."""
 
     name: str
@@ -57,7 +57,7 @@ def held_up(spans: Sequence[Span]) -> float:
     return seconds
 
 
-def time_shares(spans: Mapping[Any, Sequence[Span]]) -> list[Share]:
+def time_shares(spans: Mapping[Any, Sequence[Span]]) -> list[TimeShare]:
     """Return how all nodes together spent their time."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for found in spans.values():
@@ -74,7 +74,7 @@ def node_iterations(spans: Mapping[Any, Sequence[Span]]) -> int:
     return sum(len({span.iteration for span in found}) for found in spans.values())
 
 
-def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[Share]:
+def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[TimeShare]:
     """Return the shares of a run without events, from the master's rows; they include its waiting."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for line in lines:
@@ -83,9 +83,9 @@ def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[Share]:
     return _shares(seconds)
 
 
-def _shares(seconds: Mapping[str, float]) -> list[Share]:
+def _shares(seconds: Mapping[str, float]) -> list[TimeShare]:
     total = sum(seconds.values())
-    return [Share(name, spent, spent / total) for name, spent in seconds.items() if spent > 0.0]
+    return [TimeShare(name, spent, spent / total) for name, spent in seconds.items() if spent > 0.0]
 
 
 def row_times(spans: Mapping[Any, Sequence[Span]]) -> list[RowTime]:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.console.report.charts import Lanes, Node, lanes
+from coordinator.console.report.charts import Lanes, NodeTitle, lanes
 from coordinator.console.report.crews import Crew, busy_s, idle_fraction, side_by_side, what_would_balance
 from coordinator.console.report.sources import Told, newest_record
 from coordinator.console.report.timeline import Timelines
 from coordinator.console.report.values import seconds_of
 from coordinator.directory.layout import MASTER
-from coordinator.protocol.placed import placed_crews, read_placement
+from coordinator.protocol.placement_records import placed_crews, read_placement
 from coordinator.settings.loading import flatten
 
 SLOWEST = 2
@@ -67,8 +67,8 @@ def _of_both(crews: Sequence[Told], told: Sequence[Timelines], title: str, shown
     ]
 
 
-def _nodes(crew: Told) -> dict[int, Node]:
-    return {rank: Node(crew.run_dir.name(rank), host) for rank, host in crew.hosts.items()}
+def _nodes(crew: Told) -> dict[int, NodeTitle]:
+    return {rank: NodeTitle(crew.run_dir.name(rank), host) for rank, host in crew.hosts.items()}
 
 
 def _level(crews: Sequence[Told]) -> int:

@@ -26,7 +26,7 @@ TOGETHER = 1024
 
 
 @dataclass(frozen=True)
-class Events:
+class EventLines:
     """By rank, the events in the order of the file."""
 
     lines: dict[int, list[Line]]
@@ -40,7 +40,7 @@ class Told(NamedTuple):
     """What the nodes of a crew have told of their time."""
 
     run_dir: RunDir
-    events: Events
+    events: EventLines
     spans: dict[int, list[Span]]
     """By rank."""
 
@@ -67,13 +67,13 @@ def read_crews(run_dirs: Sequence[RunDir]) -> list[Told]:
     return found
 
 
-def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
+def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> EventLines:
     """Read the events of all ranks of a crew. Lines that are torn or no events are left out."""
     directory = run_dir.events(0).parent
     try:
         names = published.names(directory)
     except OSError:
-        return Events({}, False, [directory.name])
+        return EventLines({}, False, [directory.name])
     of_nodes = [Path(name).stem for name in names if name.endswith(".jsonl")]
     ranks = {rank: run_dir.events(rank) for name in of_nodes if (rank := run_dir.rank_of(name)) is not None}
     lines: dict[int, list[Line]] = {}
@@ -88,7 +88,7 @@ def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> Events:
         skipped = skipped or not all_of_it
         if found := list(_events(texts)):
             lines[rank] = found
-    return Events(lines, skipped, unreadable)
+    return EventLines(lines, skipped, unreadable)
 
 
 def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:

@@ -26,7 +26,7 @@ from coordinator.console.server.readings import (
     report_of,
 )
 from coordinator.console.server.runner import EXIT, PROCESS, STOP
-from coordinator.machine.own_command import ask_run
+from coordinator.machine.run_command import ask_run
 from coordinator.settings.tree import SettingsError
 from rollout.storage.retry import SharedFsError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.machine.own_command import own_command
+from coordinator.machine.run_command import run_command
 from coordinator.settings.tree import SettingsError
 
 KINDS = ("local", "ssh", "slurm", "ray")
@@ -51,14 +51,14 @@ class Launcher:
         words = ["--log-path", str(log_path), *options]
         match self.kind:
             case "ssh":
-                return own_command("launch", "--hosts", self.hosts, *words)
+                return run_command("launch", "--hosts", self.hosts, *words)
             case "ray":
-                return own_command("launch", "--ray", self.address, *words)
+                return run_command("launch", "--ray", self.address, *words)
             case "slurm":
                 given = [f"--job-name={_slurm_name(log_path)}", f"--output={output}"]
                 return ["sbatch", "--wait", *given, str(self.script), *words]
             case _:
-                return own_command("local", *words)
+                return run_command("local", *words)
 
     def cancel(self, log_path: Path) -> list[str]:
         """Return what ends the nodes where a signal to the command does not; empty: it does."""

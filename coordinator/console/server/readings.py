@@ -8,14 +8,14 @@ from typing import Any
 
 from coordinator.console.server.jobs import Job, UnknownJob
 from coordinator.console.views import status_text
-from coordinator.console.views.beats import is_measured
 from coordinator.console.views.crew_status import crew_dirs
+from coordinator.console.views.heartbeats import is_measured
 from coordinator.console.views.logs import LogPrinter, nodes_with_logs, tail
 from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
 from coordinator.directory import published
 from coordinator.directory.published import Incomplete
-from coordinator.journal.plain import plain
+from coordinator.journal.control_characters import plain
 from coordinator.settings.tree import SettingsError
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.storage import files

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.machine.own_command import settings_of
+from coordinator.machine.run_command import settings_of
 from coordinator.settings.loading import OPTIONS, option_name
 from coordinator.settings.tree import RunSettings, SettingsError
 from rollout.settings import PROGRAMS

@@ -8,13 +8,13 @@ from typing import Any
 
 import psutil
 
-from coordinator.console.views.beats import said_in
+from coordinator.console.views.heartbeats import heartbeat_values
 from coordinator.directory.layout import MASTER, Beat, RunDir
 from coordinator.machine.network import pid_space
-from coordinator.protocol.complaints import NOT_STARTED, read_complaint
+from coordinator.protocol.failed_starts import NOT_STARTED, read_failed_start
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.protocol.placed import run_dirs
+from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.protocol.watch import ENDED
@@ -141,7 +141,7 @@ class Seen:
         calls = self.board.called(self.record.epoch, NOT_STARTED) if self.record else []
         for rank, node in enumerate(nodes):
             flags = [flag for flag in calls if flag.rank == rank and node["state"] != "alive"]
-            found = read_complaint(self.run_dir, flags[0]) if flags else None
+            found = read_failed_start(self.run_dir, flags[0]) if flags else None
             host, node["error"] = found or (node["host"], "")
             node["host"] = node["host"] or host
 
@@ -212,7 +212,7 @@ class CrewReader:
         """Return what the crew shows now."""
         board = whole_board(self.run_dir, _names)
         record = self._records.newest(board.records)
-        said: Said = {rank: said_in(self.run_dir, beat) for rank, beat in board.beats.items()}
+        said: Said = {rank: heartbeat_values(self.run_dir, beat) for rank, beat in board.beats.items()}
         settings = RunSettings.published(record.settings) if record else RunSettings()
         settings = settings.of_crew(self.run_dir.crew)
         still_s = self._observe(board, settings)

@@ -16,7 +16,7 @@ from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.layout import Beat, RunDir
-from coordinator.journal.plain import plain
+from coordinator.journal.control_characters import plain
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.tree import SettingsError

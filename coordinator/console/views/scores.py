@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-from coordinator.console.views.beats import is_measured
+from coordinator.console.views.heartbeats import is_measured
 from coordinator.directory.metrics_file import SCORES
 
 INTERVAL = 1.96

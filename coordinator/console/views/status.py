@@ -10,7 +10,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.metrics_file import MetricsFile
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.placed import ONE_CREW, Placement, device_counts, read_placement
+from coordinator.protocol.placement_records import ONE_CREW, Placement, device_counts, read_placement
 from coordinator.protocol.snapshot import ranks_text
 from coordinator.settings.tree import SettingsError
 from rollout.storage import files

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.console.views.beats import is_measured
 from coordinator.console.views.crew_status import GOING
+from coordinator.console.views.heartbeats import is_measured
 from coordinator.console.views.scores import scores
 from coordinator.directory.layout import MASTER
-from coordinator.journal.plain import one_line
+from coordinator.journal.control_characters import one_line
 from coordinator.protocol.phases import Phase
 
 NAMED = 3

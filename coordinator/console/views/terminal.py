@@ -24,7 +24,7 @@ from rich.text import Text
 
 from coordinator.console.views.status import StatusReader
 from coordinator.console.views.terminal_lines import ASCII, UNICODE, filled_columns, rows_of, view
-from coordinator.journal.plain import one_line, plain
+from coordinator.journal.control_characters import one_line, plain
 from coordinator.settings.tree import SettingsError
 
 READ_S = 0.5

@@ -8,10 +8,10 @@ from typing import Any
 from rich.text import Text
 
 from coordinator.console.views import status_text as words
-from coordinator.console.views.beats import is_measured
+from coordinator.console.views.heartbeats import is_measured
 from coordinator.console.views.scores import scores
 from coordinator.console.views.status_text import Node, Status, duration
-from coordinator.journal.plain import one_line
+from coordinator.journal.control_characters import one_line
 
 QUIET_S = 5.0
 """A shorter silence is not shown: heartbeats and readings are seconds apart."""

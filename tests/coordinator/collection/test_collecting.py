@@ -16,8 +16,8 @@ import pytest
 
 from coordinator.collection import makers
 from coordinator.collection.collecting import begin_share, drop_outdated, key_of
+from coordinator.collection.node_share import Share
 from coordinator.collection.ongoing import Ongoing
-from coordinator.collection.share import Share
 from coordinator.directory.layout import RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.position import Position
@@ -35,7 +35,7 @@ from rollout.settings import RolloutSettings
 from rollout.storage import files
 from rollout.tasks.task_set import TaskSet
 from rollout.trajectory import Group
-from tests.coordinator.made_up import ORIGIN
+from tests.coordinator.examples import ORIGIN
 
 TASKS = TaskSet(tuple({"id": f"t{k}", "prompt": f"{k}", "answer": f"{k}"} for k in range(6)), "none")
 

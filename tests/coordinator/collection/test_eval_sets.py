@@ -17,7 +17,7 @@ from coordinator.keeping.retention import kept
 from coordinator.settings import loading
 from coordinator.settings.tree import CheckpointSettings, SettingsError
 from coordinator.start.start import absolute, check_master
-from tests.coordinator.made_up import group, tombstone
+from tests.coordinator.examples import group, tombstone
 
 TASK = '{"prompt": "1+2=", "answer": "3"}\n'
 

@@ -17,7 +17,7 @@ from coordinator.settings.loading import build
 from rollout.quota import Quota
 from rollout.storage import files
 from rollout.trajectory import Group
-from tests.coordinator.made_up import ORIGIN, POLICY, group, tombstone
+from tests.coordinator.examples import ORIGIN, POLICY, group, tombstone
 
 
 @pytest.fixture

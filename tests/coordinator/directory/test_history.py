@@ -7,7 +7,7 @@ import pytest
 from coordinator.directory import history
 from coordinator.directory.history import History
 from coordinator.directory.layout import RunDir
-from tests.coordinator.made_up import write_json
+from tests.coordinator.examples import write_json
 
 PACE = [100, 10.0, 4]
 

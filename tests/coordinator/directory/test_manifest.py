@@ -16,7 +16,7 @@ from rollout.origin import Code
 from rollout.quota import Quota
 from rollout.storage import files
 from tests.coordinator.directory.written_parts import rewards_of, slots_of, write
-from tests.coordinator.made_up import ORIGIN, POLICY, group, run_dir_at, tombstone, tree
+from tests.coordinator.examples import ORIGIN, POLICY, group, run_dir_at, tombstone, tree
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished, MetricsFile, NewLines
 from rollout.storage import files
 from rollout.storage.lines import append_line
-from tests.coordinator.made_up import run_dir_at
+from tests.coordinator.examples import run_dir_at
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rollout.origin import Code, Origin
 from rollout.part_file import PartHeader, encode_part
 from rollout.quota import Quota
 from tests.coordinator.directory.written_parts import write, writer
-from tests.coordinator.made_up import ORIGIN, POLICY, group, origin, run_dir_at, tombstone, tree
+from tests.coordinator.examples import ORIGIN, POLICY, group, origin, run_dir_at, tombstone, tree
 
 
 @pytest.fixture

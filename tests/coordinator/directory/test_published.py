@@ -15,7 +15,7 @@ from coordinator.keeping.resume import next_iteration, resume_at
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
-from tests.coordinator.made_up import POLICY, run_dir_at, write_checkpoint, write_json
+from tests.coordinator.examples import POLICY, run_dir_at, write_checkpoint, write_json
 
 KINDS: dict[str, dict[str, Any]] = {
     "both": {},

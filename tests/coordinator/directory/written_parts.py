@@ -7,7 +7,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from rollout.origin import Origin
 from rollout.trajectory import Group
-from tests.coordinator.made_up import ORIGIN
+from tests.coordinator.examples import ORIGIN
 
 
 def writer(directory: Path, rank: int = 0, epoch: int = 2, origin: Origin = ORIGIN) -> PartWriter:

@@ -18,7 +18,7 @@ from coordinator.journal.trackers import About, Sinks, check_sinks, scalars
 from coordinator.settings.loading import build
 from coordinator.settings.tree import MetricsSettings, SettingsError
 from rollout.trajectory import line_for_people
-from tests.coordinator import made_up
+from tests.coordinator import examples
 
 LINES: list[dict[str, Any]] = [
     {
@@ -161,7 +161,7 @@ def test_mlflow_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def with_samples(directory: Path, iteration: int, kind: Any, groups: int) -> None:
     path = RunDir(directory).manifest(kind, iteration).with_name(GROUPS)
     path.parent.mkdir(parents=True)
-    made = [made_up.group(slot, rewards=(1.0, 0.5)) for slot in range(groups)]
+    made = [examples.group(slot, rewards=(1.0, 0.5)) for slot in range(groups)]
     path.write_text("".join(line_for_people(group, rank=0, model_version="p") for group in made))
 
 
@@ -189,7 +189,7 @@ def test_first_groups_of_an_iteration_and_of_its_evaluation_are_sent_as_tables(
     sent = [(iteration, name, len(rows)) for iteration, name, rows in made[0].tables]
     assert sent == [(1, "train", 4), (1, "eval", 2), (2, "train", 2)]
     row = dict(zip(COLUMNS, made[0].tables[0][2][1], strict=True))
-    assert (row["iteration"], row["task"], row["reward"]) == (1, made_up.group(0).task_id, 0.5)
+    assert (row["iteration"], row["task"], row["reward"]) == (1, examples.group(0).task_id, 0.5)
     assert [iteration for iteration, _ in made[0].got] == [1, 2, 3, 4], "metrics go on without samples"
     assert "the samples of iteration 3 are not sent" in caplog.text
 

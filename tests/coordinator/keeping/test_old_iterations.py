@@ -20,7 +20,7 @@ from coordinator.node.policies import Policies
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from rollout.storage import files
-from tests.coordinator.made_up import run_dir_at, write_checkpoint, write_json
+from tests.coordinator.examples import run_dir_at, write_checkpoint, write_json
 from trainer.documents import SavedState
 
 

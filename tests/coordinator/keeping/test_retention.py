@@ -13,7 +13,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
-from coordinator.keeping import lineage, retention
+from coordinator.keeping import policy_choice, retention
 from coordinator.keeping.retention import kept, old_copies, retire_checkpoints
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
@@ -27,7 +27,7 @@ from coordinator.rows import metrics, rollout
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import CheckpointSettings
 from rollout.storage import files
-from tests.coordinator.made_up import run_dir_at, write_checkpoint
+from tests.coordinator.examples import run_dir_at, write_checkpoint
 
 SAMPLED = [
     {"iteration": n, "kind": "both", "reward": reward}
@@ -190,7 +190,7 @@ def test_signal_ends_a_node_in_the_middle_of_a_checkpoint(run_dir: RunDir, numbe
         if number == 1:
             retention.verify_last(node, Iteration(1))
         else:
-            lineage.base_of(node, Iteration(2))
+            policy_choice.base_of(node, Iteration(2))
     assert published.names(run_dir.checkpoint(1)) and not node.policies.is_verified(1)
 
 

@@ -8,7 +8,7 @@ import pytest
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.keeping import trainer_states
-from tests.coordinator.made_up import run_dir_at, write_checkpoint, write_json
+from tests.coordinator.examples import run_dir_at, write_checkpoint, write_json
 from trainer.documents import SavedState
 from trainer.settings import TrainerSettings
 

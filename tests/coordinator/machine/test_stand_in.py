@@ -16,7 +16,7 @@ from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_proto
 from coordinator.machine import keeper
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.snapshot import whole_board
-from tests.coordinator.made_up import record, run_dir_at
+from tests.coordinator.examples import record, run_dir_at
 
 NODE = """
 import ctypes, os, sys, threading, time

@@ -9,7 +9,7 @@ import pytest
 from coordinator.machine.children import Children
 from coordinator.machine.trainer import TrainerHost
 from coordinator.protocol.exits import TrainerFailed
-from tests.coordinator.made_up import run_dir_at
+from tests.coordinator.examples import run_dir_at
 from trainer.documents import TrainRequest
 from trainer.job import launch
 from trainer.job.rank import check_gpus

@@ -10,7 +10,7 @@ from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import PROBE, EngineAdmin, WrongWeights
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG
-from tests.coordinator.made_up import write_json
+from tests.coordinator.examples import write_json
 
 LOGPROBS = [-1.0, -2.0]
 

@@ -19,7 +19,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build
 from rollout.storage import files
-from tests.coordinator.made_up import record, run_dir_at
+from tests.coordinator.examples import record, run_dir_at
 
 SETTINGS = build({"cluster.num_nodes": 3, "cluster.poll_max_s": 0.01})
 

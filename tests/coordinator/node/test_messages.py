@@ -15,7 +15,7 @@ from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build
 from coordinator.settings.placement import Crew
-from tests.coordinator.made_up import record
+from tests.coordinator.examples import record
 
 SAID = {
     "host": "node-c",

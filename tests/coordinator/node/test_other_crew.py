@@ -10,7 +10,7 @@ import pytest
 from coordinator.directory.layout import MASTER, Flag, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.other_crew import OtherCrew
-from coordinator.protocol import placed
+from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings.loading import build
 from rollout.storage import files
@@ -24,16 +24,16 @@ def say(run_dir: RunDir, epoch: int, kind: str) -> None:
 
 def other_of(root: Path, crew: Any, followed_epoch: int = 0, **settings: Any) -> OtherCrew:
     """What a leader of `crew` sees, of a run whose rollout crew has the master."""
-    mine = placed.run_dir(root, crew)
+    mine = placement_records.run_dir(root, crew)
     about = {"root": root, "run_dir": mine, "followed_epoch": followed_epoch, "is_master": True}
     return OtherCrew(cast(Identity, SimpleNamespace(**about, settings=build(settings))))
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    placed.publish_placement(tmp_path, placed.Placement(2, ("rollout=0", "train=1")))
+    placement_records.publish_placement(tmp_path, placement_records.Placement(2, ("rollout=0", "train=1")))
     for machine in range(2):
-        placed.publish_devices(tmp_path, machine, "node", 1)
+        placement_records.publish_devices(tmp_path, machine, "node", 1)
     return tmp_path
 
 
@@ -41,22 +41,22 @@ def root(tmp_path: Path) -> Path:
 def test_leader_ends_with_a_master_that_has_ended_while_the_leader_started(
     root: Path, kind: str, code: Exit
 ) -> None:
-    say(placed.run_dir(root, "rollout"), 4, kind)
+    say(placement_records.run_dir(root, "rollout"), 4, kind)
     with pytest.raises(Ended, match="the rollout crew has ended: said in epoch 4") as ended:
         other_of(root, "train", followed_epoch=4).hear()
     assert (ended.value.code, ended.value.tell) == (code, kind)
 
 
 def test_leader_does_not_end_with_what_the_master_said_in_an_earlier_start(root: Path) -> None:
-    say(placed.run_dir(root, "rollout"), 3, "failed")
+    say(placement_records.run_dir(root, "rollout"), 3, "failed")
     other_of(root, "train", followed_epoch=4).hear()
 
 
 def test_master_ends_with_what_the_other_crew_says_from_its_own_start_on(root: Path) -> None:
-    say(placed.run_dir(root, "train"), 3, "failed")
+    say(placement_records.run_dir(root, "train"), 3, "failed")
     other = other_of(root, "rollout")
     other.hear()
-    say(placed.run_dir(root, "train"), 5, "gave_up")
+    say(placement_records.run_dir(root, "train"), 5, "gave_up")
     with pytest.raises(Ended, match="the train crew has ended: said in epoch 5"):
         other.hear()
 

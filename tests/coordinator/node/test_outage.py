@@ -47,8 +47,8 @@ def make(tmp_path: Path, seen: list[str]) -> Make:
         )
         position: Any = SimpleNamespace(move=seen.append)
         messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor", repair=lambda: "Start it again")
-        verdicts: Any = SimpleNamespace(check_self=lambda: None)
-        return Outage(identity, position, watch, messages, verdicts)
+        row_endings: Any = SimpleNamespace(check_self=lambda: None)
+        return Outage(identity, position, watch, messages, row_endings)
 
     return made
 

@@ -14,7 +14,7 @@ import pytest
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
-from coordinator.keeping import lineage
+from coordinator.keeping import policy_choice
 from coordinator.machine import store as store_module
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.store import Store
@@ -27,7 +27,7 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import Crew
 from rollout.storage import delta, files
 from rollout.storage.files import unheard
-from tests.coordinator.made_up import run_dir_at, write_checkpoint
+from tests.coordinator.examples import run_dir_at, write_checkpoint
 
 SOON_S = 20.0
 
@@ -303,7 +303,7 @@ def test_damaged_policy_of_the_crew_that_generates_is_set_aside_by_the_row(root:
         reading=lambda: unheard,
     )  # fmt: skip
     with pytest.raises(Incomplete):
-        lineage.base_of(node, Iteration(5))
+        policy_choice.base_of(node, Iteration(5))
     assert "iteration_000003.damaged" in published.names(root.checkpoints)
 
 

@@ -17,7 +17,7 @@ from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.verdict import Event, Verdict, decide
 from rollout.storage import files
-from tests.coordinator.made_up import board, record, run_dir_at
+from tests.coordinator.examples import board, record, run_dir_at
 from tests.paths import REPOSITORY
 
 BEAT_S = 2.0
@@ -271,7 +271,7 @@ import errno, json, os, sys
 from pathlib import Path
 from coordinator.protocol.records import claim, new_token
 from coordinator.directory.layout import RunDir
-from tests.coordinator.made_up import record
+from tests.coordinator.examples import record
 
 def refuse(*_names):
     raise OSError(errno.EPERM, "Operation not permitted")

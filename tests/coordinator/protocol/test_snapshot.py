@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coordinator.directory.layout import Beat, Flag, ProfileRequest, Record, parse_protocol_name
 from coordinator.protocol import snapshot
 from coordinator.protocol.snapshot import parse
-from tests.coordinator.made_up import board
+from tests.coordinator.examples import board
 
 SMALL = st.integers(0, 3)
 ENTRIES = st.one_of(

@@ -28,7 +28,7 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
-from tests.coordinator.made_up import record, run_dir_at
+from tests.coordinator.examples import record, run_dir_at
 from tests.paths import REPOSITORY
 
 STARTER = """

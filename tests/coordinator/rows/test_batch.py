@@ -16,7 +16,7 @@ from coordinator.rows.batch import ensure_batch
 from coordinator.settings.loading import build
 from rollout.quota import Quota
 from rollout.trajectory import Group
-from tests.coordinator.made_up import POLICY, group, origin, run_dir_at
+from tests.coordinator.examples import POLICY, group, origin, run_dir_at
 from trainer.batch.batch import Batch
 
 SLOTS = 6

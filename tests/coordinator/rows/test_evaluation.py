@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.collection import trajectories
-from coordinator.collection.origins import origin_of
+from coordinator.collection.provenance import origin_of
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.directory.published import Policy
@@ -17,7 +17,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows import evaluation, rollout
 from coordinator.settings.loading import build
 from coordinator.start.inputs import load_inputs
-from tests.coordinator.made_up import POLICY, group, run_dir_at
+from tests.coordinator.examples import POLICY, group, run_dir_at
 
 COUNTS = {"own": 3, "a": 2, "b": 4, "more": 6}
 

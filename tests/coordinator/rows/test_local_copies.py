@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection.serving import serve
+from coordinator.collection.load_policy import serve
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
 from coordinator.machine import store
@@ -18,7 +18,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows import training
 from coordinator.settings.loading import build
 from rollout.storage.files import checksums, unheard
-from tests.coordinator.made_up import record, run_dir_at, write_checkpoint
+from tests.coordinator.examples import record, run_dir_at, write_checkpoint
 from trainer.documents import Resume, TrainRequest
 
 

@@ -15,7 +15,7 @@ from coordinator.rows import metrics
 from coordinator.settings import loading
 from rollout.quota import Quota
 from rollout.trajectory import Group
-from tests.coordinator.made_up import ORIGIN, group, run_dir_at, write_json
+from tests.coordinator.examples import ORIGIN, group, run_dir_at, write_json
 
 
 def line_of(tmp_path: Path, epochs: list[int], **iteration: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from coordinator.start.inputs import load_inputs
 from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import single_turn
 from rollout.environments.preference import preference
-from tests.coordinator.made_up import write_json
+from tests.coordinator.examples import write_json
 
 SFT = {"trainer.algorithm": "sft"}
 

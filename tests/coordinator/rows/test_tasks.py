@@ -12,7 +12,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.rows.tasks import LATEST_SHARE, draw_tasks
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import load_tasks
-from tests.coordinator.made_up import run_dir_at, write_json
+from tests.coordinator.examples import run_dir_at, write_json
 
 CURRICULUM = RolloutSettings(task_sampling="curriculum", tasks_per_iteration=4)
 TASKS = load_tasks("builtin:arithmetic", seed=0, split="train")

@@ -17,11 +17,11 @@ from coordinator.settings import loading
 from coordinator.settings.groups import OWN
 from coordinator.settings.tree import SettingsError
 from coordinator.start.inputs import load_inputs, python_of
-from coordinator.start.kept import with_kept
+from coordinator.start.last_settings import with_kept
 from rollout.engines import servers
 from rollout.engines.servers import server_command, server_kind
 from rollout.settings import EngineSettings
-from tests.coordinator.made_up import record
+from tests.coordinator.examples import record
 from trainer.job import launch
 
 FOUR = {"cluster.num_nodes": 4}

@@ -19,7 +19,7 @@ from rollout.storage.lines import append_line
 from rollout.storage.once import create_once
 from rollout.storage.retry import PASSING, SharedFsError
 from rollout.storage.writer import Writer, write
-from tests.coordinator.made_up import tree
+from tests.coordinator.examples import tree
 
 READER = """
 import sys

@@ -68,7 +68,7 @@ def main() -> None:
     install("causal_conv1d", causal_conv1d_fn)
     install("fla", chunk_gated_delta_rule)
     from scripts.tiny_models import make_batch
-    from tests.trainer.model import test_neighbours as tests
+    from tests.trainer.model import test_packed_sequences as tests
 
     torch.set_num_threads(1)
     batch = make_batch()

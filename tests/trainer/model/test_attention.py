@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, masking_utils
 from scripts.tiny_models import WINDOW, make_batch, tiny_config
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, fill
-from trainer.model import attention, neighbours
+from trainer.model import attention, packed_sequences
 from trainer.model.attention import Kernel
 from trainer.model.model import Learner
-from trainer.model.neighbours import Apart
+from trainer.model.packed_sequences import Apart
 from trainer.model.parallel import decoder_layers
 from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
@@ -143,7 +143,7 @@ def seen_by_bounds(bounds: Tensor, columns: int, window: int | None = None) -> T
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_bounds_say_what_the_dense_mask_says(family: str, packed: Microbatch) -> None:
     config = tiny_config(family, attn_implementation="sdpa")
-    told = neighbours.decoder_inputs(packed, Apart.MASKS, SPLIT, config, CPU)
+    told = packed_sequences.decoder_inputs(packed, Apart.MASKS, SPLIT, config, CPU)
     assert told.keys() == {"input_ids", "position_ids", "seq_idx"} | {
         f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk"
     }
@@ -151,7 +151,9 @@ def test_bounds_say_what_the_dense_mask_says(family: str, packed: Microbatch) ->
     assert told["input_ids"].shape == (1, columns) and bounds[-1] == columns
     assert told["max_length_q"] == bounds.diff().max() and bounds.diff().min() == 1
     own = np.cumsum(packed.position_ids.ravel() == 0)[None]
-    masks = neighbours.attention_masks(torch.from_numpy(np.stack([own, own])), told["position_ids"], config)
+    masks = packed_sequences.attention_masks(
+        torch.from_numpy(np.stack([own, own])), told["position_ids"], config
+    )
     masks = masks if isinstance(masks, dict) else {"full_attention": masks}
     assert torch.equal(masks["full_attention"][0, 0], seen_by_bounds(bounds, columns))
     if "sliding_attention" in masks:
@@ -172,12 +174,12 @@ def test_blocks_of_flex_attention_show_what_the_dense_mask_shows(
     found = []
     for implementation in ("sdpa", FLEX.registered):
         config = tiny_config(family, attn_implementation=implementation)
-        masks = neighbours.decoder_inputs(microbatch, Apart.MASKS, FLEX, config, CPU)["attention_mask"]
+        masks = packed_sequences.decoder_inputs(microbatch, Apart.MASKS, FLEX, config, CPU)["attention_mask"]
         found.append(masks if isinstance(masks, dict) else {"": masks})
     dense, blocks = found
     rows, columns = microbatch.token_ids.shape
     assert dense.keys() == blocks.keys()
-    for kind in (kind for kind in blocks if kind not in neighbours.UNMASKED):
+    for kind in (kind for kind in blocks if kind not in packed_sequences.UNMASKED):
         block = blocks[kind]
         seen = create_mask(block.mask_mod, rows, 1, columns, columns, device="cpu")
         assert torch.equal(seen, dense[kind]), kind

@@ -14,7 +14,7 @@ from coordinator.protocol.records import Given, claim
 from coordinator.settings.loading import build
 from rollout.quota import Quota
 from rollout.trajectory import Group
-from tests.coordinator.made_up import (
+from tests.coordinator.examples import (
     POLICY,
     group,
     opened,

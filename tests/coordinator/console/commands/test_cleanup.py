@@ -16,7 +16,7 @@ from coordinator.directory import parts, published
 from coordinator.directory.layout import Record, RunDir, parse_protocol_name
 from coordinator.keeping import resume
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.placed import Placement, publish_devices, publish_placement, run_dirs
+from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement, run_dirs
 from coordinator.protocol.records import Records
 from rollout.storage import files, once
 from rollout.trajectory import Group
@@ -31,7 +31,7 @@ from tests.coordinator.console.commands.interrupted_run import (
     refused,
     write_parts,
 )
-from tests.coordinator.made_up import (
+from tests.coordinator.examples import (
     group,
     opened,
     origin,

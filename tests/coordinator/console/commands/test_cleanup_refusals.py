@@ -23,7 +23,7 @@ from tests.coordinator.console.commands.interrupted_run import (
     interrupted_run,
     refused,
 )
-from tests.coordinator.made_up import (
+from tests.coordinator.examples import (
     record,
     write_checkpoint,
 )

@@ -9,9 +9,9 @@ import yaml
 from coordinator.cli import main
 from coordinator.console.commands.export import export
 from coordinator.directory.layout import FORMAT, RunDir
-from coordinator.protocol.placed import Placement, publish_devices, publish_placement
+from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.settings.tree import SettingsError
-from tests.coordinator.made_up import run_dir_at, tree, write_checkpoint, write_json
+from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.console.commands import launch as launch_module
-from coordinator.console.commands.launch import Node, is_over, node_commands
+from coordinator.console.commands.launch import RemoteNode, is_over, node_commands
 from coordinator.console.commands.launch_ssh import launch_ssh
 from coordinator.settings.tree import SettingsError
 
@@ -334,7 +334,7 @@ def test_interrupt_without_a_master_ends_all(
     ended: list[int] = []
     note_ended = launch_module._note_ended
 
-    def note(nodes: Sequence[Node], codes: dict[int, int]) -> None:
+    def note(nodes: Sequence[RemoteNode], codes: dict[int, int]) -> None:
         note_ended(nodes, codes)
         ended[:] = codes
 

@@ -14,16 +14,16 @@ from coordinator.directory.layout import RunDir
 from coordinator.journal.logs import Prefix
 from coordinator.machine.children import Child, Children
 from coordinator.main import run_node
-from coordinator.protocol import placed
+from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.placed import Placement
+from coordinator.protocol.placement_records import Placement
 from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.placement import Crew
 from coordinator.settings.tree import SettingsError
-from coordinator.start.awaiting import await_master
+from coordinator.start.wait_for_master import await_master
 from rollout.storage import files
-from tests.coordinator.made_up import record
+from tests.coordinator.examples import record
 
 REFUSED = f"raise SystemExit({int(Exit.USAGE)})"
 COUNTS = """
@@ -68,7 +68,9 @@ def newest(run_dir: RunDir) -> EpochRecord | None:
     return Records(run_dir).newest(whole_board(run_dir).records)
 
 
-@pytest.mark.parametrize(("where", "call"), [(placed, "publish_placement"), (machine, "move_away")])
+@pytest.mark.parametrize(
+    ("where", "call"), [(placement_records, "publish_placement"), (machine, "move_away")]
+)
 def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old_crew(
     where: Any, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +83,7 @@ def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old
         with pytest.raises(ZeroDivisionError):
             machine._place_devices(typed(tmp_path, "rollout=0", "train=1"))
     machine._place_devices(typed(tmp_path, "rollout=0", "train=1"))
-    assert placed.read_placement(tmp_path) == Placement(2, ("rollout=0", "train=1"))
+    assert placement_records.read_placement(tmp_path) == Placement(2, ("rollout=0", "train=1"))
     found = newest(old)
     assert found is not None and found.kind == "moved"
 
@@ -92,7 +94,7 @@ APART = Placement(3, ("train=0", "rollout=1-2"))
 @pytest.mark.parametrize(
     ("before", "crew"),
     [
-        (placed.ONE_CREW, "main"),
+        (placement_records.ONE_CREW, "main"),
         (Placement(3, ()), "main"),
         (Placement(3, ("rollout=0", "train=1-2")), "train"),
         (Placement(3, ("rollout=0-1", "train=2")), "rollout"),
@@ -102,7 +104,7 @@ APART = Placement(3, ("train=0", "rollout=1-2"))
 def test_worker_that_has_looked_just_before_devices_are_placed_looks_again(
     before: Placement, crew: Crew, tmp_path: Path
 ) -> None:
-    placed.publish_placement(tmp_path, APART)
+    placement_records.publish_placement(tmp_path, APART)
     for placement, code in ((before, Exit.MOVED), (APART, Exit.LOST)):
         with pytest.raises(Ended) as ended:
             await_master(RunDir(tmp_path, crew), placement, 0.1, 30.0)
@@ -110,9 +112,9 @@ def test_worker_that_has_looked_just_before_devices_are_placed_looks_again(
 
 
 def place_apart(root: Path) -> None:
-    placed.publish_placement(root, APART)
+    placement_records.publish_placement(root, APART)
     for number in range(3):
-        placed.publish_devices(root, number, f"node-{number}", 1)
+        placement_records.publish_devices(root, number, f"node-{number}", 1)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def place_apart(root: Path) -> None:
     [
         (Placement(3, ("rollout=0-1", "train=2")), 2, "train"),  # of no crew that it was in
         (Placement(3, ("rollout=0-1", "train=2")), 1, "rollout"),  # its crew has another leader: itself
-        (placed.ONE_CREW, 1, "main"),
-        (placed.ONE_CREW, 0, "main"),  # a master that another one has replaced
+        (placement_records.ONE_CREW, 1, "main"),
+        (placement_records.ONE_CREW, 0, "main"),  # a master that another one has replaced
     ],
 )
 def test_node_that_was_started_for_another_placement_has_moved_and_writes_nothing(
@@ -193,7 +195,7 @@ def test_waiting_for_machines_ends_with_who_is_missing_and_the_command(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     placement = Placement(2, ("rollout=0", "train=1"))
-    placed.publish_placement(tmp_path, placement)
+    placement_records.publish_placement(tmp_path, placement)
     given = {"cluster.rejoin_timeout_s": 0.2}
     assert machine._await_crews(typed(tmp_path), given, placement) == Exit.LOST
     last = caplog.messages[-1]
@@ -201,5 +203,5 @@ def test_waiting_for_machines_ends_with_who_is_missing_and_the_command(
 
 
 def test_placement_that_changes_while_machines_are_awaited_is_looked_at_again(tmp_path: Path) -> None:
-    placed.publish_placement(tmp_path, Placement(3, ("rollout=0", "train=1,2")))
+    placement_records.publish_placement(tmp_path, Placement(3, ("rollout=0", "train=1,2")))
     assert machine._await_crews(typed(tmp_path), {}, Placement(2, ("rollout=0", "train=1"))) == Exit.MOVED

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.console.commands.profile import profile_next_step
 from coordinator.settings.tree import SettingsError
-from tests.coordinator.made_up_run import make_run
+from tests.coordinator.example_run import make_run
 
 
 @pytest.mark.parametrize(

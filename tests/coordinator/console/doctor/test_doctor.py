@@ -15,7 +15,7 @@ import pytest
 from coordinator.console.doctor import probe as probe
 from coordinator.console.doctor.partner import Partner, PartnerError
 from coordinator.start.rank import RANK_VARIABLES
-from tests.coordinator.made_up import run_dir_at, tree, write_json
+from tests.coordinator.examples import run_dir_at, tree, write_json
 from tests.coordinator.test_cli import lose_privileges
 from tests.paths import REPOSITORY
 

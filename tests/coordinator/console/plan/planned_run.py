@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import FORMAT, Beat, RunDir
-from coordinator.protocol.placed import Placement, publish_devices, publish_placement, run_dirs
+from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement, run_dirs
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build
 from coordinator.settings.placement import crews_of, parse_place
-from tests.coordinator.made_up import record, run_dir_at, write_json
+from tests.coordinator.examples import record, run_dir_at, write_json
 
 TOKENS = 24_000.0
 """Generated in each iteration."""

@@ -20,8 +20,8 @@ from coordinator.protocol.records import Records, claim
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
-from tests.coordinator.made_up import record
-from tests.coordinator.made_up_run import State, make_run
+from tests.coordinator.example_run import State, make_run
+from tests.coordinator.examples import record
 
 HOSTILE = "</script><script>alert(1)</script>"
 

@@ -7,8 +7,8 @@ import pytest
 
 from coordinator.console.report import write_report
 from tests.browser import CHROMIUM, Browser, keep
-from tests.coordinator.made_up_crews import make_crews
-from tests.coordinator.made_up_run import make_run
+from tests.coordinator.example_crews import make_crews
+from tests.coordinator.example_run import make_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 

@@ -19,7 +19,7 @@ from coordinator.console.report.sources import Told, read_crews
 from coordinator.console.report.timeline import IDLE, Timelines
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.directory.layout import MASTER
-from tests.coordinator.made_up_crews import make_crews
+from tests.coordinator.example_crews import make_crews
 
 AHEAD_S = 77_777.0 - 5000.0
 """How far the clock of the machine that trains is ahead of that of the rollout crew's master."""

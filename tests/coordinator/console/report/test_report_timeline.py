@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.console.report.charts import Lanes, Node, lanes
+from coordinator.console.report.charts import Lanes, NodeTitle, lanes
 from coordinator.console.report.faults import all_faults, retries
 from coordinator.console.report.figures import held_up, rollout_work, row_times
 from coordinator.console.report.sources import read_events
@@ -38,7 +38,7 @@ def told(*tellers: Teller) -> Timelines:
 
 
 def drawn(timelines: Timelines, iteration: int = 1) -> Lanes:
-    nodes = {rank: Node(f"rank {rank}", "") for rank in range(2)}
+    nodes = {rank: NodeTitle(f"rank {rank}", "") for rank in range(2)}
     return lanes(timelines.of(iteration), "", nodes)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.coordinator.console.server.served import Served, serving
-from tests.coordinator.made_up import tree
+from tests.coordinator.examples import tree
 
 MOST = 200_000
 

@@ -12,9 +12,9 @@ import pytest
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.logs import LogPrinter, show_logs, tail
 from coordinator.directory.layout import FORMAT, Beat, RunDir
-from coordinator.protocol.placed import Placement, publish_devices, publish_placement
+from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.settings.tree import SettingsError
-from tests.coordinator.made_up import run_dir_at, write_json
+from tests.coordinator.examples import run_dir_at, write_json
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from rollout.quota import Quota
 from rollout.trajectory import Turn
-from tests.coordinator.made_up import ORIGIN, group, record, run_dir_at, tree, write_checkpoint, write_json
+from tests.coordinator.examples import ORIGIN, group, record, run_dir_at, tree, write_checkpoint, write_json
 from tests.paths import REPOSITORY
 
 

@@ -14,14 +14,14 @@ from coordinator.console.views.status import StatusReader
 from coordinator.console.views.status_text import duration, render, repairs
 from coordinator.console.views.terminal_lines import view
 from coordinator.directory.layout import FORMAT, Beat, Flag, Record, RunDir
-from coordinator.journal.plain import one_line, plain
+from coordinator.journal.control_characters import one_line, plain
 from coordinator.machine.network import pid_space
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings, SettingsError
-from tests.coordinator.made_up import record, run_dir_at, tree, write_json
+from tests.coordinator.examples import record, run_dir_at, tree, write_json
 
 SETTINGS = build({"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "iterations": 8})
 TOP_KEYS = {

@@ -13,12 +13,12 @@ from coordinator.console.views.terminal_lines import view
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.phases import Phase
-from coordinator.protocol.placed import Placement, publish_devices, publish_placement
+from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.protocol.records import claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.loading import build
 from coordinator.settings.tree import Crew, SettingsError
-from tests.coordinator.made_up import record, run_dir_at, tree, write_json
+from tests.coordinator.examples import record, run_dir_at, tree, write_json
 
 PLACE = ("rollout=0-1", "train=2")
 GONE = 2**22 + 1

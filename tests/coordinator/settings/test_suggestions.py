@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.settings.loading import known_keys
-from coordinator.settings.names import ALIASES, meant
+from coordinator.settings.suggestions import ALIASES, meant
 
 KNOWN = known_keys()
 

@@ -17,7 +17,7 @@ Doing = Callable[[], tuple[object, str]]
 """Returns what goes on: something that is equal while the same goes on, and a line that says it."""
 
 
-class Silence(logging.Handler):
+class ProgressReminder(logging.Handler):
     """Hears all lines that are logged; `look` says what goes on when none has come for long enough."""
 
     def __init__(
@@ -51,11 +51,11 @@ class Silence(logging.Handler):
 
 
 @contextlib.contextmanager
-def broken_silence(
+def progress_reminders(
     doing: Doing, say: Callable[[str], None] = log.info, first_s: float = FIRST_S
 ) -> Generator[None]:
     """Say what goes on, meanwhile, whenever nothing was logged for `first_s` or longer."""
-    silence, ended = Silence(doing, say, first_s=first_s), threading.Event()
+    silence, ended = ProgressReminder(doing, say, first_s=first_s), threading.Event()
 
     def watch() -> None:
         while not ended.wait(LOOK_S):

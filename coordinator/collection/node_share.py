@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.collection import prefixes
+from coordinator.collection import unfinished_samples
 from coordinator.collection.eval_sets import SetSlots
-from coordinator.collection.prefixes import Begun
+from coordinator.collection.unfinished_samples import Begun
 from coordinator.directory.layout import Kind, RunDir
 from coordinator.node.flags import Payload
 from coordinator.protocol.phases import Phase
@@ -60,7 +60,7 @@ class Share:
 
 def slots_of(run_dir: RunDir, iteration: int, share: Share, numbers: Sequence[int]) -> list[Slot]:
     """Return slots of a share, each with its task, its seed, and what the iteration before has made."""
-    groups = prefixes.read(run_dir, iteration, share.begun, numbers)
+    groups = unfinished_samples.read(run_dir, iteration, share.begun, numbers)
     slots: list[Slot] = []
     for slot in numbers:
         first = (iteration, slot - len(share.begun))  # as if nothing had been begun before

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection import prefixes
-from coordinator.collection.prefixes import Begun
+from coordinator.collection import unfinished_samples
+from coordinator.collection.unfinished_samples import Begun
 from coordinator.directory import parts, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
@@ -20,7 +20,7 @@ from rollout.origin import described
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import UNFINISHED, Group, Span
-from tests.coordinator.made_up import ORIGIN, group, opened, origin, run_dir_at, write_json
+from tests.coordinator.examples import ORIGIN, group, opened, origin, run_dir_at, write_json
 
 MADE_WITH = described(ORIGIN)
 
@@ -69,10 +69,10 @@ def test_unfinished_groups_are_in_the_parts_and_count_for_nothing(run_dir: RunDi
 
 
 def test_next_iteration_goes_on_with_them_and_remembers_where_they_began(run_dir: RunDir) -> None:
-    begun, tasks, again = prefixes.left_by(run_dir, 1, MADE_WITH)
+    begun, tasks, again = unfinished_samples.left_by(run_dir, 1, MADE_WITH)
     assert [(one.iteration, one.slot, one.file_slot) for one in begun] == [(1, 0, 0), (1, 2, 2)]
     assert (tasks, again) == ([10, 12], [])
-    found = prefixes.read(run_dir, 2, begun, [1, 2])
+    found = unfinished_samples.read(run_dir, 2, begun, [1, 2])
     assert set(found) == {1} and found[1].slot == 2 and found[1].is_unfinished
 
     # Slot 1 of iteration 2 is the group 1 goes on with, slot 3 the second of its own.
@@ -81,7 +81,7 @@ def test_next_iteration_goes_on_with_them_and_remembers_where_they_began(run_dir
         run_dir, 2, group(0), unfinished(1, 2), group(2), unfinished(3, 2), begun=entries
     )
     assert left["unfinished"] == [1, 3] and left["slots"] == 4
-    begun, tasks, _ = prefixes.left_by(run_dir, 2, MADE_WITH)
+    begun, tasks, _ = unfinished_samples.left_by(run_dir, 2, MADE_WITH)
     assert [(one.iteration, one.slot, one.file_slot) for one in begun] == [(1, 2, 1), (2, 1, 3)]
     assert tasks == [21, 23]
     assert Begun.all_of({"begun": [asdict(one) for one in begun]}) == begun
@@ -98,7 +98,7 @@ def test_next_iteration_goes_on_with_them_and_remembers_where_they_began(run_dir
 def test_samples_are_never_gone_on_with_by_another_sampling(
     run_dir: RunDir, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert prefixes.left_by(run_dir, 1, changed) == ([], [], [10, 12])
+    assert unfinished_samples.left_by(run_dir, 1, changed) == ([], [], [10, 12])
     assert "2 groups of iteration 1 are begun again" in caplog.text
     tasks = load_tasks("builtin:arithmetic", seed=0, split="train")
     drawn = draw_tasks(run_dir, 2, RolloutSettings(), tasks, 4, [10, 12])
@@ -107,26 +107,26 @@ def test_samples_are_never_gone_on_with_by_another_sampling(
 
 def test_reward_may_change_before_a_group_has_ended(run_dir: RunDir) -> None:
     other = {**MADE_WITH, "reward": {"name": "length", "digest": "1" * 16}}
-    assert len(prefixes.left_by(run_dir, 1, other)[0]) == 2
+    assert len(unfinished_samples.left_by(run_dir, 1, other)[0]) == 2
 
 
 @pytest.mark.parametrize("harm", ["cut", "altered", "gone"])
 def test_group_whose_tokens_are_lost_is_begun_again(
     run_dir: RunDir, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun, _, _ = prefixes.left_by(run_dir, 1, MADE_WITH)
+    begun, _, _ = unfinished_samples.left_by(run_dir, 1, MADE_WITH)
     part = run_dir.trajectories("train", 1) / begun[0].file
     data = part.read_bytes()
     part.write_bytes(data[:-1] if harm == "cut" else data[:-1] + b"!")
     if harm == "gone":
         part.unlink()
-    assert prefixes.read(run_dir, 2, begun, [0, 1, 5]) == {}
+    assert unfinished_samples.read(run_dir, 2, begun, [0, 1, 5]) == {}
     assert part.name in caplog.text and "2 groups in it are begun again" in caplog.text
 
 
 def test_nothing_is_left_by_an_iteration_without_a_manifest(run_dir: RunDir) -> None:
-    assert prefixes.left_by(run_dir, 0, MADE_WITH) == ([], [], [])
-    assert prefixes.left_by(run_dir, 7, MADE_WITH) == ([], [], [])
+    assert unfinished_samples.left_by(run_dir, 0, MADE_WITH) == ([], [], [])
+    assert unfinished_samples.left_by(run_dir, 7, MADE_WITH) == ([], [], [])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 
-from coordinator.directory import decoded as module
-from coordinator.directory.decoded import Decoded
+from coordinator.directory import decoded_parts as module
+from coordinator.directory.decoded_parts import Decoded
 from rollout.part_file import DamagedPart, PartHeader, decode_part, encode_part
-from tests.coordinator.made_up import group, origin
+from tests.coordinator.examples import group, origin
 
 
 def part(number: int) -> tuple[bytes, str]:

@@ -14,11 +14,11 @@ from coordinator.directory.layout import FORMAT, Beat, PartName, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord, Member, claim
-from coordinator.protocol.shares import share_sizes
+from coordinator.protocol.split_slots import share_sizes
 from coordinator.settings.loading import build
 from rollout.part_file import PartHeader, encode_part
 from rollout.trajectory import Group, Sample, line_for_people
-from tests.coordinator.made_up import POLICY, origin, run_dir_at, write_json
+from tests.coordinator.examples import POLICY, origin, run_dir_at, write_json
 
 State = Literal["finished", "running", "died"]
 MASTERS_ROWS = {Phase(row) for row in (0, 1, 4, 5, 8, 9, 11)}

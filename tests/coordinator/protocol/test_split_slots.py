@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.shares import share_sizes, split_slots
+from coordinator.protocol.split_slots import share_sizes, split_slots
 
 POSITIVE = st.one_of(
     st.integers(1, 8).map(float),

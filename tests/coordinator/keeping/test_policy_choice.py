@@ -8,7 +8,7 @@ import pytest
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
-from coordinator.keeping import lineage
+from coordinator.keeping import policy_choice
 from coordinator.keeping.resume import next_iteration
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
@@ -17,7 +17,7 @@ from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.settings.loading import build
 from rollout.storage import files
-from tests.coordinator.made_up import run_dir_at, write_checkpoint
+from tests.coordinator.examples import run_dir_at, write_checkpoint
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def node_at(run_dir: RunDir, level: int = 0, checkpoints: range = range(1, 5), k
 
 def sampler(node: Any, number: int, opened: dict[str, Any] | None = None) -> int:
     iteration = Iteration(number)
-    return lineage.sampler_of(node, iteration, lineage.base_of(node, iteration), opened).iteration
+    return policy_choice.sampler_of(node, iteration, policy_choice.base_of(node, iteration), opened).iteration
 
 
 def damage(directory: Path) -> None:
@@ -80,7 +80,11 @@ def test_nearest_policy_samples_where_the_right_one_is_gone(
     node = node_at(run_dir, level=3, checkpoints=range(7, 10))
     assert sampler(node, 10) == 7
     assert "checkpoint of iteration 6 is gone: iteration 10 is sampled by that of iteration 7" in caplog.text
-    assert lineage.nearest(5, [3, 7]) == 3 and lineage.nearest(0, [3]) == 0 and lineage.nearest(5, []) == 0
+    assert (
+        policy_choice.nearest(5, [3, 7]) == 3
+        and policy_choice.nearest(0, [3]) == 0
+        and policy_choice.nearest(5, []) == 0
+    )
 
 
 def test_damaged_policy_that_samples_is_set_aside_and_the_nearest_taken(run_dir: RunDir) -> None:
@@ -92,12 +96,12 @@ def test_damaged_policy_that_samples_is_set_aside_and_the_nearest_taken(run_dir:
 
 def test_iteration_whose_checkpoint_is_damaged_is_run_again(run_dir: RunDir) -> None:
     node = node_at(run_dir)
-    assert lineage.next_to_run(node, 5) == 5
+    assert policy_choice.next_to_run(node, 5) == 5
     damage(run_dir.checkpoint(4))
     with pytest.raises(Incomplete, match="iteration_000004"):
-        lineage.base_of(node, Iteration(5))
-    assert lineage.next_to_run(node, 5) == 4
-    assert lineage.base_of(node, Iteration(4)).iteration == 3
+        policy_choice.base_of(node, Iteration(5))
+    assert policy_choice.next_to_run(node, 5) == 4
+    assert policy_choice.base_of(node, Iteration(4)).iteration == 3
 
 
 def test_training_goes_on_without_an_iteration_that_cannot_be_trained_again(
@@ -107,9 +111,9 @@ def test_training_goes_on_without_an_iteration_that_cannot_be_trained_again(
     run_dir.manifest("train", 4).unlink()
     damage(run_dir.checkpoint(4))
     node.finished.look()
-    assert lineage.base_of(node, Iteration(5)).iteration == 3
+    assert policy_choice.base_of(node, Iteration(5)).iteration == 3
     assert "the checkpoint of iteration 4 is gone: going on from the one of iteration 3" in caplog.text
-    assert lineage.next_to_run(node, 5) == 5
+    assert policy_choice.next_to_run(node, 5) == 5
 
 
 @pytest.mark.parametrize("lines", [0, 2, 3])
@@ -123,5 +127,5 @@ def test_run_whose_metrics_are_lost_goes_on_from_its_newest_checkpoint(
     there = run_dir.metrics.read_text().splitlines(keepends=True)
     run_dir.metrics.write_text("".join(there[:lines]))
     number = next_iteration(node.finished, node.settings)
-    assert number == lines + 1 and lineage.next_to_run(node, number) == 4
-    assert lineage.base_of(node, Iteration(4)).iteration == (3 if len(kept) > 1 else 0)
+    assert number == lines + 1 and policy_choice.next_to_run(node, number) == 4
+    assert policy_choice.base_of(node, Iteration(4)).iteration == (3 if len(kept) > 1 else 0)

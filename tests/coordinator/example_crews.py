@@ -8,11 +8,11 @@ from typing import Any
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.directory.layout import FORMAT, Beat, RunDir
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.protocol.placed import Placement, publish_devices, publish_placement
+from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build
-from tests.coordinator.made_up import record, run_dir_at, write_json
-from tests.coordinator.made_up_run import MadeUpNode
+from tests.coordinator.example_run import MadeUpNode
+from tests.coordinator.examples import record, run_dir_at, write_json
 
 SHORT_S = 0.05
 """A row in which nothing happens."""

@@ -12,7 +12,7 @@ PATIENCE_S = 120.0
 """How long an answer may take; reading the settings takes half a second."""
 
 
-def own_command(*words: str) -> list[str]:
+def run_command(*words: str) -> list[str]:
     """Return the command that calls this installation's `run` with these words."""
     return [sys.executable, "-P", "-m", "coordinator.cli", *words]
 
@@ -25,7 +25,7 @@ def ask_run(
 ) -> subprocess.CompletedProcess[str]:
     """Call `run` with these words and return how it has ended, with its output; TimeoutExpired."""
     return subprocess.run(
-        own_command(*words),
+        run_command(*words),
         cwd=cwd,
         env=dict(environment if environment is not None else os.environ),
         stdin=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection.origins import (
+from coordinator.collection.provenance import (
     agreed_functions,
     changes,
     chosen,
@@ -32,8 +32,8 @@ from coordinator.start.inputs import load_inputs
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.quota import Quota
 from rollout.trajectory import UNFINISHED, Group
-from tests.coordinator import made_up
-from tests.coordinator.made_up import POLICY, group, opened, run_dir_at, write_json
+from tests.coordinator import examples
+from tests.coordinator.examples import POLICY, group, opened, run_dir_at, write_json
 
 NOW = load_functions("exact", "single_turn")
 ORIGIN = Origin(POLICY, 0, Sampling(n=2, max_tokens=8), NOW.reward.code, NOW.environment_code)
@@ -289,7 +289,7 @@ def enter(node: Any, settings: Any, **inputs: Code) -> None:
     node.settings = settings
     theirs = {name.replace("__", "."): code for name, code in inputs.items()}
     codes = {**load_inputs(settings, {}).codes(), **theirs}
-    Node.take_over_inputs(node, made_up.record(settings=settings).model_copy(update={"inputs": codes}))
+    Node.take_over_inputs(node, examples.record(settings=settings).model_copy(update={"inputs": codes}))
 
 
 def test_worker_takes_over_reward_environment_and_evaluation_tasks_of_a_new_start(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_worker_that_does_not_find_the_new_reward_ends_the_run() -> None:
     node, settings = worker(build({})), build({"rollout.reward": "gone_module:score"})
     node.settings = settings
     with pytest.raises(Ended, match=r"--reward gone_module:score: .*cannot be imported") as end:
-        Node.take_over_inputs(node, made_up.record(settings=settings))
+        Node.take_over_inputs(node, examples.record(settings=settings))
     assert end.value.tell == "failed"
 
 

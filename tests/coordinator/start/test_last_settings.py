@@ -8,8 +8,8 @@ import pytest
 from coordinator.protocol.records import EpochRecord, Given
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
-from coordinator.start.kept import ALL, Change, changes, with_kept
-from tests.coordinator.made_up import record
+from coordinator.start.last_settings import ALL, Change, changes, with_kept
+from tests.coordinator.examples import record
 
 HERE = socket.gethostname()
 

@@ -40,7 +40,7 @@ def ending(verdict: Verdict, text: str, is_master: bool, on_node_failure: str) -
     return Ended(Exit.LOST, text, "gave_up" if is_master else "left")
 
 
-class Verdicts:
+class RowEndings:
     """Raises what has ended the present row; for the node's main thread."""
 
     def __init__(self, identity: Identity, position: Position, watch: Watch, messages: Messages) -> None:

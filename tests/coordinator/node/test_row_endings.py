@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.directory.layout import Flag
-from coordinator.node.verdicts import CODES, ending
+from coordinator.node.row_endings import CODES, ending
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 

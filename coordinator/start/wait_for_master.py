@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.placed import Placement, read_placement
+from coordinator.protocol.placement_records import Placement, read_placement
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings.tree import SettingsError

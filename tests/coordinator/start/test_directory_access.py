@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.settings.tree import SettingsError
-from coordinator.start import strangers
+from coordinator.start import directory_access
+from coordinator.start.directory_access import refuse_strangers, share_with_group
 from coordinator.start.start import start_master, start_worker
-from coordinator.start.strangers import refuse_strangers, share_with_group
 from rollout.storage import files
-from tests.coordinator.made_up import tree
+from tests.coordinator.examples import tree
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +96,8 @@ def test_mount_that_shows_new_files_otherwise_than_they_were_made_gets_a_warning
     uid, mode = shown
     tmp_path.chmod(0o777)
     invented = SimpleNamespace(st_uid=os.geteuid() if uid is None else uid, st_mode=stat.S_IFREG | mode)
-    look = strangers._look
-    monkeypatch.setattr(strangers, "_look", lambda path: invented if path != tmp_path else look(path))
+    look = directory_access._look
+    monkeypatch.setattr(directory_access, "_look", lambda path: invented if path != tmp_path else look(path))
     refuse_strangers(tmp_path, False)
     assert "it does not tell who can write there" in caplog.text and tree(tmp_path) == set()
 

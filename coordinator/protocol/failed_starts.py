@@ -15,13 +15,13 @@ AGAIN_S = 5.0
 """How often the master reads a flag again: another process of the rank may say something else."""
 
 
-def complain(run_dir: RunDir, epoch: int, rank: int, host: str, text: str) -> None:
+def report_failed_start(run_dir: RunDir, epoch: int, rank: int, host: str, text: str) -> None:
     """Say in `epoch` why the worker `rank` does not come."""
     document = json.dumps({"text": text, "host": host})
     files.publish(run_dir.entry(Flag(epoch, 0, 0, rank, NOT_STARTED)), document.encode(), durable=False)
 
 
-def read_complaint(run_dir: RunDir, flag: Flag) -> tuple[str, str] | None:
+def read_failed_start(run_dir: RunDir, flag: Flag) -> tuple[str, str] | None:
     """Return host and text of a complaint, without the command to type; None if it is gone or damaged."""
     document = published.read_json(run_dir.entry(flag)) or {}
     host, text = document.get("host"), document.get("text")
@@ -30,7 +30,7 @@ def read_complaint(run_dir: RunDir, flag: Flag) -> tuple[str, str] | None:
     return host, text.partition(". To ")[0]
 
 
-class Complaints:
+class FailedStarts:
     """Reads the complaints of workers, for a master that waits for them."""
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -42,6 +42,6 @@ class Complaints:
         read_s, before = self._read.get(flag, (float("-inf"), ""))
         if time.monotonic() - read_s < AGAIN_S:
             return None
-        _, text = read_complaint(self._run_dir, flag) or ("", before)
+        _, text = read_failed_start(self._run_dir, flag) or ("", before)
         self._read[flag] = time.monotonic(), text
         return text if text != before else None

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from coordinator.journal import silence as silence_module
-from coordinator.journal.silence import Silence, broken_silence
+from coordinator.journal import progress_reminder as silence_module
+from coordinator.journal.progress_reminder import ProgressReminder, progress_reminders
 
 
 class Scene:
@@ -16,7 +16,7 @@ class Scene:
         self.now_s = 0.0
         self.doing: tuple[object, str] = ("engine", "starting the engine")
         self.said: list[tuple[float, str]] = []
-        self.silence = Silence(
+        self.silence = ProgressReminder(
             lambda: self.doing, lambda text: self.said.append((self.now_s, text)), lambda: self.now_s
         )
 
@@ -73,10 +73,10 @@ def test_it_is_said_as_a_log_line_while_the_block_lasts(
     handler = Waits()
     logging.getLogger().addHandler(handler)
     try:
-        with broken_silence(lambda: (1, "working"), first_s=0.01):
+        with progress_reminders(lambda: (1, "working"), first_s=0.01):
             assert came.wait(10.0)
     finally:
         logging.getLogger().removeHandler(handler)
     assert "working" in caplog.text
     assert not [one for one in threading.enumerate() if one.name == "silence"]
-    assert not [one for one in logging.getLogger().handlers if isinstance(one, Silence)]
+    assert not [one for one in logging.getLogger().handlers if isinstance(one, ProgressReminder)]

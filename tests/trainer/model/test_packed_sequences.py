@@ -25,10 +25,10 @@ from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
 from trainer.job import launch
 from trainer.model import model as model_module
-from trainer.model import neighbours
+from trainer.model import packed_sequences
 from trainer.model.attention import Kernel
 from trainer.model.model import Learner
-from trainer.model.neighbours import Apart, Arrangement
+from trainer.model.packed_sequences import Apart, Arrangement
 from trainer.model.token_logprobs import Scorer, UnsupportedModel
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def test_masks_are_those_that_transformers_makes_from_positions(family: str, att
     config = tiny_config(family, attn_implementation=attention)
     positions = torch.cat([torch.arange(30), torch.arange(5), torch.arange(20)])[None]
     own = (positions == 0).cumsum(1)
-    ours = neighbours.attention_masks(torch.stack([own, own]), positions, config)
+    ours = packed_sequences.attention_masks(torch.stack([own, own]), positions, config)
     theirs: Any = create_masks_for_generate(config, torch.zeros(1, 55, 0), None, None, positions)
     if not isinstance(ours, dict):
         ours, theirs = {"": ours}, {"": theirs}
@@ -173,28 +173,28 @@ def test_each_token_sees_its_prompt_and_its_own_sequence() -> None:
     own = torch.tensor([[0, 0, 1, 2, 2, 3]])  # a prompt of two, a sequence of one and of two, another alone
     before = torch.tensor([[0, 0, 0, 0, 0, 3]])
     positions = torch.tensor([[0, 1, 2, 2, 3, 0]])
-    mask = neighbours.attention_masks(
+    mask = packed_sequences.attention_masks(
         torch.stack([own, before]), positions, tiny_config("llama", attn_implementation="sdpa")
     )
     assert mask.shape == (1, 1, 6, 6)
     rows = ["".join(str(int(seen)) for seen in row) for row in mask[0, 0]]
     assert rows == ["100000", "110000", "111000", "110100", "110110", "000001"]
     narrow = tiny_config("mistral", sliding_window=2, attn_implementation="sdpa")
-    mask = neighbours.attention_masks(torch.stack([own, before]), positions, narrow)
+    mask = packed_sequences.attention_masks(torch.stack([own, before]), positions, narrow)
     rows = ["".join(str(int(seen)) for seen in row) for row in mask[0, 0]]
     assert rows == ["100000", "110000", "011000", "010100", "000110", "000001"], "by positions, not columns"
 
 
 def test_window_longer_than_any_sequence_tried_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that forgets the window is noticed, although the model's own is longer than what is tried."""
-    everything = neighbours.attention_masks
+    everything = packed_sequences.attention_masks
 
     def forgets(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
         masks = everything(segments, position_ids, config)
         return dict.fromkeys(masks, masks["full_attention"])
 
     assert found(learner_of("gemma3_text", sliding_window=4096)) == ("positions", True)
-    monkeypatch.setattr(neighbours, "attention_masks", forgets)
+    monkeypatch.setattr(packed_sequences, "attention_masks", forgets)
     assert found(learner_of("gemma3_text", sliding_window=4096)) == ("positions", False)
     assert found(learner_of("gpt_oss", sliding_window=4096)) == ("one a row", False)
 

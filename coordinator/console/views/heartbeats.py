@@ -47,7 +47,7 @@ class _Content(BaseModel):
     silent_s: dict[Count, Number] = {}
 
 
-def said_in(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
+def heartbeat_values(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
     """Return what a beat says, without what it does not say; {} if it is gone or damaged."""
     try:
         return _Content.model_validate(read_beat(run_dir, beat)).model_dump(exclude_unset=True)

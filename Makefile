@@ -7,7 +7,7 @@ VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TRL_VENV := .venv-trl
 TRL_PYTHON := $(TRL_VENV)/bin/python
 
-.PHONY: install demo test test-vllm test-trl check docs clean
+.PHONY: install demo test test-vllm test-trl real check docs clean
 
 install: $(VENV)/.installed
 
@@ -43,6 +43,11 @@ $(TRL_VENV)/.installed: pyproject.toml requirements-trl.txt
 	$(TRL_PYTHON) -m pip install --quiet --no-deps --requirement requirements-trl.txt
 	$(TRL_PYTHON) -m pip install --quiet --constraint requirements-trl.txt --editable .
 	touch $@
+
+# Runs of a real chat model, which the first of them fetches into build/real; with vLLM too where that is installed.
+real: install
+	$(BIN)/python -m pytest tests/real
+	[ ! -x $(VLLM_PYTHON) ] || $(VLLM_PYTHON) -m pytest tests/real -k vllm
 
 check: install
 	$(BIN)/ruff check .

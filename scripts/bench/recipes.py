@@ -1,11 +1,11 @@
 """Run the recipes for a CPU, one after the other, each beside a control whose reward is noise.
 
-    python scripts/bench/recipes.py --seeds 0,1,2 --dir DIR
+    python scripts/bench/recipes.py --seeds 0,1,2 --dir DIR [--real]
 
 Prints a JSON line for each run: the wall seconds from the command to its end (the built-in model was made
 before), and the curve: how many samples of each iteration are right. A control learns from coins; its curve
 counts what is right all the same. Distillation does not learn from rewards: the teacher of its control is the
-model that it starts from.
+model that it starts from. `--real`: the recipe with a real model instead.
 """
 
 import argparse
@@ -35,10 +35,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run the recipes for a CPU beside their controls.")
     parser.add_argument("--dir", type=Path, required=True, help="where the runs go; new")
     parser.add_argument("--seeds", default="0", help="separated by commas")
+    parser.add_argument("--real", action="store_true", help="real-cpu alone, with its control")
     arguments = parser.parse_args()
     for seed in arguments.seeds.split(","):
         root: Path = arguments.dir / f"seed_{seed}"
         root.mkdir(parents=True)
+        if arguments.real:
+            words = (f"rollout.seed={seed}", *real_files())
+            show(seed, "real-cpu", *run(root, "real", "real-cpu", *words))
+            show(seed, "real-cpu, control", *run(root, "real-coin", "real-cpu", *words, *CONTROL))
+            continue
         run(root, "made", "sft-cpu", "--iterations", "1", f"rollout.seed={seed}")  # makes the built-in model
         run(root, "made-too", "tool-agent-cpu", "--iterations", "1", f"rollout.seed={seed}")
         seeded = f"rollout.seed={seed}"
@@ -54,6 +60,15 @@ def main() -> None:
         ):
             with served(teacher) as url:
                 show(seed, name, *run(root, name, "distill-cpu", seeded, f"rollout.teacher={url}"))
+
+
+def real_files() -> tuple[str, ...]:
+    """Return the files of real-cpu as settings, for runs that are not in the repository."""
+    sys.path.insert(0, str(RECIPES.parents[1]))
+    from scripts.real_model import model_directory
+
+    tasks, eval_tasks = RECIPES / "capitals.jsonl", RECIPES / "capitals-eval.jsonl"
+    return f"model={model_directory()}", f"tasks={tasks}", f"eval_tasks={eval_tasks}"
 
 
 def run(root: Path, name: str, recipe: str, *words: str) -> tuple[float, list[float]]:

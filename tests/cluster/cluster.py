@@ -102,12 +102,12 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.everything_said()}") from None
 
-    def command(self, *arguments: str) -> str:
+    def command(self, *arguments: str, timeout_s: float = 60.0) -> str:
         """The output of another `run` command on the run directory."""
         command = [sys.executable, "-m", "coordinator.cli", *arguments, "--log-path", str(self.root)]
         environment = self.environment
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=60, check=True
+            command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=timeout_s, check=True
         )
         return done.stdout.decode()
 

@@ -71,7 +71,12 @@ def test_command_of_a_recipe_is_understood(
     words = shlex.split(command.replace("/shared/", f"{tmp_path}/"))
     if words[0] != "run" or "--worker" in words:
         assert command.startswith(
-            ("vllm serve", "python -m rollout.engines.embedded.server", "run --worker 1")
+            (
+                "vllm serve",
+                "python -m rollout.engines.embedded.server",
+                "python -m scripts.real_model",
+                "run --worker 1",
+            )
         )
         return
     assert (REPOSITORY / words[words.index("--config") + 1]).is_file()

@@ -194,7 +194,7 @@ def test_benchmark_that_needs_vllm_says_so(name: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
-@pytest.mark.parametrize("name", ["iteration.py", "train_step.py"])
+@pytest.mark.parametrize("name", ["iteration.py", "real.py", "train_step.py"])
 def test_benchmark_that_needs_trl_says_so(name: str) -> None:
     ended = run(name)
     assert ended.returncode == 2 and "TRL is not installed" in ended.stderr

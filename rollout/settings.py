@@ -243,9 +243,9 @@ class EngineSettings(Settings):
     """Sequences that the embedded engine decodes together."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas."""
-    sleep: Literal[1, 2, "restart"] = 1
+    sleep: Literal[1, 2, "restart"] | None = None
     """How vLLM frees its GPU for the trainer: 1 keeps the weights in host memory, 2 drops them, restart ends
-    the server."""
+    the server. null: 1 with adapters, whose model is needed again, else 2."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference between the logprobs of engine and trainer (natural logarithm) on the
     checkpoint's probe. If it is larger, the weights were loaded wrongly. null: 0.1; 0.3 where one of them

@@ -112,7 +112,8 @@ class EngineHost:
         if self._server is None or self._server.kind == "torch":
             return self._admin.facts()
         samples = self._admin.most_samples() if self._server.proves else EngineFacts.samples
-        return EngineFacts(samples * self._server.replicas, is_seeded=False)
+        replicas = self._server.replicas
+        return EngineFacts(samples * replicas, replicas, is_seeded=False)
 
     def _load(self, policy: Policy, settings: EngineSettings) -> None:
         assert self._admin is not None
@@ -137,7 +138,8 @@ class EngineHost:
             self.end()
         elif self._server.on_gpu:
             try:
-                self._admin.sleep(settings.sleep)
+                # The model under adapters stays what it is; other weights are replaced whole.
+                self._admin.sleep(settings.sleep or (1 if self._loader.adapters else 2))
             except EngineError as error:
                 log.error("%s: it is ended, and started again when it is needed", error)
                 self._child.stop(STOP_S)

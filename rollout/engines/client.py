@@ -3,7 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,6 +41,8 @@ class EngineFacts:
 
     samples: int = 256
     """How many samples it generates at the same time, all its replicas together."""
+    replicas: int = 1
+    """How many copies of the model it has, each with a prefix cache of its own."""
     is_seeded: bool = True
     """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
     requests that have a seed are drawn one after the other: it gets none."""
@@ -74,6 +77,8 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
+        self._in_flight = Counter[int]()
+        """How many samples of groups each replica has."""
         self._tokenizer_facts: dict[str, bool] = {}
         self._context: int | None = None
         """The engine's context in tokens, read when it first refuses a request; 0: it does not say."""
@@ -149,7 +154,16 @@ class EngineClient:
             request["seed"] = None
         if self._model:
             request["model"] = self._model
-        answer = await self._post("/v1/completions", request)
+        headers: dict[str, str] = {}
+        replica = min(range(self.facts.replicas), key=lambda each: self._in_flight[each])
+        if sampling.n > 1 and self.facts.replicas > 1:
+            # Else vLLM deals the samples out, and each replica computes their prompt.
+            headers = {"X-data-parallel-rank": str(replica)}
+        self._in_flight[replica] += sampling.n
+        try:
+            answer = await self._post("/v1/completions", request, headers)
+        finally:
+            self._in_flight[replica] -= sampling.n
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [completion_of(choice, likely="logprobs" in sampling.more) for choice in choices]
@@ -198,7 +212,7 @@ class EngineClient:
             raise EngineError(f"{self._base_url}/tokenize returned no tokens: {str(answer)[:EXCERPT]}")
         return answer["tokens"]
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> dict[str, Any]:
         import aiohttp
 
         url = self._base_url + path
@@ -206,7 +220,7 @@ class EngineClient:
         while True:
             started_s = time.monotonic()
             try:
-                return await self._post_once(url, body)
+                return await self._post_once(url, body, headers)
             except TimeoutError as error:
                 raise EngineError(f"POST {url}: no answer within {self._request_timeout_s:g} s") from error
             except RequestRefused:
@@ -244,10 +258,12 @@ class EngineClient:
             return False
         return True
 
-    async def _post_once(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post_once(
+        self, url: str, body: dict[str, Any], headers: Mapping[str, str] = {}
+    ) -> dict[str, Any]:
         if self._session is None:
             raise RuntimeError("EngineClient is used outside of `async with`")
-        async with self._session.post(self._asked(url), json=body) as response:
+        async with self._session.post(self._asked(url), json=body, headers=headers) as response:
             data = await response.read()
         if response.status == 404 and "model" in body:
             raise AdapterMissing(f"POST {url}: 404: {excerpt(data)}")

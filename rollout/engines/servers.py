@@ -206,6 +206,7 @@ def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
         "dtype": "bfloat16",
         "gpu-memory-utilization": 0.85,
         "enable-sleep-mode": settings.sleep != "restart",
+        "max-model-len": "auto",  # the model's own, or what fits the memory
     }
 
 

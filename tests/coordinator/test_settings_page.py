@@ -37,7 +37,7 @@ def test_types_and_defaults_read_as_one_types_them() -> None:
     assert rows["trainer.learning_rate"] == ["number > 0", "`1e-6` (`0.0003`)"]
     assert rows["rollout.top_p"] == ["number > 0 and <= 1", "`1`"]
     assert rows["checkpoints.keep_every"] == ["integer >= 1 or `null`", "`null`"]
-    assert rows["engine.sleep"] == ["one of `1`, `2`, `restart`", "`1`"]
+    assert rows["engine.sleep"] == ["one of `1`, `2`, `restart` or `null`", "`null`"]
     assert rows["trainer.betas"] == ["2 of: number", "`0.9,0.95`"]
 
 

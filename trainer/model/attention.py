@@ -77,6 +77,8 @@ def candidates(model: Any, device: torch.device) -> list[Kernel]:
     """Return the kernels to try for a transformers model: none if its attention cannot be exchanged."""
     if not model._can_set_attn_implementation():
         return []
+    if device.type == "cuda":  # a window, or rows, more than its 8 would leave flex without its kernels
+        torch._dynamo.config.recompile_limit = 64
     found = CANDIDATES.get(device.type, ())
     return [kernel for kernel in found if kernel is not Kernel.FLEX or model._supports_flex_attn]
 

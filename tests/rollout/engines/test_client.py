@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -94,7 +94,9 @@ def test_engine_that_seeds_do_not_decide_for_gets_none(is_seeded: bool) -> None:
     asked: list[dict[str, Any]] = []
 
     class Client(EngineClient):
-        async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def _post(
+            self, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}
+        ) -> dict[str, Any]:
             asked.append(body)
             return {"choices": [{**CHOICE, "index": j} for j in range(body["n"])]}
 
@@ -119,7 +121,9 @@ def test_request_that_alone_is_answered_with_an_error_is_refused(monkeypatch: py
     """As vLLM does where a grammar leaves no token: the engine is well, and no restart would help."""
     real = EngineClient._post_once
 
-    async def post_once(client: EngineClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def post_once(
+        client: EngineClient, url: str, body: dict[str, Any], headers: Mapping[str, str] = {}
+    ) -> dict[str, Any]:
         if body["prompt"] == "1":
             return parse_answer("POST", 500, b"no token may follow")
         return await real(client, url, body)
@@ -278,3 +282,26 @@ def test_admin_reads_the_version_of_the_weights(server: RunningServer) -> None:
 def test_url_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="must look like"):
         EngineAdmin("127.0.0.1:8000")
+
+
+def test_samples_of_a_group_go_to_the_replica_that_has_fewest() -> None:
+    asked: list[str | None] = []
+
+    async def main() -> None:
+        async with EngineClient("http://127.0.0.1:1", facts=EngineFacts(replicas=2)) as client:
+
+            async def post(
+                _url: str, body: dict[str, Any], headers: Mapping[str, str] = {}
+            ) -> dict[str, Any]:
+                asked.append(headers.get("X-data-parallel-rank"))
+                await asyncio.sleep(0.01 * body["n"])
+                choice = {"finish_reason": "stop", "token_ids": [1], "prompt_token_ids": [1], "text": ""}
+                choice["logprobs"] = {"token_logprobs": [0.0]}
+                return {"choices": [{**choice, "index": k} for k in range(body["n"])]}
+
+            client._post_once = post
+            asking = [asyncio.create_task(client.generate([1], Sampling(n=n))) for n in (8, 2, 3, 1)]
+            await asyncio.gather(*asking)
+
+    asyncio.run(main())
+    assert asked == ["0", "1", "1", None], "of a single sample vLLM decides"

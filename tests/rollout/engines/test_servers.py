@@ -131,7 +131,8 @@ def test_gpus_hold_as_many_replicas_as_there_is_room_for(installed: Installed) -
 
 def test_vllm_can_sleep_where_there_is_a_gpu_to_free(installed: Installed) -> None:
     installed("vllm")
-    assert "--enable-sleep-mode" in vllm(gpus=1, sleep=2).argv
+    assert {"--enable-sleep-mode", "--max-model-len=auto"} <= {*vllm(gpus=1, sleep=2).argv}
+    assert "--max-model-len=9" in vllm(gpus=1, args={"max_model_len": 9}).argv
     assert "--no-enable-sleep-mode" in vllm(gpus=1, sleep="restart").argv
     assert not any("sleep" in argument for argument in vllm(gpus=0).argv)
 

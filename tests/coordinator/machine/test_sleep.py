@@ -1,0 +1,30 @@
+"""How an engine leaves its GPU to the trainer."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.directory.published import Policy
+from coordinator.machine.engine import EngineHost
+from coordinator.machine.weights import Adapters
+from rollout.engines.servers import Server
+from rollout.settings import EngineSettings
+
+
+@pytest.mark.parametrize(
+    ("sleep", "adapters", "level"), [(None, False, 2), (None, True, 1), (1, False, 1), (2, True, 2)]
+)
+def test_engine_drops_weights_that_training_replaces_and_keeps_a_model_under_adapters(
+    sleep: Any, adapters: bool, level: int
+) -> None:
+    children: Any = None
+    host: Any = EngineHost(children, children, 0, lambda *_args, **_more: None)
+    host._child = SimpleNamespace(poll=lambda: None)
+    host._server = Server("vllm", [], on_gpu=True)
+    levels: list[int] = []
+    host._admin = SimpleNamespace(sleep=levels.append)
+    host._loader.adapters = Adapters(Policy(0, Path("base"), "base"), rank=4) if adapters else None
+    host.sleep(EngineSettings(sleep=sleep))
+    assert levels == [level]

@@ -2,6 +2,7 @@
 """Read numbers as people and models write them: in prose, in typography, in LaTeX. Pure."""
 
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
@@ -13,10 +14,7 @@ _MINUS = (
     "\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
 )
 _SPACES = " \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}\N{SIX-PER-EM SPACE}"
-_VULGAR = {
-    "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
-    "⅙": "1/6", "⅚": "5/6", "⅐": "1/7", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8", "⅑": "1/9", "⅒": "1/10",
-}  # fmt: skip
+_VULGAR = "¼½¾⅐-⅞"
 _COMMA = r",|\{,\}|,\\!|\\,|\\[ ;:]|~"
 _OTHER = rf"[{_SPACES}'’_]"
 _HEAD = "[1-9][0-9]{0,2}"
@@ -38,7 +36,7 @@ _EXPRESSION = re.compile(
             rf"(?P<fraction>(?:(?P<whole>[0-9]+)\s*)?\\[dtc]?frac\s*"
             rf"(?:\{{\s*(?P<above>[-−]?{_PLAIN})\s*\}}\s*\{{\s*(?P<below>{_PLAIN})\s*\}}"
             r"|(?P<above1>[0-9])\s*(?P<below1>[0-9])))",
-            rf"(?P<mixed>(?:(?P<units>[0-9]+)[{_SPACES}]?)?(?P<vulgar>[{''.join(_VULGAR)}]))",
+            rf"(?P<mixed>(?:(?P<units>[0-9]{{1,9}})[{_SPACES}]?)?(?P<vulgar>[{_VULGAR}]))",
             r"(?P<mixed2>(?P<units2>[0-9]+)[ -](?P<top>[0-9]+)[/⁄](?P<bottom>[0-9]+)(?![/⁄]?[0-9]))",
             rf"(?P<grouped>{_GROUPED})",
             r"(?P<version>[0-9]+(?:\.[0-9]+){2,})",
@@ -104,7 +102,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
         above, below = match["above"] or match["above1"], match["below"] or match["below1"]
         return _mixed(match["whole"], above, below)
     if match["mixed"]:
-        return _mixed(match["units"], *_VULGAR[match["vulgar"]].split("/"))
+        part = Fraction(unicodedata.numeric(match["vulgar"])).limit_denominator(10)
+        return Fraction(match["units"] or 0) + part
     if match["mixed2"]:
         return _mixed(match["units2"], match["top"], match["bottom"])
     if match["grouped"]:

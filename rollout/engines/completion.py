@@ -49,6 +49,8 @@ class Completion:
     """The stop string that ended it: its tokens are there, but `text` ends before it."""
     calls: Sequence[ToolCall] = ()
     """The tools that it calls, if it had some (Policy.with_tools)."""
+    unread_calls: int | None = None
+    """How many calls in the text could not be read, or name no tool; None if there are no tools."""
     content: str | None = None
     """If it calls tools: the text before the calls. `text` is all of it."""
     likely: Sequence[tuple[str, Mapping[str, float]]] = ()

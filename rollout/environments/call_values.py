@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -19,41 +19,58 @@ class NoCall(ValueError):
     """The text is no call."""
 
 
-Found = tuple[str, list[Call]]
-"""What the model says before the first call, and the calls."""
+Found = tuple[str, list[Call | None]]
+"""What the model says before the first call, and the calls: None for each that cannot be read."""
 
 
-def read_json(text: str) -> tuple[Any, int]:
-    """Return the JSON value that a text begins with, and where it ends. Raises ValueError, also for NaN."""
-    begin = len(text) - len(text.lstrip())
-    return _DECODER.raw_decode(text, begin)
+def calls_behind(
+    text: str, mark: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Sequence[Call | None], int]]
+) -> Found:
+    """Return the calls that `read` finds behind each mark; it returns where they end, or raises NoCall."""
+    calls: list[Call | None] = []
+    first = match = mark.search(text)
+    while match is not None:
+        end = match.end()
+        try:
+            some, end = read(match)
+            calls += some
+        except (ValueError, RecursionError):  # RecursionError: of JSON that is nested too deeply
+            calls.append(None)
+        match = mark.search(text, end)
+    return text[: first.start()] if first else text, calls
+
+
+def read_json(text: str, begin: int = 0) -> tuple[Any, int]:
+    """Return the JSON value that is in a text at `begin`, behind spaces, and where it ends. Line breaks may
+    stand in its strings as they are. Raises ValueError, also for NaN.
+    """
+    return _DECODER.raw_decode(text, cast("re.Match[str]", _SPACES.match(text, begin)).end())
+
+
+def end_behind(text: str, mark: str, begin: int) -> int:
+    """Return where a mark ends that comes next, behind spaces. Raises NoCall."""
+    at = cast("re.Match[str]", _SPACES.match(text, begin)).end()
+    if not text.startswith(mark, at):
+        raise NoCall
+    return at + len(mark)
 
 
 def call_of(value: Any) -> Call:
-    """Return the call that {"name": ..., "arguments" or "parameters": {...}} is. Raises NoCall."""
+    """Return the call that {"name": ..., "arguments" or "parameters": {...}} is. Without arguments, or with
+    the text of a JSON object for them, too. Raises NoCall.
+    """
     if not isinstance(value, dict):
         raise NoCall
     arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(source := arguments, str) and source.strip():
+        arguments, end = read_json(source)
+        if source[end:].strip():
+            raise NoCall
     name, id = value.get("name"), value.get("id")
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not (isinstance(arguments, dict) or arguments in (None, "")):
         raise NoCall
     is_id = isinstance(id, str) and re.fullmatch("[a-zA-Z0-9]{9}", id)
-    return Call(name, arguments, id if is_id else None)
-
-
-def argument_of(text: str, name: str, schema: Any) -> Any:
-    """Return an argument that is written without quotes: a text if the schema of the function calls it one;
-    else what JSON makes of it, or the text if it is no JSON.
-    """
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    known = properties.get(name) if isinstance(properties, Mapping) else None
-    if isinstance(known, Mapping) and known.get("type") == "string":
-        return text
-    try:
-        value, end = read_json(text)
-    except (ValueError, RecursionError):
-        return text
-    return text if text[end:].strip() else value
+    return Call(name, arguments if isinstance(arguments, dict) else {}, id if is_id else None)
 
 
 class Reader:
@@ -167,7 +184,7 @@ def _refuse(constant: str) -> NoReturn:
     raise NoCall(constant)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, strict=False)
 _SPACES = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
 _WORD = re.compile(r"[\w.+-]+")

@@ -72,7 +72,7 @@ class ChatTemplate:
     async def read(self, turn: Completion) -> Completion:
         """Return a turn with the calls of the tools in it. Raises RequestRefused."""
         parser = await self._reader()
-        if parser is None or turn.finish_reason != "stop":
+        if parser is None:
             return turn
         marked = await self._client.detokenize(turn.token_ids) if parser in MARKED else None
         return with_calls(turn, parser, self._tools, marked)

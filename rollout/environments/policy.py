@@ -227,7 +227,7 @@ class Episode:
             raise ValueError("an episode without a turn is no sample: await episode.generate(prompt) first")
         sample = sample_of(*self.turns)
         sample.reward = reward
-        sample.metrics = dict(metrics or {})
+        sample.metrics |= metrics or {}
         return sample
 
     def _out_of_room(self) -> Completion:
@@ -238,9 +238,10 @@ def sample_of(*turns: Completion) -> Sample:
     """Return the sample of one completion, or of several turns. The prompt of a turn is prompt and completion
     of the turn before, then an observation. Observations get loss mask 0. The text is the last turn's. Raises
     ValueError if a prompt does not continue the turn before, i.e. if text was tokenised again, or if a turn
-    has not a logprob for each token.
+    has not a logprob for each token. With tools, the metric `unread_calls` counts what could not be read.
     """
     last = turns[-1]
+    unread = [turn.unread_calls for turn in turns if turn.unread_calls is not None]
     token_ids = last.prompt_ids + last.token_ids
     loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
@@ -260,6 +261,7 @@ def sample_of(*turns: Completion) -> Sample:
         logprobs=logprobs,
         finish_reason=last.finish_reason,
         text=last.text,
+        metrics={"unread_calls": float(sum(unread))} if unread else {},
         turns=[said for turn in turns for said in (*turn.said, _generated(turn))],
     )
 

@@ -8,7 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.engines.completion import Completion, ToolCall
-from rollout.environments.call_values import Call, Found, NoCall, argument_of, call_of, read_json
+from rollout.environments.call_schema import argument_of, fitted
+from rollout.environments.call_values import (
+    Call,
+    Found,
+    NoCall,
+    call_of,
+    calls_behind,
+    end_behind,
+    read_json,
+)
 from rollout.environments.marked_calls import gemma4, glm, harmony, lfm2
 
 Tool = Mapping[str, Any]
@@ -20,30 +29,69 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str | None = None) -> Completion:
     """Return a turn with the calls in its text, and with the text before them as its `content`. `marked`: the
-    text with special tokens, for the parsers of MARKED.
+    text with special tokens, for the parsers of MARKED. The values have the types that the schema of the
+    function asks for. `unread_calls` counts calls that are malformed, or that name none of `tools`.
 
-    There are none if the turn was cut, if one of them is malformed, or if it names none of `tools`. A call in
-    the reasoning of a model (before `</think>`) is none.
+    There are none if the turn was cut. A call in the reasoning of a model (before `</think>`) is none.
     """
     if turn.finish_reason != "stop":
-        return turn
+        return replace(turn, unread_calls=0)
     text = turn.text if marked is None else marked
-    end = _REASONING_ENDS.get(parser, "</think>")
-    begin = text.rfind(end) + len(end) if end and end in text else 0
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    try:
-        before, calls = PARSERS[parser](text[begin:], schemas)
-        json.dumps([call.arguments for call in calls], allow_nan=False)  # 1e999 is read as infinity
-    except (ValueError, RecursionError):  # RecursionError: of JSON that is nested too deeply
-        return turn
-    if not calls or any(call.name not in schemas for call in calls):
-        return turn
+    begin = _behind_reasoning(text, parser, schemas)
+    before, found = _read(parser, text[begin:], schemas)
+    calls = [call for call in found if call is not None]
     seed = hashlib.sha256(json.dumps([turn.prompt_ids, turn.token_ids]).encode()).hexdigest()
     ids = [call.id or _id(f"{seed}/{number}") for number, call in enumerate(calls)]
     if len(set(ids)) < len(ids):
-        return turn
+        calls = []
+    if not calls:
+        return replace(turn, unread_calls=len(found))
     made = [ToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
-    return replace(turn, calls=made, content=(text[:begin] + before).rstrip())
+    content = (text[:begin] + before).rstrip()
+    return replace(turn, calls=made, content=content, unread_calls=len(found) - len(calls))
+
+
+def _read(parser: str, text: str, schemas: Mapping[str, Any]) -> Found:
+    """Return what a parser finds, with None for what is no call of these functions."""
+    try:
+        before, found = PARSERS[parser](text, schemas)
+    except (ValueError, RecursionError):
+        return text, [None]
+    return before, [_fitting(call, schemas) for call in found]
+
+
+def _fitting(call: Call | None, schemas: Mapping[str, Any]) -> Call | None:
+    if call is None or call.name not in schemas or not isinstance(call.arguments, dict):
+        return None
+    try:
+        json.dumps(call.arguments, allow_nan=False)  # 1e999 is read as infinity
+        return call._replace(arguments=fitted(call.arguments, schemas[call.name]))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _behind_reasoning(text: str, parser: str, schemas: Mapping[str, Any]) -> int:
+    """Return where the reasoning has ended: behind the last mark of its end that is in no call."""
+    end = _REASONING_ENDS.get(parser, "</think>")
+    if end is None:
+        return 0
+    opens, closes = _AROUND[parser]
+    at = text.rfind(end)
+    while at >= 0:
+        begin = text.rfind(opens, 0, at) if opens else 0
+        close = text.find(closes, at) if closes else len(text)
+        is_argument = begin >= 0 and close >= 0
+        if is_argument:
+            _, found = _read(parser, text[begin : close + len(closes)], schemas)
+            _, earlier = _read(parser, text[begin:at], schemas)
+            is_argument = (
+                bool(found) and None not in found and len(found) > len(earlier) - earlier.count(None)
+            )
+        if not is_argument:
+            return at + len(end)
+        at = text.rfind(end, 0, at)
+    return 0
 
 
 def _id(text: str) -> str:
@@ -53,52 +101,56 @@ def _id(text: str) -> str:
 
 def _hermes(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
-    first, *parts = text.split(_OPEN)
-    calls: list[Call] = []
-    for part in parts:
-        value, end = read_json(part)
-        if not part[end:].lstrip().startswith(_CLOSE):
-            raise NoCall
-        calls.append(call_of(value))
-    return first, calls
+
+    def read(mark: re.Match[str]) -> tuple[list[Call], int]:
+        value, end = read_json(text, mark.end())
+        return [call_of(value)], end_behind(text, _CLOSE, end)
+
+    return calls_behind(text, re.compile(_OPEN), read)
 
 
 def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`: Qwen3-Coder,
-    Qwen3.5 and later.
+    which leaves the first mark out at times, Qwen3.5 and later.
     """
-    first, *parts = text.split(_OPEN)
-    calls: list[Call] = []
-    for part in parts:
-        body, closed, _ = part.partition(_CLOSE)
-        match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
-        if match is None or not closed:
-            raise NoCall
-        calls.append(Call(match[1], _parameters(match[2], schemas.get(match[1]))))
-    return first, calls
 
-
-def _parameters(body: str, schema: Any) -> dict[str, Any]:
-    before, *parts = body.split("<parameter=")
-    arguments: dict[str, Any] = {}
-    for part in parts:
-        name, opened, rest = part.partition(">")
-        value, closed, behind = rest.partition("</parameter>")
-        if not opened or not closed or behind.strip():
+    def read(mark: re.Match[str]) -> tuple[list[Call], int]:
+        head = _QWEN_NAME.match(text, mark.end())
+        if head is None or not mark[0].endswith("="):
             raise NoCall
-        arguments[name] = argument_of(value.removeprefix("\n").removesuffix("\n"), name, schema)
-    if before.strip():
-        raise NoCall
-    return arguments
+        arguments, end, schema = dict[str, Any](), head.end(), schemas.get(head[1])
+        while argument := _QWEN_ARGUMENT.match(text, end):
+            name, value = argument[1], argument[2]
+            others = re.findall(r"<parameter=([^>\n]+)>", value)
+            known = (schema or {}).get("properties") or ()
+            if re.search(r"</function>\s*</tool_call>", value) or any(
+                one in known or not known for one in others
+            ):
+                raise NoCall  # of the next argument, or call: this argument has no end
+            arguments[name] = argument_of(value.removeprefix("\n").removesuffix("\n"), name, schema)
+            end = argument.end()
+        end = end_behind(text, "</function>", end)
+        if mark[0].startswith(_OPEN) or text[end:].lstrip().startswith(_CLOSE):
+            end = end_behind(text, _CLOSE, end)
+        return [Call(head[1], arguments)], end
+
+    return calls_behind(text, _QWEN_MARK, read)
 
 
 def _llama3_json(text: str, schemas: Mapping[str, Any]) -> Found:
     """`{"name": ..., "parameters": {...}}`, several with `;` between them, and nothing else: Llama 3."""
     rest = text.strip().removeprefix(_PYTHON_TAG)
-    calls: list[Call] = []
+    is_marked = rest != text.strip()
+    calls: list[Call | None] = []
     while rest:
-        value, end = read_json(rest)
-        calls.append(call_of(value))
+        try:
+            value, end = read_json(rest)
+            is_call = isinstance(value, dict) and (value.keys() & {"parameters", "arguments"})
+            if not is_call and not (isinstance(value, dict) and value.get("name") in schemas):
+                raise NoCall
+            calls.append(call_of(value))
+        except (ValueError, RecursionError):
+            return "", [*calls, None] if calls or is_marked else []
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
     return "", calls
 
@@ -109,23 +161,40 @@ def _mistral(text: str, schemas: Mapping[str, Any]) -> Found:
     """
     before, mark, rest = text.partition(MISTRAL_MARK)
     rest = (rest if mark else text).strip()
-    calls: list[Call] = []
-    if rest.startswith("["):
-        values, end = read_json(rest)
-        if rest[end:].strip() or not isinstance(values, list):
-            raise NoCall
-        calls = [call_of(value) for value in values]
-        rest = ""
-    while rest:
-        match = re.match(r"([\w.-]+)(?:\[ARGS\])?(?=\{)", rest)
-        if match is None:
-            raise NoCall
-        arguments, end = read_json(rest[match.end() :])
-        calls.append(Call(match[1], arguments))
-        rest = rest[match.end() + end :].strip().removeprefix(MISTRAL_MARK)
+    calls: list[Call | None] = []
+    try:
+        if rest.startswith("["):
+            values, end = read_json(rest)
+            if rest[end:].strip() or not isinstance(values, list):
+                raise NoCall
+            if not mark and not all(isinstance(value, dict) for value in values):
+                return "", []
+            return before if mark else "", [_call_or_none(value) for value in values]
+        while rest:
+            match = _MISTRAL_NAME.match(rest)
+            if match is None or (not match[2] and match[1] not in schemas):
+                raise NoCall
+            arguments, end = read_json(rest, match.end()) if match[2] else ({}, match.end())
+            calls.append(Call(match[1], arguments))
+            rest = rest[end:].strip().removeprefix(MISTRAL_MARK)
+    except (ValueError, RecursionError):
+        return before if mark else "", [*calls, None] if calls or mark else []
     return before if mark else "", calls
 
 
+def _call_or_none(value: Any) -> Call | None:
+    try:
+        return call_of(value)
+    except ValueError:
+        return None
+
+
+_QWEN_MARK = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
+_QWEN_NAME = re.compile(r"([^>\n]+)>")
+_QWEN_ARGUMENT = re.compile(
+    r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))", re.DOTALL
+)
+_MISTRAL_NAME = re.compile(r"([\w.-]+)(?:\[ARGS\])?\s*(?:(?=(\{))|(?=\[TOOL_CALLS\]|$))")
 PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Found]] = {
     "hermes": _hermes,
     "qwen3_coder": _qwen3_coder,
@@ -139,4 +208,14 @@ PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Found]] = {
 """By the names that vLLM has for them (the setting rollout.tool_parser)."""
 MARKED = frozenset({"glm45", "openai", "gemma4", "lfm2"})
 """Parsers that look for tokens which engines leave out of a text."""
+_AROUND = {
+    "hermes": (_OPEN, _CLOSE),
+    "qwen3_coder": ("<function=", "</function>"),
+    "llama3_json": ("", ""),
+    "mistral": (MISTRAL_MARK, ""),
+    "glm45": (_OPEN, _CLOSE),
+    "gemma4": ("<|tool_call>", "<tool_call|>"),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+}
+"""What begins and ends a call, where one can tell."""
 _REASONING_ENDS = {"openai": None, "gemma4": "<channel|>"}

@@ -134,7 +134,7 @@ def test_tools_of_a_server_are_called(here: None, tmp_path: Path, monkeypatch: p
     client = TemplatedClient(tmp_path, QWEN3, CALL, CALL, "It is 85.<|im_end|>", "It is 86.<|im_end|>")
     group = group_of("my_server_environment:served", client)
     assert sorted(sample.reward or 0.0 for sample in group.samples) == [0.0, 1.0]
-    assert [sample.metrics for sample in group.samples] == [{"rounds": 1}] * 2
+    assert [sample.metrics for sample in group.samples] == [{"rounds": 1, "unread_calls": 0}] * 2
     for sample in group.samples:
         assert "<tool_response>\n85\n</tool_response>" in str(client.tokenizer.decode(sample.token_ids))
 

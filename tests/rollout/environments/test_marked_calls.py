@@ -1,4 +1,4 @@
-"""Calls between marks of their own: GLM, gpt-oss, Gemma 4, LFM2. Whole, or not at all."""
+"""Calls between marks of their own: GLM, gpt-oss, Gemma 4, LFM2. Each whole, or not at all."""
 
 import json
 from collections.abc import Callable
@@ -115,7 +115,7 @@ GLM = "<tool_call>add%s</tool_call>"
         ("lfm2", LFM % "add(a='\\ud800')", []),
         ("lfm2", LFM % "add(a=note())", []),
         ("lfm2", LFM % "add(a=" + "9" * 5000 + ")", []),
-        ("lfm2", LFM % "add(), sub()", []),
+        ("lfm2", LFM % "add(), sub()", [("add", {})]),
         ("lfm2", LFM % "", []),
         ("lfm2", "<|tool_call_start|>add()<|tool_call_end|>", []),
         ("lfm2", "<|tool_call_start|>[add()]", []),

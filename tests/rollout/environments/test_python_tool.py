@@ -92,7 +92,7 @@ def test_result_is_in_the_conversation_and_is_not_trained(tmp_path: Path) -> Non
     whole = str(client.tokenizer.decode(sample.token_ids))
     assert "<tool_response>\n1566\n" in whole and "ZeroDivisionError" in whole
     assert '"python"' in whole.partition("What is")[0]
-    assert (sample.text, sample.metrics, sample.reward) == ("1566", {"calls": 2}, None)
+    assert (sample.text, sample.metrics, sample.reward) == ("1566", {"calls": 2, "unread_calls": 0}, None)
 
 
 def test_environment_of_the_page_has_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_model_without_a_template_for_tools_runs_programs(
 
 def test_model_that_calls_for_ever_is_ended(tmp_path: Path) -> None:
     _, (sample,) = samples_of(tmp_path, *[call("print(1)")] * (MOST_CALLS + 1))
-    assert sample.metrics == {"calls": MOST_CALLS}
+    assert sample.metrics == {"calls": MOST_CALLS, "unread_calls": 0}
 
 
 def test_machine_without_a_sandbox_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

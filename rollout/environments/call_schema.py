@@ -1,0 +1,140 @@
+"""Give the values in a model's tool calls the types that the schema of the function asks for. Pure."""
+
+import ast
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from rollout.environments.call_values import read_json
+
+_DEEPEST = 16
+"""Of references and unions in a schema."""
+_KINDS: list[tuple[str, Any]] = [
+    ("boolean", bool),
+    ("integer", int),
+    ("number", (int, float)),
+    ("string", str),
+    ("array", list),
+    ("object", dict),
+    ("null", type(None)),
+]
+Schema = Mapping[str, Any]
+
+
+def fitted(arguments: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """Return arguments of which texts, and whole numbers with a fraction, are what the schema asks for."""
+    return {name: _fitted(value, _property(schema, name), schema) for name, value in arguments.items()}
+
+
+def _fitted(value: Any, wanted: Any, root: Schema) -> Any:
+    types, choices = types_of(wanted, root)
+    if isinstance(value, str) and types and "string" not in types:
+        return _read(value, types, choices)
+    if isinstance(value, float) and value.is_integer() and types and not types & {"number", "string"}:
+        return int(value) if "integer" in types else value
+    resolved = _resolved(wanted, root)
+    if isinstance(value, dict) and isinstance(resolved.get("properties"), Mapping):
+        items = cast("dict[str, Any]", value).items()
+        return {name: _fitted(one, _property(resolved, name), root) for name, one in items}
+    if isinstance(value, list) and isinstance(resolved.get("items"), Mapping):
+        return [_fitted(one, resolved["items"], root) for one in cast("list[Any]", value)]
+    return value
+
+
+def argument_of(text: str, name: str, schema: Any) -> Any:
+    """Return an argument that is written without quotes, as the schema of the function has it: a text where
+    that is asked for. What has no type there is what JSON makes of it, or the text if it is no JSON.
+    """
+    root: Schema = schema if isinstance(schema, Mapping) else {}
+    types, choices = types_of(_property(root, name), root)
+    return _fitted(_read(text, types, choices), _property(root, name), root)
+
+
+def types_of(schema: Any, root: Schema, depth: int = 0) -> tuple[set[str], list[Any]]:
+    """Return the names of the types that a schema allows, none if it does not say, and the values if it
+    lists them.
+    """
+    schema = _resolved(schema, root)
+    if depth > _DEEPEST or not schema:
+        return set(), []
+    choices = [schema["const"]] if "const" in schema else list(schema.get("enum") or ())
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else set(named) if isinstance(named, Sequence) else set[str]()
+    if choices and not types:
+        types = {next(name for name, kind in _KINDS if isinstance(one, kind)) for one in choices}
+    for union in ("anyOf", "oneOf"):
+        parts = [types_of(one, root, depth + 1) for one in schema.get(union) or ()]
+        if parts and all(kinds for kinds, _ in parts):
+            types = types or set[str]().union(*(kinds for kinds, _ in parts))
+            choices = choices or [one for _, values in parts for one in values]
+    for part in schema.get("allOf") or ():
+        kinds, values = types_of(part, root, depth + 1)
+        types, choices = (types & kinds or kinds) if types and kinds else types or kinds, choices or values
+    if not types and "properties" in schema:
+        types = {"object"}
+    if not types and "items" in schema:
+        types = {"array"}
+    return types | ({"null"} if types and schema.get("nullable") is True else set()), choices
+
+
+def _resolved(schema: Any, root: Schema) -> Schema:
+    """Return the schema that a reference within the function's schema leads to."""
+    for _ in range(_DEEPEST):
+        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        place: Any = root
+        for step in reference.removeprefix("#").strip("/").split("/"):
+            place = (
+                place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+            )
+        schema = place
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _property(schema: Schema, name: str) -> Any:
+    properties = schema.get("properties")
+    known = properties.get(name) if isinstance(properties, Mapping) else None
+    return known if known is not None else schema.get("additionalProperties")
+
+
+def _read(text: str, types: set[str], choices: Sequence[Any]) -> Any:
+    """Return what a text says in one of the types; the text itself if it says nothing in these."""
+    stripped = text.strip()
+    for choice in choices:
+        if stripped == (choice if isinstance(choice, str) else json.dumps(choice)):
+            return choice
+    if types == {"string"}:
+        return text
+    if "boolean" in types and stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    if "null" in types and stripped in (("null",) if "string" in types else ("null", "None", "")):
+        return None
+    for name, kind in _KINDS if types else []:
+        if name in types - {"string", "boolean", "null"}:
+            for value in _values(stripped):
+                if isinstance(value, float) and name == "integer" and value.is_integer():
+                    value = int(value)
+                if isinstance(value, kind) and not isinstance(value, bool):
+                    return value
+    if types:
+        return text
+    value = next(iter(_values(stripped, python=False)), text)
+    return value
+
+
+def _values(text: str, *, python: bool = True) -> list[Any]:
+    """Return the value of a text as JSON, or else as Python writes it."""
+    try:
+        value, end = read_json(text)
+        if not text[end:].strip():
+            return [value]
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = ast.literal_eval(text) if python else None
+        value = list(value) if isinstance(value, tuple) else value
+        finite = not isinstance(value, float) or math.isfinite(value)
+        return [json.loads(json.dumps(value, allow_nan=False))] if python and finite else []
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return []

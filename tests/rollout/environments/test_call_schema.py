@@ -1,0 +1,178 @@
+"""Tool calls as models write them: values by the schema, all ways to say nothing, and what cannot be read."""
+
+import json
+from typing import Any
+
+import pytest
+
+from rollout.engines.completion import Completion
+from rollout.environments.call_schema import argument_of
+from rollout.environments.policy import sample_of
+from rollout.environments.tool_calls import PARSERS, with_calls
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "$defs": {
+        "Side": {"enum": ["left", "right"]},
+        "Deep": {"$ref": "#/$defs/Count"},
+        "Count": {"type": "integer"},
+    },
+    "properties": {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "n": {"type": "number"},
+        "b": {"type": "boolean"},
+        "l": {"type": "array"},
+        "o": {"type": "object"},
+        "listed": {"type": ["integer", "null"]},
+        "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "one": {"oneOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]},
+        "all": {"allOf": [{"$ref": "#/$defs/Count"}, {"description": "how many"}]},
+        "ref": {"$ref": "#/$defs/Deep"},
+        "side": {"$ref": "#/$defs/Side"},
+        "choice": {"enum": [1, 2, "3"]},
+        "const": {"const": 5},
+        "maybe": {"type": ["string", "null"]},
+        "nullable": {"type": "integer", "nullable": True},
+        "loop": {"$ref": "#/properties/loop"},
+        "nested": {"type": "object", "properties": {"b": {"type": "boolean"}}},
+        "items": {"type": "array", "items": {"type": "integer"}},
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
+VALUES = [
+    ("s", "5", "5"),
+    ("s", "null", "null"),
+    ("i", "5", 5),
+    ("i", "5.0", 5),
+    ("n", "5", 5),
+    ("n", "1e3", 1000.0),
+    ("b", "False", False),
+    ("b", "true", True),
+    ("l", "['a', True]", ["a", True]),
+    ("l", '["a"]', ["a"]),
+    ("l", "(1, 2)", [1, 2]),
+    ("o", "{'a': None}", {"a": None}),
+    ("listed", "5", 5),
+    ("listed", "null", None),
+    ("any", "None", None),
+    ("one", "false", False),
+    ("one", '["x"]', ["x"]),
+    ("all", "7", 7),
+    ("ref", "7", 7),
+    ("side", "left", "left"),
+    ("choice", "2", 2),
+    ("choice", "3", "3"),
+    ("const", "5", 5),
+    ("maybe", "null", None),
+    ("maybe", "5", "5"),
+    ("nullable", "null", None),
+    ("nested", '{"b": "False"}', {"b": False}),
+    ("items", '["1", 2.0]', [1, 2]),
+    ("i", "five", "five"),
+    ("loop", "5", 5),
+    ("unknown", "5", 5),
+    ("unknown", "five", "five"),
+]
+
+
+def read(parser: str, text: str) -> Completion:
+    return with_calls(Completion([1], [2], [0.0], text, "stop"), parser, TOOLS, text)
+
+
+@pytest.mark.parametrize(("name", "text", "value"), VALUES)
+def test_value_has_the_type_that_the_schema_asks_for(name: str, text: str, value: Any) -> None:
+    found = argument_of(text, name, SCHEMA)
+    assert (found, type(found)) == (value, type(value))
+
+
+QWEN = "<tool_call>\n<function=%s>%s\n</function>\n</tool_call>"
+CALLS = {
+    "hermes": lambda name, arguments: f'<tool_call>{{"name": "{name}"{arguments}}}</tool_call>',
+    "llama3_json": lambda name, arguments: f'{{"name": "{name}"{arguments}}}',
+    "mistral": lambda name, arguments: f'[TOOL_CALLS][{{"name": "{name}"{arguments}}}]',
+}
+
+
+@pytest.mark.parametrize("parser", CALLS)
+@pytest.mark.parametrize("nothing", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": {}',
+                                     ', "parameters": "{}"'])  # fmt: skip
+def test_call_without_arguments_is_a_call_however_that_is_said(parser: str, nothing: str) -> None:
+    (call,) = read(parser, CALLS[parser]("now", nothing)).calls
+    assert (call.name, call.arguments) == ("now", {})
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("qwen3_coder", QWEN % ("now", "")),
+        ("qwen3_coder", "<function=now></function>"),
+        ("mistral", "[TOOL_CALLS]now[ARGS]"),
+        ("glm45", "<tool_call>now</tool_call>"),
+        ("openai", "<|channel|>commentary to=functions.now<|message|><|call|>"),
+        ("gemma4", "<|tool_call>call:now<tool_call|>"),
+        ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>"),
+    ],
+)
+def test_call_without_arguments_in_the_notations_of_other_families(parser: str, text: str) -> None:
+    (call,) = read(parser, text).calls
+    assert (call.name, call.arguments) == ("now", {})
+
+
+@pytest.mark.parametrize("parser", CALLS)
+@pytest.mark.parametrize(
+    "value", ["a </think> b", "line 1\nline 2", "</tool_call>", "<tool_call>", "[TOOL_CALLS]"]
+)
+def test_marks_and_line_breaks_inside_of_arguments_are_theirs(parser: str, value: str) -> None:
+    raw = f', "arguments": {{"s": "{value}"}}'
+    for arguments in (raw, f', "arguments": {json.dumps(json.dumps({"s": value}))}'):
+        for thought in ("", "Sum.</think>") if parser != "llama3_json" else ("",):
+            (call,) = read(parser, thought + CALLS[parser]("f", arguments)).calls
+            assert call.arguments == {"s": value}
+
+
+@pytest.mark.parametrize(
+    "value", ["a </think> b", "</parameter>", "<parameter=x>", "<function=f>", "</tool_call>"]
+)
+def test_marks_inside_of_values_without_quotes_are_theirs(value: str) -> None:
+    text = QWEN % ("f", f"\n<parameter=s>\n{value}\n</parameter>\n<parameter=b>\nFalse\n</parameter>")
+    (call,) = read("qwen3_coder", "Sum.\n</think>\n" + text).calls
+    assert call.arguments == {"s": value, "b": False}
+
+
+def test_values_of_json_have_the_types_of_the_schema_too() -> None:
+    (call,) = read("hermes", CALLS["hermes"]("f", ', "arguments": {"b": "False", "i": 5.0, "s": 5}')).calls
+    assert call.arguments == {"b": False, "i": 5, "s": 5}
+
+
+@pytest.mark.parametrize(
+    ("parser", "good", "bad"),
+    [
+        ("hermes", CALLS["hermes"]("now", ""), '<tool_call>{"name": "now",}</tool_call>'),
+        ("hermes", CALLS["hermes"]("now", ""), CALLS["hermes"]("unknown", "")),
+        ("qwen3_coder", QWEN % ("now", ""), QWEN % ("f", "\n<parameter=s>5")),
+        ("glm45", "<tool_call>now</tool_call>", "<tool_call></tool_call>"),
+        ("gemma4", "<|tool_call>call:now{}<tool_call|>", "<|tool_call>call:f{s:tree}<tool_call|>"),
+        ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
+    ],
+)
+def test_call_that_cannot_be_read_hides_no_other_and_is_counted(parser: str, good: str, bad: str) -> None:
+    for text in (good + bad, bad + good):
+        turn = read(parser, text)
+        assert [call.name for call in turn.calls] == ["now"] and turn.unread_calls == 1
+    assert sample_of(read(parser, bad)).metrics == {"unread_calls": 1.0}
+    assert sample_of(read(parser, good)).metrics == {"unread_calls": 0.0}
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("text", ["It is 85.", "", '{"answer": 85}', "[1, 2]", "I <think> so."])
+def test_answer_without_a_call_has_no_call_that_could_not_be_read(parser: str, text: str) -> None:
+    turn = read(parser, text)
+    assert not turn.calls and turn.unread_calls == 0
+
+
+def test_turn_without_tools_counts_no_calls() -> None:
+    assert sample_of(Completion([1], [2], [0.0], "<tool_call>", "stop")).metrics == {}

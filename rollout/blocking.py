@@ -3,10 +3,8 @@
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -14,23 +12,7 @@ log = logging.getLogger(__name__)
 CANCEL_S = 5.0
 """How long a cancelled task may take to end before it is cut off."""
 AGAIN_S = 2.0
-"""When a loop that was late is looked at again. A call on the directory is never interrupted."""
-ON_DIRECTORY = ("rollout.storage.", "coordinator.directory.")
-"""Modules whose calls may wait for a filesystem."""
-
-
-def frame_of(thread: int) -> FrameType | None:
-    """Return the innermost frame of the thread with this identity; None if it has ended."""
-    return sys._current_frames().get(thread)
-
-
-def is_on_directory(frame: FrameType | None) -> bool:
-    """Return whether a thread whose innermost frame is `frame` is inside a call on the directory."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(ON_DIRECTORY):
-            return True
-        frame = frame.f_back
-    return False
+"""When a loop that was late is looked at again: the whole process may have been suspended."""
 
 
 @contextmanager
@@ -38,8 +20,8 @@ def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
     """Raise TimeoutError in what blocks the event loop for longer than `limit_s`; `name` is the setting.
 
     Yields what a coroutine calls now and then to say that the loop is free. The error comes by a signal. So
-    it ends what sleeps or computes in Python, but not what computes in C. In another thread than the main one
-    this has no effect. The first signal only begins AGAIN_S more: the process may have been suspended.
+    it ends what sleeps or computes in Python, but not what computes in C: that ends with its process. In
+    another thread than the main one this has no effect.
     """
     was_late = False
 
@@ -48,10 +30,10 @@ def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
         was_late = False
         signal.setitimer(signal.ITIMER_REAL, limit_s)
 
-    def interrupt(_number: int, frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: object) -> None:
         nonlocal was_late
-        if is_on_directory(frame) or not was_late:
-            was_late = not is_on_directory(frame)
+        if not was_late:
+            was_late = True
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
             return
         say_free()
@@ -62,13 +44,11 @@ def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
     except ValueError:  # signals are for the main thread
         yield lambda: None
         return
-    timer_before = signal.getitimer(signal.ITIMER_REAL)
     try:
         yield say_free
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *timer_before)
 
 
 async def end(tasks: Collection["asyncio.Task[Any]"], what: str) -> None:

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 _STOP_POLL_S = 0.1  # a threading.Event cannot wake an event loop
 
+OURS = "flagpost"
+"""The name of the tasks of an event loop that are no environment's, and go on when a collector ends."""
+
 ALL_FAILED_MIN = 4
 """If at least this many groups are given up and none is made, the reward or the environment is broken."""
 
@@ -72,6 +75,7 @@ class MadeWith(TypedDict):
     counts: NotRequired[Callable[[Group], bool]]
     segment: NotRequired[Segment | None]
     others: NotRequired[Mapping[str, Recipe]]
+    on_begin: NotRequired[Callable[[int], None]]
     on_end: NotRequired[Callable[[], None]]
     tally: NotRequired[Tally | None]
 
@@ -93,9 +97,10 @@ class Collector:
     With `segment` the samples are single turns that are advanced by it, and `environment` is not used. A
     group with a sample that is unfinished then is handed over without rewards.
 
-    `counts` says whether a group counts as one of the needed groups. `on_end` is called at the end of each
-    group, also of one that is given up and handed over later. `sampling.seed` is not used. `tally` logs why
-    samples and groups are lost; a process that keeps it shows each traceback once.
+    `counts` says whether a group counts as one of the needed groups. `on_begin` is given the slot of each
+    group that is begun. `on_end` is called at the end of each group, also of one that is given up and handed
+    over later. `sampling.seed` is not used. `tally` logs why samples and groups are lost; a process that
+    keeps it shows each traceback once.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class Collector:
         counts: Callable[[Group], bool] = lambda group: True,
         segment: Segment | None = None,
         others: Mapping[str, Recipe] = MappingProxyType({}),
+        on_begin: Callable[[int], None] = lambda _slot: None,
         on_end: Callable[[], None] = lambda: None,
         tally: Tally | None = None,
     ) -> None:
@@ -131,6 +137,7 @@ class Collector:
         is_instant = all(maker.is_instant for maker in self._makers.values())
         self._most_groups = self.meter.width * (1 if is_instant else 2)
         self._counts = counts
+        self._on_begin = on_begin
         self._on_end = on_end
         self._source: Source = Listed([])
         self._on_group: Callable[[Group], None] = lambda _: None
@@ -146,10 +153,10 @@ class Collector:
         self._grace_ends_s = math.inf
         self._holds = False
         """Whether finished groups are held, and nothing is over: see `begin`."""
+        self._is_paused = False
+        """Whether no further group is begun."""
         self._others: set[asyncio.Task[Any]] | None = None
-        """The tasks of the event loop that are no environment's."""
-        self._paused: set[asyncio.Task[Any]] = set()
-        """All tasks that there were when the collector was stopped."""
+        """The tasks that were there before any of an environment."""
 
     @property
     def open_slots(self) -> list[int]:
@@ -167,13 +174,14 @@ class Collector:
         """Make groups of the slots of `source` until enough of them count, or until no slot is left. Each
         goes to `on_group` when it is finished, in any order. Returns how many needed groups were not made.
 
-        Raises Stopped within a second after `stop` is set: groups in flight go on when `run` is called
-        again, in the same event loop; `kept`: how many of these `source` counts as needed. Raises EngineError
+        Raises Stopped within a second after `stop` is set: groups in flight go on, and are held until `run`
+        is called again; `kept`: how many of these `source` counts as needed. Raises EngineError
         when the engine fails. An error of `on_group` ends the collection too. Raises AllGivenUp if there
         were several groups and all were given up: then no group was handed over.
         """
-        self._on_group, self._holds = on_group, False
+        self._on_group = on_group
         self._start(source, kept)
+        self._holds = False
         self._hand_over()
         pending = set(self._workers)
         with interrupting(self._settings.group_timeout_s, "group_timeout_s") as say_free:
@@ -193,8 +201,8 @@ class Collector:
         """Make groups of the slots of `source`, all of them needed, and hold them, until this is cancelled:
         `run` goes on with what is in flight, and hands over what is finished. Raises as `run`.
         """
-        self._holds = True
         self._start(source, 0)
+        self._holds = True
         pending = set(self._workers)
         try:
             with interrupting(self._settings.group_timeout_s, "group_timeout_s") as say_free:
@@ -216,26 +224,33 @@ class Collector:
         self._source = source
         self._counted = sum(map(self._counts, self._held))
         self._grace_ends_s = math.inf
-        tasks = asyncio.all_tasks()
-        self._others = tasks if self._others is None else self._others | (tasks - self._paused)
+        self._is_paused = False
+        if self._others is None:
+            self._others = asyncio.all_tasks()
+        self._workers = {worker for worker in self._workers if not worker.done()}
         at_once = min(self._most_groups, source.total + kept)
         more = max(0, at_once - len(self._workers))
         self._workers |= {asyncio.create_task(self._work()) for _ in range(more)}
 
     def _pause(self) -> None:
-        """Begin no further group."""
+        """Begin no further group, and hold those that are finished from now on."""
+        self._holds = self._is_paused = True
         busy = {one.worker for one in self._in_flight.values()}
         for worker in self._workers - busy:
             worker.cancel()
         self._workers &= busy
-        self._paused = asyncio.all_tasks()
 
     def keep(self, slots: Collection[int]) -> None:
-        """Give up what is in flight, or held, of other slots than these: nobody needs it any more."""
-        for slot in self._in_flight.keys() - set(slots):
-            worker = self._in_flight.pop(slot).worker
-            worker.cancel()
-            self._workers.discard(worker)
+        """Give up what is in flight, or held, of other slots than these: nobody needs it any more. What has
+        failed while nobody waited for it is forgotten too: its slot is begun again.
+        """
+        for slot, one in list(self._in_flight.items()):
+            if slot not in slots or one.worker.done():
+                del self._in_flight[slot]
+                one.worker.cancel()
+                self._workers.discard(one.worker)
+                if one.worker.done() and not one.worker.cancelled():
+                    one.worker.exception()  # it has been seen
         for group in [group for group in self._held if group.slot not in slots]:
             self._held.remove(group)
             self._finished -= group.given_up is None
@@ -247,8 +262,9 @@ class Collector:
         for task in self._workers:
             task.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)  # the first error was raised
-        ours = {asyncio.current_task(), *(asyncio.all_tasks() if self._others is None else self._others)}
-        await end(asyncio.all_tasks() - ours, "tasks of environments")
+        left = {task for task in asyncio.all_tasks() if task.get_name() != OURS}
+        ours = {asyncio.current_task(), *(left if self._others is None else self._others)}
+        await end(left - ours, "tasks of environments")
         for reward in self._rewards:
             await reward.close()
         if self._teacher is not None:
@@ -258,7 +274,7 @@ class Collector:
     async def _work(self) -> None:
         """Make one group after another, until no slot is left."""
         worker: Any = asyncio.current_task()
-        while True:
+        while not self._is_paused:
             async with _Place(self._places) as place:
                 while (slot := await self._source.take(self._wants_spare)) is None:
                     if not self._may_replace():
@@ -266,6 +282,7 @@ class Collector:
                     await asyncio.sleep(_STOP_POLL_S)
                 begun_s = asyncio.get_running_loop().time()
                 self._in_flight[slot.number] = _InFlight(slot, worker, begun_s)
+                self._on_begin(slot.number)
                 place.begin()
                 group = await self._makers[slot.kind].make(slot, place.leave)
             if self._is_over() or slot.number not in self._in_flight:
@@ -379,7 +396,7 @@ class _Place:
         self.leave()
 
     def begin(self) -> None:
-        """Begin to use it. The loop's time is counted: it stands still between two epochs."""
+        """Begin to use it."""
         self._begun_s = asyncio.get_running_loop().time()
 
     def leave(self) -> None:

@@ -216,7 +216,8 @@ def load_as_it_was(loaded: Mapping[str, tuple[str, str]]) -> None:
     """Have this process import modules from what `sources` has returned in another one: their files may have
     changed since, and an iteration's samples must be scored by the code that its digest names.
     """
-    sys.meta_path.insert(0, _AsItWas(loaded))
+    if loaded:
+        sys.meta_path.insert(0, _AsItWas(loaded))
 
 
 class _AsItWas(importlib.abc.MetaPathFinder):
@@ -239,10 +240,10 @@ class _FromText(importlib.machinery.SourceFileLoader):
 
     def __init__(self, fullname: str, path: str, text: bytes) -> None:
         super().__init__(fullname, path)
-        self._text = text
+        self.text = text
 
     def get_data(self, path: str) -> bytes:
-        return self._text if path == self.path else super().get_data(path)
+        return self.text if path == self.path else super().get_data(path)
 
     def path_stats(self, path: Any) -> Any:
         raise OSError("it is not the file that is loaded")
@@ -262,7 +263,11 @@ def _innermost(function: Any) -> Any:
 @functools.cache  # the file may change while the process lives, but not what it has loaded
 def _source(module: str) -> bytes:
     """Return the content of a loaded module's file; empty for a module that has none."""
-    path = getattr(sys.modules.get(module), "__file__", None)
+    loaded = sys.modules.get(module)
+    loader = getattr(getattr(loaded, "__spec__", None), "loader", None)
+    if isinstance(loader, _FromText):
+        return loader.text
+    path = getattr(loaded, "__file__", None)
     with suppress(OSError):
         return Path(path).read_bytes() if path else b""
     return b""

@@ -1,4 +1,4 @@
-"""Rows 2 and 6 of one node: generate its share, and make the groups durable as they finish.
+"""Rows 2 and 6 of one node: have its collector make its share, and make the groups durable as they finish.
 
 What is in flight when an epoch ends goes on in the next one, if that makes the same groups; the node says in
 `enter` which slots it keeps.
@@ -7,13 +7,18 @@ What is in flight when an epoch ends goes on in the next one, if that makes the 
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from coordinator.collection import makers
 from coordinator.collection.load_policy import serve
-from coordinator.collection.node_share import ROWS, Share
-from coordinator.collection.ongoing import Ongoing
-from coordinator.directory import parts
+from coordinator.collection.node_share import ROWS, Share, slots_of
+from coordinator.collector.host import Listener
+from coordinator.collector.order import EngineAddress, Order, RecipeNames
 from coordinator.directory.layout import Kind
 from coordinator.directory.published import Incomplete
 from coordinator.node.flags import Payload
@@ -21,6 +26,8 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from rollout.collect import Stopped
+from rollout.environments.environment import demonstrates
+from rollout.storage.retry import SharedFsError
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +45,22 @@ def key_of(node: Node, iteration: Iteration, kind: Kind) -> str:
 
 def drop_outdated(node: Node, iteration: Iteration) -> None:
     """Give up what is in flight from the epoch before, if no row of this iteration goes on with it."""
-    if node.in_flight is None:
+    in_flight = node.collector.in_flight
+    if in_flight is None:
         return
     keys = {key_of(node, iteration, kind) for kind, row in ROWS.items() if iteration.has(row, node.settings)}
-    is_ahead = node.in_flight.iteration > iteration.number and iteration.resume_at >= Phase.CHECKPOINT
-    if node.in_flight.key not in keys and not is_ahead:
-        node.drop_in_flight()
+    is_ahead = in_flight.iteration > iteration.number and iteration.resume_at >= Phase.CHECKPOINT
+    if in_flight.key not in keys and not is_ahead:
+        node.collector.drop()
 
 
 def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
-    """Generate a share, and make its groups durable as they finish; says how many are short, and what the
+    """Have a share made, and its groups made durable as they finish; says how many are short, and what the
     node's pace was.
     """
     node.position.reach(0, 0)
-    kept = share.kept(node.rank)
-    if not kept:
-        node.drop_in_flight()
+    if not share.kept(node.rank):
+        node.collector.drop()
     if share.is_empty(node.rank):
         return {"short": 0}
     policy = node.policies.of(iteration.header["policy_iteration"])
@@ -62,44 +69,148 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
             f"{policy.directory} holds policy {policy.digest} here, but {iteration.header['policy']} on the "
             "master; give all nodes the same model"
         )
-    if makers.generates(node, share):
+    if generates(share):
+        node.collector.start()  # it imports what it needs while the engine starts
         serve(node, policy)
-    place = (share.kind, iteration.number, node.rank, node.record.epoch, share.origin)
-    verify = node.engine.check_serves
-    writer = parts.PartWriter(node.run_dir, *place, verify)
-    collection = node.in_flight
-    if not isinstance(collection, Ongoing):
-        collection = node.in_flight = _ongoing(node, iteration, share)
-    iteration.ahead_s += collection.ahead_s
-    collection.ahead_s = 0.0
+    if (in_flight := node.collector.in_flight) is not None:
+        iteration.ahead_s += in_flight.ahead_s
     is_paused = False
-    try:
-        with node.unresponsive.guarding(node.children, lambda: writer.is_writing):
-            return collection.run(node, iteration, share, writer)
-    except Stopped:
-        is_paused = True
-        node.check()
-        raise
-    finally:
-        if not is_paused:
-            node.drop_in_flight()
-        node.outage.persist(writer.flush)
+    with _minding(node, share) as is_engine_lost:
+        listener = _listener(node, iteration, share, is_engine_lost)
+        try:
+            return node.collector.collect(_order(node, iteration, share), listener)
+        except Stopped:
+            is_paused = True
+            node.check()
+            raise
+        finally:
+            if not is_paused:
+                node.collector.drop()
+            node.outage.persist(partial(node.collector.flush, listener))
 
 
 def begin_share(node: Node, iteration: Iteration, share: Share, is_over: Callable[[], bool]) -> None:
-    """Begin a share of an iteration that is not open yet, until `is_over`: what is in flight then is
-    `node.in_flight`, and nothing was published. `is_over` is asked again and again, and may raise.
+    """Begin a share of an iteration that is not open yet, until `is_over`: what is in flight then goes on,
+    and nothing was published. `is_over` is asked again and again, and may raise.
 
     Where the share cannot be made nothing is in flight: the row itself will say why.
     """
-    node.drop_in_flight()
-    collection = node.in_flight = _ongoing(node, iteration, share)
-    with node.unresponsive.guarding(node.children, lambda: False):
-        error = collection.begin(node, iteration, share, is_over)
+    node.collector.drop()
+    order = _order(node, iteration, share)
+    order = replace(order, is_held=True, slots=share.plan["shares"][str(node.rank)])
+    with _minding(node, share) as is_engine_lost:
+        listener = _listener(node, iteration, share, is_engine_lost)
+        error = node.collector.begin(order, listener, is_over)
     if error is not None:
         log.info("nothing is generated ahead any more: %s", error)
-        node.drop_in_flight()
 
 
-def _ongoing(node: Node, iteration: Iteration, share: Share) -> Ongoing:
-    return Ongoing(node, share, key_of(node, iteration, share.kind), iteration.number)
+def generates(share: Share) -> bool:
+    """Return whether the share's samples come from the engine. Demonstrations cannot evaluate a policy."""
+    return share.kind == "eval" or not demonstrates(share.functions.environment)
+
+
+def _order(node: Node, iteration: Iteration, share: Share) -> Order:
+    """Return what this node's collector is to make of a share."""
+    plan, rank = share.plan, node.rank
+    named = {"": (share.functions, share.origin.sampling)}
+    named |= {one.slots.name: (one.functions, one.slots.sampling) for one in share.sets}
+    recipes = {
+        kind: RecipeNames(of.reward.name, of.environment_code.name, sampling)
+        for kind, (of, sampling) in named.items()
+    }
+    sources = {name: text for of, _ in named.values() for name, text in of.sources().items()}
+    model = Path()
+    if demonstrates(share.functions.environment):
+        model = node.policies.hold(node.policies.of(0), node.reading()).directory
+    return Order(
+        key=key_of(node, iteration, share.kind),
+        kind=share.kind,
+        iteration=iteration.number,
+        epoch=node.record.epoch,
+        rank=rank,
+        row=ROWS[share.kind],
+        root=str(node.run_dir.root.absolute()),
+        crew=node.run_dir.crew,
+        quota=share.quota,
+        origin=share.origin,
+        recipes=recipes,
+        sources=sources,
+        settings=share.settings,
+        engine=_engine(node, share) if generates(share) else None,
+        start_model=str(model),
+        claim_pause_s=node.settings.cluster.pause_bounds_s[1],
+        kept=share.kept(rank),
+        slots=[] if "chunks" in plan else plan["shares"][str(rank)],
+        needed=plan["needed"].get(str(rank), 0) if "chunks" not in plan else 0,
+        claimed=plan if "chunks" in plan else None,
+        begun=share.begun,
+        segment=share.segment,
+    )
+
+
+def _engine(node: Node, share: Share) -> EngineAddress:
+    engine = node.settings.engine
+    is_corrected = node.settings.trainer.engine_correction != "off"
+    return EngineAddress(
+        node.engine.url,
+        node.engine.model,
+        engine.request_timeout_s,
+        node.engine.restart_patience_s(engine),
+        replace(node.engine.facts, may_force=is_corrected or share.kind == "eval"),
+    )
+
+
+def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Callable[[], None]) -> Listener:
+    def slots(numbers: Sequence[int]) -> list[dict[str, Any]]:
+        return [
+            {"number": slot.number, "task": slot.task, "seed": slot.seed, "kind": slot.kind}
+            for slot in slots_of(iteration.number, share, numbers)
+        ]
+
+    def full(error: SharedFsError) -> None:
+        node.row_endings.check_self()
+        node.outage.full(error)
+
+    def waited(seconds: float) -> None:
+        iteration.waited_s[ROWS[share.kind].label] = seconds
+
+    return Listener(
+        stop=node.watch.stop,
+        slots=slots,
+        verify=node.engine.check_serves,
+        is_engine_lost=is_engine_lost,
+        reach=node.position.reach,
+        step=node.position.step,
+        full=full,
+        claimed=lambda path: node.flags.leave([path]),
+        waited=waited,
+        check_self=node.row_endings.check_self,
+    )
+
+
+@contextmanager
+def _minding(node: Node, share: Share) -> Generator[Callable[[], None]]:
+    """Look after the engine in a thread during a block; yields what raises the error that this has met."""
+    if not generates(share):
+        yield lambda: None
+        return
+    over, failed = threading.Event(), list[Exception]()
+
+    def mind() -> None:
+        try:
+            node.engine.mind(node.settings.engine, node.check, over, node.position.generate)
+        except Exception as error:  # for the main thread
+            failed.append(error)
+
+    def is_engine_lost() -> None:
+        if failed:
+            raise failed[0]
+
+    thread = threading.Thread(target=mind, name="mind engine", daemon=True)
+    thread.start()
+    try:
+        yield is_engine_lost
+    finally:
+        over.set()
+        thread.join()

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.collection import unfinished_samples
 from coordinator.collection.eval_sets import SetSlots
-from coordinator.collection.unfinished_samples import Begun
-from coordinator.directory.layout import Kind, RunDir
+from coordinator.collector.unfinished_samples import Begun
+from coordinator.directory.layout import Kind
 from coordinator.node.flags import Payload
 from coordinator.protocol.phases import Phase
 from coordinator.start.functions import Functions
@@ -58,9 +57,8 @@ class Share:
         return not more and not self.kept(rank)
 
 
-def slots_of(run_dir: RunDir, iteration: int, share: Share, numbers: Sequence[int]) -> list[Slot]:
-    """Return slots of a share, each with its task, its seed, and what the iteration before has made."""
-    groups = unfinished_samples.read(run_dir, iteration, share.begun, numbers)
+def slots_of(iteration: int, share: Share, numbers: Sequence[int]) -> list[Slot]:
+    """Return slots of a share, each with its task and its seed."""
     slots: list[Slot] = []
     for slot in numbers:
         first = (iteration, slot - len(share.begun))  # as if nothing had been begun before
@@ -70,7 +68,7 @@ def slots_of(run_dir: RunDir, iteration: int, share: Share, numbers: Sequence[in
         if one := next((one for one in share.sets if one.slots.begin <= slot < one.slots.end), None):
             slots.append(_of_set(one, share.settings.seed, iteration, slot))
         else:
-            slots.append(Slot(slot, share.tasks.tasks[share.order[slot]], seed, groups.get(slot)))
+            slots.append(Slot(slot, share.tasks.tasks[share.order[slot]], seed))
     return slots
 
 

@@ -8,7 +8,7 @@ missing.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordinator.directory.layout import Claim, RunDir, parse_claim_name
@@ -27,7 +27,16 @@ class Claims:
     there are no hard links a claim is a file of its own, created exclusively.
     """
 
-    def __init__(self, run_dir: RunDir, epoch: int, iteration: int, row: int, rank: int) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        epoch: int,
+        iteration: int,
+        row: int,
+        rank: int,
+        on_file: Callable[[Path], None] = lambda _path: None,
+    ) -> None:
+        """`on_file` is told each file that is made here, which has to be removed when the row is over."""
         self._directory = run_dir.claims
         self._row = (epoch, iteration, row)
         self._owner = json.dumps({"rank": rank}).encode()
@@ -36,8 +45,7 @@ class Claims:
         self._has_links = True
         self._refused: set[int] = set()
         """Chunks that others had when this rank wanted them: a listing may show that much later."""
-        self.made: list[Path] = []
-        """What this rank has made here, and has to remove when the row is over."""
+        self._on_file = on_file
 
     def taken(self) -> set[int]:
         """Return the chunks that are claimed."""
@@ -51,7 +59,7 @@ class Claims:
             path = self._directory / Claim(*self._row, chunk).name
             is_mine = self._make(path)
             if is_mine:
-                self.made.append(path)
+                self._on_file(path)
                 return chunk
             if is_mine is not None:
                 self._refused.add(chunk)
@@ -62,7 +70,7 @@ class Claims:
         if self._has_links:
             if self._file is None or self._links == LINKS:
                 self._file, self._links = files.write_temporary(path, self._owner, False), 0
-                self.made.append(self._file)
+                self._on_file(self._file)
             self._links += 1
             try:
                 made = once.link(self._file, path, self._owner)

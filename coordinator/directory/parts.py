@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,37 +37,34 @@ class PartWriter:
         rank: int,
         epoch: int,
         origin: Origin,
-        verify: Callable[[], None] = lambda: None,
+        first: int = 0,
     ) -> None:
-        """`verify` raises if the waiting groups may not be made by the policy of `origin`."""
-        self.done = 0
-        self.is_writing = False
-        self._verify = verify
+        """The parts are numbered from the one behind `first`."""
         self._directory = run_dir.trajectories(kind, iteration)
-        self._header = PartHeader(kind, iteration, rank, epoch, 0, **vars(origin))
+        self._header = PartHeader(kind, iteration, rank, epoch, first, **vars(origin))
         self._waiting: list[Group] = []
         self._writing = threading.Lock()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a group waits to be written."""
+        return bool(self._waiting)
 
     def add(self, group: Group) -> None:
         """Take a finished group."""
         self._waiting.append(group)
-        self.done += 1
 
-    def flush(self) -> None:
-        """Write the waiting groups as a part."""
+    def flush(self) -> list[Group]:
+        """Write the waiting groups as a part, and return them."""
         with self._writing:
-            if not self._waiting:
-                return
-            self.is_writing = True
-            try:
-                self._verify()
-                groups = list(self._waiting)
-                header = self._header = replace(self._header, part=self._header.part + 1)
-                name = PartName(header.epoch, header.rank, header.part).name
-                files.publish(self._directory / name, encode_part(groups, header))
-                del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
-            finally:
-                self.is_writing = False
+            groups = list(self._waiting)
+            if not groups:
+                return []
+            header = self._header = replace(self._header, part=self._header.part + 1)
+            name = PartName(header.epoch, header.rank, header.part).name
+            files.publish(self._directory / name, encode_part(groups, header))
+            del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
+            return groups
 
 
 @dataclass(frozen=True)

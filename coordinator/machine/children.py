@@ -291,14 +291,12 @@ class Children:
             logger.warning("the keeper (pid %d) stays until what was killed is gone", self._keeper.pid)
 
     def _start_keeper(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(map(os.path.abspath, sys.path))  # for its stand-in
         return subprocess.Popen(
             [sys.executable, "-I", "-S", keeper.__file__, str(self.spool)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
         )
 

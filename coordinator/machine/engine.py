@@ -1,12 +1,11 @@
 """The life of this node's engine: it is started when there is work, minded, put to sleep, and ended."""
 
-import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
@@ -30,6 +29,10 @@ USERS_PATIENCE_S = 10.0
 """How long a server that the user runs may be away."""
 STOP_S = 10.0
 """How long a server may take to end by itself: killed, vLLM leaves its shared memory behind."""
+
+
+class _Over(Exception):
+    """Nobody needs the server just now."""
 
 
 class EngineHost:
@@ -167,29 +170,35 @@ class EngineHost:
         """For how long a request that breaks is tried again: this node's server may be starting anew."""
         return settings.start_timeout_s if self._child is not None else USERS_PATIENCE_S
 
-    async def mind(
+    def mind(
         self,
         settings: EngineSettings,
         check: Callable[[], None],
+        over: threading.Event,
         on_generated: Callable[[Generated], None] = lambda _: None,
-    ) -> NoReturn:
-        """While requests run, start this node's server again, at the same URL, when it has died or hangs.
-        `on_generated` hears what it has generated since the last time.
+    ) -> None:
+        """While requests run, until `over`, start this node's server again, at the same URL, when it has died
+        or hangs. `on_generated` hears what it has generated since the last time.
 
         The client tries the requests that were in flight again, with the same seeds; finished ones are not
         asked twice. EngineError after `max_restarts`.
         """
+
+        def check_or_end() -> None:
+            check()
+            if over.is_set():
+                raise _Over
+
         answered_s, restarts = time.monotonic(), 0
         before: Generated | None = None
-        while True:
-            await asyncio.sleep(MIND_S)
+        while not over.wait(MIND_S):
             if self._child is None or self._admin is None:
                 continue
             if self._child.poll() is None:
-                health = await asyncio.to_thread(self._admin.health)
+                health = self._admin.health()
                 if health:
                     answered_s = time.monotonic()
-                    if (now := await asyncio.to_thread(self._generated)) is not None:
+                    if (now := self._generated()) is not None:
                         on_generated(now.since(before or now))
                         before = now
                 # A server that says that it is dead answers every request with an error, until it exits.
@@ -207,8 +216,10 @@ class EngineHost:
                 served = self._loader.served
                 assert served is not None
                 self._start(served, settings, self._socket)
-                await asyncio.to_thread(self._await, settings, check)
-                await asyncio.to_thread(self._load, served, settings)
+                self._await(settings, check_or_end)
+                self._load(served, settings)
+            except _Over:
+                return  # it is starting: whoever needs it next waits for it
             finally:
                 self._starts_again = False
             answered_s = time.monotonic()

@@ -4,9 +4,11 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 from filelock import BaseFileLock
 
+from coordinator.collector.host import CollectorHost
 from coordinator.directory import claims
 from coordinator.directory.history import History
 from coordinator.directory.layout import MASTER, Kind, RunDir
@@ -20,15 +22,13 @@ from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
 from coordinator.machine.host_lock import hold_for_process, name_of_run
-from coordinator.machine.pulse import SIGNALS, Pulse, Shown
 from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
-from coordinator.node import unresponsive
 from coordinator.node.ahead import Ahead
 from coordinator.node.flags import Flags, Payload
+from coordinator.node.hanging import end_children_if_calls_hang
 from coordinator.node.identity import Identity
-from coordinator.node.in_flight import InFlight
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
@@ -38,7 +38,6 @@ from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
 from coordinator.node.row_endings import RowEndings
-from coordinator.node.unresponsive import Unresponsive
 from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.phases import By, Phase
@@ -71,6 +70,7 @@ class Node:
         self.events = Events()
         self.engine = EngineHost(self.children, run_dir, rank, self.events.add)
         self.trainer = TrainerHost(self.children, run_dir, rank, self.events.add)
+        self.collector = CollectorHost(self.children, run_dir, rank, self.events.add)
         self.store = Store(settings.cluster.local_dir)
         self.gpus = GpuSampler(settings.cluster.beat_interval_s)
         self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
@@ -80,7 +80,6 @@ class Node:
         self.ahead = Ahead()
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
-        self.pulse = Pulse(self.children.spool, self._show)
         self.signals = Signals(self._interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.row_endings = RowEndings(self.identity, self.position, self.watch, self.messages)
@@ -88,9 +87,6 @@ class Node:
             self.identity, self.position, self.watch, self.check, self.messages.missing,
             self.sweeper.sweep, start.left_behind,
         )  # fmt: skip
-        self.unresponsive = Unresponsive(
-            self.identity, self.watch, self.messages, self.row_endings, self.flags
-        )
         self.joining = Joining(
             self.identity, self.position, self.watch, self.messages, self.row_endings, self._describe
         )
@@ -101,8 +97,6 @@ class Node:
         """The last iteration whose line was said here, where another crew writes them."""
         self.idle_s = 0.0
         """How long the crew waited for the other one before the present iteration."""
-        self.in_flight: InFlight | None = None
-        """Groups that are being made, also from one epoch to the next."""
         self.kept: dict[int, Payload] = {}
         """By rank, what the nodes of this epoch have said of what they have in flight."""
         # ---- what is published
@@ -170,12 +164,11 @@ class Node:
 
     def begin(self) -> None:
         """Take an incarnation and begin to beat; from here on signals end the node in order."""
-        self.signals.begin(self.children.spool / SIGNALS)
+        self.signals.begin(self.children.spool / "signals")
         files.make_directory(self.run_dir.logs(self.rank))
         if not self.is_master:
             self._find_address()
         self.watch.begin(self.identity.incarnation_floor, self.identity.newest_epoch)
-        self.pulse.begin()
         self.events.open(self.run_dir.events(self.rank), self._place)
         about = {"rank": self.rank, "host": self.identity.host, "pid": os.getpid()}
         self.events.add("process", **about, **about_this_process())
@@ -196,20 +189,6 @@ class Node:
         """Return what a heartbeat says."""
         return {**self.identity.describe(), "gpus": self.gpus.latest, **self.position.describe()}
 
-    def _show(self) -> Shown:
-        """Return what another process needs to beat in this one's place."""
-        cluster = self.settings.cluster
-        return {
-            "root": str(self.run_dir.root.absolute()),
-            "crew": self.run_dir.crew,
-            "rank": self.rank,
-            "incarnation": self.watch.incarnation,
-            "beat_s": cluster.beat_interval_s,
-            "patience_s": cluster.node_timeout_s / 3,
-            "react_s": unresponsive.REACT_S,
-            "pid": os.getpid(),
-        }
-
     def _place(self) -> tuple[int, int]:
         current = self.watch.current
         return self.watch.incarnation, current.epoch if current is not None else 0
@@ -217,7 +196,7 @@ class Node:
     def _interrupt(self, number: int) -> None:
         """End at a signal; called in a thread of its own."""
         self.watch.interrupt(number)
-        self.unresponsive.begin_to_end(number, self.children)
+        end_children_if_calls_hang(self.children, partial(self.messages.hangs, number))
 
     def enter(self, record: EpochRecord) -> None:
         """Enter an epoch: nothing of the old one runs here any more; the master waits until all say so."""
@@ -229,13 +208,13 @@ class Node:
         self.watch.admit(record, self.settings)
         self.flags.forget()
         self.position.move("running")
-        self.watch.beat()  # who stands in for this node goes by the epoch of its last beat
         if not self.is_master:
             self.take_over_inputs(record)
         gpus = [gpu["name"] for gpu in self.gpus.latest]
         weight = record.members[self.rank].weight
         self.events.add("epoch", members=sorted(record.members), weight=weight, gpus=gpus)
-        kept = {} if self.in_flight is None else {"key": self.in_flight.key, "slots": self.in_flight.slots}
+        in_flight = self.collector.in_flight
+        kept = {} if in_flight is None else {"key": in_flight.key, "slots": in_flight.slots}
         self.flags.enter(kept)
         if self.is_master:
             self.kept = self.flags.payloads(self.flags.wait_members(0, 0), kept)
@@ -276,19 +255,11 @@ class Node:
         if not fence.tripped:
             fence.trip("the shared directory fails")
         self.trainer.leave_epoch()
-        self.drop_in_flight()
+        self.collector.drop()
         self.outage.wait_out()
-
-    def drop_in_flight(self) -> None:
-        """Give up the groups that are being made, if there are any."""
-        dropped, self.in_flight = self.in_flight, None
-        if dropped is not None:
-            dropped.end()
 
     def close(self) -> None:
         """End the children, then stop beating, with a last beat that says so."""
-        self.pulse.close()
-        self.drop_in_flight()
         self.children.close()
         self.prefetch.close()
         self.store.close()

@@ -95,7 +95,7 @@ def run(node: Node, iteration: Iteration) -> None:
             pass  # before the engine has come up: row 12 waits for it
         except (EngineError, WeightsError, OSError) as error:  # the checkpoint may be sound all the same
             log.warning("nothing is generated ahead: %s", error)
-            node.drop_in_flight()
+            node.collector.drop()
     node.trainer.finish()
 
 
@@ -129,7 +129,7 @@ def _following(iteration: Iteration, policy: Policy) -> Iteration:
 
 def keep(node: Node, iteration: Iteration, policy: Policy) -> Payload:
     """Say what is in flight of the next iteration, now that `policy` was published and is served."""
-    copied, ours = iteration.copied, node.in_flight
+    copied, ours = iteration.copied, node.collector.in_flight
     if copied is not None and policy.directory != copied.directory:
         node.store.remove(copied.directory)  # the engine has it from the checkpoint
     if ours is None:

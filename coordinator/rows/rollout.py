@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from coordinator.collection import eval_sets, trajectories, unfinished_samples
+from coordinator.collection import eval_sets, trajectories
 from coordinator.collection.collecting import collect_share
 from coordinator.collection.node_share import Share
 from coordinator.collection.provenance import (
@@ -22,7 +22,8 @@ from coordinator.collection.provenance import (
     is_begun,
     made_with,
 )
-from coordinator.collection.unfinished_samples import Begun
+from coordinator.collector import unfinished_samples
+from coordinator.collector.unfinished_samples import Begun
 from coordinator.directory import parts, published
 from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import MASTER

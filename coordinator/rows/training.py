@@ -164,7 +164,7 @@ def restart_engine(node: Node, iteration: Iteration) -> Payload:
         return {}
     policy = policy_choice.served_next(node, iteration)
     if iteration.copied is not None and iteration.copied.digest != policy.digest:
-        node.drop_in_flight()
+        node.collector.drop()
     return head_start.keep(node, iteration, serve(node, policy))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollout.origin import Code
-from rollout.plugins import PluginError, check_call, code_of, load_function
+from rollout.plugins import PluginError, check_call, code_of, load_function, sources
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.rewards.code import NAME as CODE
@@ -71,6 +71,10 @@ class Reward:
         result = self._function(task, completion)
         return await result if inspect.isawaitable(result) else result
 
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Return file and text of the modules behind it, by module."""
+        return sources(self.name, self._function)
+
     async def close(self) -> None:
         """Close connections to servers; they are opened when they are needed."""
         if isinstance(self._function, ServedReward):
@@ -103,6 +107,10 @@ class WeightedRewards(Reward):
         self.is_instant = all(reward.is_instant for reward, _ in parts)
         behind = "".join(f"{reward.name}={weight!r} {reward.code.digest}\n" for reward, weight in parts)
         self.code = Code(name, hashlib.sha256(behind.encode()).hexdigest()[:16])
+
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Return file and text of the modules behind all parts, by module."""
+        return {name: text for reward, _ in self._parts for name, text in reward.sources().items()}
 
     async def close(self) -> None:
         """Close the connections of all parts."""

@@ -17,6 +17,7 @@ from trainer.job import forks
 AGENT = "-m trainer.job.agent "
 TRAINER_RANK = "-m trainer "
 ENGINE = "-m rollout.engines.embedded.server "
+COLLECTOR = "-m coordinator.collector.process "
 """What is in the command lines of a node's children, and in no other's but an agent's and its launcher's."""
 
 

@@ -1,7 +1,9 @@
 """A user's own code, as the cluster tests plug it in."""
 
 import asyncio
+import logging.config
 import os
+import sys
 import time
 from typing import Any
 
@@ -36,6 +38,24 @@ async def slow(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list
     """Single-turn, and at least SLOW_S seconds a group."""
     await asyncio.sleep(float(os.environ.get("SLOW_S", "0.3")))
     return await single_turn(task, policy, sampling)
+
+
+async def ending(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:
+    """Single-turn; a task with the field `ends` ends the process."""
+    if task.get("ends"):
+        os._exit(3)
+    return await single_turn(task, policy, sampling)
+
+
+async def muting(_task: dict[str, Any], _completion: str) -> float:
+    """A reward that fails, of a process whose log, streams and directory it has changed."""
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": True})
+    logging.disable(logging.CRITICAL)
+    os.chdir("/")
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    for descriptor in (1, 2):
+        os.close(descriptor)
+    raise SystemExit(0)
 
 
 def first_number(task: dict[str, Any]) -> int:

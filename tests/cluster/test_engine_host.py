@@ -1,8 +1,9 @@
 """The host of a real embedded engine: what a row that ends, or a server that dies, leaves; its policy."""
 
-import asyncio
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -197,7 +198,7 @@ def test_engine_that_somebody_else_has_administered_is_found_out_and_one_that_st
     host.check_serves()
     child = host._child
     assert child is not None
-    asyncio.run(kill_and_wait(host, policy.digest, meanwhile=host.check_serves))
+    kill_and_wait(host, policy.digest, meanwhile=host.check_serves)
     EngineAdmin(host.url).reload(changed(policy, tmp_path / "newer").directory, "another's")
     with pytest.raises(EngineError, match=f"serves another's now, not {policy.digest}"):
         host.check_serves()
@@ -244,7 +245,7 @@ def test_engine_of_a_run_that_trains_adapters_keeps_its_model_and_comes_back_wit
     assert engines_started(tmp_path) == 1
 
     write_probe(second.directory, of_second)
-    asyncio.run(kill_and_wait(host, second.digest))
+    kill_and_wait(host, second.digest)
     assert computed() == of_second and engines_started(tmp_path) == 2
     # A checkpoint of an iteration that had nothing to learn from is the whole model.
     same = Policy(3, Path(shutil.copytree(policy.directory, tmp_path / "same")), policy.digest)
@@ -268,22 +269,25 @@ def test_the_users_server_of_another_model_gets_the_model_before_the_adapter(
     host.ensure(policy, users, fine, Adapters(policy, rank=4))
 
 
-async def kill_and_wait(host: EngineHost, digest: str, meanwhile: Callable[[], None] = fine) -> None:
+def kill_and_wait(host: EngineHost, digest: str, meanwhile: Callable[[], None] = fine) -> None:
     """Kill the engine while it is minded, and call `meanwhile` until another one has the policy."""
-    child, url = host._child, host.url
+    child, url, over = host._child, host.url, threading.Event()
     assert child is not None
-    minding = asyncio.create_task(host.mind(SETTINGS, fine))
+    minding = threading.Thread(target=host.mind, args=(SETTINGS, fine, over), daemon=True)
+    minding.start()
     child.kill_now()
     admin = EngineAdmin(url)
     for _ in range(6000):
-        await asyncio.sleep(0.02)
+        time.sleep(0.02)
         meanwhile()
-        if minding.done() or (
-            host._child is not child and await asyncio.to_thread(admin.healthy) and admin.policy() == digest
+        if not minding.is_alive() or (
+            host._child is not child and admin.healthy() and admin.policy() == digest
         ):
             break
-    minding.cancel()
-    assert isinstance((await asyncio.gather(minding, return_exceptions=True))[0], asyncio.CancelledError)
+    assert minding.is_alive(), "it has failed"
+    over.set()
+    minding.join(10.0)
+    assert not minding.is_alive()
 
 
 def test_engine_that_dies_while_it_generates_comes_back_with_the_same_policy(
@@ -292,6 +296,6 @@ def test_engine_that_dies_while_it_generates_comes_back_with_the_same_policy(
     newer = changed(policy, tmp_path / "newer")
     host.ensure(newer, SETTINGS, fine)
     url = host.url
-    asyncio.run(kill_and_wait(host, newer.digest))
+    kill_and_wait(host, newer.digest)
     assert (host.url, EngineAdmin(url).policy()) == (url, newer.digest)
     assert engines_started(tmp_path) == 2

@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 
 from coordinator.directory.layout import Flag
-from coordinator.machine import keeper
 from coordinator.protocol.phases import Phase
 from tests.cluster.cluster import FAST
 from tests.cluster.test_shared_filesystem import mounted
+from tests.processes import is_schedulable
 
 ARGUMENTS = (
     *FAST,
@@ -42,7 +42,7 @@ def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mou
         nodes.cluster.until(lambda: "request_wait" in where.read_text(), "rank 1 waits in a call")
         started[0].send_signal(signal.SIGINT)  # its main thread generates
         started[1].send_signal(signal.SIGTERM)
-        nodes.cluster.until(lambda: not any(map(keeper.is_schedulable, engines)), "the engines end", 12)
+        nodes.cluster.until(lambda: not any(map(is_schedulable, engines)), "the engines end", 12)
         nodes.cluster.until(lambda: nodes.said().count("does not answer: ") == 2, "it is said", 5)
         time.sleep(1.0)
         assert [node.poll() for node in started] == [None, None]
@@ -68,6 +68,6 @@ def test_nodes_that_claim_while_the_mount_hangs_end_as_soon_as_it_answers(
         time.sleep(3.0)  # so long that each node wants another chunk, or writes a part
         started[0].send_signal(signal.SIGINT)
         started[1].send_signal(signal.SIGTERM)
-        nodes.cluster.until(lambda: not any(map(keeper.is_schedulable, engines)), "the engines end", 12)
+        nodes.cluster.until(lambda: not any(map(is_schedulable, engines)), "the engines end", 12)
         nodes.shared.thaw()
         assert nodes.cluster.wait(120) == [130, 130], nodes.said()

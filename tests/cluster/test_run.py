@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coordinator.collection.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import Begun
 from coordinator.directory import published
 from coordinator.directory.layout import Record
 from coordinator.protocol.records import EpochRecord

@@ -20,7 +20,7 @@ FLOORS = (
     {"coordinator.collection"},
     {"coordinator.keeping"},
     {"coordinator.node"},
-    {"coordinator.start"},
+    {"coordinator.start", "coordinator.collector"},
     {"coordinator.machine"},
     {"coordinator.journal", "coordinator.protocol"},
     {"coordinator.directory"},

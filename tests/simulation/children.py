@@ -7,9 +7,11 @@ that has been.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coordinator.collector import process
 from tests.simulation.disk import Disk
 from tests.simulation.engines import Engine
 from tests.simulation.scheduler import Process, Scheduler
@@ -50,7 +52,8 @@ class Child:
         self.node = node
         self.spool = spool
         self.pid = next(machines.numbers)
-        self.process = Process(f"{node.name} {name} {self.pid}", node.host)
+        acts_for = node if name == "collector" else None
+        self.process = Process(f"{node.name} {name} {self.pid}", node.host, acts_for=acts_for)
         self.code: int | None = None
         self._machines = machines
         machines.children.append(self)
@@ -94,6 +97,12 @@ class Child:
         return f"the last words of {self.process.name}"
 
 
+def _collect(spool: Path) -> int:
+    """Run the product's collector."""
+    process.asyncio.run(process.live(process.Process(spool)))
+    return 1
+
+
 class Children:
     """As children.Children, for the node that makes it."""
 
@@ -124,6 +133,8 @@ class Children:
             job, machines = argv[0], self._machines
             trainer = Trainer(machines.scheduler, machines.disk, machines.jobs, job, lambda: child.lives)
             child.begin(trainer.run)
+        elif name == "collector":
+            child.begin(partial(_collect, Path(argv[-1])))
         else:
             said = {key: argv[number + 1] for number, key in enumerate(argv) if str(key).startswith("--")}
             engine = Engine(self._machines.scheduler, lambda: child.lives, said["--model"])

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tests.simulation.scheduler import Process
 from tests.simulation.world import NodeProcess, World
 
-Action = Literal["kill", "pause", "replace", "twin", "leave", "trainer", "engine", "freeze", "freeze_all"]
+Action = Literal[
+    "kill", "pause", "replace", "twin", "leave", "trainer", "engine", "collector", "freeze", "freeze_all"
+]  # fmt: skip
 ACTIONS: tuple[Action, ...] = get_args(Action)
 EXPIRES_S = 400.0
 """A fault whose moment does not come within this time is left out."""
@@ -58,6 +60,7 @@ class Injector:
         return not self._left
 
     def _on_call(self, process: Process) -> None:
+        process = process.acts_for or process
         if not self._left or not isinstance(process, NodeProcess):
             return
         fault = self._left[0]
@@ -85,7 +88,7 @@ class Injector:
                 scheduler.at(scheduler.now_s + fault.seconds / 2, lambda: world.start_twin(fault.rank))
         elif fault.action == "twin":
             world.start_twin(fault.rank)
-        elif fault.action in {"trainer", "engine"}:
+        elif fault.action in {"trainer", "engine", "collector"}:
             if fault.action == "engine" and self._engine_ended.get(process) == process.place:
                 return
             self._engine_ended |= {process: process.place} if fault.action == "engine" else {}

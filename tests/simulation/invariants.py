@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import Begun
 from coordinator.directory import published
 from coordinator.directory.layout import (
     DOCUMENT,
@@ -103,6 +103,7 @@ class Invariants:
     # ---- changes on disk
 
     def _after(self, process: Process, operation: str, path: Path, target: Path | None) -> None:
+        process = process.acts_for or process
         made = path if target is None else target
         if made.name.endswith(SET_ASIDE):
             self._violate(process, f"sets {path} aside, which nothing has damaged")

@@ -21,7 +21,8 @@ import pytest
 from watchdog.observers import Observer
 
 from coordinator import main
-from coordinator.collection import makers
+from coordinator.collector import host as collector_host
+from coordinator.collector import process as collector_process
 from coordinator.machine import engine, network, trainer
 from coordinator.machine.store import Store
 from coordinator.node import identity, node
@@ -38,8 +39,7 @@ from tests.simulation.scheduler import Event, RLock, Thread
 from trainer.job import launch
 
 REAL = {"coordinator.cli", "coordinator.console.commands.local", "coordinator.directory.line_writer"} | {
-    f"coordinator.machine.{name}"
-    for name in ("children", "child_output", "keeper", "network", "pulse", "signals", "stand_in")
+    f"coordinator.machine.{name}" for name in ("children", "child_output", "keeper", "network", "signals")
 }
 """Modules that no simulated node runs."""
 ON_DISK = {
@@ -111,20 +111,20 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(node, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
     patch.setattr(engine, "EngineAdmin", partial(EngineAdmin, machines.engines))
     patch.setattr(engine, "server_command", _start_server_on_gpu)
-    patch.setattr(makers, "EngineClient", partial(EngineClient, machines.engines))
+    patch.setattr(collector_process, "EngineClient", partial(EngineClient, machines.engines))
+    patch.setattr(collector_process, "Bell", _Bell)
     patch.setattr(launch, "argv", lambda job: [job])
     patch.setattr(trainer, "free_port", lambda _ip: next(ports))
     patch.setattr(trainer, "interface_towards", lambda _ip: "lo")
     bell = SimpleNamespace(wait=machines.scheduler.wait, close=lambda: None)
-    patch.setattr(trainer, "Doorbell", lambda _path: bell)
+    for side in (trainer, collector_host):
+        patch.setattr(side, "Doorbell", lambda _path: bell)
     patch.setattr(network, "this_peer", lambda: network.Peer("one machine", ()))
     patch.setattr(identity, "socket", host)
     patch.setattr(main, "progress_reminders", lambda *_, **_more: nullcontext())
     patch.setattr(main, "announcement", lambda *_: [])
     patch.setattr(node, "Signals", lambda _act: SimpleNamespace(begin=lambda _record: None))
-    pulse = SimpleNamespace(begin=lambda: None, close=lambda: None)
-    patch.setattr(node, "Pulse", lambda *_: pulse)
-    patch.setattr(node, "Unresponsive", lambda *_: SimpleNamespace(guarding=lambda *_: nullcontext()))
+    patch.setattr(node, "end_children_if_calls_hang", lambda *_: None)
     patch.setattr(main, "Node", lambda start: cast(Any, machines.scheduler.process).become(start))
     patch.setattr(node, "name_of_run", lambda *_: "run")
     patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
@@ -160,6 +160,16 @@ def _load_inputs_once(settings: RunSettings, given: Mapping[str, Any], _machine:
     if key not in _loaded:
         _loaded[key] = load_inputs(settings, given)
     return _loaded[key]
+
+
+class _Bell:
+    """In place of the collector's bell: it looks for messages again and again."""
+
+    def __init__(self, _spool: Path) -> None:
+        pass
+
+    async def wait(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
 
 
 class _NoEvents:

@@ -38,6 +38,8 @@ class Process:
     killed: bool = False
     paused_until_s: float = 0.0
     tasks: "list[Task]" = field(default_factory=list)
+    acts_for: "Process | None" = None
+    """The node whose collector this is: what it does on the directory, it does for that node."""
 
 
 class Task:

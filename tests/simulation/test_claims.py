@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection import claimed, trajectories
+from coordinator.collection import trajectories
+from coordinator.collector import claimed_slots as claimed
 from coordinator.directory import claims as claims_of_a_row
 from coordinator.directory.claims import TRIES, Claims
 from coordinator.node import node
@@ -35,7 +36,7 @@ def test_only_what_a_killed_node_had_in_flight_is_asked_for_again(
         return found
 
     async def note(client: EngineClient, prompt: Any, sampling: Sampling) -> list[Completion]:
-        process: Any = client._engines[client._url].scheduler.process
+        process: Any = client._engines[client._url].scheduler.process.acts_for
         asked[str(prompt), sampling.seed].add(process.rank)
         return await generate(client, prompt, sampling)
 

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from coordinator.collection import collecting
 from coordinator.collection.node_share import Share
-from coordinator.collection.ongoing import Ongoing
+from coordinator.collector.order import Order
+from coordinator.collector.process import Process
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows import head_start, training
+from rollout.storage import files
 from tests.simulation.faults import ACTIONS, Fault
 from tests.simulation.test_simulation import NODES, run, searching, undisturbed
 from tests.simulation.trainers import Trainer
@@ -43,20 +45,21 @@ def watched(kept: Counter[int], finished: Counter[int]) -> Callable[[pytest.Monk
 
     def patch(patched: pytest.MonkeyPatch) -> None:
         slowly(patched)
-        real, begin = collecting.collect_share, Ongoing.begin
+        real, begin = collecting.collect_share, Process._begin
 
         def collect(node: Node, iteration: Iteration, share: Share) -> Any:
             if share.kind == "train":
                 kept[iteration.number] += len(share.kept(node.rank))
             return real(node, iteration, share)
 
-        def begun(ongoing: Ongoing, *args: Any) -> Any:
-            result = begin(ongoing, *args)
-            finished[ongoing.iteration] += len(ongoing._collector._held)
+        async def begun(collector: Process, order: Order) -> Any:
+            result = await begin(collector, order)
+            assert collector._making is not None
+            finished[order.iteration] += len(collector._making.collector._held)
             return result
 
         patched.setattr("coordinator.rows.rollout.collect_share", collect)
-        patched.setattr(Ongoing, "begin", begun)
+        patched.setattr(Process, "_begin", begun)
 
     return patch
 
@@ -141,7 +144,7 @@ def the_next_iteration_opens_at_once(patch: pytest.MonkeyPatch) -> None:
         if node.is_master:
             directory = node.run_dir.trajectories("train", iteration.number)
             directory.mkdir(parents=True, exist_ok=True)
-            collecting.parts.files.publish(node.run_dir.iteration_json(iteration.number), b"{}")
+            files.publish(node.run_dir.iteration_json(iteration.number), b"{}")
         real(node, iteration, *more)
 
     patch.setattr(collecting, "begin_share", begin)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.collection import unfinished_samples
+from coordinator.collector import unfinished_samples
 from coordinator.directory import parts
 from coordinator.directory.layout import Flag, RunDir
 from coordinator.keeping import policy_choice, retention

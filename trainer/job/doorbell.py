@@ -17,17 +17,17 @@ class Doorbell:
         with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
         # Opened for writing too: a FIFO without a writer is always readable.
-        self._handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
     def wait(self, timeout_s: float) -> None:
         """Return once it has been rung since the last wait, or after `timeout_s`."""
-        readable, _, _ = select.select([self._handle], [], [], timeout_s)
+        readable, _, _ = select.select([self.descriptor], [], [], timeout_s)
         if readable:
-            os.read(self._handle, 4096)
+            os.read(self.descriptor, 4096)
 
     def close(self) -> None:
         """Stop listening."""
-        os.close(self._handle)
+        os.close(self.descriptor)
 
 
 def ring(path: Path) -> None:

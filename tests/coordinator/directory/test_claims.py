@@ -140,10 +140,10 @@ def test_a_process_whose_claims_a_newer_epoch_has_removed_gets_none_for_now(run_
     assert old.take([1]) is None and old.take([1]) == 1
 
 
-def test_what_a_rank_has_made_is_known_to_it(run_dir: RunDir) -> None:
-    mine = claims(run_dir, 1)
-    mine.take([4])
-    assert sorted(mine.made) == sorted(run_dir.claims.iterdir())
+def test_what_a_rank_has_made_is_told(run_dir: RunDir) -> None:
+    told: list[Path] = []
+    Claims(run_dir, 2, 5, 2, 1, told.append).take([4])
+    assert sorted(told) == sorted(run_dir.claims.iterdir())
 
 
 def test_rank_claims_more_chunks_than_a_file_may_have_links(
@@ -157,9 +157,10 @@ def test_rank_claims_more_chunks_than_a_file_may_have_links(
         real(source, target)
 
     monkeypatch.setattr(os, "link", link)
-    mine = claims(run_dir, 1)
+    told: list[Path] = []
+    mine = Claims(run_dir, 2, 5, 2, 1, told.append)
     assert [mine.take([chunk]) for chunk in range(100)] == list(range(100))
     assert mine.taken() == set(range(100))
-    for path in mine.made:
+    for path in told:
         path.unlink()
     assert not list(run_dir.claims.iterdir())

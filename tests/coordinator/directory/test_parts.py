@@ -33,9 +33,9 @@ def test_groups_are_written_when_the_writer_is_flushed(directory: Path) -> None:
     made = writer(directory)
     made.add(group(0))
     made.add(group(1))
-    assert tree(directory) == set() and made.done == 2
-    made.flush()
-    made.flush()
+    assert tree(directory) == set() and made.is_waiting
+    assert [one.slot for one in made.flush()] == [0, 1]
+    assert made.flush() == [] and not made.is_waiting
     assert tree(directory) == {"r0000.e0002.part0001.safetensors"}
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.machine import keeper
 from tests.faultfs import FaultFs, unavailable
+from tests.processes import is_schedulable
 
 NODE = """
 import os, signal, sys, threading, time
@@ -45,7 +45,7 @@ HUNG = """
 import os, sys
 from pathlib import Path
 from coordinator.machine.children import Children
-from coordinator.machine.pulse import SIGNALS
+SIGNALS = "signals"
 from coordinator.machine.signals import Signals
 children = Children()
 child = children.start("engine", ["sleep", "1000"])
@@ -91,9 +91,9 @@ def test_signals_reach_a_node_whose_main_thread_waits_for_a_hung_mount(tmp_path:
                 time.sleep(1.2)  # the kernel keeps only one that nobody has taken
             assert f"acted on {int(numbers[0])}\n" in said.read_text() or numbers == [signal.SIGKILL]
             if code is None:
-                assert list(Path(record).read_bytes()) == numbers and keeper.is_schedulable(int(pid))
+                assert list(Path(record).read_bytes()) == numbers and is_schedulable(int(pid))
             else:
-                assert eventually(lambda: not keeper.is_schedulable(int(pid)))
+                assert eventually(lambda: not is_schedulable(int(pid)))
             # A request that the filesystem has not taken yet dies with the process.
             assert node.poll() is None or numbers == [signal.SIGKILL]
             shared.thaw()
@@ -101,7 +101,7 @@ def test_signals_reach_a_node_whose_main_thread_waits_for_a_hung_mount(tmp_path:
                 assert eventually(lambda: "answered" in said.read_text())
                 print(file=node.stdin, flush=True)
             assert node.wait(60) == (code or 0)
-            assert eventually(lambda: not keeper.is_schedulable(int(pid)))
+            assert eventually(lambda: not is_schedulable(int(pid)))
         finally:
             shared.thaw()
             node.kill()

@@ -49,7 +49,7 @@ def node_at(run_dir: RunDir, local: Path, *given: str, holds: bool = False) -> A
     node.record = record(settings=settings)
     node.policies = Policies(identity, Store(str(local)))
     node.reading, node.check = lambda: unheard, lambda: None
-    node.verdicts = SimpleNamespace(check_training=None)
+    node.row_endings = SimpleNamespace(check_training=None)
     node.watch = SimpleNamespace(board=SimpleNamespace(profiles=()))
     node.position = SimpleNamespace(reach=None)
     node.engine = SimpleNamespace(

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection import makers
+from coordinator.collector.order import RecipeNames
+from coordinator.collector.process import _recipe
 from coordinator.settings.loading import build, overlay
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import load_inputs
 from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import single_turn
 from rollout.environments.preference import preference
+from rollout.origin import Sampling
 from tests.coordinator.examples import write_json
 
 SFT = {"trainer.algorithm": "sft"}
@@ -64,14 +66,14 @@ def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
     positions = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     write_json(tmp_path / "config.json", {"rope_parameters": positions})
-    policies = {0: SimpleNamespace(directory=tmp_path)}
-    here = SimpleNamespace(of=policies.get, hold=lambda policy, _moved: policy)
-    node: Any = SimpleNamespace(policies=here, reading=lambda: None)
-    for written in (demonstration, preference):
-        functions: Any = SimpleNamespace(environment=written)
-        train = makers.environment_of(node, "train", functions)
+
+    def environment_of(name: str, kind: str) -> Any:
+        order: Any = SimpleNamespace(kind=kind, start_model=str(tmp_path))
+        return _recipe(order, RecipeNames("exact", name, Sampling())).environment
+
+    for name, written in (("demonstration", demonstration), ("preference", preference)):
+        train = environment_of(name, "train")
         assert isinstance(train, partial)
         assert (train.func, train.keywords) == (written, {"end_ids": (5, 6), "context": 64})
-        assert makers.environment_of(node, "eval", functions) is single_turn
-    functions = SimpleNamespace(environment=single_turn)
-    assert makers.environment_of(node, "train", functions) is single_turn
+        assert environment_of(name, "eval") is single_turn
+    assert environment_of("single_turn", "train") is single_turn

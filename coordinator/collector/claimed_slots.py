@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from coordinator.directory.claims import Claims
@@ -21,12 +20,12 @@ class Claimed:
 
     def __init__(
         self,
-        plan: dict[str, Any],
+        plan: Mapping[str, Any],
         claims: Claims,
         rank: int,
         kept: int,
         again: Sequence[Slot],
-        slots_of: Callable[[Sequence[int]], list[Slot]],
+        slots_of: Callable[[Sequence[int]], Awaitable[list[Slot]]],
         meter: Meter,
         pause_s: float,
         on_look: Callable[[], None],
@@ -36,7 +35,7 @@ class Claimed:
         of which calls `on_look`.
         """
         self._chunks = Chunks.of(plan)
-        self._spare: list[int] = plan["spare"]
+        self._spare: list[int] = list(plan["spare"])
         self._claims = claims
         self._rank = rank
         self._slots_of = slots_of
@@ -69,11 +68,6 @@ class Claimed:
         """Whether this node has not yet seen that all spare slots are claimed."""
         return bool(self._spare)
 
-    @property
-    def claims(self) -> list[Path]:
-        """The files by which this node has claimed."""
-        return self._claims.made
-
     async def take(self, wants_spare: Callable[[], bool]) -> Slot | None:
         """Return the next slot, of a chunk that is claimed now if need be; None when all are claimed.
         A spare one is claimed if `wants_spare`.
@@ -99,7 +93,7 @@ class Claimed:
             if number is not None:
                 chunk = self._chunks.chunks[number]
                 self._mine.add(number)
-                self._give(chunk, await asyncio.to_thread(self._slots_of, chunk.slots))
+                self._give(chunk, await self._slots_of(chunk.slots))
                 self.needed += len(chunk.slots)
                 return
             if not chosen:
@@ -140,5 +134,5 @@ class Claimed:
             number = await asyncio.to_thread(self._claims.take, free)
             if number is not None:
                 self._mine.add(number)
-                self._queue.extend(await asyncio.to_thread(self._slots_of, [self._spare[number - first]]))
+                self._queue.extend(await self._slots_of([self._spare[number - first]]))
                 return

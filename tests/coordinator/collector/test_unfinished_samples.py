@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection import unfinished_samples
-from coordinator.collection.unfinished_samples import Begun
+from coordinator.collector import unfinished_samples
+from coordinator.collector.unfinished_samples import Begun
 from coordinator.directory import parts, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter

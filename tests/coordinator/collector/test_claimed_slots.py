@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.collection.claimed import Claimed
+from coordinator.collector.claimed_slots import Claimed
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.chunks import Pace, cut
@@ -23,7 +23,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return made
 
 
-def slots_of(numbers: Sequence[int]) -> list[Slot]:
+async def slots_of(numbers: Sequence[int]) -> list[Slot]:
     return [Slot(number, {"id": f"t{number}", "prompt": "1", "answer": "1"}, 0) for number in numbers]
 
 

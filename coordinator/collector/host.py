@@ -1,0 +1,429 @@
+"""The node's side of its collector: it is started when there is work, ordered, listened to, and ended.
+
+A collector that ends, or whose event loop stands still, costs what it had in flight: the node starts another
+one, which makes that again. If that ends too, the slots that were in flight both times are made one at a
+time, and the one that ends a collector alone is given up.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.collector.mailbox import NODE_BELL, Mailbox
+from coordinator.collector.order import CollectorFailed, Order, error_of
+from coordinator.directory.layout import RunDir
+from coordinator.journal.events import Say
+from coordinator.machine.children import Child, Children
+from coordinator.protocol.liveness import Stopwatch
+from rollout.collect import ALL_FAILED_MIN, AllGivenUp, Stopped
+from rollout.engines.answers import EngineError
+from rollout.processes.pool import LINES_A_SECOND
+from rollout.storage.retry import SharedFsError
+from trainer.job.doorbell import Doorbell
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""How often the node looks for messages, and at what ends the row, while no bell rings."""
+REACT_S = 10.0
+"""How long a collector may take to stop beginning groups, or to give up those in flight."""
+LATE_S = 10.0
+"""How much later than a group would time out a standing event loop is taken for hung."""
+HANGS_S = 5.0
+"""How long finished groups may take to become durable before a signal to this node goes first."""
+PARTS = 1000
+"""The parts of the next collector of a row are numbered from the next multiple of this."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What the node does for its collector while that works."""
+
+    stop: threading.Event
+    """Set when something has ended the row."""
+    slots: Callable[[Sequence[int]], list[dict[str, Any]]]
+    """What slots are: number, task, seed and kind of each."""
+    verify: Callable[[], None]
+    """Raises EngineError if the engine answers with another policy than the row's."""
+    is_engine_lost: Callable[[], None]
+    """Raises what has failed in looking after the engine."""
+    reach: Callable[[int, int, int], None]
+    """Hears the groups made, the groups expected, and the tokens."""
+    step: Callable[[], None]
+    """Hears that the row gets on."""
+    full: Callable[[SharedFsError], None]
+    """Hears that the collector waits for free space; may raise."""
+    claimed: Callable[[Path], None]
+    """Hears of a file that is to be removed when the row is over."""
+    waited: Callable[[float], None]
+    """Hears for how many seconds this node had nothing to make."""
+    check_self: Callable[[], None]
+    """Raises what this node itself has ended by."""
+
+
+@dataclass
+class InFlight:
+    """Groups that are being made, also from one epoch to the next."""
+
+    key: str
+    """What they are made with: nodes of two epochs with the same key make the same groups."""
+    iteration: int
+    slots: list[int]
+    ahead_s: float = 0.0
+    """For how long they were made before their row."""
+
+
+@dataclass
+class _Work:
+    """An order, and what is known of it."""
+
+    order: Order
+    given_out: set[int] = field(default_factory=set[int])
+    """Slots that the collector has asked for."""
+    begun: set[int] = field(default_factory=set[int])
+    """Of these, those that are being made."""
+    alone: int | None = None
+    """The one that is being made while no other is."""
+    durable: set[int] = field(default_factory=set[int])
+    counted: int = 0
+    """How many durable groups count."""
+    reached: tuple[int, int] = (0, 0)
+    """Groups and tokens of this collector."""
+    before: tuple[int, int] = (0, 0)
+    """Groups and tokens of those that have ended."""
+    suspects: set[int] | None = None
+    """Slots that were in flight whenever a collector has ended."""
+    given_up: dict[int, str] = field(default_factory=dict[int, str])
+    deaths: int = 0
+    heard: Callable[[], None] = lambda: None
+    """Is called for each message."""
+
+    def after_death(self, how: str) -> None:
+        """Take in that a collector has ended. Raises CollectorFailed if no other can do better."""
+        self.deaths += 1
+        in_flight = set(self.order.kept) | self.begun
+        if self.alone is not None:
+            self.given_up[self.alone] = f"a process ended while it made this group alone: {how}"
+        elif not in_flight and self.deaths > 1:
+            raise CollectorFailed(f"the collector {how}")
+        elif self.alone is None:
+            self.suspects = in_flight if self.suspects is None else self.suspects & in_flight or in_flight
+        if len(self.given_up) >= ALL_FAILED_MIN and not self.durable:
+            slot, reason = next(iter(self.given_up.items()))
+            raise AllGivenUp(f"all {len(self.given_up)} groups were given up, e.g. slot {slot}: {reason}")
+        self.order = self._rest()
+        self.before = (self.counted, self.before[1] + self.reached[1])
+        self.given_out, self.begun, self.alone = set(), set(), None
+
+    def _rest(self) -> Order:
+        """Return the order for what is not durable yet."""
+        order = self.order
+        own = set(order.kept) | set(order.again)
+        done = self.durable | set(self.given_up)
+        again = own | (self.given_out if order.claimed is not None else set[int]())
+        tombstones = len(self.given_up) if order.quota.slots == order.quota.needed else 0
+        still = sorted(again - done)
+        rest = replace(
+            order, kept=(), again=still, slots=[slot for slot in order.slots if slot not in done],
+            needed=max(0, self._needed - self.counted - tombstones - len(still)),
+            given_up={slot: why for slot, why in self.given_up.items() if slot not in self.durable},
+            first_part=PARTS * self.deaths,
+        )  # fmt: skip
+        is_second = self.deaths > 1 and self.suspects is not None
+        alone = sorted((self.suspects or set[int]()) - done) if is_second else []
+        if order.claimed is None:  # what is made alone is made in any case
+            rest = replace(
+                rest, again=sorted({*still, *alone}),
+                slots=[slot for slot in rest.slots if slot not in alone],
+                needed=max(0, rest.needed - len(set(alone) - set(still))),
+            )  # fmt: skip
+        return replace(rest, alone=alone)
+
+    def __post_init__(self) -> None:
+        self._needed = self.order.needed + len({*self.order.kept, *self.order.again})
+
+
+class _Echo:
+    """Shows what user code prints, LINES_A_SECOND at most; the log file has all of it."""
+
+    def __init__(self) -> None:
+        self._second = self._lines = 0
+
+    def __call__(self, line: str) -> None:
+        second = int(time.monotonic())
+        self._lines = self._lines + 1 if second == self._second else 1
+        self._second = second
+        if self._lines <= LINES_A_SECOND:
+            log.info("collector: %s", line)
+
+
+class _Died(Exception):
+    """The collector has ended, or hangs; the message says how."""
+
+
+class CollectorHost:
+    """Starts, orders and ends the collector of this node."""
+
+    def __init__(self, children: Children, run_dir: RunDir, rank: int, say: Say) -> None:
+        self._children = children
+        self._run_dir = run_dir
+        self._rank = rank
+        self._say = say
+        self._child: Child | None = None
+        self._bell: Doorbell | None = None
+        self._starts = 0
+        self._number = 0
+        self._box: Mailbox | None = None
+        self._is_working = False
+        """Whether the collector does an order."""
+        self.in_flight: InFlight | None = None
+        """What goes on in the collector although no order is done."""
+
+    def start(self) -> None:
+        """Have a collector: it imports what it needs while the node does other things."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        spool = self._children.new_spool("collector")
+        self._bell = Doorbell(spool / NODE_BELL)
+        self._starts += 1
+        self._number, self._is_working, self.in_flight = 0, False, None
+        log_file = self._run_dir.logs(self._rank) / f"collector.{os.getpid()}.{self._starts}.log"
+        argv = [sys.executable, "-P", "-m", "coordinator.collector.process", str(spool)]
+        echo = _Echo()
+        self._child = self._children.start("collector", argv, log=log_file, echo=echo, spool=spool)
+
+    def collect(self, order: Order, listener: Listener) -> dict[str, Any]:
+        """Have the groups of an order made; returns how many are `short`, and the `pace`.
+
+        Raises Stopped, with the rest in flight, once `listener.stop` is set. Else it raises what has failed.
+        """
+        work = _Work(order)
+        while True:
+            try:
+                self._give(work.order)
+                return self._follow(work, listener)
+            except _Died as death:
+                self._is_working, self.in_flight = False, None
+                if listener.stop.is_set():
+                    raise Stopped(str(death)) from None
+                again = len(work.begun) + len(work.order.kept)
+                log.error("the collector of this node %s: %d groups are begun again", death, again)
+                self._say("collector_lost", text=str(death))
+                work.after_death(str(death))
+
+    def begin(self, order: Order, listener: Listener, is_over: Callable[[], bool]) -> Exception | None:
+        """Have groups made ahead until `is_over`, which may raise; they are in flight then. Returns what has
+        gone wrong with them.
+        """
+        failed: Exception | None = None
+        work = _Work(order)
+        try:
+            self._give(order)
+            while not is_over():
+                if failed is None:
+                    try:
+                        listener.is_engine_lost()
+                        if self._look(work, listener) is not None:
+                            failed = CollectorFailed("the collector has ended its order")
+                    except (_Died, EngineError, CollectorFailed, AllGivenUp) as error:
+                        failed = error if not isinstance(error, _Died) else CollectorFailed(f"it {error}")
+                self._wait(LOOK_S / 5)
+        finally:
+            if failed is None:
+                self._pause(work, listener)
+        if failed is not None:
+            self.drop()
+        return failed
+
+    def flush(self, listener: Listener) -> None:
+        """Have what is finished made durable; SharedFsError if that fails."""
+        if self._box is None or self._child is None or self._child.poll() is not None:
+            return
+        self._box.send({"flush": True})
+        waited = Stopwatch(1.0)
+        while True:
+            for message in self._box.receive():
+                if "flushed" in message:
+                    if message["flushed"] is not None:
+                        raise error_of(message["flushed"])
+                    return
+                self._hear(message, None, listener)
+            if self._child.poll() is not None:
+                log.error("the collector of this node %s: its finished groups are made again", self._how())
+                return
+            if waited.look() > HANGS_S:
+                listener.check_self()
+            self._wait(LOOK_S)
+
+    def drop(self) -> None:
+        """Give up what is in flight."""
+        if self._child is None or self._box is None or not (self._is_working or self.in_flight):
+            return
+        self._is_working, self.in_flight = False, None
+        self._box.send({"pause": True})
+        self._number += 1
+        before, self._box = self._box, Mailbox.of_node(self._child.spool, self._number)
+        self._box.send({"drop": True})
+        waited = Stopwatch(1.0)
+        while self._child.poll() is None and waited.look() < REACT_S:
+            self._pass_on(before.receive())
+            messages = self._box.receive()
+            self._pass_on(messages)
+            if any("ended" in message for message in messages):
+                return
+            self._wait(LOOK_S)
+        self._child.kill()
+
+    def kill_now(self) -> None:
+        """Kill the collector and wait for nothing; for any thread."""
+        if (child := self._child) is not None:
+            child.kill_now()
+
+    # ---- one order
+
+    def _give(self, order: Order) -> None:
+        self.start()
+        assert self._child is not None
+        self._number += 1
+        self._box = Mailbox.of_node(self._child.spool, self._number)
+        self._box.send({"order": order.to_json()})
+        self._is_working = True
+
+    def _follow(self, work: _Work, listener: Listener) -> dict[str, Any]:
+        """Listen until the order has ended; see `collect`."""
+        limit_s = work.order.settings.group_timeout_s + LATE_S
+        silent = Stopwatch(1.0)
+        work.heard = silent.restart
+        while not listener.stop.is_set():
+            if (ended := self._look(work, listener)) is not None:
+                return ended
+            listener.is_engine_lost()
+            if silent.look() > limit_s:
+                self._end_child()
+                raise _Died(f"did not answer for {limit_s:.0f} s, and was killed")
+            self._wait(LOOK_S)
+        self._pause(work, listener)
+        raise Stopped("its row has ended")
+
+    def _pause(self, work: _Work, listener: Listener) -> None:
+        """Have the collector begin no further group. One that does not react is killed."""
+        assert self._box is not None
+        self._box.send({"pause": True})
+        waited = Stopwatch(1.0)
+        while waited.look() < REACT_S:
+            try:
+                ended = self._look(work, listener)
+            except (_Died, EngineError, SharedFsError, CollectorFailed, AllGivenUp) as error:
+                log.warning("what was in flight is made again: %s", error)
+                return
+            if ended is not None:
+                slots = ended.get("paused", [])
+                self._is_working = False
+                if slots:
+                    self.in_flight = InFlight(
+                        work.order.key, work.order.iteration, slots, ended.get("ahead_s", 0.0)
+                    )
+                return
+            self._wait(LOOK_S)
+        text = "the collector of this node did not stop for %.0f s: it is ended, its groups are made again"
+        log.error(text, REACT_S)
+        self._end_child()
+        self._is_working = False
+
+    def _look(self, work: _Work, listener: Listener) -> dict[str, Any] | None:
+        """Take in what the collector says; returns how the order has ended, if it has. Raises its error."""
+        assert self._box is not None and self._child is not None
+        is_dead = self._child.poll() is not None  # first: it may have said all before it ended
+        for message in self._box.receive():
+            work.heard()
+            if "ended" in message:
+                ended = message["ended"]
+                if (error := ended.get("error")) is None:
+                    self._is_working = "paused" in ended
+                    return ended
+                if not error["kind"]:
+                    log.error("%s", error["traceback"])
+                raise error_of(error)
+            self._hear(message, work, listener)
+        if is_dead:
+            raise _Died(self._how())
+        return None
+
+    def _hear(self, message: dict[str, Any], work: _Work | None, listener: Listener) -> None:
+        match message:
+            case {"log": [level, name, text]}:
+                logging.getLogger(name).log(level, "%s", text)
+            case {"ask": question, "about": about, "number": number}:
+                self._answer(question, about, number, work, listener)
+            case {"full": error}:
+                full = error_of(error)
+                assert isinstance(full, SharedFsError)
+                listener.full(full)
+            case {"claimed": path}:
+                listener.claimed(Path(path))
+            case {"waited_s": seconds}:
+                listener.waited(seconds)
+            case {"steps": steps} if steps:
+                listener.step()
+            case {"begun": slot} if work is not None:
+                work.begun.add(slot)
+            case {"alone": slot} if work is not None:
+                work.alone = slot
+            case {"reached": [groups, total, tokens], "made": slot} if work is not None:
+                work.begun.discard(slot)
+                work.reached = (groups, tokens)
+                listener.reach(work.before[0] + groups, work.before[0] + total, work.before[1] + tokens)
+            case {"durable": slots, "counted": counted} if work is not None:
+                work.durable |= set(slots)
+                work.counted += counted
+            case _:
+                pass
+
+    def _answer(self, question: str, about: Any, number: int, work: _Work | None, listener: Listener) -> None:
+        assert self._box is not None
+        box = self._box
+        if question == "slots":
+            if work is not None:
+                work.given_out |= set(about)
+            box.send({"answer": number, "value": listener.slots(about)})
+            return
+
+        def verify() -> None:
+            refused: str | None = None
+            try:
+                listener.verify()
+            except EngineError as error:
+                refused = str(error)
+            box.send({"answer": number, "value": refused})
+
+        # In a thread: an engine that hangs must not keep this node from hearing what ends its row.
+        threading.Thread(target=verify, name="verify", daemon=True).start()
+
+    def _pass_on(self, messages: Sequence[dict[str, Any]]) -> None:
+        for message in messages:
+            if "log" in message:
+                level, name, text = message["log"]
+                logging.getLogger(name).log(level, "%s", text)
+
+    def _wait(self, seconds: float) -> None:
+        assert self._bell is not None
+        self._bell.wait(seconds)
+
+    def _end_child(self) -> None:
+        assert self._child is not None
+        self._child.kill()
+        self._child = None
+
+    def _how(self) -> str:
+        """Say how the collector has ended."""
+        assert self._child is not None
+        code = self._child.poll()
+        last = self._child.tail(5).strip().splitlines()
+        words = f"; its last line: {last[-1]}" if last else ""
+        return f"ended with exit status {code}{words}"

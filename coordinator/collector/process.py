@@ -1,0 +1,451 @@
+"""The collector of a node: the process in which environments and rewards run.
+
+    python -m coordinator.collector.process SPOOL
+
+It does what its node orders (`coordinator.collector.order`), one order after the other, and says through its
+mailbox what it has reached. It writes parts and claims itself. What is in flight when an order ends stays in
+flight until the next one says what goes on; what is finished meanwhile is kept, and published by nobody.
+
+User code may block this process, end it, or change it in any way. It harms its own group, or at worst what is
+in flight here: the node ends a collector that does not answer, and starts another one.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.collector import unfinished_samples
+from coordinator.collector.claimed_slots import Claimed
+from coordinator.collector.mailbox import COLLECTOR_BELL, Mailbox, order_path
+from coordinator.collector.order import Order, RecipeNames, describe_error
+from coordinator.directory.claims import Claims
+from coordinator.directory.layout import RunDir
+from coordinator.directory.parts import PartWriter
+from coordinator.journal.logs import is_for_people
+from rollout.collect import OURS, Collector, Stopped
+from rollout.engines.answers import EngineError
+from rollout.engines.client import EngineClient
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from rollout.engines.model_facts import steady_tokens
+from rollout.environments.demonstration import end_of_sequence
+from rollout.environments.environment import (
+    BUILT_IN,
+    Environment,
+    demonstrates,
+    resolve_environment,
+    single_turn,
+)
+from rollout.group_maker import Recipe
+from rollout.plugins import load_as_it_was
+from rollout.rewards.builtin import resolve_reward
+from rollout.slots import Listed, Slot, Source
+from rollout.storage.retry import SharedFsError, waiting_for_space
+from rollout.tally import Tally
+from rollout.trajectory import Group, generated_tokens
+from trainer.job.doorbell import Doorbell
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""How often the collector looks for messages while its bell is silent."""
+TICK_S = 0.5
+"""How often it says that its event loop runs."""
+PACKAGES = ("rollout", "trainer", "coordinator")
+MOST_THREADS = 1024
+"""User code may leave threads of `asyncio.to_thread` that never end; ours must not wait for them."""
+
+
+class Bell:
+    """The collector's bell, in its event loop."""
+
+    def __init__(self, spool: Path) -> None:
+        self._bell = Doorbell(spool / COLLECTOR_BELL)
+        self._rung = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._bell.descriptor, self._rung.set)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return once it has been rung since the last wait, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._rung.wait()
+        self._rung.clear()
+        self._bell.wait(0.0)
+
+
+class Making:
+    """The groups that are in flight, and what makes them: the same from order to order with one key."""
+
+    def __init__(
+        self, order: Order, on_begin: Callable[[int], None], on_end: Callable[[], None], tally: Tally
+    ) -> None:
+        self.key = order.key
+        load_as_it_was({name: of for name, of in order.sources.items() if name not in sys.modules})
+        recipes = {kind: _recipe(order, names) for kind, names in order.recipes.items()}
+        own = recipes.pop("")
+        self._client: EngineClient
+        if order.engine is None:
+            self._client = LocalTokenizer(Path(order.start_model))
+        else:
+            about = order.engine
+            self._client = EngineClient(
+                about.url, model=about.model, request_timeout_s=about.request_timeout_s,
+                retry_s=about.retry_s, facts=about.facts,
+            )  # fmt: skip
+        self._entered = contextlib.AsyncExitStack()
+        self.collector = Collector(
+            counts=order.quota.counts,
+            client=self._client,
+            environment=own.environment,
+            reward=own.reward,
+            sampling=own.sampling,
+            settings=order.settings,
+            segment=order.segment,
+            others=recipes,
+            on_begin=on_begin,
+            on_end=on_end,
+            tally=tally,
+        )
+
+    async def enter(self) -> None:
+        """Open the connections to the engine."""
+        await self._entered.enter_async_context(self._client)
+
+    async def end(self) -> None:
+        """Give up what is in flight."""
+        await self.collector.end()
+        await self._entered.aclose()
+
+
+def _recipe(order: Order, names: RecipeNames) -> Recipe:
+    """Load a reward and an environment.
+
+    Demonstrations end as the model's sequences do. They cannot evaluate a policy: there it answers itself.
+    """
+    environment: Environment = resolve_environment(names.environment)
+    if demonstrates(environment) and order.kind == "eval":
+        environment = single_turn
+    elif environment in BUILT_IN.values() and demonstrates(environment):
+        model = Path(order.start_model)
+        options: dict[str, Any] = {"end_ids": end_of_sequence(model), "context": steady_tokens(model)}
+        environment = partial(environment, **options)
+    return Recipe(environment, resolve_reward(names.reward), names.sampling)
+
+
+class Process:
+    """Does what the orders of the node say, until it is killed."""
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+        self._number = 0
+        """Of the order that is being done, or was done last."""
+        self._box = Mailbox.of_collector(spool, 0)
+        self._making: Making | None = None
+        self._writer: PartWriter | None = None
+        self._counts: Callable[[Group], bool] = lambda _group: True
+        self._stop = threading.Event()
+        self._questions = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._steps = 0
+        self._tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration
+        self._obeying: asyncio.Task[None] | None = None
+
+    async def live(self) -> None:
+        """Take up orders and messages for ever."""
+        bell = Bell(self._spool)
+        own_task(self._tick())
+        while True:
+            for message in self._box.receive():
+                self._hear(message)
+            is_idle = self._obeying is None or self._obeying.done()
+            if is_idle and order_path(self._spool, self._number + 1).exists():
+                self._number += 1
+                self._box = Mailbox.of_collector(self._spool, self._number)
+                continue
+            await bell.wait(LOOK_S)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "order" in message:
+            self._stop.clear()
+            self._obeying = own_task(self._obey(Order.from_json(message["order"])))
+        elif "drop" in message:
+            self._obeying = own_task(self._drop())
+        elif "pause" in message:
+            self._stop.set()
+        elif "flush" in message:
+            own_task(self._flush_and_say())
+        elif "answer" in message:
+            waiting = self._answers.pop(message["answer"])
+            if not waiting.done():  # nor cancelled
+                waiting.set_result(message["value"])
+
+    def send_log(self, level: int, name: str, text: str) -> None:
+        """Have the node log a line; for any thread."""
+        self._box.send({"log": [level, name, text]})
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._obeying is not None and not self._obeying.done():
+                steps, self._steps = self._steps, 0
+                self._box.send({"steps": steps})
+
+    def _step(self) -> None:
+        self._steps += 1
+
+    def _say_begun(self, slot: int) -> None:
+        self._box.send({"begun": slot})
+
+    async def _ask(self, question: str, about: Any) -> Any:
+        """Return the node's answer."""
+        number = next(self._questions)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._box.send({"ask": question, "about": about, "number": number})
+        return await answer
+
+    # ---- orders
+
+    async def _drop(self) -> None:
+        if self._making is not None:
+            making, self._making = self._making, None
+            await making.end()
+        self._box.send({"ended": {}})
+
+    async def _obey(self, order: Order) -> None:
+        """Do an order, and say how it has ended."""
+        try:
+            ended = await (self._begin(order) if order.is_held else self._collect(order))
+        except Stopped:
+            ended = {"paused": self._making.collector.open_slots if self._making else []}
+        except Exception as error:
+            ended = {"error": {**describe_error(error), "traceback": traceback.format_exc()}}
+        self._tally.say_counts()  # before whatever ends the row is said, which may be the last line of all
+        self._box.send({"ended": ended})
+
+    async def _made_by(self, order: Order) -> Making:
+        """Return what makes the order's groups: what is in flight, if the order goes on with that."""
+        if self._making is not None and self._making.key != order.key:
+            ended, self._making = self._making, None
+            await ended.end()
+        if self._making is None:
+            self._making = Making(order, self._say_begun, self._step, self._tally)
+            await self._making.enter()
+        return self._making
+
+    async def _begin(self, order: Order) -> dict[str, Any]:
+        """Make groups ahead of their row, and hold them."""
+        making = await self._made_by(order)
+        began_s, ahead_s = time.monotonic(), 0.0
+        slots = await self._slots_of(order, order.slots)
+        beginning = own_task(making.collector.begin(Listed(slots)))
+        while not self._stop.is_set() and not beginning.done():
+            await asyncio.sleep(LOOK_S / 5)
+            if making.collector.is_busy:
+                ahead_s = time.monotonic() - began_s
+        if beginning.done():
+            beginning.result()  # raises
+        beginning.cancel()
+        await asyncio.gather(beginning, return_exceptions=True)
+        return {"paused": making.collector.open_slots, "ahead_s": ahead_s}
+
+    async def _collect(self, order: Order) -> dict[str, Any]:
+        """Make groups, and make them durable as they are finished."""
+        making = await self._made_by(order)
+        run_dir = RunDir(Path(order.root), order.crew)
+        place = (order.kind, order.iteration, order.rank, order.epoch, order.origin)
+        self._writer = PartWriter(run_dir, *place, order.first_part)
+        self._counts = order.quota.counts
+        collecting = own_task(self._make_all(order, run_dir, making.collector, self._writer))
+        flushing = own_task(self._flush_regularly(order))
+        try:
+            await asyncio.wait({collecting, flushing}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                flushing.result()  # raises: it never ends by itself
+            ended = collecting.result()
+        finally:
+            for task in (collecting, flushing):
+                task.cancel()
+            await asyncio.gather(collecting, flushing, return_exceptions=True)
+        self._making = None
+        await making.end()
+        return ended
+
+    async def _make_all(
+        self, order: Order, run_dir: RunDir, collector: Collector, writer: PartWriter
+    ) -> dict[str, Any]:
+        """Make the groups of an order; each goes to `writer`."""
+        counted = tokens = 0
+        source: Source = Listed([])
+
+        def show(made: int | None = None) -> None:
+            total = source.expected if isinstance(source, Claimed) else source.needed
+            self._box.send({"reached": [counted, total, tokens], "made": made})
+
+        def on_group(group: Group) -> None:
+            nonlocal counted, tokens
+            writer.add(group)
+            tokens += generated_tokens(group, order.iteration)
+            counted += order.quota.counts(group)
+            show(group.slot)
+
+        collector.keep(order.kept)
+        in_flight = len(collector.open_slots)
+        # What the plan leaves with this node must be made in any case.
+        again = sorted({*order.kept, *order.again} - {*collector.open_slots, *order.given_up})
+        for slot in await self._slots_of(order, list(order.given_up)):
+            on_group(slot.tombstone(order.given_up[slot.number]))
+        alone = [slot for slot in again if slot in order.alone]
+        for slot in await self._slots_of(order, alone):
+            self._box.send({"alone": slot.number})
+            source = Listed([slot])
+            await collector.run(source, on_group, self._stop)
+        self._box.send({"alone": None})
+        left = [slot for slot in again if slot not in alone]
+        source = await self._source(order, run_dir, collector, in_flight, left)
+        show()  # the start of an engine is no part of the speed
+        try:
+            short = await collector.run(source, on_group, self._stop, in_flight)
+        finally:
+            if isinstance(source, Claimed):
+                self._box.send({"waited_s": source.waited_s})
+        self._box.send({"reached": [counted, source.needed, tokens], "made": None})
+        meter = collector.meter
+        pace = [meter.tokens, round(meter.busy_s, 3), meter.width]
+        return {"short": short, **({"pace": pace} if meter.tokens else {})}
+
+    async def _source(
+        self, order: Order, run_dir: RunDir, collector: Collector, kept: int, again: Sequence[int]
+    ) -> Source:
+        """Return what gives out the slots of an order, those of `again` first; `kept` are in flight."""
+        if order.claimed is None:
+            slots = await self._slots_of(order, [*again, *order.slots])
+            return Listed(slots, len(again) + order.needed, kept)
+        claims = Claims(
+            run_dir, order.epoch, order.iteration, order.row, order.rank,
+            lambda path: self._box.send({"claimed": str(path)}),
+        )  # fmt: skip
+        first = await self._slots_of(order, again)
+        of = partial(self._slots_of, order)
+        return Claimed(
+            order.claimed, claims, order.rank, kept, first, of, collector.meter, order.claim_pause_s,
+            self._step,
+        )  # fmt: skip
+
+    async def _slots_of(self, order: Order, numbers: Sequence[int]) -> list[Slot]:
+        """Ask the node what slots are, and read what the iteration before has made of them."""
+        if not numbers:
+            return []
+        answers: list[dict[str, Any]] = await self._ask("slots", list(numbers))
+        run_dir = RunDir(Path(order.root), order.crew)
+        groups: dict[int, Group] = {}
+        if order.begun:
+            groups = await asyncio.to_thread(
+                unfinished_samples.read, run_dir, order.iteration, order.begun, list(numbers)
+            )
+        return [Slot(**about, begun=groups.get(about["number"])) for about in answers]
+
+    # ---- what is durable
+
+    async def _flush_regularly(self, order: Order) -> None:
+        while True:
+            await asyncio.sleep(order.settings.part_interval_s)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Write what is finished, and tell the node which groups are durable."""
+        if self._writer is None or not self._writer.is_waiting:
+            return
+        if (refused := await self._ask("verify", None)) is not None:
+            raise EngineError(refused)
+        groups = await asyncio.to_thread(self._writer.flush)  # on a slow filesystem an fsync takes seconds
+        counted = sum(map(self._counts, groups))
+        self._box.send({"durable": [group.slot for group in groups], "counted": counted})
+
+    async def _flush_and_say(self) -> None:
+        """Write what is left, for the node, which waits for it."""
+        try:
+            await self._flush()
+        except Exception as error:  # the node decides whether it asks again
+            self._box.send({"flushed": describe_error(error)})
+        else:
+            self._box.send({"flushed": None})
+
+    def say_full(self, error: SharedFsError) -> None:
+        """Tell the node that a call here waits for free space; for any thread."""
+        self._box.send({"full": describe_error(error)})
+
+
+def own_task(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """Run a coroutine of this program as a task that is none of an environment's."""
+    return asyncio.create_task(work, name=OURS)
+
+
+class _ToNode(logging.Handler):
+    """Hands log lines to the node, which shows them as its own."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(logging.INFO)
+        self.addFilter(is_for_people)
+        self._process = process
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._process.send_log(record.levelno, record.name, self.format(record))
+
+
+async def live(process: Process) -> None:
+    """Do what the node orders, until the node ends this process."""
+    with waiting_for_space(math.inf, process.say_full):
+        await process.live()
+
+
+def main() -> int:
+    """Run the collector."""
+    process = Process(Path(sys.argv[1]))
+    _set_up_log(process)
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of samples have connections each
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the node ends this process
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS))
+    living = loop.create_task(live(process), name=OURS)
+    while not living.done():
+        # A task of user code that raises these ends the loop; whoever awaits the task gets them too.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(living)
+    return 1
+
+
+def _set_up_log(process: Process) -> None:
+    """Send log lines to the node, also those of this program if user code sets up the root logger anew."""
+    handler = _ToNode(process)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    for package in PACKAGES:
+        logger = logging.getLogger(package)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    # Nothing of the user's, no thread and no handler of atexit, holds up the end of this process.
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -12,6 +12,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.liveness import Silence
+from coordinator.protocol.loss_policy import loss_policy
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
@@ -64,13 +65,14 @@ class OtherCrew:
         self._silence.observe(board, [MASTER], time.monotonic())
         silent_s = self._silence.silent_s.get(MASTER, 0.0)
         is_lost = silent_s >= self._cluster.node_timeout_s
-        if is_lost and not self._is_lost and self._cluster.on_node_failure != "abort":
+        policy = loss_policy(self._cluster.on_node_failure)
+        if is_lost and not self._is_lost and policy.holds:
             text = "holding: %s is silent for %.0f s; to bring it back, on that machine: %s"
             log.error(text, self.describe(), silent_s, self._command())
         if self._is_lost and not is_lost:
             log.info("%s is back", self.describe())
         self._is_lost = is_lost
-        if silent_s > self._cluster.master_patience_s:
+        if silent_s > policy.master_patience_s(self._cluster):
             text = f"{self.describe()} was silent for {silent_s:.0f} s. To resume, start all again; there: "
             raise Ended(Exit.LOST, f"{text}{self._command()}", "gave_up")
 

@@ -21,6 +21,7 @@ from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away
 from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
 from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
+from coordinator.protocol.loss_policy import loss_policy
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.protocol.verdict import LOSSES, Verdict, decide
@@ -229,7 +230,8 @@ class Watch:
                     self.fence.trip("the others go on without this node: it made no progress")
 
     def _judge(self, board: Board, newest: EpochRecord, current: EpochRecord) -> Verdict | None:
-        patience_s = None if self._cluster.on_node_failure == "abort" else self._cluster.master_patience_s
+        policy = loss_policy(self._cluster.on_node_failure)
+        patience_s = policy.master_patience_s(self._cluster) if policy.holds else None
         return decide(
             board,
             newest,
@@ -257,9 +259,9 @@ class Watch:
         self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
 
     def _is_held(self, verdict: Verdict) -> bool:
-        """Return whether the row's work goes on: with `wait`, the master finishes its share first."""
-        is_loss = verdict.event in LOSSES
-        return is_loss and self.rank == MASTER and self._cluster.on_node_failure == "wait"
+        """Return whether the row's work goes on: the master may finish its share first."""
+        finishes_share = loss_policy(self._cluster.on_node_failure).finishes_share
+        return verdict.event in LOSSES and self.rank == MASTER and finishes_share
 
     def wait(
         self,

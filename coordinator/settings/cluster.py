@@ -98,11 +98,6 @@ class ClusterSettings(Settings):
         least_s = max(0.001, self.num_nodes / LISTINGS_PER_S / 10)
         return least_s, max(self.poll_max_s, self.num_nodes / LISTINGS_PER_S)
 
-    @property
-    def master_patience_s(self) -> float:
-        """How long workers wait for a silent master."""
-        return self.node_timeout_s if self.on_node_failure == "abort" else self.rejoin_timeout_s
-
     @model_validator(mode="after")
     def _weights_fit(self) -> "ClusterSettings":
         weights = self.rank_weights

@@ -307,11 +307,11 @@ def test_process_of_another_machine_is_not_judged(job: Job) -> None:
 
 
 LAUNCHED = [
-    (Launcher(), "-m coordinator.cli local --log-path /jobs/sums --iterations=3"),
-    (Launcher("ssh", "a,b"), "-m coordinator.cli launch --hosts a,b --log-path /jobs/sums --iterations=3"),
+    (Launcher(), "-P -m coordinator.cli local --log-path /jobs/sums --iterations=3"),
+    (Launcher("ssh", "a,b"), "-P -m coordinator.cli launch --hosts a,b --log-path /jobs/sums --iterations=3"),
     (
         Launcher("ray", address="ray://x:1"),
-        "-m coordinator.cli launch --ray ray://x:1 --log-path /jobs/sums --iterations=3",
+        "-P -m coordinator.cli launch --ray ray://x:1 --log-path /jobs/sums --iterations=3",
     ),
 ]
 

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 HUB = "hf:"
 """A source that begins so is a data set that the library `datasets` loads: hf:NAME:CONFIG:SPLIT."""
 _BATCH = 1000
+_BOM = b"\xef\xbb\xbf"
+_WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", "tasks"}
+"""What an object in one line calls the array of its rows."""
 _LONGEST_CELL = 2**31 - 1
 _OUTSIDE_BRACKETS = r":(?![^\[]*\])"
 
@@ -50,7 +53,7 @@ class RowError(ValueError):
 
 def place(file: str, number: int) -> str:
     """Return where a row is: `FILE:LINE`, or `FILE, row N`."""
-    return f"{file}, row {number}" if _kind(file) else f"{file}:{number}"
+    return f"{file}, row {number}" if _kind(file) or file.endswith(".json") else f"{file}:{number}"
 
 
 def is_there(source: str) -> bool:
@@ -119,22 +122,83 @@ def _lines(file: str) -> Iterator[bytes]:
 
 
 def _json_lines(file: str) -> Iterator[Row]:
+    first = next((line for line in _lines(file) if line.strip()), b"").removeprefix(_BOM).strip()
+    if first and (document := _document(file, first)) is not None:
+        for number, content in enumerate(document, start=1):
+            _check_text(content)
+            yield Row(file, number, content)
+        return
     for number, line in enumerate(_lines(file), start=1):
         if not line.strip():
             continue
         try:
-            content = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
+            content = json.loads(line.decode("utf-8").lstrip("\ufeff"), parse_constant=_no_constant)
             if b"\\u" in line:
                 _check_text(content)
             yield Row(file, number, content)
         except UnicodeDecodeError as error:
-            raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}") from error
+            raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}{_unpack(file)}") from error
         except json.JSONDecodeError as error:
             raise RowError(f"{file}:{number}: not JSON: {error.msg} at column {error.colno}") from error
         except RecursionError as error:
             raise RowError(f"{file}:{number}: not usable JSON: nested too deeply") from error
         except ValueError as error:
             raise RowError(f"{file}:{number}: {error}") from error
+
+
+def _unpack(file: str) -> str:
+    is_packed = Path(file).suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
+    return "; it is packed: unpack it first" if is_packed else ""
+
+
+def _document(file: str, first: bytes) -> list[Any] | None:
+    """Return the rows of a file that is one JSON document: an array, an object around one, or an object of
+    columns. None if it is JSON lines, as its `first` line tells, or no JSON. Such a file is read whole.
+    """
+    try:
+        line = json.loads(first)
+        if not isinstance(line, list) and not (isinstance(line, dict) and line.keys() & _WRAPPERS):
+            return None
+    except ValueError:
+        if first[:1] not in (b"[", b"{"):
+            return None
+    try:
+        whole = b"".join(files.pieces(Path(file))).removeprefix(_BOM)
+        content = json.loads(whole, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(content, list):
+        return content if content and _is_rows(content) else None
+    if not isinstance(content, dict) or (
+        content.keys() & {"prompt", "messages"} and not _is_columns(content)
+    ):
+        return [content]
+    if _is_columns(content):
+        columns = {
+            name: list(one.values()) if isinstance(one, dict) else one for name, one in content.items()
+        }
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    lists = {name: one for name, one in content.items() if isinstance(one, list) and one and _is_rows(one)}
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    there = f"rows in each of {', '.join(lists)}" if lists else "no rows"
+    raise RowError(
+        f"{file}: is one JSON object, with {there}; write one JSON object a line, or an array of them"
+    )
+
+
+def _is_rows(values: list[Any]) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def _is_columns(content: dict[str, Any]) -> bool:
+    """Return whether an object has a list, or an object by row, for each column, as pandas writes tables."""
+    kinds, sizes = {type(one) for one in content.values()}, set[int]()
+    if kinds not in ({list}, {dict}):
+        return False
+    sizes = {len(one) for one in content.values()}
+    of_rows = kinds == {list} and any(_is_rows(one) for one in content.values())
+    return len(sizes) == 1 and 0 not in sizes and len(content) > 1 and not of_rows
 
 
 def _check_text(content: Any) -> None:

@@ -375,3 +375,53 @@ def test_data_set_that_cannot_be_loaded_is_an_error_in_one_line(hub: Callable[..
     }
     for said, reason in zip(hub(*((source, "train") for source in reasons)), reasons.values(), strict=True):
         assert isinstance(said, str) and reason in said and "\n" not in said, said
+
+
+DOCUMENTS = {
+    "array": [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}],
+    "array in an object": {
+        "version": 1,
+        "data": [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}],
+    },
+    "columns": {"prompt": ["a", "c"], "answer": ["b", "d"]},
+    "columns of pandas": {"prompt": {"0": "a", "1": "c"}, "answer": {"0": "b", "1": "d"}},
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_document_has_the_rows_of_its_array(tmp_path: Path, document: str, indent: int | None) -> None:
+    if document.startswith("columns") and indent is None:
+        pytest.skip("one line is one row")
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps(DOCUMENTS[document], indent=indent), encoding="utf-8-sig")
+    tasks = load_tasks(str(path), seed=0, split="train").tasks
+    found = [(task["id"], task["prompt"], task["answer"]) for task in tasks]
+    assert found == [("1", "a", "b"), ("2", "c", "d")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            '{"a": [{}],\n "b": [{}]}',
+            "is one JSON object, with rows in each of a, b; write one JSON object a line",
+        ),
+        ('{"a": 1,\n "b": 2}', "is one JSON object, with no rows; write one JSON object a line"),
+        ('[\n{"prompt": "a"},\n{}]', "tasks.json, row 2: give either"),
+        ('[\n{"prompt": "a"},', "not JSON"),
+    ],
+)
+def test_json_document_without_rows_says_what_is_wanted(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text(text)
+    with pytest.raises(TaskError, match=reason):
+        load_tasks(str(path), seed=0, split="train")
+
+
+def test_object_over_lines_that_is_a_task_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.json"
+    for task in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+        for indent in (None, 1):
+            path.write_text(json.dumps(task, indent=indent))
+            assert len(load_tasks(str(path), seed=0, split="train").tasks) == 1

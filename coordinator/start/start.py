@@ -25,7 +25,7 @@ from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS, Crew
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
-from coordinator.start.eval_tasks import refuse_training_tasks
+from coordinator.start.eval_tasks import SECTION, refuse_training_tasks
 from coordinator.start.inputs import NODE_LOCAL, Inputs, difference, load_inputs
 from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.refusals import fit_max_tokens
@@ -114,9 +114,11 @@ def check_master(
     settings = fit_max_tokens(settings, given, inputs.context)
     refuse_training_tasks(inputs.tasks, inputs.eval_sets)
     check_sinks(settings.metrics)
-    if settings.eval.samples_per_task > 1 and settings.eval.temperature == 0:
-        samples = settings.eval.samples_per_task
-        log.warning("eval.temperature=0: all %d samples of a task are the same, so pass@k is pass@1", samples)
+    sets = {f"{SECTION}{name}": one for name, one in settings.eval_sets.items()}
+    for section, one in {"eval": settings.eval, **sets}.items():
+        if (one.samples_per_task or 1) > 1 and one.temperature == 0:
+            log.warning("%s.temperature=0: all %d samples of a task are the same, so pass@k is pass@1",
+                        section, one.samples_per_task)  # fmt: skip
     if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
         log.warning(
             "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p

@@ -40,7 +40,7 @@ from rollout.collect import OURS, Collector, Stopped
 from rollout.engines.answers import EngineError
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
-from rollout.engines.model_facts import steady_tokens
+from rollout.engines.model_facts import context_tokens, vocabulary_size
 from rollout.environments.demonstration import end_of_sequence
 from rollout.environments.environment import (
     BUILT_IN,
@@ -140,7 +140,9 @@ def _recipe(order: Order, names: RecipeNames) -> Recipe:
         environment = single_turn
     elif environment in BUILT_IN.values() and demonstrates(environment):
         model = Path(order.start_model)
-        options: dict[str, Any] = {"end_ids": end_of_sequence(model), "context": steady_tokens(model)}
+        options: dict[str, Any] = {"end_ids": end_of_sequence(model), "context": context_tokens(model)}
+        if (known := vocabulary_size(model)) is not None:
+            options["vocabulary"] = known
         environment = partial(environment, **options)
     return Recipe(environment, resolve_reward(names.reward), names.sampling)
 

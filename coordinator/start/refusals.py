@@ -3,6 +3,7 @@
 What may work passes: an environment of the user's may score and render by itself, a server may know more.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,18 @@ from coordinator.start.eval_tasks import SECTION, EvalSets
 from coordinator.start.functions import Functions
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
 from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
 from rollout.engines.servers import engine_dtype, server_kind
 from rollout.environments.environment import BUILT_IN
+from rollout.environments.trial import try_tasks
+from rollout.origin import Sampling
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
 from rollout.settings import PROGRAMS, WRITTEN
-from rollout.tasks.task_set import TaskSet
+from rollout.tasks.task_set import TaskError, TaskSet
+
+log = logging.getLogger(__name__)
 
 SERVER_TIMEOUT_S = 10.0
 """How long a server that the user runs may take to answer a question that it can answer at once."""
@@ -166,6 +172,32 @@ def refuse_unrendered(
                 f"template to write them with; add {model_dir / 'chat_template.jinja'}, take a model that "
                 "has one, or give each task a `prompt`"
             )
+
+
+def look_at_text(
+    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> None:
+    """Warn of tasks whose tokens hardly anybody means. SettingsError for one that the model cannot take."""
+    has_other_template = settings.engine.url is not None or "chat-template" in _engine_args(settings)
+    sampling = Sampling(
+        chat_template=settings.rollout.chat_template, tool_parser=settings.rollout.tool_parser
+    )
+    try:
+        for played in _played(settings, tasks, eval_tasks, sets):
+            is_written = played.environment in WRITTEN
+            if is_written or (played.environment in BUILT_IN and not has_other_template):
+                for text in try_tasks(
+                    played.tasks, played.environment, model_dir, sampling, LocalTokenizer(model_dir)
+                ):
+                    log.warning("%s", text)
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
+    except EngineError as error:
+        if settings.rollout.environment in WRITTEN:
+            raise SettingsError(f"--model {settings.model}: {error}") from None
+    finally:
+        if settings.rollout.environment not in WRITTEN:
+            close_tokenizer()
 
 
 def refuse_no_evaluation(settings: RunSettings, given: Mapping[str, Any], has_tasks: bool) -> None:

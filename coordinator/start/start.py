@@ -23,12 +23,12 @@ from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS, Crew
-from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.eval_tasks import SECTION, refuse_training_tasks
-from coordinator.start.inputs import NODE_LOCAL, Inputs, difference, load_inputs
+from coordinator.start.inputs import NODE_LOCAL, Inputs, base_model_dir, difference, load_inputs
 from coordinator.start.last_settings import Change, changes, with_kept
-from coordinator.start.refusals import fit_max_tokens
+from coordinator.start.refusals import fit_max_tokens, look_at_text
 from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
 from coordinator.start.wait_for_master import await_master
 from rollout.storage import files
@@ -112,6 +112,9 @@ def check_master(
     run_dir = RunDir(root)
     inputs = load_inputs(settings, given, MASTER)
     settings = fit_max_tokens(settings, given, inputs.context)
+    if settings.model != TINY and settings.rl_phase != "update":
+        model = base_model_dir(settings, run_dir)
+        look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets)
     refuse_training_tasks(inputs.tasks, inputs.eval_sets)
     check_sinks(settings.metrics)
     sets = {f"{SECTION}{name}": one for name, one in settings.eval_sets.items()}

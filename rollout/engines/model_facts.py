@@ -95,3 +95,33 @@ def may_have_chat_template(model_dir: Path) -> bool:
         return True
     config = read_json(model_dir / "tokenizer_config.json")
     return bool(config.get("chat_template")) or "auto_map" in config
+
+
+def template_text(model_dir: Path) -> str:
+    """Return all text that may be a chat template of the model."""
+    names = [name for name in files.file_names(model_dir) if name.endswith(".jinja")]
+    named = [
+        name
+        for name in files.file_names(model_dir)
+        if name in ("tokenizer_config.json", "chat_template.json")
+    ]
+    templates = [str(read_json(model_dir / name).get("chat_template", "")) for name in named]
+    return "\n".join([*(files.read(model_dir / name).decode(errors="replace") for name in names), *templates])
+
+
+def vocabulary_size(model_dir: Path) -> int | None:
+    """Return how many tokens the model knows; None where config.json does not say."""
+    size = _configs(model_dir)[1].get("vocab_size")
+    return size if type(size) is int and size > 0 else None
+
+
+def special_tokens(model_dir: Path) -> dict[int, str]:
+    """Return id -> text of the tokens that the tokenizer finds in a text as marks, and not as words."""
+    names = set(files.file_names(model_dir))
+    added: list[Any] = []
+    if "tokenizer.json" in names:
+        added += read_json(model_dir / "tokenizer.json").get("added_tokens") or ()
+    if "tokenizer_config.json" in names:
+        decoder = read_json(model_dir / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        added += [{"id": int(token), **fields} for token, fields in decoder.items()]
+    return {one["id"]: one["content"] for one in added if one.get("special") and one.get("content")}

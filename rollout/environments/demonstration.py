@@ -22,7 +22,12 @@ SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 async def demonstration(
-    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = (), context: int | None = None
+    task: Task,
+    policy: Policy,
+    sampling: Sampling,
+    end_ids: Sequence[int] = (),
+    context: int | None = None,
+    vocabulary: int | None = None,
 ) -> list[Sample]:
     """Make one sample with reward 1 (`sampling.n` is ignored): prompt, answer, end of the sequence. The last
     two are trained. Their logprobs are NaN, because nothing sampled them.
@@ -33,10 +38,11 @@ async def demonstration(
     whole conversation do not begin with them, the answer's own tokens follow. The trained tokens end with
     the first token in `end_ids`, or with `end_ids[0]` if the template writes none. Raises TaskError, which
     names the task, if the answer is missing or longer than `sampling.max_tokens`, if it holds the mark of an
-    end or the chat template leaves a part of it out, or if the whole is longer than `context`, which only a
-    model has whose positions change with the length.
+    end or the chat template leaves a part of it out, or if the whole is longer than `context` or
+    has a token beyond the `vocabulary`.
     """
-    return [await written(task, _answer(task), policy, sampling.max_tokens, end_ids, context)]
+    answer, limits = _answer(task), (end_ids, context, vocabulary)
+    return [await written(task, answer, policy, sampling.max_tokens, *limits)]
 
 
 demonstration.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (see Environment)
@@ -49,6 +55,7 @@ async def written(
     max_tokens: int,
     end_ids: Sequence[int],
     context: int | None = None,
+    vocabulary: int | None = None,
 ) -> Sample:
     """Return the sample that answers a task with a message; see `demonstration`."""
     if not end_ids:
@@ -77,9 +84,19 @@ async def written(
     if context is not None and tokens > context:
         raise TaskError(
             f"task {task['id']!r}: it has {tokens} tokens with its answer, and beyond {context} this model "
-            "computes positions otherwise; leave the task out"
+            "has no positions, or computes them otherwise; leave the task out"
         )
+    check_vocabulary(task, [*asked, *trained], vocabulary)
     return _sample(asked, trained, said_by(answer))
+
+
+def check_vocabulary(task: Task, token_ids: Sequence[int], vocabulary: int | None) -> None:
+    """Raise TaskError for a token that the model has no place for."""
+    if vocabulary is not None and (beyond := [token for token in token_ids if token >= vocabulary]):
+        raise TaskError(
+            f"task {task['id']!r}: it has the token {beyond[0]}, and the model knows {vocabulary}: its "
+            "tokenizer has more; take a tokenizer that belongs to the model, or leave the task out"
+        )
 
 
 async def _rendered(task: Task, answer: Message, policy: Policy) -> tuple[list[int], list[int]]:

@@ -17,7 +17,12 @@ REWARDS = {"chosen": 1.0, "rejected": 0.0}
 
 
 async def preference(
-    task: Task, policy: Policy, sampling: Sampling, end_ids: Sequence[int] = (), context: int | None = None
+    task: Task,
+    policy: Policy,
+    sampling: Sampling,
+    end_ids: Sequence[int] = (),
+    context: int | None = None,
+    vocabulary: int | None = None,
 ) -> list[Sample]:
     """Make two samples (`sampling.n` is ignored), with the rewards 1 and 0. Each is made as `demonstration`
     makes one.
@@ -28,7 +33,8 @@ async def preference(
     """
     samples: list[Sample] = []
     for name, reward in REWARDS.items():
-        sample = await written(task, _answer(task, name), policy, sampling.max_tokens, end_ids, context)
+        answer, limits = _answer(task, name), (end_ids, context, vocabulary)
+        sample = await written(task, answer, policy, sampling.max_tokens, *limits)
         sample.reward = reward
         samples.append(sample)
     return samples

@@ -45,6 +45,13 @@ def _pool() -> ProcessPool:
     return ProcessPool(f"{__name__}:tokenizing", size=1)
 
 
+def close_tokenizer() -> None:
+    """End the process; another one starts with the next text."""
+    if _pool.cache_info().currsize:
+        _pool().close()
+        _pool.cache_clear()
+
+
 def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
     """Return the function that a process of the pool calls: from a model's directory, /tokenize or
     /detokenize and the body of such a request to the answer, or to the reason why it is refused.

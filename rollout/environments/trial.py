@@ -1,0 +1,140 @@
+"""Look at the start at what the tasks of a run become as tokens: what the model cannot take is an error that
+names the task, and what hardly anybody means is a warning.
+
+Few tasks are rendered: one of each shape, and those that may be too long or hold a token that the model
+lacks.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rollout.engines.answers import RequestRefused
+from rollout.engines.client import EngineClient
+from rollout.engines.model_facts import context_tokens, special_tokens, template_text, vocabulary_size
+from rollout.environments.demonstration import check_vocabulary, demonstration, end_of_sequence
+from rollout.environments.policy import Policy, opening
+from rollout.environments.preference import preference
+from rollout.origin import Sampling
+from rollout.tasks.messages import ANSWER
+from rollout.tasks.task_set import Task, TaskError, TaskSet
+
+_MOST_SHAPES = 16
+_MARKS_OF_TURN = 64
+"""More tokens than a chat template writes around a message."""
+_UNLIMITED = 2**31
+_WRITTEN: dict[str, Any] = {"demonstration": demonstration, "preference": preference}
+
+
+@dataclass
+class _Look:
+    """What is looked for in the texts of a task set, and what was found."""
+
+    marks: dict[int, str]
+    context: int | None
+    lacking: list[str]
+    """Tokens that the tokenizer has and the model has not."""
+    template: str
+    """All text that may be a chat template of the model."""
+    shapes: dict[Any, int] = field(default_factory=dict)
+    suspects: list[int] = field(default_factory=list)
+    in_words: dict[str, list[int]] = field(default_factory=dict)
+    """By mark: the tasks with messages that hold it in their words."""
+
+
+def try_tasks(
+    tasks: TaskSet, environment: str, model_dir: Path, sampling: Sampling, tokenizer: EngineClient
+) -> list[str]:
+    """Return warnings about the tokens of tasks, which the environment (a built-in one) shows or gives.
+    Raises TaskError, which names the task, for one that the model cannot take.
+    """
+    marks, rows = special_tokens(model_dir), vocabulary_size(model_dir)
+    lacking = [text for token, text in marks.items() if rows is not None and token >= rows]
+    look = _Look(marks, context_tokens(model_dir), lacking, template_text(model_dir))
+    _look(tasks.tasks, look)
+    warnings = [
+        f"{tasks.place(those[0])}: its words hold {mark}, which the tokenizer reads as a special token"
+        + (f"; so do those of {len(those) - 1} other tasks" if len(those) > 1 else "")
+        for mark, those in look.in_words.items()
+    ]
+    limits = {"end_ids": end_of_sequence(model_dir), "context": look.context, "vocabulary": rows}
+
+    async def render() -> None:
+        for index in [*look.shapes.values(), *look.suspects]:
+            task = tasks.tasks[index]
+            policy = Policy(tokenizer, sampling, 0)
+            try:
+                prompt = await _prompt(task, environment, policy, limits)
+            except (TaskError, RequestRefused) as error:
+                text = str(error).removeprefix(f"task {task['id']!r}: ").removeprefix(f"task {task['id']!r} ")
+                raise TaskError(f"{tasks.place(index)}: task {task['id']!r}: {text}") from None
+            if index not in look.suspects:
+                warnings.extend(f"{tasks.place(index)}: {text}" for text in _odd(task, prompt, look, limits))
+
+    asyncio.run(render())
+    return list({text.partition(": ")[2]: text for text in reversed(warnings)}.values())[::-1]
+
+
+def _look(tasks: Sequence[Task], look: _Look) -> None:
+    """Find the tasks to render: the first of each shape, and those that the model may not be able to take."""
+    mark = re.compile("|".join(map(re.escape, look.marks.values())) or "(?!)")
+    for index, task in enumerate(tasks):
+        messages = [*task.get("messages", ()), *([task[ANSWER]] if ANSWER in task else [])]
+        lists = [one for name in ("chosen", "rejected") if isinstance(one := task.get(name), list)]
+        messages += [one for answer in lists for one in answer if isinstance(one, dict)]
+        words = [str(message.get("content", "")) for message in messages]
+        for text in {found for said in words for found in mark.findall(said)}:
+            look.in_words.setdefault(text, []).append(index)
+        given = [str(task[name]) for name in ("prompt", "answer", "chosen", "rejected") if name in task]
+        holds = frozenset(mark.findall(str(task.get("prompt", ""))))
+        shape = (holds, bool(task.get("tools")), frozenset((m.get("role"), *sorted(m)) for m in messages))
+        if shape not in look.shapes and len(look.shapes) < _MOST_SHAPES:
+            look.shapes[shape] = index
+        most = sum(len(text.encode()) for text in [*map(str, messages), *given])
+        most += _MARKS_OF_TURN * (1 + len(messages)) + len(str(task.get("tools", "")))
+        is_long = look.context is not None and most > look.context
+        if is_long or any(token in text for token in look.lacking for text in [*words, *given]):
+            look.suspects.append(index)
+
+
+async def _prompt(task: Task, environment: str, policy: Policy, limits: dict[str, Any]) -> list[int]:
+    """Return the tokens of a task's prompt. Raises TaskError or RequestRefused if it has none, or an answer
+    that the model cannot take.
+    """
+    if environment in _WRITTEN:
+        sampling = Sampling(max_tokens=_UNLIMITED)
+        samples = await _WRITTEN[environment](task, policy, sampling, **limits)
+        return samples[0].token_ids[samples[0].loss_mask == 0].tolist()
+    asked, policy = opening(task), policy if environment == "python" else policy.for_task(task)
+    if isinstance(asked, str) and environment != "python":
+        prompt = await policy.tokenize_whole(asked)
+    else:
+        prompt = await policy.tokenize(
+            [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        )
+    check_vocabulary(task, prompt, limits["vocabulary"])
+    return prompt
+
+
+def _odd(task: Task, prompt: Sequence[int], look: _Look, limits: dict[str, Any]) -> Iterator[str]:
+    """Yield what is odd about the special tokens of a prompt."""
+    marks, ends = look.marks, limits["end_ids"]
+    first = [token for token in prompt[:4] if token in marks]
+    doubled = next((one for one, other in pairwise(prompt) if one == other and one in marks), None)
+    if doubled is None and len(first) > 1 and first[0] == first[1]:
+        doubled = first[0]
+    if doubled is not None:
+        yield (
+            f"its prompt has {marks[doubled]} twice: the tokenizer or the chat template writes it too; leave "
+            "it out of one of them"
+        )
+    if prompt and prompt[-1] in ends:
+        yield f"its prompt ends with {marks.get(prompt[-1], prompt[-1])}, the end of a sequence"
+    elif "prompt" in task:
+        inside = next((token for token in prompt if token in ends and token in marks), None)
+        if inside is not None and not (marks[inside] in look.template or "eos_token" in look.template):
+            yield f"its prompt holds {marks[inside]}, the end of a sequence, which no chat template writes"

@@ -1,0 +1,107 @@
+"""What tasks become as tokens, looked at before a run: what the model cannot take, and what nobody means."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from rollout.environments.trial import try_tasks
+from rollout.origin import Sampling
+from rollout.tasks.task_set import TaskError, load_tasks
+from tests.rollout.rollout_helpers import write_lines
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def model_of(directory: Path, *, adds: str = "$A", template: str | None = CHATML, rows: int = 400) -> Path:
+    """A directory with a tokenizer and a configuration, without weights."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    raw.train_from_iterator(
+        ["a b"],
+        trainers.BpeTrainer(
+            special_tokens=marks, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
+    raw.add_special_tokens(["<late>"])
+    ids = [(mark, raw.token_to_id(mark)) for mark in marks]
+    raw.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<s>",
+        eos_token="<|im_end|>" if template else "</s>",
+        chat_template=template,
+    )
+    tokenizer.save_pretrained(directory)
+    config = {"eos_token_id": 3 if template else 1, "vocab_size": rows, "max_position_embeddings": 200}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def tried(tmp_path: Path, task: dict[str, Any], environment: str = "single_turn", **model: Any) -> list[str]:
+    """The warnings about a task."""
+    path = write_lines(tmp_path / "tasks.jsonl", {"id": "odd", **task})
+    tasks = load_tasks(str(path), seed=0, split="train")
+    directory = model_of(tmp_path / "model", **model)
+    return try_tasks(tasks, environment, directory, Sampling(), LocalTokenizer(directory))
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "warning"),
+    [
+        ({"prompt": "<s>hi"}, {"adds": "<s> $A"}, "its prompt has <s> twice"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, {"template": "<s><s>" + CHATML}, "<s> twice"),
+        ({"prompt": "hi"}, {"adds": "$A </s>", "template": None}, "its prompt ends with </s>"),
+        ({"prompt": "a</s>b"}, {"template": None}, "its prompt holds </s>, the end of a sequence"),
+        ({"messages": [{"role": "user", "content": "a<|im_end|>b"}]}, {}, "its words hold <|im_end|>"),
+    ],
+)
+@pytest.mark.parametrize("environment", ["single_turn", "demonstration"])
+def test_special_token_that_nobody_meant_is_a_warning(
+    tmp_path: Path, task: dict[str, Any], model: dict[str, Any], warning: str, environment: str
+) -> None:
+    (text,) = tried(tmp_path, {"answer": "7", **task}, environment, **model)
+    assert text.startswith(f"{tmp_path / 'tasks.jsonl'}:1: ") and warning in text
+
+
+@pytest.mark.parametrize(
+    "task",
+    [{"prompt": RENDERED}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}],
+    ids=["rendered", "messages", "text"],
+)
+@pytest.mark.parametrize("environment", ["single_turn", "demonstration", "calculator"])
+def test_what_a_template_writes_is_no_warning(tmp_path: Path, task: dict[str, Any], environment: str) -> None:
+    assert tried(tmp_path, {"answer": "7", **task}, environment) == []
+
+
+LONG = "x y " * 100
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("task", "environment", "model", "reason"),
+    [
+        ({"prompt": "hi", "answer": LONG}, "demonstration", {}, "beyond 200 this model"),
+        ({**ASK, "answer": LONG}, "demonstration", {}, "beyond 200 this model"),
+        ({**ASK, "chosen": "7", "rejected": LONG}, "preference", {}, "beyond 200 this model"),
+        ({"prompt": "hi", "answer": "<late>"}, "demonstration", {"rows": 261}, "it has the token 261"),
+        ({**ASK, "chosen": "<late>", "rejected": "7"}, "preference", {"rows": 261}, "it has the token 261"),
+        ({"prompt": "<late>"}, "single_turn", {"rows": 261}, "it has the token 261"),
+        ({**ASK, "tools": [{"name": "add"}]}, "single_turn", {}, "leaves out tools"),
+    ],
+)
+def test_what_the_model_cannot_take_is_an_error_that_names_the_task(
+    tmp_path: Path, task: dict[str, Any], environment: str, model: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(TaskError, match=rf"tasks\.jsonl:1: task 'odd': .*{reason}"):
+        tried(tmp_path, task, environment, **model)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from rollout.collect import Stopped
+from rollout.engines.marks import Marks, read_marks
 from rollout.environments.environment import demonstrates
 from rollout.storage.retry import SharedFsError
 
@@ -157,8 +158,18 @@ def _engine(node: Node, share: Share) -> EngineAddress:
         node.engine.model,
         engine.request_timeout_s,
         node.engine.restart_patience_s(engine),
-        replace(node.engine.facts, may_force=is_corrected or share.kind == "eval"),
+        replace(
+            node.engine.facts,
+            may_force=is_corrected or share.kind == "eval",
+            marks=_marks(node.policies.of(0).directory),
+        ),
     )
+
+
+@cache
+def _marks(model: Path) -> Marks:
+    """Return the special tokens of the model that the run started from: no training changes them."""
+    return read_marks(model)
 
 
 def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Callable[[], None]) -> Listener:

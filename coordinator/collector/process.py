@@ -40,8 +40,8 @@ from rollout.collect import OURS, Collector, Stopped
 from rollout.engines.answers import EngineError
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from rollout.engines.marks import read_marks
 from rollout.engines.model_facts import context_tokens, vocabulary_size
-from rollout.environments.demonstration import end_of_sequence
 from rollout.environments.environment import (
     BUILT_IN,
     Environment,
@@ -133,14 +133,16 @@ class Making:
 def _recipe(order: Order, names: RecipeNames) -> Recipe:
     """Load a reward and an environment.
 
-    Demonstrations end as the model's sequences do. They cannot evaluate a policy: there it answers itself.
+    Demonstrations end as what is sampled does. They cannot evaluate a policy: there it answers itself.
     """
     environment: Environment = resolve_environment(names.environment)
     if demonstrates(environment) and order.kind == "eval":
         environment = single_turn
     elif environment in BUILT_IN.values() and demonstrates(environment):
         model = Path(order.start_model)
-        options: dict[str, Any] = {"end_ids": end_of_sequence(model), "context": context_tokens(model)}
+        marks = read_marks(model)
+        ends = (*marks.end_ids, *marks.stop_ids(order.settings.stop))
+        options: dict[str, Any] = {"end_ids": ends, "context": context_tokens(model)}
         if (known := vocabulary_size(model)) is not None:
             options["vocabulary"] = known
         environment = partial(environment, **options)

@@ -16,6 +16,7 @@ from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from coordinator.start import refusals
 from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
 from coordinator.start.functions import Functions, load_functions
+from rollout.engines.marks import read_marks
 from rollout.engines.model_dir import (
     WeightsError,
     is_adapter,
@@ -65,6 +66,8 @@ class Inputs:
     """Of that model."""
     context: int | None = TINY_CONTEXT
     """The longest sequence that the run's engines take, in tokens; None where it is not certain."""
+    has_end: bool = True
+    """Whether the model has a token that ends a sequence."""
 
     @property
     def state_bytes(self) -> int:
@@ -172,7 +175,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
         refusals.refuse_unplayed(settings, functions, tasks, eval_tasks, eval_sets)
         model_files: dict[str, FileFacts] = {}
-        model_digest, parameters, context = "", TINY_PARAMETERS, TINY_CONTEXT
+        model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
             parameters = count_parameters(model)
@@ -184,6 +187,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
                 )
             refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
             context = refusals.context_of(settings, model)
+            has_end = refusals.has_end(settings, read_marks(model))
             model_files = known_files.checksums(model, is_model_file)
             model_digest = policy_digest(model_files)
         return Inputs(
@@ -197,6 +201,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
             loaded_for=settings,
             parameters=parameters,
             context=context,
+            has_end=has_end,
         )
     except TaskError as error:
         raise SettingsError(str(error)) from None

@@ -15,6 +15,7 @@ from coordinator.start.functions import Functions
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
+from rollout.engines.marks import Marks
 from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
 from rollout.engines.servers import engine_dtype, server_kind
 from rollout.environments.environment import BUILT_IN
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 SERVER_TIMEOUT_S = 10.0
 """How long a server that the user runs may take to answer a question that it can answer at once."""
+ENDLESS = "neither its tokenizer nor its configuration names a token that ends a sequence"
 CONTEXT_ARGS = {"max-model-len", "hf-overrides", "rope-scaling"}
 """Arguments of vLLM that give the model another context than its files say."""
 
@@ -198,6 +200,18 @@ def look_at_text(
     finally:
         if settings.rollout.environment not in WRITTEN:
             close_tokenizer()
+
+
+def has_end(settings: RunSettings, marks: Marks) -> bool:
+    """Return whether a token can end what the model says. SettingsError if demonstrations need one."""
+    if marks.end_ids or marks.stop_ids(settings.rollout.stop):
+        return True
+    if settings.rollout.environment in WRITTEN:
+        raise SettingsError(
+            f"--model {settings.model}: {ENDLESS}, so an answer to train on would have no end; give its "
+            "config.json an eos_token_id"
+        )
+    return False
 
 
 def refuse_no_evaluation(settings: RunSettings, given: Mapping[str, Any], has_tasks: bool) -> None:

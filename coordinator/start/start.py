@@ -28,7 +28,7 @@ from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.eval_tasks import SECTION, refuse_training_tasks
 from coordinator.start.inputs import NODE_LOCAL, Inputs, base_model_dir, difference, load_inputs
 from coordinator.start.last_settings import Change, changes, with_kept
-from coordinator.start.refusals import fit_max_tokens, look_at_text
+from coordinator.start.refusals import ENDLESS, fit_max_tokens, look_at_text
 from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
 from coordinator.start.wait_for_master import await_master
 from rollout.storage import files
@@ -122,6 +122,12 @@ def check_master(
         if (one.samples_per_task or 1) > 1 and one.temperature == 0:
             log.warning("%s.temperature=0: all %d samples of a task are the same, so pass@k is pass@1",
                         section, one.samples_per_task)  # fmt: skip
+    if not inputs.has_end and not settings.rollout.stop and settings.rl_phase != "update":
+        log.warning(
+            "--model %s: %s: every sample goes on to rollout.max_tokens=%d; give its config.json an "
+            "eos_token_id, or set rollout.stop",
+            settings.model, ENDLESS, settings.rollout.max_tokens,
+        )  # fmt: skip
     if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
         log.warning(
             "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p

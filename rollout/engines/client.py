@@ -20,7 +20,8 @@ from rollout.engines.answers import (
     parse_answer,
     socket_of,
 )
-from rollout.engines.completion import Completion, completion_of, completion_request
+from rollout.engines.completion import NO_MARKS, Completion, completion_of, completion_request
+from rollout.engines.marks import Marks
 from rollout.origin import Sampling
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class EngineFacts:
     may_force: bool = True
     """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
     the policy would not have chosen, or nothing is."""
+    marks: Marks = NO_MARKS
+    """The special tokens of the model that it serves."""
 
 
 class EngineClient:
@@ -149,7 +152,8 @@ class EngineClient:
             return 0
 
     async def _complete(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
-        request = completion_request(prompt, sampling)
+        marks = self.facts.marks
+        request = completion_request(prompt, sampling, marks)
         if not self.facts.is_seeded:
             request["seed"] = None
         if self._model:
@@ -166,7 +170,7 @@ class EngineClient:
             self._in_flight[replica] -= sampling.n
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [completion_of(choice, likely="logprobs" in sampling.more) for choice in choices]
+            completions = [completion_of(choice, sampling, marks) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "

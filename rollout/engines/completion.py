@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.engines.marks import Marks
 from rollout.origin import Sampling
 from rollout.trajectory import Turn
 
@@ -14,6 +15,8 @@ _FINISH_REASONS = {
     **dict.fromkeys(("length", "max_tokens"), "length"),
 }
 """What engines and agents say: it ended by itself, or it was cut."""
+NO_MARKS = Marks()
+"""Of a model of which nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,10 @@ class Completion:
     """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
 
 
-def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """Return the body of a request for completions."""
+def completion_request(
+    prompt: str | Sequence[int], sampling: Sampling, marks: Marks = NO_MARKS
+) -> dict[str, Any]:
+    """Return the body of a request for completions of a model with these `marks`."""
     return {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "n": sampling.n,
@@ -66,6 +71,9 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "stop": list(sampling.stop),
+        # vLLM takes only the tokenizer's end of sequence and those of generation_config.json by itself.
+        "stop_token_ids": [*dict.fromkeys([*marks.end_ids, *marks.stop_ids(sampling.stop)])],
+        "skip_special_tokens": not _shows_marks(sampling, marks),
         "seed": sampling.seed,
         "logprobs": 0,
         "return_token_ids": True,
@@ -76,6 +84,12 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling) -> dict[
         "repetition_penalty": 1.0,
         **sampling.more,
     }
+
+
+def _shows_marks(sampling: Sampling, marks: Marks) -> bool:
+    """Return whether the engine has to leave special tokens in the text, because it is searched for them."""
+    stops = marks.stop_ids(sampling.stop).values()
+    return marks.are_in(sampling.reasoning_end, *(text for text in sampling.stop if text not in stops))
 
 
 def finish_reason(said: str) -> str:
@@ -90,21 +104,26 @@ def whole_characters(text: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def completion_of(choice: dict[str, Any], *, likely: bool) -> Completion:
-    """Return one completion of an answer, with the likeliest tokens if `likely`. Raises KeyError, TypeError
-    or ValueError if something is missing.
+def completion_of(choice: dict[str, Any], sampling: Sampling, marks: Marks = NO_MARKS) -> Completion:
+    """Return one completion of an answer to `completion_request`. Its text has no special token but the end
+    of the reasoning. Raises KeyError, TypeError or ValueError if something is missing.
     """
     token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not isinstance(token_ids, list) or not isinstance(logprobs, list):
         raise TypeError("token_ids and token_logprobs must be lists")
+    text, stop = choice["text"], choice.get("stop_reason")
+    if isinstance(stop, int):
+        stop = marks.stop_ids(sampling.stop).get(stop)
+    if _shows_marks(sampling, marks):
+        text = marks.without(text, [sampling.reasoning_end or ""])
     return Completion(
         choice["prompt_token_ids"],
         token_ids,
         logprobs,
-        choice["text"],
+        text,
         finish_reason(str(choice["finish_reason"])),
-        stop_string=stop if isinstance(stop := choice.get("stop_reason"), str) else "",
-        likely=_likely(choice["logprobs"]) if likely else (),
+        stop_string=stop or "",
+        likely=_likely(choice["logprobs"]) if "logprobs" in sampling.more else (),
     )
 
 

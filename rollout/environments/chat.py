@@ -74,8 +74,16 @@ class ChatTemplate:
         parser = await self._reader()
         if parser is None:
             return turn
-        marked = await self._client.detokenize(turn.token_ids) if parser in MARKED else None
-        return with_calls(turn, parser, self._tools, marked)
+        return with_calls(turn, parser, self._tools, await self._marked(turn, parser))
+
+    async def _marked(self, turn: Completion, parser: str) -> str | None:
+        """Return the text of a turn with special tokens, if calls may be between them."""
+        special, said = self._client.facts.marks.ids.values(), turn.token_ids
+        if parser not in MARKED:
+            said = said[:-1] if said and said[-1] in special else said  # the end is no part of a call
+            if not any(token in special for token in said):
+                return None
+        return await self._client.detokenize(said)
 
     async def continuation(self, messages: Sequence[Message], after: Completion) -> list[int]:
         """Token ids to append to a completion and its prompt: the end of the assistant's turn unless the

@@ -7,7 +7,6 @@ parts, resumed and trained as samples are. It needs a tokenizer, and no engine.
 import json
 from collections.abc import Sequence
 from itertools import takewhile
-from pathlib import Path
 
 import numpy as np
 
@@ -136,18 +135,6 @@ def check_demonstrations(tasks: TaskSet) -> None:
     """Raise TaskError, which names the task, if a task has no answer to demonstrate."""
     for task in tasks.tasks:
         _answer(task)
-
-
-def end_of_sequence(model_dir: Path) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a sequence of the model, the main one first. Empty if the
-    directory names none.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        ids = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()
 
 
 def _answer(task: Task) -> Message:

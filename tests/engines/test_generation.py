@@ -9,8 +9,9 @@ import pytest
 
 from coordinator.machine.network import LOOPBACK
 from rollout.engines.answers import UNIX, RequestRefused
-from rollout.engines.client import EngineClient
+from rollout.engines.client import EngineClient, EngineFacts
 from rollout.engines.completion import Completion
+from rollout.engines.marks import Marks
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.rewards.endpoint import EndpointError
@@ -227,6 +228,46 @@ def test_completion_that_stops_by_itself_holds_the_end_of_sequence_token_and_its
     for completion in completions:
         assert len(completion.logprobs) == len(completion.token_ids)
         assert completion.text == reference.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+MARKS = Marks({"<pad>": 0, "<unk>": 2})
+
+
+@pytest.mark.parametrize("stop", [("<unk>",), ("<pad>", "<unk>")])
+def test_stop_string_that_is_a_special_token_ends_the_completion(
+    engine: Engine, stop: tuple[str, ...]
+) -> None:
+    """Decoding leaves such a token out of the text, which a stop string is searched in."""
+    ids = {MARKS.ids[text] for text in stop}
+    sampling = Sampling(n=200, max_tokens=30, temperature=3.0, seed=1, stop=stop)
+    completions = engine.ask(PROMPT, sampling, facts=EngineFacts(marks=MARKS))
+    stopped = [one for one in completions if one.stop_string]
+    assert {one.token_ids[-1] for one in stopped} == ids and {one.stop_string for one in stopped} == {*stop}
+    for completion in completions:
+        assert not ids & {*completion.token_ids[:-1]} and "<" not in completion.text
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] in {EOS, *ids})
+
+
+def test_sequence_ends_at_every_end_of_the_model_and_its_text_before(
+    engine: Engine, reference: Reference
+) -> None:
+    """Also at a token that decoding shows."""
+    end = reference.tokenizer.convert_tokens_to_ids("7")
+    facts = EngineFacts(marks=Marks({}, (EOS, end)))
+    completions = engine.ask(PROMPT, Sampling(n=100, max_tokens=30, seed=1), facts=facts)
+    assert {one.token_ids[-1] for one in completions if one.finish_reason == "stop"} == {EOS, end}
+    for completion in completions:
+        assert end not in completion.token_ids[:-1]
+        assert "7" not in completion.text and not completion.stop_string
+
+
+def test_end_of_the_reasoning_that_is_a_special_token_is_in_the_text(engine: Engine) -> None:
+    sampling = Sampling(n=100, max_tokens=30, temperature=3.0, seed=1, reasoning_end="<unk>")
+    completions = engine.ask(PROMPT, sampling, facts=EngineFacts(marks=MARKS))
+    for completion in completions:
+        assert completion.text.count("<unk>") == completion.token_ids.count(2)
+        assert "<pad>" not in completion.text
+    assert any("<unk>" in completion.text for completion in completions)
 
 
 def test_stop_string_ends_the_completion_at_the_token_that_completes_it(engine: Engine) -> None:

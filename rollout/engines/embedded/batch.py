@@ -37,6 +37,10 @@ class Generation:
     top_p: float
     stop: tuple[str, ...]
     seed: int
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a row too."""
+    skip_special: bool = True
+    """Whether special tokens are left out of the text, also where stop strings are searched."""
     future: "Future[list[Row]]" = field(default_factory=Future)
     rows: "list[Row]" = field(init=False)
     started: bool = False
@@ -54,7 +58,8 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_string: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or one of `stop_ids`, that has ended it; None: an end of sequence, or its length."""
 
 
 class Batch(ABC):

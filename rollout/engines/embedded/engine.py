@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from rollout.engines.content import Proof, WrongContent, module_sums, saved_sums
 from rollout.engines.embedded.adapter import MergedAdapter
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.batch_choice import batch_maker
 from rollout.engines.embedded.weights import ModelWeights
+from rollout.engines.marks import read_marks
 from rollout.engines.model_dir import WeightsError
 from rollout.engines.model_facts import steady_tokens
 from rollout.storage.retry import library_errors
@@ -57,9 +58,10 @@ class TorchEngine(threading.Thread):
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31 - 1)
         self.max_model_len = int(steady_tokens(Path(model_dir)) or positions)
-        self._eos_ids = _eos_ids(model)
         # For stop strings; a tokenizer of its own, because two threads must not share one.
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        # The classes of transformers have defaults of other models where a configuration is silent.
+        self._end_ids = {*read_marks(Path(model_dir)).end_ids, self._tokenizer.eos_token_id}
         self._batch_maker = batch_maker(model)
         self._batch = self._batch_maker(model)
         self._adapter = MergedAdapter(model)
@@ -209,19 +211,23 @@ class TorchEngine(threading.Thread):
 
     def _finish_reason(self, row: Row) -> str | None:
         generation = row.generation
-        if row.token_ids[-1] in self._eos_ids:
+        if (last := row.token_ids[-1]) in self._end_ids:
             return "stop"
-        if generation.stop:
-            row.stop_string = self._completed_stop_string(row)
-            if row.stop_string is not None:
-                return "stop"
+        if last in generation.stop_ids:
+            row.stop_reason = last
+        elif generation.stop:
+            row.stop_reason = self._completed_stop_string(row)
+        if row.stop_reason is not None:
+            return "stop"
         return "length" if len(row.token_ids) >= generation.max_tokens else None
 
     def _completed_stop_string(self, row: Row) -> str | None:
         # A token may be one byte of a UTF-8 character, so four tokens a character and a few for the
         # tokenizer's context are enough. Earlier steps have looked at earlier tokens.
         window = 4 * max(len(stop) for stop in row.generation.stop) + 4
-        text = self._tokenizer.decode(row.token_ids[-window:], skip_special_tokens=True)
+        text = self._tokenizer.decode(
+            row.token_ids[-window:], skip_special_tokens=row.generation.skip_special
+        )
         return next((stop for stop in row.generation.stop if stop in text), None)
 
     def _abort(self) -> None:
@@ -296,14 +302,6 @@ class TorchEngine(threading.Thread):
             futures.append(self._inbox.get_nowait()[1])
         for future in futures:
             _fail(future, _stopped(failure))
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    for config in (model.generation_config, model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
 
 
 def _do(message: Callable[[], None], future: "Future[Any]") -> None:

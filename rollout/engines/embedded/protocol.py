@@ -27,9 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "ignore_eos": (False,),
     "use_beam_search": (False,),
-    "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
 }
 """Fields that are not implemented: the values (beside null) that change nothing."""
 
@@ -46,6 +44,8 @@ class CompletionBody(GenerationBody):
     logprobs: StrictInt | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    skip_special_tokens: StrictBool = True
     add_special_tokens: StrictBool = True
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:

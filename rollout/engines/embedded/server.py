@@ -103,6 +103,8 @@ class Server:
                 top_p=1.0 if body.top_p is None else body.top_p,
                 stop=body.stop_strings,
                 seed=seed,
+                stop_ids=frozenset(body.stop_token_ids or ()),
+                skip_special=body.skip_special_tokens,
             )
             for prompt_ids in prompts
         ]
@@ -223,7 +225,7 @@ class Server:
             "text": self._texts.completion(row),
             "logprobs": None if body.logprobs is None else logprobs,
             "finish_reason": row.finish_reason,
-            "stop_reason": row.stop_string,
+            "stop_reason": row.stop_reason,
             "token_ids": row.token_ids if with_ids else None,
             "prompt_logprobs": prompt_logprobs,
             "prompt_token_ids": prompt_ids if with_ids else None,

@@ -26,6 +26,7 @@ class Texts:
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self._token_text: dict[int, str] = {}
         self._prompt: list[int] = []
+        self._skips = True
         self._context: list[int] = []
         self._before = ""
 
@@ -60,14 +61,19 @@ class Texts:
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
     def completion(self, row: "Row") -> str:
-        """Return the text that a finished row adds to the whole characters of its prompt, up to its stop
-        string.
+        """Return the text that a finished row adds to the whole characters of its prompt, up to what has
+        ended it.
         """
-        if row.generation.prompt_ids is not self._prompt:  # the samples of a group share it
-            self._prompt = row.generation.prompt_ids
-            self._set_context(self._prompt)
-        text = self._decode([*self._context, *row.token_ids])[len(self._before) :]
-        return text if row.stop_string is None else text.partition(row.stop_string)[0]
+        generation = row.generation
+        if generation.prompt_ids is not self._prompt or generation.skip_special is not self._skips:
+            self._prompt, self._skips = generation.prompt_ids, generation.skip_special
+            self._set_context(self._prompt)  # the samples of a group share it
+        stop = row.stop_reason
+        # A token that has ended it is left out, as in vLLM, whether the tokenizer calls it special or not.
+        ended_by_token = row.finish_reason == "stop" and not isinstance(stop, str)
+        token_ids = row.token_ids[:-1] if ended_by_token else row.token_ids
+        text = self._decode([*self._context, *token_ids])[len(self._before) :]
+        return text.partition(stop)[0] if isinstance(stop, str) else text
 
     def _set_context(self, prompt: list[int]) -> None:
         tokens = _CONTEXT_TOKENS
@@ -79,7 +85,7 @@ class Texts:
             tokens *= 2  # all of it may belong to characters that are not whole
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips)
 
     def of_each(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token by itself."""

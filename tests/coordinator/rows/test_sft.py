@@ -66,14 +66,17 @@ def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
     positions = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     write_json(tmp_path / "config.json", {"rope_parameters": positions})
+    added = {"added_tokens": [{"id": 9, "content": "<turn>", "special": True}]}
+    write_json(tmp_path / "tokenizer.json", added)
+    settings = SimpleNamespace(stop=("<turn>", "words"))
 
     def environment_of(name: str, kind: str) -> Any:
-        order: Any = SimpleNamespace(kind=kind, start_model=str(tmp_path))
+        order: Any = SimpleNamespace(kind=kind, start_model=str(tmp_path), settings=settings)
         return _recipe(order, RecipeNames("exact", name, Sampling())).environment
 
     for name, written in (("demonstration", demonstration), ("preference", preference)):
         train = environment_of(name, "train")
         assert isinstance(train, partial)
-        assert (train.func, train.keywords) == (written, {"end_ids": (5, 6), "context": 64})
+        assert (train.func, train.keywords) == (written, {"end_ids": (5, 6, 9), "context": 64})
         assert environment_of(name, "eval") is single_turn
     assert environment_of("single_turn", "train") is single_turn

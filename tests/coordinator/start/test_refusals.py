@@ -120,7 +120,7 @@ def test_run_that_does_not_ask_for_evaluation_needs_no_tasks_for_it(
 
 @pytest.mark.parametrize("environment", ["single_turn", "calculator", "demonstration"])
 def test_messages_need_a_chat_template(tmp_path: Path, environment: str) -> None:
-    model = write_model(tmp_path / "model", tokenizer={})
+    model = write_model(tmp_path / "model", {"eos_token_id": 0}, tokenizer={})
     tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}, CHAT)
     sft = {"trainer.algorithm": "sft"} if environment == "demonstration" else {}
     given = {"model": str(model), "tasks": tasks, "rollout.environment": environment, **sft}
@@ -268,3 +268,16 @@ def test_log_path_below_a_directory_that_is_not_there_is_refused(
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(SettingsError, match="no directory"):
         check_log_path(tmp_path / "runs" / "default")
+
+
+def test_demonstrations_need_a_token_that_ends_them(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", {"eos_token_id": None}, tokenizer={})
+    given = {
+        "model": str(model),
+        "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}),
+        "trainer.algorithm": "sft",
+    }
+    assert "names a token that ends a sequence, so an answer to train on would have no end" in refusal(given)
+    passes({**given, "trainer.algorithm": "grpo"})  # it is said
+    (model / "generation_config.json").write_text('{"eos_token_id": [3]}')
+    passes(given)

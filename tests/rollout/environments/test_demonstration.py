@@ -1,7 +1,6 @@
 """The environment `demonstration`: what of a task is trained, and where it ends."""
 
 import asyncio
-import json
 import threading
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,8 @@ from jinja2 import Environment
 
 from rollout.collect import collect
 from rollout.engines.client import EngineClient
-from rollout.environments.demonstration import check_demonstrations, demonstration, end_of_sequence
+from rollout.engines.marks import read_marks
+from rollout.environments.demonstration import check_demonstrations, demonstration
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.rewards.builtin import resolve_reward
@@ -224,23 +224,6 @@ def test_tasks_are_checked_before_a_run_begins(tmp_path: Path) -> None:
         check_demonstrations(load_tasks(str(path), seed=0, split="train"))
 
 
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
-        ({"generation_config.json": {"eos_token_id": [7, 8]}, "config.json": {"eos_token_id": 9}}, (7, 8)),
-        ({"generation_config.json": {}, "config.json": {"eos_token_id": 0}}, (0,)),
-        ({"config.json": {"eos_token_id": None}}, ()),
-        ({}, ()),
-    ],
-)
-def test_end_of_sequence_is_what_an_engine_stops_at(
-    tmp_path: Path, files: dict[str, Any], ids: tuple[int, ...]
-) -> None:
-    for name, document in files.items():
-        (tmp_path / name).write_text(json.dumps(document))
-    assert end_of_sequence(tmp_path) == ids
-
-
 def test_engine_only_tokenises(server: RunningServer, model_dir: Path) -> None:
     groups: dict[int, Group] = {}
     tasks = [
@@ -254,7 +237,7 @@ def test_engine_only_tokenises(server: RunningServer, model_dir: Path) -> None:
             await collect(
                 [Slot(k, task, seed=7) for k, task in enumerate(tasks)],
                 client=client,
-                environment=partial(demonstration, end_ids=end_of_sequence(model_dir)),
+                environment=partial(demonstration, end_ids=read_marks(model_dir).end_ids),
                 reward=resolve_reward("exact"),
                 sampling=Sampling(n=1, max_tokens=20),
                 settings=RolloutSettings(),

@@ -45,10 +45,11 @@ def test_text_that_is_cut_within_a_character_is_put_together_again(
     prompt = list(b"ask: ")
 
     def completion(before: bytes, after: bytes) -> str:
-        generation = SimpleNamespace(prompt_ids=[*prompt, *before])
-        return texts.completion(
-            SimpleNamespace(generation=generation, token_ids=list(after), stop_string=None)  # type: ignore
+        generation = SimpleNamespace(prompt_ids=[*prompt, *before], skip_special=True)
+        row: Any = SimpleNamespace(
+            generation=generation, token_ids=list(after), stop_reason=None, finish_reason="length"
         )
+        return texts.completion(row)
 
     whole = completion(b"", said)
     if said == SAID:

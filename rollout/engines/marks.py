@@ -1,0 +1,85 @@
+"""What the files of a model directory say of its special tokens, and of those that end a sequence.
+
+Without torch or transformers. Engines leave special tokens out of a text, so a setting that names one must
+work by its id.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.engines.model_dir import read_json
+from rollout.storage import files
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FURTHER = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The special tokens of a model."""
+
+    ids: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By their text."""
+    end_ids: tuple[int, ...] = ()
+    """What ends a sequence by the tokenizer, generation_config.json or config.json, the tokenizer's first."""
+
+    def stop_ids(self, stop: Iterable[str]) -> dict[int, str]:
+        """Id -> text of the strings that are one special token each."""
+        return {self.ids[text]: text for text in stop if text in self.ids}
+
+    def are_in(self, *texts: str | None) -> bool:
+        """Return whether one of the texts has a special token in it."""
+        return any(mark in text for text in texts if text for mark in self.ids)
+
+    def without(self, text: str, kept: Iterable[str]) -> str:
+        """Return a text without the special tokens in it, but for those that are in texts of `kept`."""
+        kept = list(kept)
+        left_out = [mark for mark in self.ids if not any(mark in each for each in kept)]
+        # The longest first: one may begin as another does.
+        return re.sub("|".join(map(re.escape, sorted(left_out, key=len, reverse=True))) or "(?!)", "", text)
+
+
+def read_marks(model_dir: Path) -> Marks:
+    """Return what the directory says; WeightsError for a file that is no JSON object."""
+    names = set(files.file_names(model_dir))
+
+    def read(name: str) -> dict[str, Any]:
+        return read_json(model_dir / name) if name in names else {}
+
+    tokenizer, config = read("tokenizer.json"), read("tokenizer_config.json")
+    named: dict[str, Any] = {**read("special_tokens_map.json"), **config}
+    added = [one for one in tokenizer.get("added_tokens") or () if isinstance(one, dict)]
+    added += [{**one, "id": int(key)} for key, one in (config.get("added_tokens_decoder") or {}).items()]
+    vocabulary: dict[str, int] = {**_vocabulary(tokenizer), **read("vocab.json"), **read("added_tokens.json")}
+    vocabulary |= {one["content"]: one["id"] for one in added}
+    special = {one["content"] for one in added if one.get("special")} | set(_special_texts(named))
+    ends = [vocabulary.get(_content(named.get("eos_token")))]
+    for document in (read("generation_config.json"), read("config.json")):
+        for part in (document, document.get("text_config")):
+            ids = part.get("eos_token_id") if isinstance(part, dict) else None
+            ends += ids if isinstance(ids, list) else [ids]
+    return Marks(
+        ids={text: vocabulary[text] for text in sorted(special) if text and text in vocabulary},
+        end_ids=tuple(dict.fromkeys(one for one in ends if type(one) is int and one >= 0)),
+    )
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of the tokens of tokenizer.json, which lists them, or their scores."""
+    tokens = (tokenizer.get("model") or {}).get("vocab") or {}
+    return tokens if isinstance(tokens, dict) else {token: id for id, (token, _) in enumerate(tokens)}
+
+
+def _special_texts(config: Mapping[str, Any]) -> list[str]:
+    further = [config.get(name) or () for name in _FURTHER]
+    listed = [each for one in further for each in (one.values() if isinstance(one, dict) else one)]
+    return [_content(value) for value in [*(config.get(name) for name in _NAMED), *listed]]
+
+
+def _content(token: Any) -> str:
+    """Return the text of a special token, which is one or an object that has it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""

@@ -1,14 +1,15 @@
 """Continuing a conversation in tokens, under templates that behave as those of the model families do."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from rollout.engines.answers import RequestRefused
-from rollout.engines.client import EngineClient
+from rollout.engines.client import EngineClient, EngineFacts
 from rollout.engines.completion import Completion
+from rollout.engines.marks import Marks
 from rollout.environments.chat import ChatTemplate
 from tests.rollout.templated import make_tokenizer
 
@@ -193,3 +194,29 @@ def test_continued_tokens_are_those_of_the_whole_conversation_where_the_template
         assert prompt + said.token_ids + appended == whole
 
     asyncio.run(main())
+
+
+def test_calls_are_read_between_marks_that_are_special_tokens() -> None:
+    """The text of a turn has none of them."""
+    pieces = [
+        "",
+        "<tool_call>",
+        '{"name": "look_up", "arguments": {"word": "tree"}}',
+        "</tool_call>",
+        "<end>",
+    ]
+
+    class Marked(EngineClient):
+        async def tokenize(self, text: Any, **template: Any) -> list[int]:
+            return [9] if "tools" in template else [8]
+
+        async def detokenize(self, token_ids: Sequence[int]) -> str:
+            return "".join(pieces[token] for token in token_ids)
+
+    turn = Completion([0], [1, 2, 3, 4], [-1.0] * 4, pieces[2], "stop")
+    tool = {"type": "function", "function": {"name": "look_up"}}
+    marks = Marks({"<tool_call>": 1, "</tool_call>": 3, "<end>": 4})
+    client = Marked("http://127.0.0.1:1", facts=EngineFacts(marks=marks))
+    template = ChatTemplate(client, parser="hermes", tools=[tool])
+    (call,) = asyncio.run(template.read(turn)).calls
+    assert (call.name, call.arguments) == ("look_up", {"word": "tree"})

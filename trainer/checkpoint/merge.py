@@ -7,8 +7,11 @@ adapter names its base. Needs peft.
 import shutil
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
@@ -23,11 +26,25 @@ def merge(adapter: Path, out: Path) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
     base = Path(model.peft_config["default"].base_model_name_or_path)
+    _untie(model)
     model.merge_and_unload().save_pretrained(out)
     for directory in (base, adapter):  # what an adapter has of its own takes the place of its base's
         for file in directory.iterdir() if directory.is_dir() else ():
             if file.name.startswith(TOKENIZER):
                 shutil.copy(file, out / file.name)
+
+
+def _untie(model: Any) -> None:
+    """Give a layer with an adapter a weight of its own, where it shares one with another: head and embeddings
+    are one tensor in many models, and the adapter is on one of them.
+    """
+    places = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    layers = [layer.base_layer for layer in model.modules() if hasattr(layer, "base_layer")]
+    shared = [layer for layer in layers if places[id(getattr(layer, "weight", None))] > 1]
+    for layer in shared:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def main() -> int:

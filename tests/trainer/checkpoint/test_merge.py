@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.console.commands import evaluate
 from coordinator.settings.tree import SettingsError
+from tests.models import make_model
 from trainer.checkpoint import merge
 from trainer.model import lora
 from trainer.settings import LoraSettings
@@ -35,6 +38,29 @@ def test_sum_has_the_weights_and_the_tokenizer_of_its_base(
     assert all(map(lambda a, b: a.equal(b), base.state_dict().values(), made.state_dict().values()))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(tokenizer("27+58=")["input_ids"]) == 6 and tokenizer.chat_template == "of the adapter"
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])
+def test_sum_is_the_policy_where_head_and_embeddings_are_one_tensor(target: str, tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base_dir = make_model(tmp_path / "base", seed=0)
+    base = AutoModelForCausalLM.from_pretrained(base_dir)
+    assert base.config.tie_word_embeddings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of what is tested here
+        policy: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=[target]))
+        for name, weight in policy.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(weight.data, std=0.3)
+        policy.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        merge.merge(tmp_path / "adapter", tmp_path / "out")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, policy(ids).logits, atol=1e-3)
 
 
 def test_base_that_is_gone_is_named(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

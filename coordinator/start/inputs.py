@@ -24,7 +24,7 @@ from rollout.engines.model_dir import (
     policy_digest,
 )
 from rollout.engines.model_facts import count_parameters
-from rollout.engines.servers import ServerSettingError, check_server
+from rollout.engines.servers import ServerSettingError, check_server, server_kind
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
@@ -178,12 +178,16 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
+            refusals.refuse_quantised(settings, model)
+            refusals.refuse_unserved_adapters(
+                settings, model, server_kind(settings.engine, count_gpus(), python)
+            )
             parameters = count_parameters(model)
             refusals.refuse_slow_engine(settings, count_gpus(), parameters, python)
             if is_adapter(model):
                 raise SettingsError(
                     f"--model {settings.model}: is an adapter; merge it into its base model first "
-                    "(peft's merge_and_unload), or give the base model"
+                    "(python -m trainer.checkpoint.merge ADAPTER OUT), or give the base model"
                 )
             refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
             context = refusals.context_of(settings, model)

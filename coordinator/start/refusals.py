@@ -4,6 +4,7 @@ What may work passes: an environment of the user's may score and render by itsel
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +17,16 @@ from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
 from rollout.engines.marks import Marks
+from rollout.engines.model_dir import is_adapter, read_json, tensor_names
 from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
-from rollout.engines.servers import engine_dtype, server_kind
+from rollout.engines.servers import ServerKind, engine_dtype, server_kind
 from rollout.environments.environment import BUILT_IN
 from rollout.environments.trial import try_tasks
 from rollout.origin import Sampling
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
 from rollout.settings import PROGRAMS, WRITTEN
+from rollout.storage import files
 from rollout.tasks.task_set import TaskError, TaskSet
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,12 @@ log = logging.getLogger(__name__)
 SERVER_TIMEOUT_S = 10.0
 """How long a server that the user runs may take to answer a question that it can answer at once."""
 ENDLESS = "neither its tokenizer nor its configuration names a token that ends a sequence"
+QUANTISED = "hf_quant_config.json"
+"""In a model's directory: its weights are quantised by NVIDIA's modelopt."""
+EMBEDDINGS = re.compile(r"(^|\.)(wte|wpe|shared|\w*embed_(tokens|positions|in)|\w*embeddings?)$")
+"""How modules are named that look tokens or positions up."""
+CONV1D = {"gpt2", "openai-gpt"}
+"""Families whose layers are Conv1D of transformers, which are linear but hold the weight transposed."""
 CONTEXT_ARGS = {"max-model-len", "hf-overrides", "rope-scaling"}
 """Arguments of vLLM that give the model another context than its files say."""
 
@@ -200,6 +209,52 @@ def look_at_text(
     finally:
         if settings.rollout.environment not in WRITTEN:
             close_tokenizer()
+
+
+def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
+    """Raise SettingsError if the model's files say that its weights are quantised: they cannot be trained."""
+    if is_adapter(model_dir):
+        return
+    config = read_json(model_dir / "config.json")
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    names = ("quantization_config", "compression_config")
+    method = next((part[name] for part in parts for name in names if part.get(name)), None)
+    if method is None and QUANTISED in files.file_names(model_dir):
+        method = "modelopt"
+    if method is not None:
+        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        raise SettingsError(
+            f"--model {settings.model}: its weights are quantised ({kind}), and a run trains and serves them "
+            "as numbers of 16 or 32 bits; give the model that it was made of, or a dequantised copy"
+        )
+
+
+def refuse_unserved_adapters(settings: RunSettings, model_dir: Path, kind: ServerKind) -> None:
+    """Raise SettingsError if adapters would sit on modules that the embedded engine certainly cannot serve
+    them on: it takes those of linear layers.
+    """
+    lora = settings.trainer.lora
+    if not lora.rank or kind != "torch" or settings.engine.url or settings.kind == "update":
+        return
+    if is_adapter(model_dir):
+        return
+    config = read_json(model_dir / "config.json")
+    is_transposed = config.get("model_type") in CONV1D
+    for target in (part.strip() for part in lora.targets.split(",")):
+        modules = {
+            name.removesuffix(".weight"): shape
+            for name, (_, shape) in tensor_names(model_dir).items()
+            if f".{name}".endswith(f".{target}.weight")
+        }
+        wrong = next((name for name, shape in modules.items() if len(shape) != 2), None)
+        wrong = wrong or next((name for name in modules if EMBEDDINGS.search(name)), None)
+        if is_transposed and target != "lm_head":
+            wrong = wrong or next(iter(modules), "its Conv1D layers" if target == "all-linear" else None)
+        if wrong is not None:
+            raise SettingsError(
+                f"trainer.lora.targets={lora.targets}: {wrong} of {settings.model} is no linear layer, "
+                "and the embedded engine serves adapters of linear layers only; name others, or use vLLM"
+            )
 
 
 def has_end(settings: RunSettings, marks: Marks) -> bool:

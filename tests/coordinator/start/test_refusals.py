@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
@@ -281,3 +283,41 @@ def test_demonstrations_need_a_token_that_ends_them(tmp_path: Path) -> None:
     passes({**given, "trainer.algorithm": "grpo"})  # it is said
     (model / "generation_config.json").write_text('{"eos_token_id": [3]}')
     passes(given)
+
+
+QUANTISED = {"quant_method": "fp8"}
+
+
+@pytest.mark.parametrize(
+    "config", [{"quantization_config": QUANTISED}, {"text_config": {"quantization_config": QUANTISED}}]
+)
+def test_quantised_model_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = write_model(tmp_path / "model", {"eos_token_id": 0, **config})
+    given = {"model": str(model), "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})}
+    assert "its weights are quantised (fp8)" in refusal(given)
+    (model / "config.json").write_text("{}")
+    passes(given)
+    (model / "hf_quant_config.json").write_text("{}")
+    assert "its weights are quantised (modelopt)" in refusal(given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "passing"),
+    [("llama", "wte", "q_proj"), ("llama", "conv", "lm_head"), ("gpt2", "all-linear", "lm_head"),
+     ("gpt2", "q_proj", "lm_head")],
+)  # fmt: skip
+def test_adapters_that_the_embedded_engine_cannot_serve_are_refused(
+    tmp_path: Path, model_type: str, targets: str, passing: str
+) -> None:
+    model = write_model(tmp_path / "model", {"model_type": model_type, "eos_token_id": 0})
+    tensors = {f"model.{name}.weight": np.zeros((2, 2), np.float32) for name in ("wte", "q_proj", "lm_head")}
+    tensors["model.conv.weight"] = np.zeros((2, 1, 2), np.float32)
+    save_file(tensors, model / "model.safetensors")
+    given = {
+        "model": str(model),
+        "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}),
+        "trainer.lora.rank": 2,
+        "engine.kind": "torch",
+    }
+    assert "serves adapters of linear layers only" in refusal({**given, "trainer.lora.targets": targets})
+    passes({**given, "trainer.lora.targets": passing})

@@ -216,13 +216,15 @@ def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
     if is_adapter(model_dir):
         return
     config = read_json(model_dir / "config.json")
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    parts: list[dict[str, Any]] = [
+        part for part in (config, config.get("text_config")) if isinstance(part, dict)
+    ]
     names = ("quantization_config", "compression_config")
-    method = next((part[name] for part in parts for name in names if part.get(name)), None)
+    method: Any = next((part[name] for part in parts for name in names if part.get(name)), None)
     if method is None and QUANTISED in files.file_names(model_dir):
         method = "modelopt"
     if method is not None:
-        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        kind = method if isinstance(method, str) else method.get("quant_method", "unknown")
         raise SettingsError(
             f"--model {settings.model}: its weights are quantised ({kind}), and a run trains and serves them "
             "as numbers of 16 or 32 bits; give the model that it was made of, or a dequantised copy"

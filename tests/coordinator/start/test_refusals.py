@@ -310,7 +310,9 @@ def test_adapters_that_the_embedded_engine_cannot_serve_are_refused(
     tmp_path: Path, model_type: str, targets: str, passing: str
 ) -> None:
     model = write_model(tmp_path / "model", {"model_type": model_type, "eos_token_id": 0})
-    tensors = {f"model.{name}.weight": np.zeros((2, 2), np.float32) for name in ("wte", "q_proj", "lm_head")}
+    tensors: dict[str, Any] = {
+        f"model.{name}.weight": np.zeros((2, 2), np.float32) for name in ("wte", "q_proj", "lm_head")
+    }
     tensors["model.conv.weight"] = np.zeros((2, 1, 2), np.float32)
     save_file(tensors, model / "model.safetensors")
     given = {

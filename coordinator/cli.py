@@ -68,6 +68,7 @@ def node(
     The same command again, on any node, after anything, resumes. What is not given stays as it was at the
     last start.
     """
+    from coordinator.journal.streams import hold_up_nobody
     from coordinator.settings.tree import SettingsError
 
     if version:
@@ -86,6 +87,7 @@ def node(
     rank = _rank(root, given, reset, master, worker)
     if dry_run:
         return _show(root, given, reset)
+    hold_up_nobody()
     from coordinator.console.commands.machine import Typed, run_machine
     from coordinator.console.views.terminal import live_view
     from coordinator.journal import logs
@@ -119,6 +121,7 @@ def local(
 
     The same command again resumes. What is not given stays as it was at the last start.
     """
+    from coordinator.journal.streams import hold_up_nobody
     from coordinator.settings.tree import SettingsError
 
     if master or worker is not None:
@@ -127,6 +130,7 @@ def local(
     root, reset = log_path.absolute(), reset_settings or []
     if dry_run:
         return _show(root, given, reset)
+    hold_up_nobody()
     from coordinator.machine.children import Children
 
     with Children() as children:
@@ -210,6 +214,9 @@ def _hidden_package() -> str:
 
 def main() -> int:
     """Parse the arguments of `run` and call; return the exit code. Every bad input is one line."""
+    from coordinator.journal.streams import repair_streams
+
+    repair_streams()
     if hidden := _hidden_package():
         print(f"run: {hidden}", file=sys.stderr)
         return 2

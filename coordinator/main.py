@@ -134,10 +134,11 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             node.trainer.leave_epoch()
         except Fenced:
             away = True
-        except SharedFsError as error:
+        except (SharedFsError, FileNotFoundError) as error:  # the latter: nothing is mounted there
             returns[node.position.iteration] += 1
-            waited_for = error.errno in FULL
-            if waited_for or not is_away(error) or returns[node.position.iteration] > MAX_RETURNS:
+            passes = is_away(error) and error.errno not in FULL  # which was waited for
+            passes &= isinstance(error, SharedFsError) or _is_below(error.filename, node.run_dir.root)
+            if not passes or returns[node.position.iteration] > MAX_RETURNS:
                 raise
             log.error("%s", error)
             away = True
@@ -152,6 +153,10 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             ):
                 raise
             log.warning("%s; going back in a new epoch", error)
+
+
+def _is_below(filename: object, root: Path) -> bool:
+    return isinstance(filename, str | Path) and Path(filename).is_relative_to(root)
 
 
 def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:

@@ -43,6 +43,7 @@ class Claims:
         self._file: Path | None = None
         self._links = 0
         self._has_links = True
+        self._is_fsynced = False
         self._refused: set[int] = set()
         """Chunks that others had when this rank wanted them: a listing may show that much later."""
         self._on_file = on_file
@@ -69,13 +70,13 @@ class Claims:
         """Return whether a claim is this rank's now; None: a newer epoch has ended them all."""
         if self._has_links:
             if self._file is None or self._links == LINKS:
-                self._file, self._links = files.write_temporary(path, self._owner, False), 0
+                self._file, self._links = files.write_temporary(path, self._owner, self._is_fsynced), 0
                 self._on_file(self._file)
             self._links += 1
             try:
                 made = once.link(self._file, path, self._owner)
-            except FileNotFoundError:  # removed by a newer epoch, of which this process will hear
-                self._file = None
+            except FileNotFoundError:  # removed by a newer epoch, of which this process will hear, or a mount
+                self._file, self._is_fsynced = None, True  # that has a file only some time after its close
                 return None
             if made is not None:
                 return made

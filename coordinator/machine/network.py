@@ -19,6 +19,7 @@ import psutil
 
 LOOPBACK = "127.0.0.1"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE_ID = Path("/etc/machine-id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
@@ -74,7 +75,11 @@ def boot() -> str:
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-    return _BOOT_ID.read_text().strip()
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # gVisor, WSL and some sandboxes have none: then a start of the machine goes unnoticed
+        machine = _MACHINE_ID.read_text().strip() if _MACHINE_ID.is_file() else ""
+        return f"{socket.gethostname()}-{machine}"
 
 
 def host_identity() -> str:

@@ -39,7 +39,9 @@ class Signals:
         signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
         threading.Thread(target=self._run, args=(record,), name="signals", daemon=True).start()
         for number in NUMBERS:
-            signal.signal(number, self._store)
+            # What `nohup` has had ignored stays so.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._store)
 
     def _store(self, number: int, _frame: object) -> None:
         if self._is_stored:

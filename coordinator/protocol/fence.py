@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 from coordinator.protocol.liveness import Stopwatch
-from rollout.storage.files import SharedFsError
 
 LASTING = {
     *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EXDEV),
@@ -22,7 +21,7 @@ down, its disk is full) may pass.
 """
 
 
-def is_away(error: SharedFsError) -> bool:
+def is_away(error: OSError) -> bool:
     """Return whether the mount is in trouble that may pass, rather than this call."""
     return error.errno is not None and error.errno not in LASTING
 

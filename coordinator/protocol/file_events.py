@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 def follow(directory: Path, wake: threading.Event) -> Any | None:
     """Return the running observer whose events set `wake`; None where there are no events."""
-    observer = Observer()
     try:
+        observer = Observer()
         observer.schedule(Waker(wake), str(directory), event_filter=[FileCreatedEvent, FileMovedEvent])
         observer.start()
     except OSError as error:

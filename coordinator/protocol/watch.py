@@ -336,7 +336,7 @@ class Watch:
                     self.error = error
                     self.stop.set()
                     self._wake.set()
-                except SharedFsError as error:
+                except (SharedFsError, FileNotFoundError) as error:  # the latter: nothing is mounted there
                     if not is_away(error):
                         raise
                     self.away = str(error)

@@ -3,6 +3,11 @@
 import signal
 
 
+def is_ignored_hangup(number: int) -> bool:
+    """Return whether a signal is SIGHUP, and `nohup` or the like had it ignored: that stays so."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 class Interrupts:
     """Note SIGINT, SIGTERM and SIGHUP from now on; the program asks for them when it can act.
 
@@ -17,6 +22,7 @@ class Interrupts:
             # only note it: a signal may interrupt anything, code that holds a lock included
             number: signal.signal(number, lambda received, _frame: self.received.append(received))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if not is_ignored_hangup(number)
         }
 
     def close(self) -> None:

@@ -123,9 +123,10 @@ def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
     """Pass on signals until all nodes have ended; return their exit codes. An interrupt is the master's to
     tell the others, while there is one.
 
-    If the master refuses to start, the others are ended: they would wait for one that starts.
+    If the master refuses to start, or has failed without telling the others, they are ended: they would wait
+    for one that starts.
     """
-    told_s = 0.0
+    told_s = failed_s = 0.0
     waiting = nodes[1:]
     while any(node.poll() is None for node in nodes) and told_s < GRACE_S:
         if interrupts.has_new():
@@ -133,7 +134,8 @@ def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
             for node in nodes[:1] if is_masters else nodes:  # a master that has ended tells nobody
                 if node.poll() is None:
                     os.kill(node.pid, signal.SIGINT if is_masters else signal.SIGTERM)
-        if waiting and nodes[0].poll() == Exit.USAGE:
+        failed_s += LOOK_S if nodes[0].poll() == Exit.FAILED else 0.0
+        if waiting and (nodes[0].poll() == Exit.USAGE or failed_s > GRACE_S):
             for node in waiting:
                 if node.poll() is None:
                     os.kill(node.pid, signal.SIGTERM)

@@ -10,6 +10,7 @@ from pathlib import Path
 from aiohttp import web
 from filelock import Timeout
 
+from coordinator.console.commands.interrupts import is_ignored_hangup
 from coordinator.console.server.access import Access, find_token
 from coordinator.console.server.app import Service
 from coordinator.console.server.launchers import Launcher
@@ -57,7 +58,7 @@ async def _serve(service: Service, host: str, port: int, where: str) -> int:
     runner = web.AppRunner(service.app(), shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     ended = asyncio.Event()
-    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]  # nohup
+    hangup = [] if is_ignored_hangup(signal.SIGHUP) else [signal.SIGHUP]
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:

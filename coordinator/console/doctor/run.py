@@ -13,6 +13,7 @@ import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
+from coordinator.console.commands.interrupts import is_ignored_hangup
 from coordinator.console.doctor import probe
 from coordinator.console.doctor.checks import Check, failed, judge_mount
 from coordinator.console.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
@@ -36,7 +37,8 @@ def run_doctor(root: Path, nodes: int, rank: int, limit_s: float, as_json: bool)
     cannot be a run directory.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if not is_ignored_hangup(number):
+            signal.signal(number, _interrupt)
     share_with_group(root)
     with Report(root, nodes, prints=rank == MASTER, as_json=as_json) as report:
         if rank != MASTER:

@@ -164,3 +164,26 @@ def test_rank_claims_more_chunks_than_a_file_may_have_links(
     for path in told:
         path.unlink()
     assert not list(run_dir.claims.iterdir())
+
+
+def test_a_mount_that_has_a_new_file_only_once_it_is_fsynced_takes_claims(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it shows the file some time after its close, and refuses links to it until then."""
+    real_link, real_fsync, fsynced = os.link, os.fsync, set[int]()
+
+    def fsync(descriptor: int) -> None:
+        real_fsync(descriptor)
+        fsynced.add(os.fstat(descriptor).st_ino)
+
+    def link(source: Any, target: Any) -> None:
+        if os.stat(source).st_ino not in fsynced:
+            raise FileNotFoundError(errno.ENOENT, "not there yet", source)
+        real_link(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr("rollout.storage.retry.is_listed", lambda _path: False)
+    mine = claims(run_dir, 0)
+    assert mine.take([0]) is None
+    assert [mine.take([chunk]) for chunk in range(4)] == [0, 1, 2, 3]

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -229,3 +230,9 @@ def test_failed_setup_of_hosts_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
         ["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=30
     ).stdout
     assert broken[0].name not in names
+
+
+def test_a_machine_without_a_boot_id_has_an_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_BOOT_ID", tmp_path / "absent")
+    assert network.boot() == network.boot() != ""
+    assert network.host_identity().startswith(network.boot())

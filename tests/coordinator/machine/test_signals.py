@@ -106,3 +106,26 @@ def test_signals_reach_a_node_whose_main_thread_waits_for_a_hung_mount(tmp_path:
             shared.thaw()
             node.kill()
             node.communicate()
+
+
+HANGUP = """
+import os, signal, sys, time
+from pathlib import Path
+from coordinator.console.commands.interrupts import Interrupts
+from coordinator.machine.signals import Signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+if sys.argv[1] == "node":
+    Signals(lambda number: print("ended by", number)).begin(Path(sys.argv[2]))
+else:
+    interrupts = Interrupts()
+os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(1.0)
+print("lives", signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
+"""
+
+
+@pytest.mark.parametrize("program", ["node", "local"])
+def test_a_hangup_that_was_ignored_stays_ignored(tmp_path: Path, program: str) -> None:
+    argv = [sys.executable, "-c", HANGUP, program, str(tmp_path / "signals")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "lives True\n", done.stderr

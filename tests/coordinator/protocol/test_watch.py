@@ -534,6 +534,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let every heartbeat fail with an errno, until the monkeypatch is undone."""
 
     def broken(path: Path, *_: Any, **__: Any) -> None:
+        if number == errno.ENOENT:  # the directory below the mount point is there, and empty
+            raise FileNotFoundError(number, os.strerror(number), str(path))
         raise SharedFsError("write", path, OSError(number, os.strerror(number)), 0.0)
 
     monkeypatch.setattr(files, "show", broken)
@@ -550,7 +552,10 @@ def test_error_that_cannot_pass_ends_the_watch(
     assert isinstance(watching.error, SharedFsError)
 
 
-AWAY = ("EROFS", "EIO", "ENOTCONN", "ENOSPC", "EDQUOT", "ECONNRESET", "ENETUNREACH", "EREMOTEIO", "EPROTO")
+AWAY = (
+    *("EROFS", "EIO", "ENOTCONN", "ENOSPC", "EDQUOT", "ECONNRESET", "ENETUNREACH", "EREMOTEIO", "EPROTO"),
+    "ENOENT",
+)
 
 
 @pytest.mark.parametrize("number", [getattr(errno, name) for name in AWAY], ids=AWAY)

@@ -25,10 +25,12 @@ def waiting() -> Iterator[subprocess.Popen[bytes]]:
     node.wait()
 
 
-def test_workers_do_not_wait_for_a_master_that_refuses_to_start(
-    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [Exit.USAGE, Exit.FAILED])
+def test_workers_do_not_wait_for_a_master_that_cannot_start(
+    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, code: Exit
 ) -> None:
-    master = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
+    master = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({int(code)})"])
+    monkeypatch.setattr(local, "GRACE_S", 1.0)
     nodes: Any = [master, waiting]
     interrupts: Any = SimpleNamespace(has_new=lambda: False, end_all=False)
     looks = iter(range(100))
@@ -39,7 +41,7 @@ def test_workers_do_not_wait_for_a_master_that_refuses_to_start(
         sleep(seconds)
 
     monkeypatch.setattr(local, "time", SimpleNamespace(sleep=look))
-    assert local.follow(nodes, interrupts)[0] == Exit.USAGE
+    assert local.follow(nodes, interrupts)[0] == code
     assert waiting.poll() is not None
 
 

@@ -84,7 +84,8 @@ def main(spool: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # systemd-tmpfiles removes what has lain in /tmp for ten days, but nothing below a locked directory.
-    fcntl.flock(os.open(spool, os.O_RDONLY), fcntl.LOCK_SH)
+    with contextlib.suppress(OSError):  # some filesystems refuse locks (ENOLCK, ENOSYS)
+        fcntl.flock(os.open(spool, os.O_RDONLY), fcntl.LOCK_SH)
     while not select.select([0], [], [], LOOK_S)[0] or os.read(0, 4096):
         if os.getppid() != node or is_killed(node):  # the pipe is still open
             break

@@ -608,3 +608,10 @@ def test_worker_that_cannot_import_the_masters_reward_says_so_before_it_joins(
     assert said.startswith("run: --reward of_the_master:score: module 'of_the_master' cannot be ")
     assert f"looked for in {place}, on PYTHONPATH" in said
     assert "n1.b" not in "".join(tree(master.workers))
+
+
+def test_log_path_may_name_a_directory_that_is_not_there_on_its_way(run: Run, place: Path) -> None:
+    """Else each call on it would be tried again and again, as on a mount that hides a name."""
+    done = run("status", "--log-path", "absent/../exp1")
+    assert f"{place.resolve() / 'exp1'}" in done.stdout + done.stderr
+    assert ".." not in done.stdout + done.stderr

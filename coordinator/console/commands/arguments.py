@@ -7,10 +7,21 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 Function = TypeVar("Function", bound=Callable[..., int])
+
+
+def _without_parents(path: Path) -> Path:
+    """Return a path without `..`: what stands before it may not be there, as in runs/../exp1."""
+    return path.resolve() if ".." in path.parts else path
+
+
 LogPath = Annotated[
     Path,
     typer.Option(
-        "--log-path", metavar="DIR", envvar="RUN_LOG_PATH", help="The run directory that all nodes share."
+        "--log-path",
+        metavar="DIR",
+        envvar="RUN_LOG_PATH",
+        help="The run directory that all nodes share.",
+        callback=_without_parents,
     ),
 ]
 

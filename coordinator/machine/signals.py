@@ -21,6 +21,11 @@ LOOK_S = 0.5
 """How often the thread looks for signals that the main thread does not take."""
 
 
+def is_ignored_hangup(number: int) -> bool:
+    """Return whether a signal is SIGHUP, and `nohup` or the like had it ignored: that stays so."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 class Signals:
     """Hands the first signal to `act`, in a thread. A second one ends the process at once: user code may hold
     the node, or a hung mount, and the keeper does the rest.
@@ -39,8 +44,7 @@ class Signals:
         signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
         threading.Thread(target=self._run, args=(record,), name="signals", daemon=True).start()
         for number in NUMBERS:
-            # What `nohup` has had ignored stays so.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            if not is_ignored_hangup(number):
                 signal.signal(number, self._store)
 
     def _store(self, number: int, _frame: object) -> None:

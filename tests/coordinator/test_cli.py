@@ -615,3 +615,8 @@ def test_log_path_may_name_a_directory_that_is_not_there_on_its_way(run: Run, pl
     done = run("status", "--log-path", "absent/../exp1")
     assert f"{place.resolve() / 'exp1'}" in done.stdout + done.stderr
     assert ".." not in done.stdout + done.stderr
+
+
+def test_an_option_that_a_command_lacks_is_not_answered_with_itself(run: Run) -> None:
+    text = run("eval", "--tasks", "x").stderr
+    assert "No such option: --tasks" in text and "did you mean --tasks" not in text

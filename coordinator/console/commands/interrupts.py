@@ -2,10 +2,7 @@
 
 import signal
 
-
-def is_ignored_hangup(number: int) -> bool:
-    """Return whether a signal is SIGHUP, and `nohup` or the like had it ignored: that stays so."""
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+from coordinator.machine.signals import is_ignored_hangup
 
 
 class Interrupts:

@@ -10,12 +10,12 @@ from pathlib import Path
 from aiohttp import web
 from filelock import Timeout
 
-from coordinator.console.commands.interrupts import is_ignored_hangup
 from coordinator.console.server.access import Access, find_token
 from coordinator.console.server.app import Service
 from coordinator.console.server.launchers import Launcher
 from coordinator.machine.host_lock import host_lock
 from coordinator.machine.network import LOOPBACK
+from coordinator.machine.signals import is_ignored_hangup
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings.tree import SettingsError
 from coordinator.start.start import check_log_path

@@ -54,6 +54,7 @@ def of_option(error: typer.TyperException) -> str:
     near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1)
     found = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
     meant = _typed(found) if found else "".join(near)
+    meant = "".join(near) if meant == typed else meant  # an option of `run` that this command lacks
     return f"{text}; did you mean {meant}?" if meant else text
 
 

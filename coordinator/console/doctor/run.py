@@ -13,7 +13,6 @@ import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from coordinator.console.commands.interrupts import is_ignored_hangup
 from coordinator.console.doctor import probe
 from coordinator.console.doctor.checks import Check, failed, judge_mount
 from coordinator.console.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
@@ -21,6 +20,7 @@ from coordinator.console.doctor.peers import attend, checks_between
 from coordinator.console.doctor.report import Checks, Report
 from coordinator.directory.layout import MASTER
 from coordinator.machine.filesystems import Mount, find_mount
+from coordinator.machine.signals import is_ignored_hangup
 from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError
 from coordinator.start.directory_access import share_with_group

@@ -290,9 +290,7 @@ def test_samples_of_a_group_go_to_the_replica_that_has_fewest() -> None:
     async def main() -> None:
         async with EngineClient("http://127.0.0.1:1", facts=EngineFacts(replicas=2)) as client:
 
-            async def post(
-                _url: str, body: dict[str, Any], headers: Mapping[str, str] = {}
-            ) -> dict[str, Any]:
+            async def post(url: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> dict[str, Any]:
                 asked.append(headers.get("X-data-parallel-rank"))
                 await asyncio.sleep(0.01 * body["n"])
                 choice = {"finish_reason": "stop", "token_ids": [1], "prompt_token_ids": [1], "text": ""}

@@ -1,0 +1,130 @@
+"""Trains on GPUs that are not there, and prints what it took: `rehearsal.py MODEL_DIR GPUS SETTINGS`.
+
+The trainer's own code runs, but for reading files, trying kernels, and exchanging values.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.dry.fake_gpus import BYTES, MODE, install  # before torch
+
+import numpy as np  # isort: skip
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # isort: skip
+from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
+
+from trainer.batch.batch import Batch, Counts  # isort: skip
+from trainer.batch.packing import Packing  # isort: skip
+from trainer.model import loading, model, packed_sequences, parallel, slices  # isort: skip
+from trainer.model.attention import Kernel  # isort: skip
+from trainer.model.parallel import local_part  # isort: skip
+from trainer.settings import TrainerSettings  # isort: skip
+from trainer.update.step import train  # isort: skip
+
+LENGTH, STEPS = 1024, 2
+DEVICE = torch.device("cuda", 0)
+
+
+def patch() -> None:
+    """Read no values of files, and try no kernels."""
+    patched: Any = loading
+    blank_model, layout_of = slices.blank_model, parallel.Layout.of
+    with_adapters, round_frozen = loading._with_blank_adapters, loading._round_frozen
+
+    def fill(whole: Any, held: Any, *_: Any, **__: Any) -> None:
+        for module, name in held.values():
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
+
+    def apart(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*arguments)
+
+        return call
+
+    def load_model(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+        blank = slices.blank_model(directory, dtype)[0].to_empty(device=device)
+        blank.tie_weights()
+        return blank
+
+    def rounded(blank: Any, *given: Any) -> None:
+        on_meta = any(p.is_meta and not isinstance(p, FakeTensor) for p in blank.parameters())
+        (apart(round_frozen) if on_meta else round_frozen)(blank, *given)
+
+    slices.fill, slices.blank_model = fill, apart(blank_model)
+    slices.copy_part = lambda _tensor, _value: None
+    patched.load_model, patched._round_frozen = load_model, rounded
+    patched._with_blank_adapters = apart(with_adapters)
+    parallel.Layout.of = staticmethod(apart(layout_of))
+    found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})
+    model.Learner.arrange = lambda self, share_prompts: setattr(self, "arrangement", found)
+
+
+def make_batch(sequences: int) -> Batch:
+    """Sequences of LENGTH tokens, an eighth of them the prompt."""
+    tokens, generator = sequences * LENGTH, np.random.default_rng(0)
+    mask = np.tile(np.arange(LENGTH) >= LENGTH // 8, sequences)
+    return Batch(
+        token_ids=generator.integers(3, 1000, tokens).astype(np.int32),
+        loss_mask=mask.astype(np.uint8),
+        logprobs=np.where(mask, -1.0, 0).astype(np.float32),
+        offsets=np.arange(0, tokens + 1, LENGTH),
+        advantages=np.full(sequences, 0.5, np.float32),
+        rewards=np.zeros(sequences, np.float32),
+        slots=np.arange(sequences, dtype=np.int32),
+        temperatures=np.ones(sequences, np.float32),
+        ages=np.zeros(tokens, np.int32),
+        counts=Counts(sequences, sequences, sequences, sequences, 0, 0.0, 0.0),
+        manifest_sha256="",
+        policy="",
+        seed=0,
+    )
+
+
+def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any]:
+    """Train for STEPS steps of one microbatch a rank, go to host memory and back, and train again."""
+    install()
+    dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(8, gpus))
+    patch()
+    count = settings.max_tokens_per_microbatch // LENGTH * gpus // settings.tensor_parallel_size
+    settings = settings.model_copy(update={"global_batch_size": count})
+    with MODE, BYTES:
+        learner = model.build_learner(model_dir, DEVICE, settings)
+        if settings.needs_reference:
+            learner.load_reference(model_dir, settings)
+
+        def step(steps: int) -> None:
+            batch = make_batch(count * steps)
+            weights = [1.0] * gpus
+            train(learner, batch, settings, max_tokens=4096, rank_weights=weights, report=lambda _: None)
+
+        step(STEPS)
+        peak, own = BYTES.peak, dict(learner.model.named_parameters())
+        learner.to_host()
+        left = BYTES.now
+        away = {local_part(value).device.type for value in learner.parameters.values()}
+        learner.to_device()
+        step(1)
+        return {
+            "sharded": learner.layout.sharded,
+            "peak": peak,
+            "left": left,
+            "away": sorted(away),
+            "same": all(own[name] is value for name, value in learner.parameters.items()),
+            "again": BYTES.peak,
+        }
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), TrainerSettings(**json.loads(sys.argv[3])))))
+    sys.stdout.flush()
+    os._exit(0)  # fake tensors leave nothing to take apart

@@ -113,15 +113,3 @@ def vocabulary_size(model_dir: Path) -> int | None:
     """Return how many tokens the model knows; None where config.json does not say."""
     size = _configs(model_dir)[1].get("vocab_size")
     return size if type(size) is int and size > 0 else None
-
-
-def special_tokens(model_dir: Path) -> dict[int, str]:
-    """Return id -> text of the tokens that the tokenizer finds in a text as marks, and not as words."""
-    names = set(files.file_names(model_dir))
-    added: list[Any] = []
-    if "tokenizer.json" in names:
-        added += read_json(model_dir / "tokenizer.json").get("added_tokens") or ()
-    if "tokenizer_config.json" in names:
-        decoder = read_json(model_dir / "tokenizer_config.json").get("added_tokens_decoder") or {}
-        added += [{"id": int(token), **fields} for token, fields in decoder.items()]
-    return {one["id"]: one["content"] for one in added if one.get("special") and one.get("content")}

@@ -15,8 +15,9 @@ from typing import Any
 
 from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.engines.model_facts import context_tokens, special_tokens, template_text, vocabulary_size
-from rollout.environments.demonstration import check_vocabulary, demonstration, end_of_sequence
+from rollout.engines.marks import read_marks
+from rollout.engines.model_facts import context_tokens, template_text, vocabulary_size
+from rollout.environments.demonstration import check_vocabulary, demonstration
 from rollout.environments.policy import Policy, opening
 from rollout.environments.preference import preference
 from rollout.origin import Sampling
@@ -52,7 +53,8 @@ def try_tasks(
     """Return warnings about the tokens of tasks, which the environment (a built-in one) shows or gives.
     Raises TaskError, which names the task, for one that the model cannot take.
     """
-    marks, rows = special_tokens(model_dir), vocabulary_size(model_dir)
+    known, rows = read_marks(model_dir), vocabulary_size(model_dir)
+    marks = {token: text for text, token in known.ids.items()}
     lacking = [text for token, text in marks.items() if rows is not None and token >= rows]
     look = _Look(marks, context_tokens(model_dir), lacking, template_text(model_dir))
     _look(tasks.tasks, look)
@@ -61,7 +63,7 @@ def try_tasks(
         + (f"; so do those of {len(those) - 1} other tasks" if len(those) > 1 else "")
         for mark, those in look.in_words.items()
     ]
-    limits = {"end_ids": end_of_sequence(model_dir), "context": look.context, "vocabulary": rows}
+    limits = {"end_ids": known.end_ids, "context": look.context, "vocabulary": rows}
 
     async def render() -> None:
         for index in [*look.shapes.values(), *look.suspects]:

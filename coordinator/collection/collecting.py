@@ -32,6 +32,8 @@ from rollout.storage.retry import SharedFsError
 
 log = logging.getLogger(__name__)
 
+JOIN_S = 10.0
+
 
 def key_of(node: Node, iteration: Iteration, kind: Kind) -> str:
     """Return a digest of all that decides how a row makes its groups: in two epochs with the same key, a
@@ -224,4 +226,4 @@ def _minding(node: Node, share: Share) -> Generator[Callable[[], None]]:
         yield is_engine_lost
     finally:
         over.set()
-        thread.join()
+        thread.join(JOIN_S)  # it may be loading weights into an engine that it has started again

@@ -11,17 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.collector.mailbox import NODE_BELL, Mailbox
 from coordinator.collector.order import CollectorFailed, Order, error_of
+from coordinator.collector.work import Work
 from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children
 from coordinator.protocol.liveness import Stopwatch
-from rollout.collect import ALL_FAILED_MIN, AllGivenUp, Stopped
+from rollout.collect import AllGivenUp, Stopped
 from rollout.engines.answers import EngineError
 from rollout.processes.pool import LINES_A_SECOND
 from rollout.storage.retry import SharedFsError
@@ -37,8 +38,6 @@ LATE_S = 10.0
 """How much later than a group would time out a standing event loop is taken for hung."""
 HANGS_S = 5.0
 """How long finished groups may take to become durable before a signal to this node goes first."""
-PARTS = 1000
-"""The parts of the next collector of a row are numbered from the next multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -79,74 +78,9 @@ class InFlight:
     """For how long they were made before their row."""
 
 
-@dataclass
-class _Work:
-    """An order, and what is known of it."""
-
-    order: Order
-    given_out: set[int] = field(default_factory=set[int])
-    """Slots that the collector has asked for."""
-    begun: set[int] = field(default_factory=set[int])
-    """Of these, those that are being made."""
-    alone: int | None = None
-    """The one that is being made while no other is."""
-    durable: set[int] = field(default_factory=set[int])
-    counted: int = 0
-    """How many durable groups count."""
-    reached: tuple[int, int] = (0, 0)
-    """Groups and tokens of this collector."""
-    before: tuple[int, int] = (0, 0)
-    """Groups and tokens of those that have ended."""
-    suspects: set[int] | None = None
-    """Slots that were in flight whenever a collector has ended."""
-    given_up: dict[int, str] = field(default_factory=dict[int, str])
-    deaths: int = 0
-    heard: Callable[[], None] = lambda: None
-    """Is called for each message."""
-
-    def after_death(self, how: str) -> None:
-        """Take in that a collector has ended. Raises CollectorFailed if no other can do better."""
-        self.deaths += 1
-        in_flight = set(self.order.kept) | self.begun
-        if self.alone is not None:
-            self.given_up[self.alone] = f"a process ended while it made this group alone: {how}"
-        elif not in_flight and self.deaths > 1:
-            raise CollectorFailed(f"the collector {how}")
-        elif self.alone is None:
-            self.suspects = in_flight if self.suspects is None else self.suspects & in_flight or in_flight
-        if len(self.given_up) >= ALL_FAILED_MIN and not self.durable:
-            slot, reason = next(iter(self.given_up.items()))
-            raise AllGivenUp(f"all {len(self.given_up)} groups were given up, e.g. slot {slot}: {reason}")
-        self.order = self._rest()
-        self.before = (self.counted, self.before[1] + self.reached[1])
-        self.given_out, self.begun, self.alone = set(), set(), None
-
-    def _rest(self) -> Order:
-        """Return the order for what is not durable yet."""
-        order = self.order
-        own = set(order.kept) | set(order.again)
-        done = self.durable | set(self.given_up)
-        again = own | (self.given_out if order.claimed is not None else set[int]())
-        tombstones = len(self.given_up) if order.quota.slots == order.quota.needed else 0
-        still = sorted(again - done)
-        rest = replace(
-            order, kept=(), again=still, slots=[slot for slot in order.slots if slot not in done],
-            needed=max(0, self._needed - self.counted - tombstones - len(still)),
-            given_up={slot: why for slot, why in self.given_up.items() if slot not in self.durable},
-            first_part=PARTS * self.deaths,
-        )  # fmt: skip
-        is_second = self.deaths > 1 and self.suspects is not None
-        alone = sorted((self.suspects or set[int]()) - done) if is_second else []
-        if order.claimed is None:  # what is made alone is made in any case
-            rest = replace(
-                rest, again=sorted({*still, *alone}),
-                slots=[slot for slot in rest.slots if slot not in alone],
-                needed=max(0, rest.needed - len(set(alone) - set(still))),
-            )  # fmt: skip
-        return replace(rest, alone=alone)
-
-    def __post_init__(self) -> None:
-        self._needed = self.order.needed + len({*self.order.kept, *self.order.again})
+def _log(level: int, name: str, text: str, event: dict[str, Any] | None) -> None:
+    """Log a line of the collector as the node's own."""
+    logging.getLogger(name).log(level, "%s", text, extra={"event": event} if event else None)
 
 
 class _Echo:
@@ -203,7 +137,7 @@ class CollectorHost:
 
         Raises Stopped, with the rest in flight, once `listener.stop` is set. Else it raises what has failed.
         """
-        work = _Work(order)
+        work = Work(order)
         while True:
             try:
                 self._give(work.order)
@@ -222,7 +156,7 @@ class CollectorHost:
         gone wrong with them.
         """
         failed: Exception | None = None
-        work = _Work(order)
+        work = Work(order)
         try:
             self._give(order)
             while not is_over():
@@ -295,7 +229,7 @@ class CollectorHost:
         self._box.send({"order": order.to_json()})
         self._is_working = True
 
-    def _follow(self, work: _Work, listener: Listener) -> dict[str, Any]:
+    def _follow(self, work: Work, listener: Listener) -> dict[str, Any]:
         """Listen until the order has ended; see `collect`."""
         limit_s = work.order.settings.group_timeout_s + LATE_S
         silent = Stopwatch(1.0)
@@ -311,7 +245,7 @@ class CollectorHost:
         self._pause(work, listener)
         raise Stopped("its row has ended")
 
-    def _pause(self, work: _Work, listener: Listener) -> None:
+    def _pause(self, work: Work, listener: Listener) -> None:
         """Have the collector begin no further group. One that does not react is killed."""
         assert self._box is not None
         self._box.send({"pause": True})
@@ -336,7 +270,7 @@ class CollectorHost:
         self._end_child()
         self._is_working = False
 
-    def _look(self, work: _Work, listener: Listener) -> dict[str, Any] | None:
+    def _look(self, work: Work, listener: Listener) -> dict[str, Any] | None:
         """Take in what the collector says; returns how the order has ended, if it has. Raises its error."""
         assert self._box is not None and self._child is not None
         is_dead = self._child.poll() is not None  # first: it may have said all before it ended
@@ -355,10 +289,10 @@ class CollectorHost:
             raise _Died(self._how())
         return None
 
-    def _hear(self, message: dict[str, Any], work: _Work | None, listener: Listener) -> None:
+    def _hear(self, message: dict[str, Any], work: Work | None, listener: Listener) -> None:
         match message:
-            case {"log": [level, name, text]}:
-                logging.getLogger(name).log(level, "%s", text)
+            case {"log": line}:
+                _log(*line)
             case {"ask": question, "about": about, "number": number}:
                 self._answer(question, about, number, work, listener)
             case {"full": error}:
@@ -385,7 +319,7 @@ class CollectorHost:
             case _:
                 pass
 
-    def _answer(self, question: str, about: Any, number: int, work: _Work | None, listener: Listener) -> None:
+    def _answer(self, question: str, about: Any, number: int, work: Work | None, listener: Listener) -> None:
         assert self._box is not None
         box = self._box
         if question == "slots":
@@ -408,8 +342,7 @@ class CollectorHost:
     def _pass_on(self, messages: Sequence[dict[str, Any]]) -> None:
         for message in messages:
             if "log" in message:
-                level, name, text = message["log"]
-                logging.getLogger(name).log(level, "%s", text)
+                _log(*message["log"])
 
     def _wait(self, seconds: float) -> None:
         assert self._bell is not None

@@ -31,27 +31,14 @@ from typing import Any
 from coordinator.collector import unfinished_samples
 from coordinator.collector.claimed_slots import Claimed
 from coordinator.collector.mailbox import COLLECTOR_BELL, Mailbox, order_path
-from coordinator.collector.order import Order, RecipeNames, describe_error
+from coordinator.collector.making import Making
+from coordinator.collector.order import Order, describe_error
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.journal.logs import is_for_people
 from rollout.collect import OURS, Collector, Stopped
 from rollout.engines.answers import EngineError
-from rollout.engines.client import EngineClient
-from rollout.engines.embedded.local_tokenizer import LocalTokenizer
-from rollout.engines.marks import read_marks
-from rollout.engines.model_facts import context_tokens, vocabulary_size
-from rollout.environments.environment import (
-    BUILT_IN,
-    Environment,
-    demonstrates,
-    resolve_environment,
-    single_turn,
-)
-from rollout.group_maker import Recipe
-from rollout.plugins import load_as_it_was
-from rollout.rewards.builtin import resolve_reward
 from rollout.slots import Listed, Slot, Source
 from rollout.storage.retry import SharedFsError, waiting_for_space
 from rollout.tally import Tally
@@ -84,69 +71,6 @@ class Bell:
                 await self._rung.wait()
         self._rung.clear()
         self._bell.wait(0.0)
-
-
-class Making:
-    """The groups that are in flight, and what makes them: the same from order to order with one key."""
-
-    def __init__(
-        self, order: Order, on_begin: Callable[[int], None], on_end: Callable[[], None], tally: Tally
-    ) -> None:
-        self.key = order.key
-        load_as_it_was({name: of for name, of in order.sources.items() if name not in sys.modules})
-        recipes = {kind: _recipe(order, names) for kind, names in order.recipes.items()}
-        own = recipes.pop("")
-        self._client: EngineClient
-        if order.engine is None:
-            self._client = LocalTokenizer(Path(order.start_model))
-        else:
-            about = order.engine
-            self._client = EngineClient(
-                about.url, model=about.model, request_timeout_s=about.request_timeout_s,
-                retry_s=about.retry_s, facts=about.facts,
-            )  # fmt: skip
-        self._entered = contextlib.AsyncExitStack()
-        self.collector = Collector(
-            counts=order.quota.counts,
-            client=self._client,
-            environment=own.environment,
-            reward=own.reward,
-            sampling=own.sampling,
-            settings=order.settings,
-            segment=order.segment,
-            others=recipes,
-            on_begin=on_begin,
-            on_end=on_end,
-            tally=tally,
-        )
-
-    async def enter(self) -> None:
-        """Open the connections to the engine."""
-        await self._entered.enter_async_context(self._client)
-
-    async def end(self) -> None:
-        """Give up what is in flight."""
-        await self.collector.end()
-        await self._entered.aclose()
-
-
-def _recipe(order: Order, names: RecipeNames) -> Recipe:
-    """Load a reward and an environment.
-
-    Demonstrations end as what is sampled does. They cannot evaluate a policy: there it answers itself.
-    """
-    environment: Environment = resolve_environment(names.environment)
-    if demonstrates(environment) and order.kind == "eval":
-        environment = single_turn
-    elif environment in BUILT_IN.values() and demonstrates(environment):
-        model = Path(order.start_model)
-        marks = read_marks(model)
-        ends = (*marks.end_ids, *marks.stop_ids(order.settings.stop))
-        options: dict[str, Any] = {"end_ids": ends, "context": context_tokens(model)}
-        if (known := vocabulary_size(model)) is not None:
-            options["vocabulary"] = known
-        environment = partial(environment, **options)
-    return Recipe(environment, resolve_reward(names.reward), names.sampling)
 
 
 class Process:
@@ -196,9 +120,10 @@ class Process:
             if not waiting.done():  # nor cancelled
                 waiting.set_result(message["value"])
 
-    def send_log(self, level: int, name: str, text: str) -> None:
+    def send_log(self, record: logging.LogRecord, text: str) -> None:
         """Have the node log a line; for any thread."""
-        self._box.send({"log": [level, name, text]})
+        event = getattr(record, "event", None)
+        self._box.send({"log": [record.levelno, record.name, text, event]})
 
     async def _tick(self) -> None:
         while True:
@@ -401,13 +326,13 @@ class _ToNode(logging.Handler):
     """Hands log lines to the node, which shows them as its own."""
 
     def __init__(self, process: Process) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self.addFilter(is_for_people)
         self._process = process
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._process.send_log(record.levelno, record.name, self.format(record))
+        self._process.send_log(record, self.format(record))
 
 
 async def live(process: Process) -> None:
@@ -446,6 +371,7 @@ def _set_up_log(process: Process) -> None:
         logger.handlers[:] = [handler]
         logger.propagate = False
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logging.getLogger("rollout.storage.retry").setLevel(logging.DEBUG)  # for the node's events alone
 
 
 if __name__ == "__main__":

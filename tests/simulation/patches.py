@@ -22,6 +22,7 @@ from watchdog.observers import Observer
 
 from coordinator import main
 from coordinator.collector import host as collector_host
+from coordinator.collector import making
 from coordinator.collector import process as collector_process
 from coordinator.machine import engine, network, trainer
 from coordinator.machine.store import Store
@@ -111,7 +112,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(node, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
     patch.setattr(engine, "EngineAdmin", partial(EngineAdmin, machines.engines))
     patch.setattr(engine, "server_command", _start_server_on_gpu)
-    patch.setattr(collector_process, "EngineClient", partial(EngineClient, machines.engines))
+    patch.setattr(making, "EngineClient", partial(EngineClient, machines.engines))
     patch.setattr(collector_process, "Bell", _Bell)
     patch.setattr(launch, "argv", lambda job: [job])
     patch.setattr(trainer, "free_port", lambda _ip: next(ports))

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.collector import host as host_module
-from coordinator.collector import process
+from coordinator.collector import making, process
 from coordinator.collector.host import CollectorHost, InFlight, Listener
 from coordinator.collector.order import CollectorFailed, EngineAddress, Order, RecipeNames
 from coordinator.directory.layout import RunDir
@@ -105,7 +105,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             finally:
                 made.at_once -= 1
 
-    monkeypatch.setattr(process, "EngineClient", Client)
+    monkeypatch.setattr(making, "EngineClient", Client)
     return made
 
 

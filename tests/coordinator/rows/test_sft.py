@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.collector.making import recipe_of
 from coordinator.collector.order import RecipeNames
-from coordinator.collector.process import _recipe
 from coordinator.settings.loading import build, overlay
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import load_inputs
@@ -72,7 +72,7 @@ def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
 
     def environment_of(name: str, kind: str) -> Any:
         order: Any = SimpleNamespace(kind=kind, start_model=str(tmp_path), settings=settings)
-        return _recipe(order, RecipeNames("exact", name, Sampling())).environment
+        return recipe_of(order, RecipeNames("exact", name, Sampling())).environment
 
     for name, written in (("demonstration", demonstration), ("preference", preference)):
         train = environment_of(name, "train")

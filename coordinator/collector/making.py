@@ -1,0 +1,89 @@
+"""The groups that a collector has in flight, and what makes them."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.collector.order import Order, RecipeNames
+from rollout.collect import Collector
+from rollout.engines.client import EngineClient
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from rollout.engines.marks import read_marks
+from rollout.engines.model_facts import context_tokens, vocabulary_size
+from rollout.environments.environment import (
+    BUILT_IN,
+    Environment,
+    demonstrates,
+    resolve_environment,
+    single_turn,
+)
+from rollout.group_maker import Recipe
+from rollout.plugins import load_as_it_was
+from rollout.rewards.builtin import resolve_reward
+from rollout.tally import Tally
+
+
+class Making:
+    """The groups that are in flight, and what makes them: the same from order to order with one key."""
+
+    def __init__(
+        self, order: Order, on_begin: Callable[[int], None], on_end: Callable[[], None], tally: Tally
+    ) -> None:
+        self.key = order.key
+        load_as_it_was({name: of for name, of in order.sources.items() if name not in sys.modules})
+        recipes = {kind: recipe_of(order, names) for kind, names in order.recipes.items()}
+        own = recipes.pop("")
+        self._client: EngineClient
+        if order.engine is None:
+            self._client = LocalTokenizer(Path(order.start_model))
+        else:
+            about = order.engine
+            self._client = EngineClient(
+                about.url, model=about.model, request_timeout_s=about.request_timeout_s,
+                retry_s=about.retry_s, facts=about.facts,
+            )  # fmt: skip
+        self._entered = AsyncExitStack()
+        self.collector = Collector(
+            counts=order.quota.counts,
+            client=self._client,
+            environment=own.environment,
+            reward=own.reward,
+            sampling=own.sampling,
+            settings=order.settings,
+            segment=order.segment,
+            others=recipes,
+            on_begin=on_begin,
+            on_end=on_end,
+            tally=tally,
+        )
+
+    async def enter(self) -> None:
+        """Open the connections to the engine."""
+        await self._entered.enter_async_context(self._client)
+
+    async def end(self) -> None:
+        """Give up what is in flight."""
+        await self.collector.end()
+        await self._entered.aclose()
+
+
+def recipe_of(order: Order, names: RecipeNames) -> Recipe:
+    """Load a reward and an environment.
+
+    Demonstrations end as what is sampled does. They cannot evaluate a policy: there it answers itself.
+    """
+    environment: Environment = resolve_environment(names.environment)
+    if demonstrates(environment) and order.kind == "eval":
+        environment = single_turn
+    elif environment in BUILT_IN.values() and demonstrates(environment):
+        model = Path(order.start_model)
+        marks = read_marks(model)
+        ends = (*marks.end_ids, *marks.stop_ids(order.settings.stop))
+        options: dict[str, Any] = {"end_ids": ends, "context": context_tokens(model)}
+        if (known := vocabulary_size(model)) is not None:
+            options["vocabulary"] = known
+        environment = partial(environment, **options)
+    return Recipe(environment, resolve_reward(names.reward), names.sampling)

@@ -54,7 +54,7 @@ class Claimed:
         """Seconds in which this node had nothing to make, and left to others what was free."""
         self.needed = kept + len(again)
         self.is_open = bool(self._free)
-        self.total = sum(len(chunk.slots) for chunk in self._chunks.chunks) + len(self._spare)
+        self.total = len(again) + sum(len(chunk.slots) for chunk in self._chunks.chunks) + len(self._spare)
 
     @property
     def expected(self) -> int:

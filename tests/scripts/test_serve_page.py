@@ -100,7 +100,7 @@ def test_file_alone_is_the_same_client(command: str, served: Served) -> None:
 
 def test_client_in_scripts_is_the_module() -> None:
     link = REPOSITORY / "scripts" / "flagpost_client.py"
-    assert link.read_bytes() == (REPOSITORY / "coordinator" / "client.py").read_bytes()
+    assert link.read_bytes() == (REPOSITORY / "coordinator" / "console" / "server" / "client.py").read_bytes()
 
 
 def test_python_of_the_page_runs(served: Served, laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,7 +199,8 @@ class EngineAdmin:
         try:
             config = answer["vllm_config"]
             samples = _most_samples(config["scheduler_config"])
-            return EngineFacts(samples * int(config["parallel_config"]["data_parallel_size"]), is_seeded)
+            samples *= int(config["parallel_config"]["data_parallel_size"])
+            return EngineFacts(samples, is_seeded=is_seeded)
         except (KeyError, TypeError, ValueError):
             return EngineFacts(is_seeded=is_seeded)
 

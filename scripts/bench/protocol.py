@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' mounts, which are not installed
@@ -65,7 +66,7 @@ class EmptyRows:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.rank, self.settings, self.run_dir = node.rank, node.settings, node.run_dir
-        self.in_flight = None
+        self.collector = SimpleNamespace(in_flight=None)
 
     def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None, **_more: Any) -> None:
         """Run the row without its action; its flags, its waits and its payloads are real."""

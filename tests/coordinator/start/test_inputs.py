@@ -90,7 +90,7 @@ def test_engine_that_rounds_as_training_does_is_taken(
 
 def test_large_model_on_gpus_without_vllm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(servers, "find_spec", lambda _module: None)
+    monkeypatch.setattr(servers, "is_installed", lambda _module: False)
     given = {"model": str(make_model(tmp_path / "model", seed=0))}
     inputs.load_inputs(loading.build(given), {})
     monkeypatch.setattr(refusals, "SLOW_PARAMETERS", 1000)

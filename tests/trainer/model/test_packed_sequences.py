@@ -355,7 +355,7 @@ def test_kernels_that_take_bounds_get_them() -> None:
 
 def test_training_processes_fetch_no_kernels_from_the_hub() -> None:
     """The variable's name is transformers' own; it reads it when it is imported."""
-    plan = SimpleNamespace(threads=1, interface="lo", spool=Path("spool"))
+    plan = SimpleNamespace(threads=1, interface="lo", spool=Path("spool"), gpus=None)
     told = launch.environment(plan)["USE_HUB_KERNELS"]  # pyright: ignore[reportArgumentType]
     assert os.environ.get("USE_HUB_KERNELS", "YES") == hub_kernels._TRANSFORMERS_USE_HUB_KERNELS
     assert told not in ENV_VARS_TRUE_VALUES

@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"(\.venv/bin/)?python -m pytest tests/gpu -s": "tests/gpu/test_gpu_training.py",
     r"python scripts/settings_page\.py": "tests/coordinator/test_settings_page.py",
     r"(\.venv/bin/)?python -m scripts\.models.*": "tests/scripts/test_models.py",
+    r"python -m trainer\.checkpoint\.merge .*": "tests/trainer/checkpoint/test_merge.py",
     r"python -m scripts\.real_model": "tests/real/test_real_model.py",
     r"python scripts/bench/(overlap|asynchrony|protocol|recipes)\.py .*": "tests/scripts/test_benchmarks.py",
     r"python -m tests\.simulation\.many_nodes .*": "tests/simulation/test_many_nodes.py",

@@ -162,6 +162,7 @@ def test_no_process_is_left_when_the_agent_is_killed_and_the_named_groups_too(st
 def test_job_that_its_node_ends_says_so_in_one_line(start_node: StartNode) -> None:
     node = start_node(1)
     node.wait_groups(1)
+    wait_until(lambda: catches(node.agent.pid, signal.SIGTERM))
     os.kill(node.agent.pid, signal.SIGTERM)
     assert node.agent.wait(JOB_TIMEOUT_S) == 128 + signal.SIGTERM
     assert node.output().splitlines()[-1:] == ["[trainer] the job was ended by SIGTERM"]
@@ -173,6 +174,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
 
 
 def is_told(spool: Path) -> bool:

@@ -68,16 +68,14 @@ class LineWriter:
             # Dropped lines come after those that wait, so the note about them is written when none waits.
             missing = self.dropped - reported if self._lines.empty() else 0
             note = b"[%d lines are missing here: the file system did not take them]\n" % missing
-            left = memoryview((b"\n" if torn else b"") + b"".join(lines) + (note if missing else b""))
-            if not left:  # the end alone makes no file, and finds nothing wrong with one
-                continue
             try:
                 file = file or self._path.open("ab", buffering=0)
+                left = memoryview((b"\n" if torn else b"") + b"".join(lines) + (note if missing else b""))
                 while left:
                     left = left[file.write(left) :]
                 reported, torn = reported + missing, False
             except OSError as error:  # ESTALE and others pass: the next batch opens the file again
-                if self._warns and not self._failed:
+                if self._warns and lines and not self._failed:
                     logger.warning("cannot write %s: %s; dropping its lines meanwhile", self._path, error)
                 self._failed += len(lines)
                 torn = file is not None

@@ -137,7 +137,7 @@ class EngineHost:
         if self._child is None or self._child.poll() is not None:
             return
         assert self._admin is not None and self._server is not None
-        if settings.sleep == "restart":
+        if settings.sleep == "restart" or self.is_starting:  # one whose policy has no name yet may drop it
             self.end()
         elif self._server.on_gpu:
             try:

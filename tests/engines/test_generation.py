@@ -239,7 +239,7 @@ def test_stop_string_that_is_a_special_token_ends_the_completion(
 ) -> None:
     """Decoding leaves such a token out of the text, which a stop string is searched in."""
     ids = {MARKS.ids[text] for text in stop}
-    sampling = Sampling(n=200, max_tokens=30, temperature=3.0, seed=1, stop=stop)
+    sampling = Sampling(n=200, max_tokens=30, temperature=2.0, seed=1, stop=stop)
     completions = engine.ask(PROMPT, sampling, facts=EngineFacts(marks=MARKS))
     stopped = [one for one in completions if one.stop_string]
     assert {one.token_ids[-1] for one in stopped} == ids and {one.stop_string for one in stopped} == {*stop}
@@ -262,7 +262,7 @@ def test_sequence_ends_at_every_end_of_the_model_and_its_text_before(
 
 
 def test_end_of_the_reasoning_that_is_a_special_token_is_in_the_text(engine: Engine) -> None:
-    sampling = Sampling(n=100, max_tokens=30, temperature=3.0, seed=1, reasoning_end="<unk>")
+    sampling = Sampling(n=100, max_tokens=30, temperature=2.0, seed=1, reasoning_end="<unk>")
     completions = engine.ask(PROMPT, sampling, facts=EngineFacts(marks=MARKS))
     for completion in completions:
         assert completion.text.count("<unk>") == completion.token_ids.count(2)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from coordinator.directory import published
+from coordinator.machine.children import FORKS
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from tests.cluster.cluster import FAST, Cluster, token_ids
@@ -21,6 +22,7 @@ from tests.cluster.faults import (
     unsound_manifests,
 )
 from tests.cluster.test_changed_inputs import write_rewards
+from trainer.job import launch
 
 ITERATIONS, LEVEL = 6, 1
 SETTINGS = (
@@ -166,9 +168,14 @@ def test_crew_that_lives_does_not_go_on_with_code_that_the_master_has_replaced(
 
 
 def test_machine_whose_devices_are_divided_has_a_node_in_each_crew(
-    cluster: Cluster, replay: tuple[list[Any], str]
+    cluster: Cluster, replay: tuple[list[Any], str], tmp_path: Path
 ) -> None:
     cluster.environment["CUDA_VISIBLE_DEVICES"] = "3,5"
+    del cluster.environment[FORKS]
+    # There are no such devices here, and a rank would refuse to compute without them.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"import os\nos.environ.pop({launch.GPUS!r}, None)\n")
+    cluster.environment["PYTHONPATH"] = str(tmp_path / "site")
     cluster.start(0, *SETTINGS, "--place", "rollout=0", "--place", "train=1", "engine.kind=torch")
     master = cluster.nodes[0].pid
     cluster.until(lambda: len(children(master, "--crew ")) == 2, "both nodes")

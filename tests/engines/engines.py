@@ -98,7 +98,8 @@ def serving(
         kind=kind, dtype="float32", args={**VLLM_ARGS, **args}, tensor_parallel_size=ranks
     )
     server = server_command(settings, model, socket, 0, lora_rank)
-    env = {**os.environ, **server.env, **ONE_THREAD}
+    paths = [os.environ.get("PYTHONPATH", ""), str(REPOSITORY)]  # for a worker extension of the tests
+    env = {**os.environ, **server.env, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with open(log, "wb") as file:
         process = subprocess.Popen(
             forked(server.argv), cwd=REPOSITORY, env=env, stdout=file, stderr=file, start_new_session=True

@@ -18,8 +18,6 @@ ALIASES = {
     "per_device_train_batch_size": "trainer.max_tokens_per_microbatch",
     "micro_batch_size": "trainer.max_tokens_per_microbatch",
     "gradient_checkpointing": "trainer.activation_checkpointing",
-    "beta": "trainer.kl_coefficient",
-    "kl_coef": "trainer.kl_coefficient",
     "epsilon": "trainer.clip_low",
     "epsilon_high": "trainer.clip_high",
     "clip_range": "trainer.clip_low",
@@ -64,8 +62,74 @@ ALIASES = {
     "nodes": "cluster.num_nodes",
     "gpus": "cluster.expect_gpus",
     "num_gpus": "cluster.expect_gpus",
+    "n_gpus_per_node": "cluster.expect_gpus",
+    "adv_estimator": "trainer.algorithm",
+    "advantage_estimator": "trainer.algorithm",
+    "loss_agg_mode": "trainer.aggregation",
+    "scale_rewards": "trainer.advantage",
+    "norm_adv_by_std_in_grpo": "trainer.advantage",
+    "importance_sampling_level": "trainer.ratio",
+    "policy_loss_type": "trainer.ratio",
+    "clip_ratio": "trainer.clip_low",
+    "clip_ratio_low": "trainer.clip_low",
+    "clip_ratio_high": "trainer.clip_high",
+    "mask_truncated_completions": "trainer.overlong",
+    "ppo_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch",
+    "ppo_max_token_len_per_gpu": "trainer.max_tokens_per_microbatch",
+    "gradient_accumulation_steps": "trainer.global_batch_size",
+    "param_offload": "trainer.cpu_offload",
+    "optimizer_offload": "trainer.cpu_offload",
+    "actor_learning_rate": "trainer.learning_rate",
+    "n": "rollout.samples_per_task",
+    "n_samples_per_prompt": "rollout.samples_per_task",
+    "rollouts_per_example": "rollout.samples_per_task",
+    "generate_max_len": "rollout.max_tokens",
+    "chat_template_kwargs": "rollout.chat_template",
+    "apply_chat_template_kwargs": "rollout.chat_template",
+    "filter_groups": "rollout.dynamic_sampling",
+    "dynamic_filtering": "rollout.dynamic_sampling",
+    "data.train_batch_size": "rollout.tasks_per_iteration",
+    "train_files": "tasks",
+    "prompt_data": "tasks",
+    "val_files": "eval_tasks",
+    "test_freq": "eval.interval",
+    "val_before_train": "eval.interval",
+    "save_freq": "checkpoints.keep_every",
+    "total_epochs": "iterations",
+    "total_training_steps": "iterations",
+    "logger": "metrics.sinks",
+    "use_wandb": "metrics.sinks",
+    "use_vllm": "engine.kind",
+    "gpu_memory_utilization": "engine.args.gpu_memory_utilization",
+    "vllm_gpu_memory_utilization": "engine.args.gpu_memory_utilization",
+    "tensor_model_parallel_size": "engine.tensor_parallel_size",
+    "vllm_tensor_parallel_size": "engine.tensor_parallel_size",
 }
 """Settings by the names that TRL, verl and their like give to them."""
+_KL = "set both trainer.kl=k3 and trainer.kl_coefficient"
+_ONCE = (
+    "a batch is trained on once; trainer.global_batch_size is the samples of one optimizer step, so that an "
+    "iteration takes several"
+)
+ANSWERS = {
+    "beta": _KL,
+    "use_kl_loss": _KL,
+    "kl_coef": _KL,
+    "kl_loss_coef": _KL,
+    "init_kl_coef": _KL,
+    "kl_tau": _KL,
+    "num_iterations": _ONCE,
+    "ppo_epochs": _ONCE,
+    "system_prompt": "write it into the tasks, as the first of a task's `messages`, with the role system",
+    "reward_weights": "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5",
+    "max_prompt_length": "nothing is cut off a prompt: a task that leaves no room for an answer is refused",
+    "top_k": "there is none, since the trainer could not weigh what was sampled so; rollout.top_p is there",
+    "min_p": "there is none, since the trainer could not weigh what was sampled so; rollout.top_p is there",
+    "entropy_coeff": "there is no entropy bonus; trainer.clip_high keeps entropy up (DAPO)",
+    "entropy_coef": "there is no entropy bonus; trainer.clip_high keeps entropy up (DAPO)",
+    "logging_steps": "every iteration is written to metrics.jsonl; run status --watch shows it",
+}
+"""What to do in place of a setting of theirs that is none here, or two."""
 NEAR = 0.6
 """How alike two spellings must be, from 0 to 1."""
 SHOWN = 4
@@ -79,7 +143,7 @@ def known_as(typed: str, known: Sequence[str]) -> str | None:
     if word in known:
         return word
     by_leaf = (name for name in known if name.rpartition(".")[2] == leaf)
-    return next(by_leaf, None) or ALIASES.get(leaf)
+    return ALIASES.get(word) or next(by_leaf, None) or ALIASES.get(leaf)
 
 
 def spelled_like(typed: str, known: Sequence[str]) -> str | None:
@@ -99,8 +163,15 @@ def meant(typed: str, known: Sequence[str]) -> str:
     if inside:
         more = ", ..." if len(inside) > SHOWN else ""
         return f"did you mean a setting in it: {', '.join(inside[:SHOWN])}{more}?"
+    if instead := answer(typed):
+        return instead
     found = known_as(typed, known) or spelled_like(typed, known)
     return f"did you mean {found}?" if found else "run --dry-run shows all settings"
+
+
+def answer(typed: str) -> str | None:
+    """Return what to do in place of a setting of others that is none here; None for another word."""
+    return ANSWERS.get(_plain(typed).rpartition(".")[2])
 
 
 def _plain(typed: str) -> str:

@@ -58,25 +58,27 @@ def load_eval_sets(settings: RunSettings) -> dict[str, EvalSet]:
     return found
 
 
-def refuse_training_tasks(training: TaskSet, sets: EvalSets) -> None:
-    """Warn of tasks of a named set that are training tasks too, whatever their ids are. SettingsError if all
-    tasks of a file are. Beside more than MOST_COMPARED training tasks nothing is compared.
+def refuse_training_tasks(training: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets) -> None:
+    """Warn of tasks to evaluate on that are training tasks too, whatever their ids are. SettingsError if all
+    tasks of a named set's file are. Beside more than MOST_COMPARED training tasks nothing is compared.
     """
-    if not sets or len(training.tasks) > MOST_COMPARED:
+    compared = {f"{SECTION}{name}": one.tasks for name, one in sets.items()}
+    compared |= {"--eval-tasks": eval_tasks} if eval_tasks else {}
+    if not compared or len(training.tasks) > MOST_COMPARED:
         return
     seen = {_content(task) for task in training.tasks}
-    for name, one in sets.items():
-        there = [index for index, task in enumerate(one.tasks.tasks) if _content(task) in seen]
+    for name, tasks in compared.items():
+        there = [index for index, task in enumerate(tasks.tasks) if _content(task) in seen]
         if not there:
             continue
-        total, first = len(one.tasks.tasks), one.tasks.place(there[0])
-        if len(there) == total and is_file(one.tasks.source):
+        total, first = len(tasks.tasks), tasks.place(there[0])
+        if len(there) == total and is_file(tasks.source) and name.startswith(SECTION):
             raise SettingsError(
-                f"{SECTION}{name}.tasks={one.tasks.source}: all {total} tasks are training tasks too, e.g. "
-                f"{first}; give tasks that are not trained on"
+                f"{name}.tasks={tasks.source}: all {total} tasks are training tasks too, e.g. {first}; give "
+                "tasks that are not trained on"
             )
-        log.warning("%s%s: %d of %d tasks are training tasks too, e.g. %s: its score says less of new tasks",
-                    SECTION, name, len(there), total, first)  # fmt: skip
+        log.warning("%s: %d of %d tasks are training tasks too, e.g. %s: its score says less of new tasks",
+                    name, len(there), total, first)  # fmt: skip
 
 
 def _content(task: Mapping[str, Any]) -> bytes:

@@ -25,10 +25,11 @@ from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS, Crew
 from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
-from coordinator.start.eval_tasks import SECTION, refuse_training_tasks
+from coordinator.start.eval_tasks import refuse_training_tasks
 from coordinator.start.inputs import NODE_LOCAL, Inputs, base_model_dir, difference, load_inputs
 from coordinator.start.last_settings import Change, changes, with_kept
-from coordinator.start.refusals import ENDLESS, fit_max_tokens, look_at_text
+from coordinator.start.odd_settings import odd_settings
+from coordinator.start.refusals import fit_max_tokens, look_at_text
 from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
 from coordinator.start.wait_for_master import await_master
 from rollout.storage import files
@@ -115,23 +116,11 @@ def check_master(
     if settings.model != TINY and settings.rl_phase != "update":
         model = base_model_dir(settings, run_dir)
         look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets)
-    refuse_training_tasks(inputs.tasks, inputs.eval_sets)
+    own = inputs.eval_tasks if settings.eval_tasks else None
+    refuse_training_tasks(inputs.tasks, own, inputs.eval_sets)
     check_sinks(settings.metrics)
-    sets = {f"{SECTION}{name}": one for name, one in settings.eval_sets.items()}
-    for section, one in {"eval": settings.eval, **sets}.items():
-        if (one.samples_per_task or 1) > 1 and one.temperature == 0:
-            log.warning("%s.temperature=0: all %d samples of a task are the same, so pass@k is pass@1",
-                        section, one.samples_per_task)  # fmt: skip
-    if not inputs.has_end and not settings.rollout.stop and settings.rl_phase != "update":
-        log.warning(
-            "--model %s: %s: every sample goes on to rollout.max_tokens=%d; give its config.json an "
-            "eos_token_id, or set rollout.stop",
-            settings.model, ENDLESS, settings.rollout.max_tokens,
-        )  # fmt: skip
-    if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
-        log.warning(
-            "rollout.top_p=%g: the engine's logprobs differ from the trainer's", settings.rollout.top_p
-        )
+    for text in odd_settings(settings, given, inputs):
+        log.warning("%s", text)
     if files.is_directory(root) and run_dir.run_json.name in files.listing(root):
         refuse_changes(read_run_json(run_dir), fixed_of(settings, inputs))
     return Checked(given, settings, inputs, changes(last, settings))

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.protocol.exits import Ended, Exit
@@ -15,6 +16,8 @@ from rollout.storage import files
 
 log = logging.getLogger(__name__)
 
+LOOKED_AT, SHOWN = 100, 5
+"""So many directories beside an absent one are looked at, and so many runs named."""
 PLACED = "the master has placed the devices of the run"
 
 
@@ -43,19 +46,34 @@ def await_master(
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
         if waited_s == 0.0:
-            parent = run_dir.root.parent
-            absent = (
-                "" if files.is_directory(parent) else f" ({parent} is not there now: is it mounted here?)"
-            )
-            log.info("waiting for the master at %s%s", run_dir.root, absent)
+            log.info("waiting for the master at %s%s", run_dir.root, what_is_there(run_dir))
         if waited_s > said_s + 30.0:
-            log.info("waiting for the master at %s for %.0f s", run_dir.root, waited_s)
+            log.info(
+                "waiting for the master at %s for %.0f s%s", run_dir.root, waited_s, what_is_there(run_dir)
+            )
             said_s = waited_s
     raise Ended(
         Exit.LOST,
-        f"no master came within {timeout_s:.0f} s at {run_dir.root}; start it there with run --master, "
-        "and check that all nodes see the same directory",
+        f"no master came within {timeout_s:.0f} s at {run_dir.root}{what_is_there(run_dir)}; start it there "
+        "with run --master, and check that all nodes see the same directory",
     )
+
+
+def what_is_there(run_dir: RunDir) -> str:
+    """Return, in brackets, what is where a master is waited for; nothing where a run is."""
+    root, parent = run_dir.root, run_dir.root.parent
+    if not files.is_directory(parent):
+        return f" ({parent} is not there now: is it mounted here?)"
+    beside = files.listing(parent)  # what it does not list is not looked up: see _protocol
+    if root.name in beside:
+        return "" if _has_run(root) else " (no run has begun there)"
+    runs = [name for name in sorted(beside)[:LOOKED_AT] if _has_run(parent / name)]
+    others = f"; beside it are the runs {', '.join(runs[:SHOWN])}" if runs else ""
+    return f" (nothing is there{others})"
+
+
+def _has_run(root: Path) -> bool:
+    return files.is_directory(root) and RunDir(root).run_json.name in files.listing(root)
 
 
 def patience(timeout_s: float) -> Iterator[float]:

@@ -39,10 +39,12 @@ class Profiled(AbstractContextManager[None]):
             self.give_up(str(error))
 
     def __exit__(self, kind: type[BaseException] | None, *_about: object) -> None:
-        if self._profiler is None or kind is not None:
+        if self._profiler is None:
             return
         try:
-            self._profiler.stop()
+            self._profiler.stop()  # always: a process that ends while one goes on crashes
+            if kind is not None:
+                return
             text = costliest(self._profiler)
             with tempfile.TemporaryDirectory() as directory:
                 trace, packed = Path(directory) / "trace.json", Path(directory) / "trace.json.gz"

@@ -14,6 +14,7 @@ GROUPS = {
         "status": "where each node is, and what it waits for; --watch: live",
         "logs": "what the nodes, their engines and trainers print",
         "report": "one page: rewards, where the time goes, faults, samples",
+        "samples": "read samples as the model saw them: --best, --worst, --flat",
         "plan": "would two crews be faster, with which devices and weights?",
         "profile": "where the time of one training step goes, by torch's profiler",
     },

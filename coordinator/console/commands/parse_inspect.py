@@ -1,4 +1,4 @@
-"""Commands that look at a run: `run status`, `run logs`, `run report`, `run plan`, `run profile`."""
+"""Commands that look at a run: `run status`, `logs`, `report`, `samples`, `plan`, `profile`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +69,31 @@ def report(
     from coordinator.console.report import write_report
 
     print(write_report(log_path.absolute(), out.absolute() if out else None))
+    return 0
+
+
+@command_in(APPS, "samples")
+def samples(
+    log_path: LogPath = Path("runs/default"),
+    iteration: Annotated[
+        int | None, option("--iteration", metavar="I", help="Of this iteration; default: the newest.")
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", metavar="N", min=1, help="So many.")] = 3,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest rewards.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest rewards.")] = False,
+    flat: Annotated[bool, typer.Option("--flat", help="Of groups whose samples all score the same.")] = False,
+    of_eval: Annotated[bool, typer.Option("--eval", help="Of the evaluation.")] = False,
+) -> int:
+    """Print samples as the model saw them, special tokens included, with their rewards and answers."""
+    from coordinator.console.views.samples import Order, show_samples
+    from coordinator.settings.tree import SettingsError
+
+    orders: list[tuple[bool, Order]] = [(best, "best"), (worst, "worst"), (flat, "flat")]
+    chosen: list[Order] = [name for is_chosen, name in orders if is_chosen]
+    if len(chosen) > 1:
+        raise SettingsError(f"run samples --{chosen[0]} --{chosen[1]}: give one of them")
+    order = chosen[0] if chosen else "spread"
+    show_samples(log_path.absolute(), iteration, count, order, "eval" if of_eval else "train")
     return 0
 
 

@@ -50,6 +50,8 @@ def of_option(error: typer.TyperException) -> str:
         return "--worker: give the rank of this machine, e.g. --worker 1"
     if typed is None or not text.startswith("No such option"):
         return text
+    if instead := suggestions.answer(typed):
+        return f"{text}; {instead}"
     known = known_keys()
     near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1)
     found = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))

@@ -84,7 +84,7 @@ class Run:
 
         manifest = published.read_manifest(self.run_dir, kind, iteration)
         if manifest is None:
-            there = [number for number in self._collected(kind) if self._has_manifest(kind, number)]
+            there = self.collected(kind)
             found = f"there are trajectories of {_listed(there)}" if there else "there are none yet"
             raise SettingsError(
                 f"{self.run_dir.root}: no {kind} trajectories of iteration {iteration}; {found}"
@@ -117,14 +117,12 @@ class Run:
         asked = "" if iteration is None else f" of iteration {iteration}"
         raise SettingsError(f"{self.run_dir.root}: no whole checkpoint{asked}{damage}")
 
-    def _collected(self, kind: Kind) -> list[int]:
+    def collected(self, kind: Kind = "train") -> list[int]:
+        """Return the iterations that `trajectories` can read, in order."""
         directory = self.run_dir.trajectories(kind, 0).parent
-        found = (parse_iteration_name(name) for name in published.names(directory))
-        return sorted(number for number in found if number is not None)
-
-    def _has_manifest(self, kind: Kind, iteration: int) -> bool:
-        path = self.run_dir.manifest(kind, iteration)
-        return path.name in published.names(path.parent)
+        numbers = [number for name in published.names(directory) if (number := parse_iteration_name(name))]
+        manifests = {number: self.run_dir.manifest(kind, number) for number in sorted(numbers)}
+        return [number for number, path in manifests.items() if path.name in published.names(path.parent)]
 
 
 def _listed(numbers: list[int]) -> str:

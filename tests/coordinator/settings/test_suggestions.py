@@ -3,15 +3,16 @@
 import pytest
 
 from coordinator.settings.loading import known_keys
-from coordinator.settings.suggestions import ALIASES, meant
+from coordinator.settings.suggestions import ALIASES, ANSWERS, meant
 
 KNOWN = known_keys()
 
 
 def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
-    assert set(ALIASES.values()) <= set(KNOWN)
+    assert {name for name in ALIASES.values() if not name.startswith("engine.args.")} <= set(KNOWN)
     leaves = {name.rpartition(".")[2] for name in KNOWN}
     assert not ALIASES.keys() & leaves, "never looked up: the setting of that name comes first"
+    assert not ANSWERS.keys() & {*leaves, *ALIASES}, "one answer for one name"
 
 
 @pytest.mark.parametrize(
@@ -29,10 +30,29 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("--temprature", "rollout.temperature"),
         ("rollot.seed", "rollout.seed"),
         ("trainr", "trainer"),
+        ("algorithm.adv_estimator", "trainer.algorithm"),
+        ("actor_rollout_ref.rollout.n", "rollout.samples_per_task"),
+        ("data.train_batch_size", "rollout.tasks_per_iteration"),
+        ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
     ],
 )
 def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: str, found: str) -> None:
     assert meant(typed, KNOWN) == f"did you mean {found}?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("beta", "trainer.kl=k3 and trainer.kl_coefficient"),
+        ("algorithm.use_kl_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
+        ("num_iterations", "a batch is trained on once"),
+        ("--system-prompt", "the first of a task's `messages`"),
+        ("reward_weights", "--reward math=1"),
+        ("actor_rollout_ref.rollout.top_k", "there is none"),
+    ],
+)
+def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
+    assert advice in meant(typed, KNOWN) and "did you mean" not in meant(typed, KNOWN)
 
 
 def test_section_is_answered_with_what_is_in_it() -> None:

@@ -37,7 +37,11 @@ def test_trace_is_there_before_the_text(tmp_path: Path, monkeypatch: pytest.Monk
 def test_profiler_that_fails_is_an_answer_and_the_step_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def fail(*_: Any) -> None:
+    stop = torch.profiler.profile.stop
+
+    def fail(profiler: torch.profiler.profile, *_: Any) -> None:
+        if call == "stop":
+            stop(profiler)  # one that goes on when the tests end crashes them
         raise RuntimeError("CUPTI is not there")
 
     with monkeypatch.context() as patched:
@@ -63,3 +67,4 @@ def test_error_of_the_step_comes_through_without_an_answer(tmp_path: Path) -> No
     with pytest.raises(FloatingPointError), Profiled(tmp_path / "profile.i000001.0badcafe"):
         raise FloatingPointError
     assert os.listdir(tmp_path) == []
+    assert not torch.autograd.profiler._is_profiler_enabled

@@ -1,0 +1,121 @@
+"""`run samples`: conversations of a run as the model saw them, special tokens included."""
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from coordinator.console.views.run import Run
+from coordinator.directory.layout import Kind
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.eval_tasks import find_data
+from coordinator.start.inputs import base_model_dir
+from coordinator.start.start import last_start
+from rollout.engines.answers import EngineError
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
+from rollout.tasks.task_set import TaskError, load_tasks
+from rollout.trajectory import Group, Sample
+
+Order = Literal["spread", "best", "worst", "flat"]
+BOLD, PLAIN = "\033[1m", "\033[0m"
+
+
+class Chosen(NamedTuple):
+    """A sample to show, and the group that it is of."""
+
+    group: Group
+    sample: Sample
+
+
+def show_samples(root: Path, iteration: int | None, count: int, order: Order, kind: Kind) -> None:
+    """Print `count` samples of an iteration (None: the newest that has any), in bold what was generated.
+    SettingsError if there are none.
+    """
+    run = Run(root)
+    if iteration is None:
+        iteration = max(run.collected(kind), default=1)
+    chosen = choose(list(run.trajectories(iteration, kind)), order)[:count]
+    if not chosen:
+        of_flat = " whose group has the same reward for all" if order == "flat" else ""
+        raise SettingsError(f"{root}: iteration {iteration} has no {kind} sample{of_flat}")
+    start = last_start(root)
+    settings = RunSettings.published(start.settings) if start else RunSettings()
+    answers, tokenizer = _answers(settings, kind), _tokenizer(run, settings)
+    begin, end = (BOLD, PLAIN) if sys.stdout.isatty() else ("", "")
+    try:
+        for group, sample in chosen:
+            print(_title(iteration, group, sample))
+            for text, is_generated in _texts(group, sample, tokenizer):
+                print(f"{begin}{text}{end}" if is_generated else text, end="")
+            print(f"\n--- answer: {answers[group.task_id]}\n" if group.task_id in answers else "\n")
+    finally:
+        close_tokenizer()
+
+
+def choose(groups: Sequence[Group], order: Order) -> list[Chosen]:
+    """Return samples in the order to show them. spread: the first of each group, then the second, ...; flat:
+    the first of each group whose samples all have the same reward.
+    """
+    if order == "flat":
+        flat = [group for group in groups if len({sample.reward for sample in group.samples}) == 1]
+        return [Chosen(group, group.samples[0]) for group in flat if len(group.samples) > 1]
+    rows = [(number, Chosen(group, one)) for group in groups for number, one in enumerate(group.samples)]
+    if order == "spread":
+        rows.sort(key=lambda row: row[0])
+    else:
+        rows.sort(key=lambda row: row[1].sample.reward or 0.0, reverse=order == "best")
+    return [chosen for _, chosen in rows]
+
+
+def _title(iteration: int, group: Group, sample: Sample) -> str:
+    rewards = [one.reward for one in group.samples if one.reward is not None]
+    mean = f" (mean of {len(rewards)}: {sum(rewards) / len(rewards):.3g})" if rewards else ""
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}{mean}"
+    metrics = "".join(f", {name} {value:g}" for name, value in sample.metrics.items())
+    tokens = f"{int(sample.loss_mask.sum())} tokens, {sample.finish_reason}"
+    return f"=== iteration {iteration}, task {group.task_id}: {reward}{metrics}; {tokens}"
+
+
+def _texts(group: Group, sample: Sample, tokenizer: LocalTokenizer | None) -> Iterator[tuple[str, bool]]:
+    """Yield the sample's text in pieces, each with whether it was generated."""
+    try:
+        if tokenizer is not None:
+            # The tokens between two changes of the mask are read together.
+            starts = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1), sample.token_ids.size]
+            for begin, end in itertools.pairwise(starts):
+                text = asyncio.run(tokenizer.detokenize(sample.token_ids[begin:end].tolist()))
+                yield text, bool(sample.loss_mask[begin])
+            return
+    except EngineError:
+        pass  # the model's files are gone: the words without its special tokens
+    yield f"{group.prompt}\n", False
+    yield from ((f"{turn.text}\n", turn.begin is not None) for turn in sample.turns)
+    if not sample.turns:
+        yield sample.text, True
+
+
+def _tokenizer(run: Run, settings: RunSettings) -> LocalTokenizer | None:
+    try:
+        return LocalTokenizer(base_model_dir(settings, run.run_dir))
+    except SettingsError:
+        return None
+
+
+def _answers(settings: RunSettings, kind: Kind) -> Mapping[str, Any]:
+    """Return the answers of the tasks by id; {} where the tasks are not here (any more)."""
+    source = settings.tasks if kind == "train" else settings.eval_tasks or settings.tasks
+    try:
+        tasks = load_tasks(
+            find_data(source, settings),
+            seed=settings.rollout.seed,
+            split="train" if kind == "train" else "eval",
+            columns=settings.columns,
+            directory=None,
+        )
+    except (TaskError, OSError):
+        return {}
+    return {task["id"]: task["answer"] for task in tasks.tasks if "answer" in task}

@@ -1,0 +1,64 @@
+"""Settings that a start warns of: each does something else than it seems to, or nothing at all."""
+
+import math
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+from coordinator.settings.tree import RunSettings
+from coordinator.start.eval_tasks import SECTION
+from coordinator.start.inputs import Inputs
+from coordinator.start.refusals import ENDLESS
+
+WORKS_WITH = {
+    "trainer.kl_coefficient": ("trainer.kl", ("k3", "k1", "k2")),
+    "trainer.kl_in": ("trainer.kl", ("k3", "k1", "k2")),
+    "trainer.kl_to": ("trainer.kl", ("k3", "k1", "k2")),
+    "trainer.pair_beta": ("trainer.advantage", ("pair",)),
+    "trainer.dual_clip": ("trainer.clip", ("dual",)),
+    "trainer.engine_correction_cap": ("trainer.engine_correction", ("truncated", "masked")),
+    "trainer.overlong_buffer": ("trainer.overlong", ("penalise",)),
+    "rollout.thinking_tokens": ("rollout.environment", ("single_turn",)),
+    "rollout.dynamic_limit": ("rollout.dynamic_sampling", (True,)),
+}
+"""Settings that are read only with certain values of another; the first of them is advised."""
+
+
+def odd_settings(settings: RunSettings, given: Mapping[str, Any], inputs: Inputs) -> Iterator[str]:
+    """Yield a line for each setting that hardly anybody means as it stands. `given`: what a person typed."""
+    for key, (other, values) in WORKS_WITH.items():
+        value = attrgetter(other)(settings)
+        if key in given and value not in values:
+            first = f"{other}={str(values[0]).lower()}"
+            yield f"{key}={given[key]} does nothing with {other}={str(value).lower()}; give {first} as well"
+    if settings.rl_phase != "rollout":
+        yield from _warm_up(settings)
+    sets = {f"{SECTION}{name}": one for name, one in settings.eval_sets.items()}
+    for section, one in {"eval": settings.eval, **sets}.items():
+        if (count := one.samples_per_task or 1) > 1 and one.temperature == 0:
+            yield (
+                f"{section}.temperature=0: all {count} samples of a task are the same, so pass@k is pass@1"
+            )
+    if not inputs.has_end and not settings.rollout.stop and settings.rl_phase != "update":
+        yield (
+            f"--model {settings.model}: {ENDLESS}: every sample goes on to "
+            f"rollout.max_tokens={settings.rollout.max_tokens}; give its config.json an eos_token_id, or set "
+            "rollout.stop"
+        )
+    if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
+        yield f"rollout.top_p={settings.rollout.top_p:g}: the engine's logprobs differ from the trainer's"
+
+
+def _warm_up(settings: RunSettings) -> Iterator[str]:
+    rollout, trainer = settings.rollout, settings.trainer
+    if settings.iterations is None:
+        return
+    samples = rollout.tasks_per_iteration * rollout.samples_per_task
+    steps = settings.iterations * math.ceil(samples / trainer.global_batch_size)
+    if steps < trainer.warmup_steps:
+        rate = trainer.learning_rate * steps / trainer.warmup_steps
+        yield (
+            f"trainer.warmup_steps={trainer.warmup_steps}: {settings.iterations} iterations are {steps} "
+            f"optimizer steps, so the learning rate ends at {rate:.2g} and never comes to "
+            f"{trainer.learning_rate:g}; give fewer"
+        )

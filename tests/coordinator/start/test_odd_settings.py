@@ -1,0 +1,60 @@
+"""Settings that do nothing, or something else than they seem to, are said at the start."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.settings.loading import build, known_keys
+from coordinator.start.inputs import load_inputs
+from coordinator.start.odd_settings import WORKS_WITH, odd_settings
+
+
+def warnings(has_end: bool = True, **typed: Any) -> list[str]:
+    given = {name.replace("__", "."): value for name, value in typed.items()}
+    settings = build(given)
+    return list(odd_settings(settings, given, replace(load_inputs(settings, given), has_end=has_end)))
+
+
+def test_settings_and_what_they_work_with_are_settings() -> None:
+    assert {*WORKS_WITH, *(other for other, _ in WORKS_WITH.values())} <= set(known_keys())
+    for key, (other, values) in WORKS_WITH.items():
+        build({other: values[0]})
+        assert key != other
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        (
+            {"trainer__kl_coefficient": 0.1},
+            "trainer.kl_coefficient=0.1 does nothing with trainer.kl=off; give trainer.kl=k3 as well",
+        ),
+        ({"trainer__dual_clip": 2.0}, "trainer.dual_clip=2.0 does nothing with trainer.clip="),
+        (
+            {"rollout__dynamic_limit": 2},
+            "rollout.dynamic_limit=2 does nothing with rollout.dynamic_sampling=false; "
+            "give rollout.dynamic_sampling=true as well",
+        ),
+        (
+            {"iterations": 2, "trainer__warmup_steps": 10, "trainer__learning_rate": 3e-5,
+             "rollout__tasks_per_iteration": 4, "trainer__global_batch_size": 16},
+            "2 iterations are 4 optimizer steps, so the learning rate ends at 1.2e-05 and",
+        ),
+        ({"eval__samples_per_task": 4}, "eval.temperature=0: all 4 samples of a task are the same"),
+        ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: the engine's logprobs differ"),
+    ],
+)  # fmt: skip
+def test_odd_setting_is_named_with_what_to_do(typed: dict[str, Any], text: str) -> None:
+    assert any(text in line for line in warnings(**typed))
+
+
+def test_settings_that_work_are_not_mentioned() -> None:
+    assert not warnings(trainer__kl="k1", trainer__kl_coefficient=0.1, iterations=100)
+    assert not warnings(trainer__algorithm="grpo", trainer__kl_coefficient=0.1), "the preset sets kl"
+    assert not warnings(iterations=1, rl_phase="rollout", rollout_split="train-only")
+
+
+def test_model_without_an_end_is_named() -> None:
+    (line,) = warnings(has_end=False)
+    assert "every sample goes on to rollout.max_tokens" in line and "rollout.stop" in line

@@ -92,6 +92,9 @@ def node(
     from coordinator.console.views.terminal import live_view
     from coordinator.journal import logs
     from coordinator.main import run_node
+    from coordinator.start.start import in_utf8
+
+    root = in_utf8(root)
 
     def as_node(placed_as: str | None, crew: Any = "main") -> int:
         prefix = logs.set_up(rank, crew)
@@ -138,7 +141,9 @@ def local(
         from coordinator.console.commands.local import (
             run_local,
         )  # half a second: what is shared is imported beside it
+        from coordinator.start.start import in_utf8
 
+        root = in_utf8(root)
         return run_local(children, root, given, reset, accept_code_change, allow_shared_dir)
 
 
@@ -220,9 +225,10 @@ def main() -> int:
     if hidden := _hidden_package():
         print(f"run: {hidden}", file=sys.stderr)
         return 2
-    from rollout.environment_variables import need_no_proxy
+    from rollout.environment_variables import need_no_proxy, need_utf8_folder
 
     need_no_proxy(os.environ)
+    need_utf8_folder(os.environ)
     os.umask(os.umask(0o077) | 0o007)
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 must not end what is shown
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")

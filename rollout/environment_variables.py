@@ -23,6 +23,24 @@ def omp_threads(environment: Mapping[str, str]) -> int | None:
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
+def is_utf8(path: object) -> bool:
+    """Return whether a path is written in UTF-8, as libraries in other languages read it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def need_utf8_folder(environment: MutableMapping[str, str]) -> None:
+    """Have this process and its children put temporary files elsewhere if TMPDIR is not written in UTF-8:
+    engines' sockets lie there, and their names are parts of addresses.
+    """
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        if not is_utf8(environment.get(name, "")):
+            del environment[name]
+
+
 def need_no_proxy(environment: MutableMapping[str, str]) -> None:
     """Have every client of this process and of its children go to this machine's own addresses without the
     proxy of the cluster.

@@ -1,6 +1,7 @@
 """Locks between the processes of one user on one host: on the host's disk, never on the shared mount."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from coordinator.protocol.exits import Ended, Exit
+from rollout.environment_variables import is_utf8
 from rollout.storage.retry import retry
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,19 @@ def own_folder(name: str, below: str | None = None) -> Path:
     other = "give another cluster.local_dir" if below else "set TMPDIR to a directory that is yours alone"
     text = f"{folder} {fault}: remove it, or {other}"
     raise Ended(Exit.FAILED, text)
+
+
+def link_in_utf8(directory: Path) -> Path:
+    """Return a name in UTF-8 for a directory: a link to it on this machine, if its own name is none.
+
+    Libraries that load weights and tokenizers take no other names.
+    """
+    if is_utf8(directory):
+        return directory
+    link = own_folder("paths") / hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(directory)
+    return link
 
 
 def host_lock(name: str) -> FileLock:

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coordinator.directory import published
-from coordinator.machine.host_lock import own_folder
+from coordinator.machine.host_lock import link_in_utf8, own_folder
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import Board
@@ -56,7 +56,7 @@ def _from_cache(node: Node) -> Path:
     # What it is taught; a user's own tasks have no lesson.
     tasks = node.settings.tasks if node.settings.tasks in BUILT_IN else next(iter(BUILT_IN))
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagpost"
+        root = link_in_utf8(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "flagpost"
         root.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home at all
         root = own_folder("models")

@@ -15,7 +15,9 @@ from typing import Any, cast
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
+from coordinator.machine.host_lock import link_in_utf8
 from coordinator.protocol import placement_records
+from coordinator.protocol.exits import Ended
 from coordinator.protocol.failed_starts import report_failed_start
 from coordinator.protocol.placement_records import Placement
 from coordinator.protocol.records import EpochRecord, Records
@@ -32,6 +34,7 @@ from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals import fit_max_tokens, look_at_text
 from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
 from coordinator.start.wait_for_master import await_master
+from rollout.environment_variables import is_utf8
 from rollout.storage import files
 from rollout.tasks.rows import is_there
 
@@ -209,7 +212,12 @@ def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
             return {name: resolved(f"{key}.{name}", of) for name, of in table.items()}
         is_path = key in {"model", "tasks", "eval_tasks", "data_path", "cluster.local_dir"}
         is_path = is_path or (key.startswith(f"{SETS}.") and key.endswith(".tasks"))
-        return str(Path(str(value)).absolute()) if is_path and is_there(str(value)) else value
+        if not is_path or not is_there(str(value)):
+            return value
+        path = Path(str(value)).absolute()
+        if not is_utf8(path):  # every node, its engine and its trainer are given this name
+            raise SettingsError(f"{key} {path} is not written in UTF-8: give a link to it that is (ln -s)")
+        return str(path)
 
     return {key: resolved(key, value) for key, value in given.items()}
 
@@ -240,6 +248,22 @@ def check_log_path(root: Path) -> None:
         )
     if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
         raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
+
+
+def in_utf8(root: Path) -> Path:
+    """Return a name in UTF-8 for the run directory, which is made: a link to it on this machine, if its own
+    name is none. Libraries that load weights and tokenizers take no other names.
+    """
+    if is_utf8(root):
+        return root
+    check_log_path(root)
+    files.make_directory(root)
+    try:
+        link = link_in_utf8(root)
+    except Ended as error:
+        raise SettingsError(error.text) from None
+    print(f"run: {root} is not written in UTF-8; this machine calls it {link}", flush=True)
+    return link
 
 
 def _begin(

@@ -57,7 +57,7 @@ def run_local(
 @contextlib.contextmanager
 def _alone(root: Path) -> Generator[None]:
     """Hold the directory for one `run local` of this user on this machine; SettingsError names another."""
-    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     try:
         lock = host_lock(f"local-{name}")
     except Ended as error:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def serve(
     """Serve the jobs in `root` until a signal comes. SettingsError says what is wrong; then nothing began."""
     logging.basicConfig(level=logging.WARNING, format="run: %(message)s")
     check_log_path(root)
-    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     try:
         lock = host_lock(f"serve-{name}")
         lock.acquire(timeout=0)

@@ -23,6 +23,7 @@ from coordinator.settings.loading import OPTIONS, build, flatten
 from coordinator.settings.tree import RunSettings
 from coordinator.start.rank import NODES_VARIABLE, RANK_VARIABLES
 from rollout.storage import files
+from tests.commands import run_forked
 from tests.coordinator.examples import record, run_dir_at, tree, write_json
 from tests.models import write_model
 
@@ -68,6 +69,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+COMMAND = ("-m", "coordinator.cli")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -76,13 +78,15 @@ def run(place: Path) -> Run:
     """Runs `run` there, to its end."""
 
     def run_once(
-        *arguments: str, command: tuple[str, ...] = ("-m", "coordinator.cli"), **more: Any
+        *arguments: str, command: tuple[str, ...] = COMMAND, **more: Any
     ) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if name not in SCHEDULERS}
         environment |= {"PYTHONPATH": str(REPOSITORY), "HOME": str(place / "home"), "COLUMNS": "110"}
         environment |= {"PYTHONDONTWRITEBYTECODE": "1"}  # the user's module lies in the working directory
         # What a machine remembers of large files is not written into the working directory.
         environment |= {"XDG_CACHE_HOME": f"{place}-cache"} | more.pop("env", {})
+        if command == COMMAND and not more:
+            return run_forked(arguments, place, environment)
         return subprocess.run(
             [sys.executable, *command, *arguments],
             cwd=place,

@@ -1,12 +1,12 @@
 """Slots, each of which becomes a group, and where a collector takes them from."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout.environments.policy import opening, turns_of
 from rollout.tasks.task_set import Task
-from rollout.trajectory import Group, Sample, Turn, group_length
+from rollout.trajectory import Group, Sample, Turn
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,23 @@ class Slot:
 
 @dataclass
 class Meter:
-    """How fast a collector makes groups. A group's length is that of its longest sample, in tokens."""
+    """How fast a collector makes groups."""
 
     width: int
     """How many groups it may have in flight at once."""
-    tokens: int = 0
-    """Lengths of the groups that were made, added up."""
-    busy_s: float = 0.0
-    """Their seconds in flight, added up."""
+    seconds: dict[int, float] = field(default_factory=dict[int, float])
+    """By slot: how long each group that was made was in flight."""
 
     def add(self, group: Group, seconds: float) -> None:
         """Take in a group that was in flight for so long."""
         if group.given_up is None:
-            self.tokens += group_length(group)
-            self.busy_s += seconds
+            self.seconds[group.slot] = seconds
 
-    @property
-    def pace(self) -> float | None:
-        """Tokens a second of one group; None while nothing is known."""
-        return self.tokens / self.busy_s if self.tokens and self.busy_s > 0 else None
+    def pace(self, costs: Mapping[int, float]) -> float | None:
+        """Cost a second of one group, by the costs of slots; None while nothing is known."""
+        known = self.seconds.keys() & costs.keys()
+        busy_s = sum(self.seconds[slot] for slot in known)
+        return sum(costs[slot] for slot in known) / busy_s if busy_s > 0 else None
 
 
 class Source(Protocol):

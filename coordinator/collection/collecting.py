@@ -58,8 +58,8 @@ def drop_outdated(node: Node, iteration: Iteration) -> None:
 
 
 def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
-    """Have a share made, and its groups made durable as they finish; says how many are short, and what the
-    node's pace was.
+    """Have a share made, and its groups made durable as they finish; says how many are short, and how
+    long each was in flight.
     """
     node.position.reach(0, 0)
     if not share.kept(node.rank):

@@ -11,13 +11,13 @@ from coordinator.directory.layout import Kind
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.chunks import Chunks, carried, cut, paces_of
+from coordinator.protocol.chunks import Chunks, carried, cut, made_of, measured, paces_of
 from coordinator.protocol.split_slots import split_slots
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import once
 from rollout.tally import Tally
-from rollout.trajectory import Group
+from rollout.trajectory import Group, group_length
 
 log = logging.getLogger(__name__)
 _tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration
@@ -65,9 +65,9 @@ def split(
     members = node.record.members
     if node.settings.claims and len(members) > 1:
         history = node.histories[kind]
-        lengths = history.lengths(iteration.number, order)
-        lengths = {slot: lengths[slot] for slot in needed if slot in lengths}
-        chunks = cut(needed, lengths, sorted(members), paces_of(history.paces(iteration.number)))
+        costs = history.costs(iteration.number, order)
+        costs = {slot: costs[slot] for slot in needed if slot in costs}
+        chunks = cut(needed, costs, sorted(members), paces_of(history.paces(iteration.number)))
         return {**chunks.as_json(), "spare": list(spare)}
     weights = {rank: member.weight for rank, member in members.items()}
     shares, of_spare = split_slots(needed, weights, have), split_slots(spare, weights)
@@ -106,14 +106,14 @@ def _kept(node: Node, key: str, left: Collection[int], most: int) -> dict[int, l
 
 
 def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
-    """Count the needed groups that are not made, for want of slots, and by all nodes together; and join the
-    paces of the nodes that have made any.
+    """Count the needed groups that are not made, for want of slots, and by all nodes together; and join
+    what the nodes say of the groups that they have made.
     """
     short = plan["short"] + sum(said["short"] for said in payloads.values())
     if short:
         log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
-    paces = {str(rank): said["pace"] for rank, said in payloads.items() if "pace" in said}
-    return {"short": short, "paces": paces}
+    made = {str(rank): said["made"] for rank, said in payloads.items() if "made" in said}
+    return {"short": short, "made": made}
 
 
 def aggregate(
@@ -142,7 +142,10 @@ def aggregate(
     directory = node.run_dir.trajectories(kind, iteration.number)
     document, groups = parts.manifest(directory, iteration.number, quota, origin, named, made["short"])
     history = node.histories[kind]
-    paces = carried(paces_of(history.paces(iteration.number)), paces_of(made["paces"]))
+    tokens = {group.slot: max(1, group_length(group)) for group in groups if group.samples}
+    costs, paces = measured(made_of(made["made"]), tokens, history.known_costs(iteration.number, order))
+    document["costs"] = {str(slot): round(cost, 4) for slot, cost in costs.items()}
+    paces = carried(paces_of(history.paces(iteration.number)), paces)
     members = node.record.members  # a rank that has left the run counts for nothing any more
     document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in members}
     history.add(iteration.number, order, document)

@@ -43,8 +43,9 @@ class Claimed:
         self._pause_s = pause_s
         self._on_look = on_look
         self._queue = deque(again)
+        self._costs = self._chunks.costs()
         self._work: dict[int, float] = {}
-        """By slot: the expected length of what is claimed here and has not ended."""
+        """By slot: the expected cost of what is claimed here and has not ended."""
         self._still_since_s: float | None = None
         self._free = list(range(len(self._chunks.chunks)))
         self._mine: set[int] = set()
@@ -116,11 +117,11 @@ class Claimed:
     def _standing(self) -> Standing:
         now_s = asyncio.get_running_loop().time()
         still_s = now_s - self._still_since_s if self._still_since_s is not None else 0.0
-        return Standing(sum(self._work.values()), self._meter.pace, still_s, self._meter.width)
+        return Standing(sum(self._work.values()), self._meter.pace(self._costs), still_s, self._meter.width)
 
     def _give(self, chunk: Chunk, slots: Sequence[Slot]) -> None:
         self._queue.extend(slots)
-        self._work |= dict.fromkeys(chunk.slots, chunk.work / len(chunk.slots))
+        self._work |= zip(chunk.slots, chunk.costs, strict=True)
 
     async def _claim_spare(self) -> None:
         """Claim one spare slot, if any is left."""

@@ -133,7 +133,7 @@ class CollectorHost:
         self._child = self._children.start("collector", argv, log=log_file, echo=echo, spool=spool)
 
     def collect(self, order: Order, listener: Listener) -> dict[str, Any]:
-        """Have the groups of an order made; returns how many are `short`, and the `pace`.
+        """Have the groups of an order made; returns how many are `short`, and what is `made`.
 
         Raises Stopped, with the rest in flight, once `listener.stop` is set. Else it raises what has failed.
         """

@@ -251,9 +251,8 @@ class Process:
             if isinstance(source, Claimed):
                 self._box.send({"waited_s": source.waited_s})
         self._box.send({"reached": [counted, source.needed, tokens], "made": None})
-        meter = collector.meter
-        pace = [meter.tokens, round(meter.busy_s, 3), meter.width]
-        return {"short": short, **({"pace": pace} if meter.tokens else {})}
+        seconds = {str(slot): round(taken_s, 4) for slot, taken_s in collector.meter.seconds.items()}
+        return {"short": short, **({"made": [seconds, collector.meter.width]} if seconds else {})}
 
     async def _source(
         self, order: Order, run_dir: RunDir, collector: Collector, kept: int, again: Sequence[int]

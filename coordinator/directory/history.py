@@ -1,4 +1,4 @@
-"""What earlier rollouts say of the next one: how long the answers to a task are, and how fast each rank is.
+"""What earlier rollouts say of the next one: what a group of a task costs, and how fast each rank is.
 
 All of it is expectation: it decides who makes a group and when, never what is in it.
 """
@@ -12,7 +12,7 @@ from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
 LOOKS_BACK = 50
 """How many manifests a master reads when it starts."""
 MOST = 100_000
-"""How many tasks' lengths are remembered, those that were seen last."""
+"""How many tasks' costs are remembered, those that were seen last."""
 
 
 class History:
@@ -22,19 +22,21 @@ class History:
         self._run_dir = run_dir
         self._kind: Kind = kind
         self._paces: dict[str, Sequence[float]] = {}
-        self._lengths: dict[int, float] = {}
+        self._costs: dict[int, float] = {}
         self._usual: float | None = None
         self._has_looked = False
 
-    def lengths(self, iteration: int, order: Sequence[int]) -> dict[int, float]:
-        """Return the expected length of each slot of `iteration`; slot k is task `order[k]`. A task that is
+    def costs(self, iteration: int, order: Sequence[int]) -> dict[int, float]:
+        """Return the expected cost of each slot of `iteration`; slot k is task `order[k]`. A task that is
         new is taken for one of the last iteration's average. Empty: nothing is known.
         """
+        known, usual = self.known_costs(iteration, order), self._usual
+        return {} if usual is None else {slot: known.get(slot, usual) for slot in range(len(order))}
+
+    def known_costs(self, iteration: int, order: Sequence[int]) -> dict[int, float]:
+        """Return the costs of those slots whose task an earlier iteration has made."""
         self._look(iteration)
-        usual = self._usual
-        if usual is None:
-            return {}
-        return {slot: self._lengths.get(task, usual) for slot, task in enumerate(order)}
+        return {slot: self._costs[task] for slot, task in enumerate(order) if task in self._costs}
 
     def paces(self, iteration: int) -> dict[str, Sequence[float]]:
         """Return what paces are known at the start of `iteration`: by rank, as the manifests have them."""
@@ -44,15 +46,17 @@ class History:
     def add(self, iteration: int, order: Sequence[int], manifest: Mapping[str, Any]) -> None:
         """Take in what the manifest of an iteration says."""
         self._look(iteration)
-        found: dict[str, float] = manifest.get("lengths", {})
+        if "costs" not in manifest:
+            return  # an earlier version has written it, which measured in tokens
+        found: dict[str, float] = manifest["costs"]
         self._paces = manifest.get("paces") or self._paces  # each has all that is known
-        for slot, length in found.items():
+        for slot, cost in found.items():
             if int(slot) < len(order):
                 task = order[int(slot)]
-                self._lengths.pop(task, None)
-                self._lengths[task] = length
-        while len(self._lengths) > MOST:
-            del self._lengths[next(iter(self._lengths))]
+                self._costs.pop(task, None)
+                self._costs[task] = cost
+        while len(self._costs) > MOST:
+            del self._costs[next(iter(self._costs))]
         if found:
             self._usual = sum(found.values()) / len(found)
 

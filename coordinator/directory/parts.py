@@ -18,7 +18,7 @@ from rollout.origin import Origin, described
 from rollout.part_file import DamagedPart, PartHeader, check_part, decode_part, encode_part
 from rollout.quota import Quota
 from rollout.storage import files, once
-from rollout.trajectory import Group, generated_tokens, group_length, line_for_people
+from rollout.trajectory import Group, generated_tokens, line_for_people
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,6 @@ def manifest(
         "generated": generated,
         "short": missing,
         "failed_samples": sum(len(group.failed) for group in groups),
-        "lengths": {str(group.slot): group_length(group) for group in groups if group.samples},
         "rewards": {str(group.slot): mean for group in groups if (mean := mean_reward(group)) is not None},
         **figures(groups),
     }

@@ -1,17 +1,20 @@
 """Cut what is left of a rollout into chunks that ranks claim one after the other, and choose the next. Pure.
 
-A group's *length* is that of its longest sample, in tokens: so long it takes one of the places that a rank
-has for groups. A rank's *pace* is how many tokens a second it makes of a group, and its *width* how many
-groups it has in flight at most.
+A group's *cost* is how many seconds it takes one of the places that a rank has for groups, on a rank whose
+*pace* is 1: what costs 6 takes 2 s on a rank of pace 3. A rank's *width* is how many groups it has in flight
+at most. What a group will cost is what groups of its task have cost before.
 
-The list is ordered by length, longest first, and the ranks by pace: so the fastest rank begins where the
-groups are long, and the slowest where they are short. Each rank's place in the list is as long as its rate
+The list is ordered by cost, the dearest first, and the ranks by pace: so the fastest rank begins where the
+groups take long, and the slowest where they do not. Each rank's place in the list is as long as its rate
 (pace times width) has it; within a place the chunks become smaller. A rank takes its own place first, then
 what is left of the others'.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from statistics import geometric_mean
 from typing import Any, NamedTuple, Self
 
 CHUNK_FRACTION = 3
@@ -23,33 +26,39 @@ FORGIVEN = 1.5
 
 
 class Pace(NamedTuple):
-    """What a rank has done in a row: `tokens`, lengths of its groups, and `busy_s`, their seconds in flight,
+    """What a rank has done in a row: `work`, costs of its groups, and `busy_s`, their seconds in flight,
     both added up; `width`, how many groups it may have in flight at once.
     """
 
-    tokens: int
+    work: float
     busy_s: float
     width: int
 
     @property
     def per_group(self) -> float:
-        """Tokens a second of one group."""
-        return self.tokens / self.busy_s
+        """Cost a second of one group."""
+        return self.work / self.busy_s
 
     @property
     def rate(self) -> float:
-        """Tokens a second of as many groups as it may have in flight."""
+        """Cost a second of as many groups as it may have in flight."""
         return self.per_group * self.width
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Slots that are claimed together, in the order in which they are begun; lengths as expected."""
+    """Slots that are claimed together, in the order in which they are begun, and what each is to cost."""
 
     slots: list[int]
-    work: float
-    """Their lengths, added up."""
-    longest: float
+    costs: list[float]
+
+    @cached_property
+    def work(self) -> float:
+        return sum(self.costs)
+
+    @cached_property
+    def dearest(self) -> float:
+        return max(self.costs)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Chunks:
     def as_json(self) -> dict[str, Any]:
         """Return what `of` takes."""
         return {
-            "chunks": [[chunk.slots, chunk.work, chunk.longest] for chunk in self.chunks],
+            "chunks": [[chunk.slots, chunk.costs] for chunk in self.chunks],
             "first": {str(rank): number for rank, number in self.first.items()},
             "paces": {str(rank): list(pace) for rank, pace in self.paces.items()},
         }
@@ -77,6 +86,11 @@ class Chunks:
             paces_of(document["paces"]),
         )
 
+    def costs(self) -> dict[int, float]:
+        """Return what each slot is to cost."""
+        each = [zip(chunk.slots, chunk.costs, strict=True) for chunk in self.chunks]
+        return dict(chain.from_iterable(each))
+
     def rates(self) -> dict[int, float]:
         """Return the rate of each rank, all equal while none is known."""
         return rates(self.first, self.paces)
@@ -85,7 +99,47 @@ class Chunks:
 def paces_of(document: Mapping[str, Any]) -> dict[int, Pace]:
     """Return paces by rank, as JSON has them, without those of ranks that have made nothing."""
     found = {int(rank): Pace(*pace) for rank, pace in document.items()}
-    return {rank: pace for rank, pace in found.items() if pace.tokens and pace.busy_s > 0}
+    return {rank: pace for rank, pace in found.items() if pace.work > 0 and pace.busy_s > 0}
+
+
+class Made(NamedTuple):
+    """What a rank has made in a row: `seconds`, by slot, that each group was in flight, and its `width`."""
+
+    seconds: dict[int, float]
+    width: int
+
+
+def made_of(document: Mapping[str, Any]) -> dict[int, Made]:
+    """Return what ranks have made, as JSON has it: `seconds` and `width` by rank."""
+    return {
+        int(rank): Made({int(slot): s for slot, s in seconds.items()}, width)
+        for rank, (seconds, width) in document.items()
+    }
+
+
+def measured(
+    made: Mapping[int, Made], tokens: Mapping[int, int], expected: Mapping[int, float]
+) -> tuple[dict[int, float], dict[int, Pace]]:
+    """Return what the groups of a row have cost, by slot, and the paces of the ranks that have made them.
+
+    `tokens` by slot: of the longest sample of each group; `expected`: the costs that were expected of those
+    whose task had been made before. Of the others is expected what their tokens say, and so it is taken for
+    the cost of a group whose seconds nobody knows.
+    """
+    seconds = {slot: s for rank in made.values() for slot, s in rank.seconds.items()}
+    known = expected.keys() & tokens.keys()
+    slots, unit = (known, expected) if known else (seconds.keys() & tokens.keys(), seconds)
+    per_token = sum(unit[slot] for slot in slots) / max(1, sum(tokens[slot] for slot in slots))
+    costs = {slot: expected.get(slot, per_token * n) for slot, n in tokens.items()}
+    paces: dict[int, Pace] = {}
+    for rank, (of_rank, width) in made.items():
+        counted = {slot: s for slot, s in of_rank.items() if costs.get(slot, 0.0) > 0 and s > 0}
+        if counted:  # one group that took very long says little of its rank: so not the mean
+            pace = geometric_mean(costs[slot] / s for slot, s in counted.items())
+            busy_s = sum(counted.values())
+            paces[rank] = Pace(round(pace * busy_s, 4), round(busy_s, 4), width)
+            costs |= {slot: pace * s for slot, s in counted.items()}
+    return costs, paces
 
 
 def carried(before: Mapping[int, Pace], made: Mapping[int, Pace]) -> dict[int, Pace]:
@@ -98,8 +152,8 @@ def carried(before: Mapping[int, Pace], made: Mapping[int, Pace]) -> dict[int, P
     for rank, pace in before.items():
         if rank not in known:
             best = max(pace.per_group, *(other.per_group for other in made.values()))
-            busy_s = max(pace.busy_s / FORGIVEN, pace.tokens / best)
-            known[rank] = Pace(pace.tokens, round(busy_s, 3), pace.width)
+            busy_s = max(pace.busy_s / FORGIVEN, pace.work / best)
+            known[rank] = Pace(pace.work, round(busy_s, 3), pace.width)
     return known
 
 
@@ -117,59 +171,57 @@ def measured_weights(paces: Mapping[int, Pace]) -> dict[int, float]:
 
 
 def cut(
-    slots: Sequence[int], lengths: Mapping[int, float], ranks: Sequence[int], paces: Mapping[int, Pace]
+    slots: Sequence[int], costs: Mapping[int, float], ranks: Sequence[int], paces: Mapping[int, Pace]
 ) -> Chunks:
-    """Cut `slots` into chunks for `ranks`. `lengths` by slot: what is expected; a slot without one is taken
-    for an average one. Without any length the order stays.
+    """Cut `slots` into chunks for `ranks`. `costs` by slot: what is expected; a slot without one is taken
+    for an average one. Without any cost the order stays.
     """
-    usual = sum(lengths.values()) / len(lengths) if lengths else 1.0
-    length = {slot: lengths.get(slot, usual) for slot in slots}
-    order = sorted(slots, key=lambda slot: -length[slot]) if lengths else list(slots)
+    usual = sum(costs.values()) / len(costs) if costs else 1.0
+    cost = {slot: costs.get(slot, usual) for slot in slots}
+    order = sorted(slots, key=lambda slot: -cost[slot]) if costs else list(slots)
     rate = rates(ranks, paces)
     chunks: list[Chunk] = []
     first: dict[int, int] = {}
-    begin, whole, reached = 0, sum(length.values()), 0.0
+    begin, whole, reached = 0, sum(cost.values()), 0.0
     left_rate, behind = sum(rate.values()), 0.0
     for rank in sorted(ranks, key=lambda rank: (-pace_of(rank, paces), rank)):
         first[rank] = len(chunks)
         behind += rate[rank] / left_rate * whole
         end = begin
-        while end < len(order) and reached + length[order[end]] / 2 <= behind:
-            reached += length[order[end]]
+        while end < len(order) and reached + cost[order[end]] / 2 <= behind:
+            reached += cost[order[end]]
             end += 1
-        chunks += _place(order[begin:end], length, paces.get(rank))
+        chunks += _place(order[begin:end], cost, paces.get(rank))
         begin = end
-    return Chunks(chunks + _decreasing(order[begin:], length), first, dict(paces))
+    return Chunks(chunks + _decreasing(order[begin:], cost), first, dict(paces))
 
 
 def pace_of(rank: int, paces: Mapping[int, Pace]) -> float:
-    """Return the tokens a second of one group on `rank`, an average one if it is not known."""
+    """Return the cost a second of one group on `rank`, an average one if it is not known."""
     if rank in paces:
         return paces[rank].per_group
     return sum(pace.per_group for pace in paces.values()) / len(paces) if paces else 1.0
 
 
-def _place(slots: Sequence[int], length: Mapping[int, float], pace: Pace | None) -> list[Chunk]:
+def _place(slots: Sequence[int], cost: Mapping[int, float], pace: Pace | None) -> list[Chunk]:
     """Cut a rank's place. If the rank may have all of it in flight at once, it is one chunk: all would be
     claimed at once anyway, and the engine gets them together.
     """
     if pace is None or not 0 < len(slots) <= pace.width:
-        return _decreasing(slots, length)
-    lengths = [length[slot] for slot in slots]
-    return [Chunk(list(slots), sum(lengths), max(lengths))]
+        return _decreasing(slots, cost)
+    return [Chunk(list(slots), [cost[slot] for slot in slots])]
 
 
-def _decreasing(slots: Sequence[int], length: Mapping[int, float]) -> list[Chunk]:
+def _decreasing(slots: Sequence[int], cost: Mapping[int, float]) -> list[Chunk]:
     """Cut a place: each chunk has about 1 / CHUNK_FRACTION of the work left, and at least one slot."""
     chunks: list[Chunk] = []
-    begin, left = 0, sum(length[slot] for slot in slots)
+    begin, left = 0, sum(cost[slot] for slot in slots)
     while begin < len(slots):
-        end, work = begin + 1, length[slots[begin]]
-        while end < len(slots) and work + length[slots[end]] <= left / CHUNK_FRACTION:
-            work += length[slots[end]]
+        end, work = begin + 1, cost[slots[begin]]
+        while end < len(slots) and work + cost[slots[end]] <= left / CHUNK_FRACTION:
+            work += cost[slots[end]]
             end += 1
-        longest = max(length[slot] for slot in slots[begin:end])
-        chunks.append(Chunk(list(slots[begin:end]), work, longest))
+        chunks.append(Chunk(list(slots[begin:end]), [cost[slot] for slot in slots[begin:end]]))
         begin, left = end, left - work
     return chunks
 
@@ -178,9 +230,9 @@ class Standing(NamedTuple):
     """What a rank knows of itself when it chooses."""
 
     open_work: float
-    """Lengths of its groups that are claimed and have not ended, added up, as expected."""
+    """Costs of its groups that are claimed and have not ended, added up, as expected."""
     pace: float | None
-    """Its tokens a second of one group in this row; None while no group of it has ended."""
+    """Its cost a second of one group in this row; None while no group of it has ended."""
     still_s: float
     """For how long nobody has claimed anything."""
     width: int
@@ -207,7 +259,7 @@ def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list
 
     def has_room(chunk: Chunk) -> bool:
         more = me.open_work + chunk.work
-        return not me.open_work or (me.open_work < share and more <= share + chunk.longest)
+        return not me.open_work or (me.open_work < share and more <= share + chunk.dearest)
 
     ordered = [number for number in free if number >= chunks.first[rank]]
     ordered += [number for number in free if number < chunks.first[rank]]
@@ -220,7 +272,7 @@ def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list
     others_s = sum(chunks.chunks[number].work for number in free) / sum(others.values())
 
     def is_for_me(chunk: Chunk) -> bool:
-        mine_s = max(chunk.longest / pace, chunk.work / (pace * me.width))
-        return mine_s <= others_s + chunk.longest / best + me.still_s
+        mine_s = max(chunk.dearest / pace, chunk.work / (pace * me.width))
+        return mine_s <= others_s + chunk.dearest / best + me.still_s
 
     return [number for number in ordered if is_for_me(chunks.chunks[number])]

@@ -1,13 +1,15 @@
 """Show how long three unequal nodes take for a rollout whose groups they claim, against the ideal.
 
-    python scripts/bench/balance.py [--seeds 20] [--groups 512] [--speeds 4,2,1] [--at-once 4] [--dir DIR]
+    python scripts/bench/balance.py [--seeds 20] [--groups 192] [--speeds 4,2,1] [--at-once 4] [--dir DIR]
 
 The engines are simulated: each node generates `--at-once` groups at the same time, each at the node's speed.
-Lengths are lognormal (sigma 1) and belong to the tasks; an iteration has all tasks. What decides is the
-product's: the chunks, who claims which, and the claims themselves, as files in a directory (--dir: on another
-filesystem). In the first iteration neither lengths nor speeds are known, from the second on both are; of a
-node that is new its speed is not. The ideal: all nodes busy to the end, or the longest group on the fastest
-node. A rate that halves does so at half of the ideal time; then the ideal is that of the new rates.
+Seconds are lognormal (sigma 1) and belong to the tasks; an iteration has all tasks. What decides is the
+product's: the chunks, who claims which, the claims themselves, as files in a directory (--dir: on another
+filesystem), and what an iteration teaches the next. In the first iteration neither costs nor speeds are
+known, from the second on both are; of a node that is new its speed is not. Tokens are in proportion to the
+seconds, or, where groups wait for tools, two of each group. The ideal: all nodes busy to the end, or the
+longest group on the fastest node. A rate that halves does so at half of the ideal time; then the ideal is
+that of the new rates.
 
 Prints for each way the median and the worst ratio to the ideal, the most claims of a rollout, and the mean
 operations on the directory of a claim, with those of nodes that leave chunks to others.
@@ -19,14 +21,14 @@ import random
 import statistics
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import RunDir
-from coordinator.protocol.chunks import Chunks, Pace, Standing, choose, cut
+from coordinator.protocol.chunks import Chunks, Made, Pace, Standing, choose, cut, measured
 from coordinator.protocol.split_slots import split_slots
 from rollout.storage import files
 
@@ -43,19 +45,20 @@ class SimulatedNode:
     queue: deque[int] = field(default_factory=deque[int])
     in_flight: int = 0
     open_work: float = 0.0
-    tokens: float = 0.0
-    busy_s: float = 0.0
+    done_work: float = 0.0
+    seconds: dict[int, float] = field(default_factory=dict[int, float])
 
     @property
     def pace(self) -> float | None:
-        return self.tokens / self.busy_s if self.busy_s else None
+        return self.done_work / sum(self.seconds.values()) if self.seconds else None
 
 
 @dataclass
 class Rollout:
     """One rollout, event by event."""
 
-    lengths: Sequence[float]
+    seconds: Sequence[float]
+    """Of each group on a node of speed 1."""
     speeds: Sequence[float]
     at_once: int
     ideal_s: float
@@ -71,22 +74,18 @@ class Rollout:
 
     def by_shares(self, weights: Mapping[int, float]) -> float:
         """Return the seconds of a split that is fixed beforehand."""
-        for rank, slots in split_slots(range(len(self.lengths)), weights).items():
+        for rank, slots in split_slots(range(len(self.seconds)), weights).items():
             self.nodes[rank].queue.extend(slots)
         return self._run(None, {})
 
-    def by_claims(self, chunks: Chunks, claims: Mapping[int, Claims], expected: Mapping[int, float]) -> float:
+    def by_claims(self, chunks: Chunks, claims: Mapping[int, Claims]) -> float:
         """Return the seconds of a rollout whose groups are claimed."""
-        self._expected = expected
+        self._costs = chunks.costs()
         return self._run(chunks, claims)
 
-    def paces(self) -> dict[int, Pace]:
+    def made(self) -> dict[int, Made]:
         """Return what the nodes have measured."""
-        return {
-            n.rank: Pace(round(1000 * n.tokens), 1000 * n.busy_s, self.at_once)
-            for n in self.nodes
-            if n.busy_s
-        }
+        return {node.rank: Made(node.seconds, self.at_once) for node in self.nodes}
 
     def _run(self, chunks: Chunks | None, claims: Mapping[int, Claims]) -> float:
         for node in self.nodes:
@@ -102,9 +101,10 @@ class Rollout:
                 continue
             if slot is not None:
                 node.in_flight -= 1
-                node.tokens += self.lengths[slot]
-                node.busy_s += now_s - begun_s
-                node.open_work -= self._expected[slot] if chunks else 0.0
+                node.seconds[slot] = now_s - begun_s
+                if chunks:
+                    node.done_work += self._costs[slot]
+                    node.open_work -= self._costs[slot]
                 end_s = now_s
             while node.in_flight < self.at_once:
                 if (
@@ -117,7 +117,7 @@ class Rollout:
                     break
                 begun = node.queue.popleft()
                 node.in_flight += 1
-                self._at(now_s + self.lengths[begun] / node.speed, rank, begun, now_s)
+                self._at(now_s + self.seconds[begun] / node.speed, rank, begun, now_s)
         return end_s
 
     def _claim(self, node: SimulatedNode, now_s: float, chunks: Chunks, claims: Claims) -> bool:
@@ -132,7 +132,7 @@ class Rollout:
         self.claimed += 1
         self._still_since_s = now_s
         node.queue.extend(chunks.chunks[number].slots)
-        node.open_work += sum(self._expected[slot] for slot in chunks.chunks[number].slots)
+        node.open_work += chunks.chunks[number].work
         return True
 
     def _at(self, when_s: float, rank: int, slot: int | None, begun_s: float = 0.0) -> None:
@@ -151,25 +151,16 @@ class Rollout:
 
 
 def ideal_s(
-    lengths: Sequence[float], speeds: Sequence[float], at_once: int, halves: int | None = None
+    seconds: Sequence[float], speeds: Sequence[float], at_once: int, halves: int | None = None
 ) -> float:
     """Return the least time: all busy to the end, or the longest group on the fastest node."""
-    work, rate = sum(lengths), sum(speeds) * at_once
-    seconds = work / rate
+    work, rate = sum(seconds), sum(speeds) * at_once
+    least_s = work / rate
     if halves is not None:
-        before_s = max(seconds, max(lengths) / max(speeds)) / 2
+        before_s = max(least_s, max(seconds) / max(speeds)) / 2
         slower = rate - speeds[halves] * at_once / 2
-        seconds = before_s + max(0.0, work - rate * before_s) / slower
-    return max(seconds, max(lengths) / max(speeds))
-
-
-def claim(run_dir: RunDir, number: int, rollout: Rollout, known: bool, paces: Mapping[int, Pace]) -> float:
-    """Return the seconds of a rollout by claims; `known`: the lengths are."""
-    slots = range(len(rollout.lengths))
-    lengths = dict(enumerate(rollout.lengths)) if known else {}
-    ranks = range(len(rollout.speeds))
-    claims = {rank: Claims(run_dir, 1, number, 2, rank) for rank in ranks}
-    return rollout.by_claims(cut(slots, lengths, ranks, paces), claims, lengths or dict.fromkeys(slots, 1.0))
+        least_s = before_s + max(0.0, work - rate * before_s) / slower
+    return max(least_s, max(seconds) / max(speeds))
 
 
 @dataclass
@@ -181,29 +172,55 @@ class Found:
     operations: list[float] = field(default_factory=list[float])
 
 
-def measure(
-    lengths: Sequence[float], speeds: Sequence[float], at_once: int, run_dir: RunDir
-) -> dict[str, Found]:
-    """Return what each way comes to, for the lengths of one seed."""
-    found: dict[str, Found] = {}
-    best_s = ideal_s(lengths, speeds, at_once)
-    paces: dict[int, Pace] = {}
-    ways: list[tuple[str, bool, int | None, int | None]] = [
-        ("claims, first iteration", False, None, None),
-        ("claims, second iteration", True, None, None),
-        ("claims, new tasks, known rates", False, None, None),
-        *((f"claims, the rate of {speed:g} halves", True, rank, None) for rank, speed in enumerate(speeds)),
-        *((f"claims, the node of {speed:g} is new", True, None, rank) for rank, speed in enumerate(speeds)),
-    ]
-    for number, (name, known, halves, new) in enumerate(ways, 1):
-        rollout = Rollout(lengths, speeds, at_once, best_s, halves)
+@dataclass
+class Run:
+    """Iterations of the same tasks, and what they have taught so far."""
+
+    run_dir: RunDir
+    seconds: Sequence[float]
+    tokens: Mapping[int, int]
+    speeds: Sequence[float]
+    at_once: int
+    costs: dict[int, float] = field(default_factory=dict[int, float])
+    paces: dict[int, Pace] = field(default_factory=dict[int, Pace])
+    number: int = 0
+
+    def iterate(self, new_tasks: bool = False, halves: int | None = None, new: int | None = None) -> Found:
+        """Make a rollout by claims; `new`: a rank whose speed is not known."""
+        self.number += 1
+        ranks = range(len(self.speeds))
+        rollout = Rollout(
+            self.seconds, self.speeds, self.at_once, ideal_s(self.seconds, self.speeds, self.at_once), halves
+        )
+        costs = self.costs
+        if new_tasks and costs:
+            costs = dict.fromkeys(costs, statistics.mean(costs.values()))
+        paces = {rank: pace for rank, pace in self.paces.items() if rank != new}
+        chunks = cut(range(len(self.seconds)), costs, ranks, paces)
         files.operations.clear()
-        of_known = {rank: pace for rank, pace in paces.items() if rank != new}
-        ratio = claim(run_dir, number, rollout, known, of_known) / ideal_s(lengths, speeds, at_once, halves)
-        found[name] = Found([ratio], [rollout.claimed], [sum(files.operations.values()) / rollout.claimed])
-        paces = paces or rollout.paces()
+        claims = {rank: Claims(self.run_dir, 1, self.number, 2, rank) for rank in ranks}
+        ratio = rollout.by_claims(chunks, claims) / ideal_s(self.seconds, self.speeds, self.at_once, halves)
+        if halves is None and new is None:
+            self.costs, self.paces = measured(rollout.made(), self.tokens, {} if new_tasks else self.costs)
+        return Found([ratio], [rollout.claimed], [sum(files.operations.values()) / rollout.claimed])
+
+
+def measure(
+    seconds: Sequence[float], speeds: Sequence[float], at_once: int, run_dir: Callable[[], RunDir]
+) -> dict[str, Found]:
+    """Return what each way comes to, for the seconds of one seed."""
+    tools = Run(run_dir(), seconds, dict.fromkeys(range(len(seconds)), 2), speeds, at_once)
+    found = {f"tools, iteration {number}": tools.iterate() for number in (1, 2, 3)}
+    tokens = {slot: round(1000 * s) for slot, s in enumerate(seconds)}
+    engine = Run(run_dir(), seconds, tokens, speeds, at_once)
+    found |= {f"claims, iteration {number}": engine.iterate() for number in (1, 2)}
+    for rank, speed in enumerate(speeds):
+        found[f"claims, the rate of {speed:g} halves"] = engine.iterate(halves=rank)
+        found[f"claims, the node of {speed:g} is new"] = engine.iterate(new=rank)
+    found["claims, new tasks, known rates"] = engine.iterate(new_tasks=True)
     for name, weights in (("equal weights", [1.0] * len(speeds)), ("right static weights", speeds)):
-        fixed = Rollout(lengths, speeds, at_once, best_s)
+        best_s = ideal_s(seconds, speeds, at_once)
+        fixed = Rollout(seconds, speeds, at_once, best_s)
         found[name] = Found([fixed.by_shares(dict(enumerate(weights))) / best_s])
     return found
 
@@ -214,7 +231,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--groups", type=int, default=512)
+    parser.add_argument("--groups", type=int, default=192)
     parser.add_argument("--speeds", default="4,2,1")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--dir", type=Path)
@@ -223,11 +240,15 @@ def main() -> None:
     table: dict[str, Found] = {}
     for seed in range(options.seeds):
         draw = random.Random(seed)
-        lengths = [draw.lognormvariate(0.0, 1.0) for _ in range(options.groups)]
+        seconds = [draw.lognormvariate(0.0, 1.0) for _ in range(options.groups)]
         with tempfile.TemporaryDirectory(dir=options.dir) as directory:
-            run_dir = RunDir(Path(directory))
-            files.make_directory(run_dir.claims)
-            for name, found in measure(lengths, speeds, options.at_once, run_dir).items():
+
+            def run_dir(directory: str = directory) -> RunDir:
+                made = RunDir(Path(tempfile.mkdtemp(dir=directory)))
+                files.make_directory(made.claims)
+                return made
+
+            for name, found in measure(seconds, speeds, options.at_once, run_dir).items():
                 row = table.setdefault(name, Found())
                 row.ratios += found.ratios
                 row.claims += found.claims

@@ -461,7 +461,7 @@ class Invariants:
 def _planned(plan: dict[str, Any]) -> list[int]:
     """The slots of a plan, of nodes or of chunks."""
     if "chunks" in plan:
-        return [*(slot for slots, _, _ in plan["chunks"] for slot in slots), *plan["spare"]]
+        return [*(slot for slots, _ in plan["chunks"] for slot in slots), *plan["spare"]]
     return [slot for share in plan["shares"].values() for slot in share]
 
 

@@ -116,7 +116,7 @@ def test_without_weights_every_slot_is_in_one_chunk_or_in_flight(node: Any, iter
     node.kept = {2: {"key": key_of(node, iteration, "train"), "slots": [5]}}
     finish(node, group(0))
     plan = trajectories.plan(node, iteration, "train", Quota(40, 40), ORIGIN, range(40))
-    chunked = [slot for slots, _, _ in plan["chunks"] for slot in slots]
+    chunked = [slot for slots, _ in plan["chunks"] for slot in slots]
     assert sorted([*chunked, 5]) == list(range(1, 40)) and plan["spare"] == []
     assert set(plan["first"]) == {"0", "1", "2"} and plan["short"] == 0
 
@@ -128,7 +128,7 @@ def test_a_node_alone_claims_nothing(node: Any, iteration: Iteration) -> None:
     assert plan["shares"] == {"0": [0, 1, 2]}
 
 
-def test_paces_of_the_nodes_are_joined() -> None:
-    pace = [120, 3.5, 4]
-    said = {0: {"short": 0, "pace": pace}, 1: {"short": 0}}
-    assert trajectories.sum_short({"short": 0}, said)["paces"] == {"0": pace}
+def test_what_the_nodes_have_made_is_joined() -> None:
+    made = [{"7": 3.5}, 4]
+    said = {0: {"short": 0, "made": made}, 1: {"short": 0}}
+    assert trajectories.sum_short({"short": 0}, said)["made"] == {"0": made}

@@ -201,7 +201,7 @@ def test_what_the_plan_leaves_with_a_node_that_has_lost_it_is_made_again(
     let(machine)
     order = replace(order_for(run_dir, [3]), kept=[1, 2])
     if claims:
-        claimed = {"chunks": [[[3], 1.0, 1.0]], "first": {"1": 0}, "paces": {}, "spare": []}
+        claimed = {"chunks": [[[3], [1.0]]], "first": {"1": 0}, "paces": {}, "spare": []}
         order = replace(order, claimed=claimed, slots=[], needed=0)
     assert collector.collect(order, listener)["short"] == 0
     collector.flush(listener)
@@ -212,7 +212,7 @@ def test_node_whose_groups_are_late_takes_the_spare_slots_that_others_leave(
     machine: Machine, collector: CollectorHost, listener: Listener, run_dir: RunDir
 ) -> None:
     let(machine, 0, 3)
-    claimed = {"chunks": [[[0, 1], 2.0, 1.0]], "first": {"1": 0}, "paces": {}, "spare": [2, 3, 4, 5]}
+    claimed = {"chunks": [[[0, 1], [1.0, 1.0]]], "first": {"1": 0}, "paces": {}, "spare": [2, 3, 4, 5]}
     order = replace(order_for(run_dir, [], over_sample=1.5), claimed=claimed, quota=Quota(2, 6))
     assert collector.collect(order, listener)["short"] == 0
     collector.flush(listener)
@@ -225,14 +225,15 @@ def test_a_node_claims_chunk_after_chunk_until_none_is_left(
     let(machine)
     told: list[Path] = []
     listener = replace(listener, claimed=told.append)
-    chunks = {"chunks": [[[0, 1], 2.0, 1.0], [[2], 1.0, 1.0], [[3, 4, 5], 3.0, 1.0]], "spare": []}
+    chunks = {"chunks": [[[0, 1], [1.0] * 2], [[2], [1.0]], [[3, 4, 5], [1.0] * 3]], "spare": []}
     (run_dir.claims / "e0002.i000001.p02.c000001").touch()  # of another node
     (run_dir.claims / "e0001.i000001.p02.c000000").touch()  # of an epoch before
     order = replace(order_for(run_dir, []), claimed={**chunks, "first": {"0": 0, "1": 2}, "paces": {}})
     ended = collector.collect(order, listener)
     collector.flush(listener)
     assert set(durable(run_dir)) == {0, 1, 3, 4, 5} and ended["short"] == 0
-    assert ended["pace"][0] == 5 and ended["pace"][2] == 8
+    seconds, width = ended["made"]
+    assert set(seconds) == {"0", "1", "3", "4", "5"} and min(seconds.values()) > 0 and width == 8
     assert {path.name for path in told} >= {"e0002.i000001.p02.c000000", "e0002.i000001.p02.c000002"}
 
 
@@ -318,7 +319,7 @@ def test_collector_that_ends_once_costs_what_was_not_durable(
     machine.deadly_once = {"2"}
     order = order_for(run_dir, [*range(6)])
     if claims:
-        chunks = [[[0, 1, 2, 3], 4.0, 1.0], [[4, 5], 2.0, 1.0]]
+        chunks = [[[0, 1, 2, 3], [1.0] * 4], [[4, 5], [1.0] * 2]]
         claimed = {"chunks": chunks, "first": {"1": 0}, "paces": {}, "spare": []}
         order = replace(order, claimed=claimed, slots=[], needed=0)
     assert collector.collect(order, listener)["short"] == 0
@@ -334,7 +335,7 @@ def test_group_that_ends_each_collector_is_given_up_and_the_others_are_made(
     machine.deadly = {"4"}
     order = order_for(run_dir, [*range(6)])
     if claims:
-        claimed = {"chunks": [[[*range(6)], 6.0, 1.0]], "first": {"1": 0}, "paces": {}, "spare": []}
+        claimed = {"chunks": [[[*range(6)], [1.0] * 6]], "first": {"1": 0}, "paces": {}, "spare": []}
         order = replace(order, claimed=claimed, slots=[], needed=0)
     collector.collect(order, listener)
     collector.flush(listener)

@@ -66,7 +66,6 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
         "generated": 18,
         "short": 0,
         "failed_samples": 0,
-        "lengths": {"0": 3, "1": 3, "2": 3},
         "rewards": {"0": 0.5, "2": 1.0, "1": pytest.approx(1 / 3, abs=1e-6)},
         "reward": pytest.approx(3 / 6),
         "truncated": pytest.approx(3 / 6),

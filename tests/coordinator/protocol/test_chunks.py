@@ -4,7 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.chunks import Chunks, Pace, Standing, carried, choose, cut, paces_of
+from coordinator.protocol.chunks import (
+    Chunks,
+    Made,
+    Pace,
+    Standing,
+    carried,
+    choose,
+    cut,
+    made_of,
+    measured,
+    paces_of,
+)
 
 FAST, SLOW = Pace(400, 100.0, 4), Pace(100, 100.0, 4)
 IDLE = Standing(open_work=0.0, pace=None, still_s=0.0, width=4)
@@ -19,20 +30,20 @@ paces = st.builds(Pace, st.integers(1, 10_000), st.floats(0.1, 1e4), st.integers
 def test_every_slot_is_in_one_chunk(slots: set[int], ranks: set[int], data: st.DataObject) -> None:
     known = data.draw(st.dictionaries(st.sampled_from(sorted(ranks)), paces))
     some = st.dictionaries(st.sampled_from(sorted(slots)), st.floats(1, 1e5)) if slots else st.just({})
-    lengths = data.draw(some)
-    made = cut(sorted(slots), lengths, sorted(ranks), known)
+    costs = data.draw(some)
+    made = cut(sorted(slots), costs, sorted(ranks), known)
     chunked = [slot for chunk in made.chunks for slot in chunk.slots]
     assert sorted(chunked) == sorted(slots) and all(chunk.slots for chunk in made.chunks)
     assert made.first.keys() == ranks and Chunks.of(made.as_json()) == made
-    if lengths:
-        usual = sum(lengths.values()) / len(lengths)
-        expected = [lengths.get(slot, usual) for slot in chunked]
+    if costs:
+        usual = sum(costs.values()) / len(costs)
+        expected = [costs.get(slot, usual) for slot in chunked]
         assert expected == sorted(expected, reverse=True)
 
 
 def test_the_fastest_rank_begins_with_the_longest_groups_and_has_most_of_the_list() -> None:
     made = cut(range(100), {slot: 1.0 + slot for slot in range(100)}, [0, 1], {0: SLOW, 1: FAST})
-    assert made.first[1] == 0 and made.chunks[0].longest == 100.0
+    assert made.first[1] == 0 and made.chunks[0].dearest == 100.0
     of_fast = sum(chunk.work for chunk in made.chunks[: made.first[0]])
     assert 0.75 < of_fast / sum(chunk.work for chunk in made.chunks) < 0.85
 
@@ -134,3 +145,40 @@ def test_a_rank_that_is_new_beside_known_ones_takes_half_its_share_at_once() -> 
         mine += made.chunks[chosen[0]].work
         free.remove(chosen[0])
     assert 32 <= mine <= 64
+
+
+def test_work_is_measured_in_seconds_on_a_node_of_pace_1_where_groups_wait_for_tools() -> None:
+    """All groups have two tokens; the second node takes three times as long."""
+    made = {0: Made({0: 1.0, 1: 4.0, 2: 2.0}, 4), 1: Made({3: 3.0, 4: 12.0, 5: 6.0}, 8)}
+    tokens = dict.fromkeys(range(6), 2)
+    costs, paces = measured(made, tokens, {})
+    assert paces[0].per_group == pytest.approx(3 * paces[1].per_group, rel=1e-3)
+    assert [costs[slot] / costs[0] for slot in range(6)] == pytest.approx([1, 4, 2, 1, 4, 2])
+    again = {0: Made({3: 1.0, 4: 4.0}, 4), 1: Made({2: 6.0}, 8)}
+    later, paces = measured(again, tokens, costs)
+    assert paces[0].per_group == pytest.approx(3 * paces[1].per_group, rel=1e-3)
+    assert later == pytest.approx(costs), "also of those whose seconds nobody knows"
+
+
+def test_cost_of_a_new_task_is_taken_from_its_tokens_in_the_unit_of_the_others() -> None:
+    made = {0: Made({0: 2.0, 1: 8.0}, 4), 1: Made({2: 5.0}, 4)}
+    costs, paces = measured(made, {0: 10, 1: 40, 2: 50}, {0: 1.0, 1: 4.0})
+    assert paces[0].per_group == pytest.approx(0.5) and paces[1].per_group == pytest.approx(1.0)
+    assert costs == pytest.approx({0: 1.0, 1: 4.0, 2: 5.0})
+
+
+@given(
+    made=st.dictionaries(
+        st.integers(0, 3), st.dictionaries(st.integers(0, 9), st.floats(0, 1e6)), max_size=4
+    ),
+    tokens=st.dictionaries(st.integers(0, 9), st.integers(1, 9999)),
+    expected=st.dictionaries(st.integers(0, 9), st.floats(0, 1e6)),
+)
+def test_whatever_nodes_have_measured_gives_costs_and_paces(
+    made: dict[int, dict[int, float]], tokens: dict[int, int], expected: dict[int, float]
+) -> None:
+    document = {str(rank): [seconds, 4] for rank, seconds in made.items()}
+    costs, paces = measured(made_of(document), tokens, expected)
+    assert costs.keys() == tokens.keys() and min(costs.values(), default=0.0) >= 0.0
+    known = paces_of({str(rank): pace for rank, pace in paces.items()})
+    cut(sorted(tokens), costs, range(4), known)

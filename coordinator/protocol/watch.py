@@ -19,6 +19,7 @@ from coordinator.directory.layout import MASTER, Flag, RunDir
 from coordinator.protocol import file_events
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away
+from coordinator.protocol.fresh_listing import FreshListing
 from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
 from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
 from coordinator.protocol.loss_policy import loss_policy
@@ -71,6 +72,7 @@ class Watch:
         self.standstill = Standstill(_look_interval_s(cluster))
         self.fence = Fence(cluster.beat_interval_s, cluster.node_timeout_s, self._be_fenced)
         self.heart = Heart(run_dir, rank, self._beat_content)
+        self.listings = FreshListing(rank)
         self.current: EpochRecord | None = None
         self.board = parse([])
         """What was listed last."""
@@ -182,7 +184,7 @@ class Watch:
         """
         with self._looking:
             try:
-                names = files.listing(self._others)
+                names = self.listings.names(self._others)
                 self._looked_s = time.monotonic()
                 if self.rank == MASTER:
                     names += self._list_own(whole)
@@ -361,7 +363,8 @@ class Watch:
 
     def _beat_content(self) -> dict[str, Any]:
         observed = {rank: round(s, 1) for rank, s in self.silence.so_far(time.monotonic()).items()}
-        return {**self._describe(), **({"silent_s": observed} if self.rank == MASTER else {})}
+        listings = {"listings": facts} if (facts := self.listings.facts()) else {}
+        return {**self._describe(), **listings, **({"silent_s": observed} if self.rank == MASTER else {})}
 
 
 def _look_interval_s(cluster: ClusterSettings) -> float:

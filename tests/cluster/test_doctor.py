@@ -211,10 +211,25 @@ def test_mount_without_hard_links_creates_once_all_the_same_and_says_so(
     assert tree(shared.backing) == set()
 
 
+def test_old_listings_that_a_name_of_the_nodes_own_makes_fresh_are_said_with_the_mount_options(
+    shared: FaultFs, doctors: Callable[[int], Doctors]
+) -> None:
+    shared.set(listing_s=20.0)
+    two = doctors(2)
+    two.start(1, shared[1].path / "run")
+    two.start(0, shared[0].path / "run")
+    found = two.report()
+    assert found["listings"]["verdict"] == "slow" and found["listings"]["values"]["1"]["hidden_s"] > 0.1
+    assert "lookupcache=none" in found["listings"]["what_to_do"]
+    assert found["delay 0-1"]["values"]["p50_s"] < 1.0
+    two.end(1)
+    assert tree(shared.backing) == set()
+
+
 def test_listings_that_are_outdated_between_nodes_are_slow_with_the_mount_options(
     shared: FaultFs, doctors: Callable[[int], Doctors]
 ) -> None:
-    shared.set(attributes_s=1.5, negative_s=1.5, listing_s=1.5)
+    shared.set(attributes_s=1.5, negative_s=1.5, listing_s=1.5, keeps_listing=True)
     two = doctors(2)
     two.start(1, shared[1].path / "run")
     two.start(0, shared[0].path / "run")

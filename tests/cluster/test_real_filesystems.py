@@ -26,6 +26,17 @@ def test_killed_worker_comes_back_and_no_group_is_lost(kind: str, tmp_path: Path
         carry(shared, cache, tmp_path, killed=[1], iterations=3, nodes=2)
 
 
+@pytest.mark.timeout(400)
+def test_iteration_on_sshfs_with_its_default_caches_takes_seconds(tmp_path: Path, cache: Path) -> None:
+    """Each of its clients believes its own listing of a directory for 20 s."""
+    if reason := unavailable("sshfs"):
+        pytest.skip(reason)
+    with Mounts("sshfs", tmp_path / "fs", 4) as shared:
+        cluster = carry(shared, cache, tmp_path, killed=[], iterations=3)
+        assert max(line["seconds"] for line in cluster.metrics()[1:]) < 5.0
+        assert "this client shows listings that are" in cluster.everything_said()
+
+
 def test_nothing_is_left_of_a_filesystem_whose_user_is_killed(tmp_path: Path) -> None:
     kind = "sshfs, caches off"
     if reason := unavailable(kind):

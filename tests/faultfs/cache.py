@@ -65,15 +65,18 @@ class ClientCache:
         with self._lock:
             self._found.pop(path, None)
 
-    def changed(self, path: str) -> None:
-        """We have made, removed or renamed `path`."""
-        directory = posixpath.dirname(path)
+    def changed(self, path: str, listed: tuple[str, int] | None, faults: Faults) -> None:
+        """We have made, removed or renamed `path`; `listed`: its entry now."""
+        directory, name = posixpath.split(path)
         with self._lock:
             for known in (self._found, self._listings):
                 for key in [key for key in known if key == path or key.startswith(f"{path}/")]:
                     del known[key]
             self._found.pop(directory, None)
-            self._listings.pop(directory, None)
+            until_s, entries = self._listings.pop(directory, (0.0, []))
+            if faults.keeps_listing and until_s:
+                others = [entry for entry in entries if entry[0] != name]
+                self._listings[directory] = until_s, others + ([listed] if listed else [])
             self._forget_absences(directory)
 
     def _forget_absences(self, directory: str) -> None:

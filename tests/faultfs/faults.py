@@ -17,6 +17,10 @@ class Faults:
     """"No such file" is believed for so long."""
     listing_s: float = 0.0
     """A listing is believed for so long. 0: opening a directory asks the server, as NFS does."""
+    keeps_listing: bool = False
+    """Whether a client puts what it makes and removes itself into the listing that it remembers, as rclone
+    does, instead of asking for a new one.
+    """
     stubborn: bool = False
     """Whether "no such file" outlives a listing that shows the file."""
     error_rate: float = 0.0

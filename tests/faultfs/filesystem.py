@@ -94,7 +94,11 @@ class FaultyFilesystem(Operations):
 
     def _changed(self, path: str) -> None:
         self._shown_s[path] = 0.0
-        self._cache.changed(path)
+        try:
+            listed = posixpath.basename(path), stat.S_IFMT(os.lstat(self._at(path)).st_mode)
+        except FileNotFoundError:
+            listed = None
+        self._cache.changed(path, listed, self._control.faults())
 
     def _find(self, path: str) -> os.stat_result:
         if self._is_late(path):

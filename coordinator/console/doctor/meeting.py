@@ -29,6 +29,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import MASTER
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
+from coordinator.protocol.fresh_listing import FreshListing
 from coordinator.settings.cluster import ClusterSettings
 from rollout.storage import files
 
@@ -95,6 +96,7 @@ class Host:
 
     def __init__(self, directory: Path, nodes: int) -> None:
         self._directory = directory
+        self.listings = FreshListing(MASTER)
         self._session = secrets.token_hex(4)
         self._expected = set(range(1, nodes))
         self._step = 0
@@ -106,7 +108,7 @@ class Host:
 
     def absent(self) -> set[int]:
         """Look for nodes that have come; return the ranks that have not."""
-        for name in files.listing(self._directory):
+        for name in self.listings.names(self._directory):
             rank = _rank_of_hello(name, self._session)
             if rank in self._expected and (said := hear(self._directory / name)):
                 self.members[rank] = said
@@ -132,7 +134,7 @@ class Host:
         answers: dict[int, Answer] = {}
         awaited = self.members.keys() - {MASTER}
         for _ in poll(STEP_S):
-            names = files.listing(self._directory)
+            names = self.listings.names(self._directory)
             for rank in awaited - answers.keys():
                 name = f"{self._session}.s{self._step:04d}.r{rank:04d}"
                 if name in names and (said := hear(self._directory / name)) is not None:
@@ -174,6 +176,7 @@ class Guest:
         self._root = root
         self._directory = doctor_directory(root)
         self._rank = rank
+        self.listings = FreshListing(rank)
         self._me = whoami()
         self._came_s = time.monotonic()
         self._session = ""
@@ -245,7 +248,7 @@ class Guest:
         """List the doctors' directory; nothing while it does not exist."""
         try:
             if self._session or self._directory.name in files.listing(self._root):
-                return files.listing(self._directory)
+                return self.listings.names(self._directory)
         except FileNotFoundError:
             with contextlib.suppress(FileNotFoundError):
                 files.listing(self._root.parent)  # else "no such directory" may stay cached

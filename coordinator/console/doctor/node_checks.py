@@ -4,7 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.console.doctor.checks import CLOCK_S, Check, Latency, duration, judge_visible, size
+from coordinator.console.doctor.checks import (
+    CLOCK_S,
+    Check,
+    Latency,
+    cache_advice,
+    duration,
+    judge_visible,
+    size,
+)
 from coordinator.machine.filesystems import Mount
 
 
@@ -88,6 +96,18 @@ def judge_their_checks(rank: int, host: str, checks: Sequence[Check]) -> list[Ch
 def judge_delay(rank: int, delays: Latency, mount: Mount) -> Check:
     """Judge the delay between rank 0 and `rank`, half of a round trip."""
     return judge_visible(f"delay 0-{rank}", delays, mount, "there and back, halved")
+
+
+def judge_listings(listings: Mapping[int, Mapping[str, float]], mount: Mount) -> list[Check]:
+    """Judge how old the listings of each node's client were, by FreshListing.facts; no row if none was."""
+    old = {rank: facts["hidden_s"] for rank, facts in sorted(listings.items()) if facts}
+    if not old:
+        return []
+    which = ", ".join(f"rank {rank} {hidden_s:.1f} s" for rank, hidden_s in old.items())
+    figure = f"old ones, at least: {which}; making and removing a name first makes them fresh"
+    advice = f"a run does so by itself, with two more calls for each listing; {cache_advice(mount)}"
+    values = {str(rank): dict(facts) for rank, facts in listings.items()}
+    return [Check("listings", figure, "slow", advice, values)]
 
 
 def judge_clock(rank: int, best: RoundTrip) -> Check:

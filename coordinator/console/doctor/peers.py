@@ -63,14 +63,17 @@ def _ping(host: Host, mount: Mount) -> list[Check]:
     The first does not count if there is a second: a worker that has waited for long looks less often.
     """
     trips: dict[int, list[RoundTrip]] = {}
+    listings: dict[int, dict[str, float]] = {}
     until_s = time.monotonic() + PINGS_S
     for _ in range(PINGS + 1):
         began_s, began_at = time.monotonic(), time.time()
         for rank, answer in host.step("ping").items():
             trips.setdefault(rank, []).append(_round_trip(began_s, began_at, answer))
+            listings[rank] = answer.result["listings"]
         if time.monotonic() > until_s:
             break
-    return [
+    listings[MASTER] = host.listings.facts()
+    return judge.judge_listings(listings, mount) + [
         check
         for rank, done in sorted(trips.items())
         for check in (
@@ -133,7 +136,7 @@ def attend(guest: Guest, rank: int, own_checks: Callable[[], list[Check]]) -> bo
     with contextlib.ExitStack() as doors:
         actions: dict[str, Callable[[Any], dict[str, Any]]] = {
             "checks": lambda _: {"checks": [check.to_dict() for check in own_checks()]},
-            "ping": lambda _: {"at": time.time()},
+            "ping": lambda _: {"at": time.time(), "listings": guest.listings.facts()},
             "claim": lambda told: {"won": _create(told["paths"], rank)},
             "listen": lambda told: open_door(doors, rank, told["peers"], guest.token),
             "connect": lambda told: try_doors(rank, told["doors"]),

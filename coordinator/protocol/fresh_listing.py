@@ -1,0 +1,92 @@
+"""Listings of a directory in which others make names, on a client that believes an old listing of its own.
+
+FUSE clients with a cache of directories (sshfs, 20 s by default; rclone, BlobFuse) show another's name only
+when that time is over, unless they themselves have made or removed a name there. Whether this helps is found
+out where it matters, in a wait: a listing that has not changed for a while is made again after a name of our
+own, and if that shows other names twice, with no change in between that the client has shown by itself, each
+listing from then on begins so.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+from rollout.storage import files
+
+log = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 0.2
+"""A listing that has not changed for so long is doubted; again after twice as long, and so on."""
+EVIDENCE = 2
+"""One such difference may be a name that was made between the two listings."""
+
+
+class FreshListing:
+    """Lists as one rank, which makes and removes a hidden name where that helps."""
+
+    def __init__(self, rank: int) -> None:
+        self._name = f".look.r{rank:04d}.tmp"
+        self._last: dict[Path, tuple[frozenset[str], float]] = {}
+        """By directory: what it showed last, and since when."""
+        self._look_s = FIRST_LOOK_S
+        self._evidence = 0
+        self.oldest_s = 0.0
+        """For how long a listing has hidden a name, at least."""
+        self.refreshed = 0
+        """How many listings were made fresh."""
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether the client is known to believe old listings, and fresh ones can be had."""
+        return self._evidence >= EVIDENCE
+
+    def facts(self) -> dict[str, float]:
+        """Return what a heartbeat says of it; nothing where listings are true."""
+        return {"hidden_s": round(self.oldest_s, 1), "refreshed": self.refreshed} if self.is_doubted else {}
+
+    def names(self, directory: Path) -> list[str]:
+        """Return the names in `directory`; raises as `files.listing`."""
+        if self.is_doubted:
+            return self._refreshed(directory)
+        names = files.listing(directory)
+        shown, now_s = _published(names), time.monotonic()
+        last, since_s = self._last.get(directory, (None, now_s))
+        if shown != last:
+            self._last[directory] = shown, now_s
+            self._look_s, self._evidence = FIRST_LOOK_S, 0
+        elif now_s - since_s > self._look_s:
+            self._look_s *= 2
+            names = self._refreshed(directory)
+            if (fresh := _published(names)) != shown:
+                self._last[directory] = fresh, now_s
+                self._learn(directory, now_s - since_s)
+        return names
+
+    def _learn(self, directory: Path, hidden_s: float) -> None:
+        self._look_s, self._evidence = FIRST_LOOK_S, self._evidence + 1
+        self.oldest_s = max(self.oldest_s, hidden_s)
+        if self.is_doubted:
+            log.info(
+                "%s: this client shows listings that are %.1f s old or older; a name that is made and "
+                "removed before each makes them fresh (run doctor --peers says how to mount it)",
+                directory,
+                self.oldest_s,
+            )
+
+    def _refreshed(self, directory: Path) -> list[str]:
+        self.refreshed += 1
+        own = directory / self._name
+        try:
+            files.mark(own)
+        except (
+            OSError
+        ) as error:  # a full disk, or one that may only be read: the listing is worth it all the same
+            log.debug("%s cannot be made: %s", own, error)
+        else:
+            files.remove(own)
+        return files.listing(directory)
+
+
+def _published(names: list[str]) -> frozenset[str]:
+    """Leave out what others have made hidden, for the same purpose or as temporary files."""
+    return frozenset(name for name in names if not name.startswith("."))

@@ -130,10 +130,7 @@ def test_killed_iteration_is_cleaned_and_a_start_makes_the_same_trajectories_ane
     assert (finished.returncode, finished.stderr) == (2, "run: iteration 1 is finished, nothing is removed\n")
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_cleanup_that_is_killed_leaves_a_run_that_resumes_or_is_cleaned_again(
-    cluster: Cluster, engine_url: str, again: bool
-) -> None:
+def test_cleanup_that_is_killed_leaves_a_run_that_resumes(cluster: Cluster, engine_url: str) -> None:
     arguments = (*SLOW, "--rl-phase", "rollout", "--engine-url", engine_url)
     start(cluster, arguments, slow_s=LONG_S)
     reach_rollout(cluster)
@@ -141,14 +138,11 @@ def test_cleanup_that_is_killed_leaves_a_run_that_resumes_or_is_cleaned_again(
     found = parts(cluster.run_dir)
     assert clean(cluster, dies_at=found[1].name).returncode == -signal.SIGKILL
     assert parts(cluster.run_dir) == found[1:]
-    if again:
-        assert clean(cluster).returncode == 0
-        assert parts(cluster.run_dir) == []
     start(cluster, arguments)
     assert cluster.wait() == [0, 0], cluster.everything_said()
     assert sorted(cluster.groups(1)) == list(range(24))
     named = {part["file"] for part in cluster.manifest(1)["parts"]}
-    assert {path.name for path in found} & named == (set() if again else {path.name for path in found[1:]})
+    assert {path.name for path in found} & named == {path.name for path in found[1:]}
 
 
 def test_node_that_slept_through_a_cleanup_ends_and_the_run_goes_on_without_it(

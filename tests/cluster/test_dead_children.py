@@ -61,8 +61,14 @@ def test_engine_killed_in_mid_rollout_is_restarted_and_no_finished_group_is_made
     assert results(cluster) == undisturbed
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("moment", "separate"), [("starting", True), ("waiting", False)])
+@pytest.mark.parametrize(
+    ("moment", "fault", "separate"),
+    [
+        ("starting", signal.SIGSTOP, True),  # SIGKILL: the next test
+        ("waiting", signal.SIGSTOP, False),
+        ("waiting", signal.SIGKILL, False),
+    ],
+)
 def test_dead_or_stuck_trainer_rank_is_another_attempt(
     cluster: Cluster, engine_urls: list[str], undisturbed: Results, fault: signal.Signals, moment: str
 ) -> None:

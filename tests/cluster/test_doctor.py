@@ -154,18 +154,7 @@ def test_interrupted_rank_0_frees_the_workers(tmp_path: Path, doctors: Callable[
 # ---- on hosts of their own
 
 
-def test_each_host_is_reached_where_it_would_train(
-    tmp_path: Path, hosts: Hosts, doctors: Callable[[int], Doctors]
-) -> None:
-    three = doctors(3)
-    for rank in (1, 2, 0):
-        three.start(rank, tmp_path, prefix=hosts[rank].argv([]))
-    found = three.report()
-    assert found["addresses"]["figure"] == ("0: 10.77.0.1 (lan0), 1: 10.77.0.2 (lan0), 2: 10.77.0.3 (lan0)")
-    assert found["ports"]["values"] == {"connections": 6, "failed": []}
-
-
-def test_pair_that_cannot_connect_is_named(
+def test_each_host_is_reached_where_it_would_train_and_a_pair_that_cannot_connect_is_named(
     tmp_path: Path, hosts: Hosts, doctors: Callable[[int], Doctors]
 ) -> None:
     nobody = ["lladdr", "02:00:00:00:00:99", "nud", "permanent"]
@@ -175,6 +164,7 @@ def test_pair_that_cannot_connect_is_named(
     for rank in (1, 2, 0):
         three.start(rank, tmp_path, prefix=hosts[rank].argv([]))
     found = three.report()
+    assert found["addresses"]["figure"] == ("0: 10.77.0.1 (lan0), 1: 10.77.0.2 (lan0), 2: 10.77.0.3 (lan0)")
     assert found["ports"]["verdict"] == "fail"
     assert found["ports"]["values"] == {
         "connections": 6,
@@ -185,25 +175,15 @@ def test_pair_that_cannot_connect_is_named(
 # ---- on mounts with faults
 
 
-def test_mount_that_copies_where_it_should_rename_is_found_out(
+def test_mount_that_copies_where_it_should_rename_and_has_no_hard_links_is_found_out_and_creates_once(
     shared: FaultFs, doctors: Callable[[int], Doctors]
 ) -> None:
-    shared.set(halves_s=0.4)
-    one = doctors(1)
-    one.start(0, shared[0].path / "run")
-    found = one.report()
-    assert found["big rename"]["verdict"] == "warn" and "copies" in found["big rename"]["what_to_do"]
-    assert tree(shared.backing) == set()
-
-
-def test_mount_without_hard_links_creates_once_all_the_same_and_says_so(
-    shared: FaultFs, doctors: Callable[[int], Doctors]
-) -> None:
-    shared.set(no_links="EPERM")
+    shared.set(halves_s=0.4, no_links="EPERM")
     two = doctors(2)
     two.start(1, shared[1].path / "run")
     two.start(0, shared[0].path / "run")
     found = two.report()
+    assert found["big rename"]["verdict"] == "warn" and "copies" in found["big rename"]["what_to_do"]
     assert found["create once"]["verdict"] == "warn"
     assert "no hard links" in found["create once"]["figure"]
     assert found["all create once"]["values"] == {"names": 50, **NO_RACE_LOST, "hard_links": False}

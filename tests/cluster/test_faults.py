@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import FAST, Cluster, token_ids
-from tests.cluster.conftest import SEPARATE
 from tests.cluster.faults import AGENT, COLLECTOR, children
 
 QUICK = (
@@ -113,7 +112,6 @@ def test_error_on_one_node_ends_all_with_its_words(cluster: Cluster, engine_url:
         assert re.search(said, last), last
 
 
-@SEPARATE
 def test_killed_agent_of_a_trainer_is_another_attempt(cluster: Cluster) -> None:
     arguments = (*FAST, "--num-nodes", "2", "--iterations", "12", "--eval-interval", "0")
     cluster.start(0, *arguments, "trainer.max_attempts=2")

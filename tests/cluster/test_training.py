@@ -280,7 +280,7 @@ def test_fine_tuning_learns_the_answers_of_a_task_file_and_generates_nothing_but
     assert "/tokenize" not in paths, "text becomes tokens without the engine"
 
 
-def test_preferences_are_learnt_by_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+def test_preferences_are_learnt_by_two_nodes_that_start_no_engine(cluster: Cluster, tmp_path: Path) -> None:
     """The built-in model puts its answers in brackets; it learns to leave them out, from written answers."""
     sums = [(a, b) for a in range(10, 100, 7) for b in range(11, 100, 5)]
     tasks = tmp_path / "tasks.jsonl"
@@ -293,12 +293,16 @@ def test_preferences_are_learnt_by_two_nodes(cluster: Cluster, tmp_path: Path) -
     codes = cluster.run(
         2, *FAST, "--tasks", str(tasks), "trainer.algorithm=dpo", "rollout.tasks_per_iteration=64",
         "trainer.global_batch_size=31", "trainer.learning_rate=0.003", "--iterations", "3",
+        "engine.start_timeout_s=0.1",
     )  # fmt: skip
     assert codes == [0, 0], cluster.everything_said()
     lines = cluster.metrics()
     assert [(line["samples"], line["reward"]) for line in lines] == [(128, 0.5)] * 3
     assert lines[0]["loss"] < math.log(2), "it falls within the first iteration"
     assert lines[-1]["preferred"] > 0.95 and lines[-1]["margin"] > lines[0]["margin"] > 0
+    for rank in (0, 1):
+        logs = [path.name for path in cluster.run_dir.logs(rank).iterdir()]
+        assert logs and not [name for name in logs if name.startswith("engine")], logs
 
 
 def test_two_nodes_train_on_what_a_teacher_says_of_their_samples(
@@ -318,17 +322,3 @@ def test_two_nodes_train_on_what_a_teacher_says_of_their_samples(
     for sample in groups[0].samples:
         expected = np.array([0.0, *teacher.prompt_logprobs(sample.token_ids.tolist())])
         assert sample.teacher_logprobs == pytest.approx(expected * sample.loss_mask, abs=1e-5)
-
-
-def test_fine_tuning_without_an_evaluation_starts_no_engine(cluster: Cluster, tmp_path: Path) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text(json.dumps({"prompt": "12+34=", "answer": "46"}) + "\n")
-    codes = cluster.run(
-        2, *FAST, "--tasks", str(tasks), "trainer.algorithm=sft", "rollout.samples_per_task=1",
-        "--iterations", "2", "engine.start_timeout_s=0.1",
-    )  # fmt: skip
-    assert codes == [0, 0], cluster.everything_said()
-    assert [line["samples"] for line in cluster.metrics()] == [8, 8]
-    for rank in (0, 1):
-        logs = [path.name for path in cluster.run_dir.logs(rank).iterdir()]
-        assert logs and not [name for name in logs if name.startswith("engine")], logs

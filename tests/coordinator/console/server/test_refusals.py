@@ -31,145 +31,54 @@ def job(*options: Any, name: Any = "sums", **files: Any) -> dict[str, Any]:
 
 def bodies() -> Iterator[tuple[str, bytes, int]]:
     """(what is wrong, body of POST /jobs, status)."""
-    names = [
-        "",
-        ".",
-        "..",
-        "../x",
-        "a/b",
-        "/etc",
-        "a\\b",
-        "A",
-        "a b",
-        "-a",
-        "_a",
-        "a" * 64,
-        "a\n",
-        "a\0",
-        "é",
-        "%2e%2e",
-    ]
-    names += [
-        ".token",
-        "a.b",
-        "<script>",
-        "'",
-        '"',
-        "$(id)",
-        "`id`",
-        "a;b",
-        "~",
-        "\u202e",
-        "con/../x",
-        5,
-        None,
-        [],
-        {},
-        True,
-    ]
-    for name in names:
+    plain = r""". .. ../x a/b /etc a\b A -a _a é %2e%2e .token a.b <script> ' " $(id) `id` a;b ~ con/../x"""
+    others = ("", "a b", "a" * 64, "a\n", "a\0", "\u202e", 5, None, [], {}, True)
+    for name in (*plain.split(), *others):
         yield f"name {name!r}", json.dumps(job(name=name)).encode(), 400
-    for text in (
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"x"',
-        b"1",
-        b"\xff\xfe",
-        b"{]",
-        b'{"name": "a",}',
-        b"[" * 100_000,
-    ):
+    texts = b'{ [] null "x" 1 \xff\xfe {] {"name":"a",}'.split()
+    for text in (b"", b"[" * 100_000, *texts):
         yield f"body {text[:9]!r}", text, 400
     for key in ("name", "options", "files"):
         value = json.dumps(job()[key])
         yield f"{key} twice", f'{{"{key}": {value}, "{key}": {value}}}'.encode(), 400
     for key in ("log_path", "command", "root", "__proto__", "state", ""):
         yield f"key {key!r}", json.dumps({**job(), key: 1}).encode(), 400
-    for options in (
-        None,
-        "--iterations 3",
-        {},
-        5,
-        ["x"] * 257,
-        [5],
-        [None],
-        [""],
-        ["a" * 5000],
-        ["a\nb"],
-        ["\x1b[2J"],
-    ):
+    lines = (["x"] * 257, [5], [None], [""], ["a" * 5000], ["a\nb"], ["\x1b[2J"])
+    for options in (None, "--iterations 3", {}, 5, *lines):
         yield f"options {str(options)[:20]!r}", json.dumps({**job(), "options": options}).encode(), 400
-    decided = (
-        "--master",
-        "--worker",
-        "--log-path",
-        "--dry-run",
-        "--version",
-        "--help",
-        "--crew",
-        "--",
-        "-n",
-        "-h",
-    )
-    decided += ("--allow-shared-dir", "--install-completion", "--show-completion", "--accept-code-change")
-    decided += ("--reset-settings", "--log-path=/tmp/x", "--worker=1", "--crew=main")
-    for option in decided:
+    decided = "--master --worker --log-path --dry-run --version --help --crew -- -n -h --allow-shared-dir "
+    decided += "--install-completion --show-completion --accept-code-change --reset-settings "
+    decided += "--log-path=/tmp/x --worker=1 --crew=main"
+    for option in decided.split():
         yield f"option {option}", json.dumps(job(option)).encode(), 400
         yield f"option {option} x", json.dumps(job("--iterations", "3", option, "x")).encode(), 400
     wrong = (
-        "--iteratons=3",
-        "--iterations=0",
-        "--iterations=x",
-        "--num-nodes=0",
-        "iteratons=3",
-        "foo",
-        "--model",
+        "--iteratons=3 --iterations=0 --iterations=x --num-nodes=0 iteratons=3 foo --model --rl-phase=all "
     )
+    wrong += "trainer.learning_rate=-1 rollout.max_tokens=0 --rank-weights=0 a.b.c=1 =1 --tasks=no.jsonl "
+    wrong += "--eval-tasks=/no/such.jsonl --config=/etc/passwd --config=../x.toml --reward=os:system "
+    wrong += "--environment=subprocess:run rollout.reward=os:system --hosts=a,b --tasks=gym:os:system "
+    wrong += "rollout.teacher=http://127.0.0.1:80/v1,key_from=HOME --eval-tasks=verifiers:pip "
     wrong += (
-        "--rl-phase=all",
-        "trainer.learning_rate=-1",
-        "rollout.max_tokens=0",
-        "--rank-weights=0",
-        "a.b.c=1",
-        "=1",
+        "eval.sets.a.tasks=gym:os:system engine.args.x=1 cluster.groups.a.nodes=0 --run=/bin/sh --ray=auto"
     )
-    wrong += ("--tasks=no.jsonl", "--eval-tasks=/no/such.jsonl", "--config=/etc/passwd", "--config=../x.toml")
-    wrong += ("--reward=os:system", "--environment=subprocess:run", "rollout.reward=os:system", "--hosts=a,b")
-    wrong += ("rollout.teacher=http://127.0.0.1:80/v1,key_from=HOME", "--tasks=gym:os:system")
-    wrong += ("--eval-tasks=verifiers:pip", "eval.sets.a.tasks=gym:os:system")
-    wrong += ("engine.args.x=1", "cluster.groups.a.nodes=0", "--ssh=sh -c id", "--run=/bin/sh", "--ray=auto")
-    for option in wrong:
+    for option in [*wrong.split(), "--ssh=sh -c id"]:
         yield f"setting {option}", json.dumps(job(option)).encode(), 400
-    paths = (
-        "x.sh",
-        "x.so",
-        "x.pyc",
-        "x.pth",
-        "x",
-        ".jsonl",
-        "../.jsonl",
-        "a b.jsonl",
-        "x.jsonl\n",
-        "é.jsonl",
-        "x.jsonl/",
-    )
-    paths += ("sitecustomize.py", "mine.py", "x\0.jsonl", "a" * 200 + ".jsonl", "..", "x.jsonl/..")
-    for path in paths:
+    paths = "x.sh x.so x.pyc x.pth x .jsonl ../.jsonl é.jsonl x.jsonl/ sitecustomize.py mine.py .. x.jsonl/.."
+    further = ("a b.jsonl", "x.jsonl\n", "x\0.jsonl", "a" * 200 + ".jsonl")
+    for path in (*paths.split(), *further):
         yield f"file {path[:20]!r}", json.dumps(job(**{path: encoded()})).encode(), 400
     for content in (None, 5, [], {}, "no base64!", "YQ=", "é", True):
         yield f"content {content!r}", json.dumps(job(**{"x.jsonl": content})).encode(), 400
     yield "a file twice", json.dumps(job(**{"a/x.jsonl": encoded(), "b/x.jsonl": encoded()})).encode(), 400
     yield "many files", json.dumps(job(**{f"x{n}.jsonl": encoded() for n in range(33)})).encode(), 400
     yield "files as a list", json.dumps({**job(), "files": ["x.jsonl"]}).encode(), 400
-    settings = {"x.toml": encoded("iterations = 0"), "y.toml": encoded("[rollout]\nreward = 'os:system'")}
-    settings |= {
-        "z.toml": encoded("no toml"),
-        "g.toml": encoded("[cluster.groups.a]\nnodes = '0'\npython = '/bin/sh'"),
-    }
+    settings = {
+        "x.toml": "iterations = 0", "y.toml": "[rollout]\nreward = 'os:system'", "z.toml": "no toml",
+        "g.toml": "[cluster.groups.a]\nnodes = '0'\npython = '/bin/sh'",
+    }  # fmt: skip
     for path, content in settings.items():
-        yield f"config {path}", json.dumps(job("--config", path, **{path: content})).encode(), 400
+        yield f"config {path}", json.dumps(job("--config", path, **{path: encoded(content)})).encode(), 400
     yield "a huge body", json.dumps(job("x" * MOST)).encode(), 413
     yield "a huge file", json.dumps(job(**{"x.jsonl": encoded("x" * MOST)})).encode(), 413
 
@@ -177,17 +86,8 @@ def bodies() -> Iterator[tuple[str, bytes, int]]:
 def requests() -> Iterator[tuple[str, tuple[str, str, bytes | None, dict[str, str]], int]]:
     """(what is wrong, method, path, body and headers, status) of other requests."""
     good = json.dumps(job()).encode()
-    for token in (
-        "",
-        "x",
-        "Bearer",
-        "Bearer ",
-        "Bearer x",
-        "Basic x",
-        "Bearer a-token-of-the-test",
-        "Bearer é",
-        "a-token-of-the-tests",
-    ):
+    tokens = ("", "x", "Bearer", "Bearer ", "Bearer x", "Basic x", "Bearer a-token-of-the-test", "Bearer é")
+    for token in (*tokens, "a-token-of-the-tests"):
         headers = {"Authorization": token.encode().decode("latin-1")}
         yield f"token {token!r}", ("POST", "/jobs", good, headers), 401
         yield f"token {token!r} to look", ("GET", "/jobs", None, headers), 401
@@ -200,19 +100,8 @@ def requests() -> Iterator[tuple[str, tuple[str, str, bytes | None, dict[str, st
     yield "a wrong login", ("POST", "/login", b'{"token": "x"}', {"Authorization": ""}), 401
     for kind in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
         yield f"a body of {kind}", ("POST", "/jobs", good, {"Content-Type": kind}), 415
-    for name in (
-        "no",
-        "..",
-        "%2e%2e",
-        "..%2f..%2fetc",
-        "%00",
-        ".token",
-        "a%0ab",
-        "%ff",
-        "A",
-        "<b>",
-        "x" * 300,
-    ):
+    names = "no .. %2e%2e ..%2f..%2fetc %00 .token a%0ab %ff A <b>"
+    for name in (*names.split(), "x" * 300):
         for what in ("", "/report", "/logs", "/metrics", "/checkpoint", "/checkpoint/1/..%2f..%2frun.json"):
             yield f"GET {name}{what}", ("GET", f"/jobs/{name}{what}", None, {}), 404
         for what in ("stop", "resume", "cleanup"):

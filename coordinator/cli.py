@@ -92,9 +92,9 @@ def node(
     from coordinator.console.views.terminal import live_view
     from coordinator.journal import logs
     from coordinator.main import run_node
-    from coordinator.start.start import in_utf8
+    from coordinator.start.start import ready_machine
 
-    root = in_utf8(root)
+    root = ready_machine(root)
 
     def as_node(placed_as: str | None, crew: Any = "main") -> int:
         prefix = logs.set_up(rank, crew)
@@ -135,15 +135,17 @@ def local(
         return _show(root, given, reset)
     hold_up_nobody()
     from coordinator.machine.children import Children
+    from coordinator.machine.oddities import need_temporary
 
+    need_temporary(root)
     with Children() as children:
         children.share_imports()
         from coordinator.console.commands.local import (
             run_local,
         )  # half a second: what is shared is imported beside it
-        from coordinator.start.start import in_utf8
+        from coordinator.start.start import ready_machine
 
-        root = in_utf8(root)
+        root = ready_machine(root)
         return run_local(children, root, given, reset, accept_code_change, allow_shared_dir)
 
 

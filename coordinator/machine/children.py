@@ -49,6 +49,7 @@ from coordinator.machine import keeper
 from coordinator.machine.child_output import Output
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
+from coordinator.machine.oddities import has_semaphores
 from coordinator.settings.groups import GroupSettings
 from rollout.engines.servers import RPC_BYTES, SOCKET_BYTES
 from trainer.job import forks
@@ -197,10 +198,11 @@ class Children:
 
     def share_imports(self) -> Mapping[str, str]:
         """Start that process, and have all nodes that are started from now on use it. Return what this adds
-        to their environment: nothing on a machine with GPUs, as what has used one is not fit to fork, nor if
+        to their environment: nothing on a machine with GPUs, as what has used one is not fit to fork, nor
+        without semaphores, by which forks speak to their agent, nor if
         this process has been told of one that another has started.
         """
-        if count_gpus() or not hasattr(os, "pidfd_open") or self.shares_imports:
+        if count_gpus() or not hasattr(os, "pidfd_open") or self.shares_imports or not has_semaphores():
             return {}
         socket = str(self.spool / "forks.sock")
         self.start("imports", [sys.executable, "-P", "-m", "trainer.job.forks", socket], env=READ_AT_IMPORT)

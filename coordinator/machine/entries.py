@@ -126,4 +126,6 @@ def _flock(descriptor: int, kind: int) -> bool:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:  # some filesystems refuse locks: what is in use cannot be told, so nothing is removed
+        return kind == fcntl.LOCK_SH
     return True

@@ -1,6 +1,7 @@
 """Locks between the processes of one user on one host: on the host's disk, never on the shared mount."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from coordinator.protocol.exits import Ended, Exit
 from rollout.environment_variables import is_utf8
@@ -63,12 +64,31 @@ def link_in_utf8(directory: Path) -> Path:
     return link
 
 
-def host_lock(name: str) -> FileLock:
+def is_lockable(folder: Path) -> bool:
+    """Return whether the filesystem of a folder takes locks; some refuse them (ENOLCK, ENOSYS)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def lock_of(path: Path) -> BaseFileLock:
+    """Return a lock, not yet acquired; where locks are refused, a file with its holder's pid is it."""
+    return FileLock(path) if is_lockable(path.parent) else SoftFileLock(path.with_suffix(".held"))
+
+
+def host_lock(name: str) -> BaseFileLock:
     """Return the lock of this name, not yet acquired."""
-    return FileLock(own_folder("locks") / f"{name}.lock")
+    return lock_of(own_folder("locks") / f"{name}.lock")
 
 
-def acquire(lock: FileLock, check: Callable[[], None], patience_s: float) -> bool:
+def acquire(lock: BaseFileLock, check: Callable[[], None], patience_s: float) -> bool:
     """Return whether the lock could be had within `patience_s`; `check` is called meanwhile, and
     may raise.
     """
@@ -100,7 +120,7 @@ def name_of_run(run_json: Path, run_id: str) -> str:
     return f"{run_id}.{retry('look at', run_json, changed_ns, run_json):x}"
 
 
-def hold_for_process(name: str, who: str, check: Callable[[], None]) -> FileLock:
+def hold_for_process(name: str, who: str, check: Callable[[], None]) -> BaseFileLock:
     """Acquire the lock `name` for as long as this process lives, and kill an older holder that does not end.
 
     `who` is for the error, Ended.

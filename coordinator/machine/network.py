@@ -82,6 +82,11 @@ def boot() -> str:
         return f"{socket.gethostname()}-{machine}"
 
 
+def has_boot_id() -> bool:
+    """Return whether this machine says when it was started."""
+    return sys.platform == "darwin" or _BOOT_ID.is_file()
+
+
 def host_identity() -> str:
     """Return the same string to two processes if and only if they share machine and network namespace."""
     if sys.platform == "darwin":  # it has no network namespaces

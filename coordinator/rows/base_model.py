@@ -7,10 +7,10 @@ import os
 import time
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from coordinator.directory import published
-from coordinator.machine.host_lock import link_in_utf8, own_folder
+from coordinator.machine.host_lock import link_in_utf8, lock_of, own_folder
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import Board
@@ -55,14 +55,19 @@ def _from_cache(node: Node) -> Path:
     steps, seed = node.settings.tiny.warmup_steps, node.settings.rollout.seed
     # What it is taught; a user's own tasks have no lesson.
     tasks = node.settings.tasks if node.settings.tasks in BUILT_IN else next(iter(BUILT_IN))
+    name = f"tiny-{_recipe()}-{tasks.removeprefix('builtin:')}-seed{seed}-steps{steps}"
     try:
         root = link_in_utf8(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "flagpost"
         root.mkdir(parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK):
+            if (root / name).is_dir():
+                return root / name
+            raise PermissionError(f"{root} cannot be written")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home at all
         root = own_folder("models")
         log.info("no cache (%s): keeping the built-in model in %s", error, root)
-    made = root / f"tiny-{_recipe()}-{tasks.removeprefix('builtin:')}-seed{seed}-steps{steps}"
-    lock = FileLock(made.with_suffix(".lock"))
+    made = root / name
+    lock = lock_of(made.with_suffix(".lock"))
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S
     while time.monotonic() < deadline_s:
         node.check()

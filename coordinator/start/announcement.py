@@ -2,11 +2,13 @@
 
 import shlex
 import socket
+from itertools import islice
 from pathlib import Path
 
 from coordinator.directory.layout import RunDir
 from coordinator.machine.cores import measured_flops
 from coordinator.machine.gpus import count_gpus, list_gpus
+from coordinator.machine.oddities import oddities
 from coordinator.settings.loading import show
 from coordinator.settings.tree import RunSettings
 from coordinator.start import estimate
@@ -17,6 +19,9 @@ from rollout.engines.model_dir import tensor_names
 from rollout.engines.servers import server_reason
 from rollout.environment_variables import cores
 from rollout.settings import PROGRAMS
+
+MOST_ODD = 3
+"""So many lines say what this machine lacks; `run doctor` says all."""
 
 
 def announcement(start: Start, first: int | None) -> list[str]:
@@ -41,7 +46,8 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "look": f"run status --watch --log-path {shlex.quote(str(start.run_dir.root))}",
         "": "(run logs and run report take the same --log-path)",
     }
-    return [f"{title:<10}{text}" for title, text in said.items() if text]
+    odd = [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
+    return [f"{title:<10}{text}" for title, text in said.items() if text] + odd
 
 
 def _reward(settings: RunSettings) -> str:

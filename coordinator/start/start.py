@@ -16,6 +16,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
 from coordinator.machine.host_lock import link_in_utf8
+from coordinator.machine.oddities import need_loopback, need_temporary
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.failed_starts import report_failed_start
@@ -250,10 +251,12 @@ def check_log_path(root: Path) -> None:
         raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
 
 
-def in_utf8(root: Path) -> Path:
-    """Return a name in UTF-8 for the run directory, which is made: a link to it on this machine, if its own
-    name is none. Libraries that load weights and tokenizers take no other names.
+def ready_machine(root: Path) -> Path:
+    """Give this machine what a node needs and containers leave out. Return a name in UTF-8 for the run
+    directory, which is made: a link to it on this machine, if its own name is none.
     """
+    need_loopback()
+    need_temporary(root)
     if is_utf8(root):
         return root
     check_log_path(root)

@@ -1,14 +1,24 @@
 """Machines that lack something, or have it by another name: a run on them is a run."""
 
 import os
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from coordinator.machine.gpus import count_gpus
 from tests.cluster.cluster import FAST, Cluster
 
 LATIN = os.fsdecode(b"caf\xe9")
 """A name that somebody gave a directory under a Latin-1 locale: no UTF-8."""
+
+READ_ONLY = (
+    "mount --bind $share $share; mount -o remount,ro,bind /; "
+    "for d in /tmp /var/tmp /dev/shm /root; do mount --bind $d $d; mount -o remount,ro,bind $d; done"
+)
+"""As a container with readOnlyRootFilesystem: only the shared directory can be written."""
 
 
 def test_a_run_lives_in_directories_whose_names_are_no_utf8(tmp_path: Path) -> None:
@@ -33,3 +43,36 @@ def test_a_path_for_every_node_that_is_no_utf8_is_refused(cluster: Cluster, opti
     (line,) = cluster.output(0).splitlines()
     assert "is not written in UTF-8: give a link" in line
     assert not cluster.root.exists()
+
+
+def _unshares(*options: str) -> bool:
+    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", *options, "true"]).returncode
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not _unshares("-m", "-n"), reason="needs namespaces of its own")
+@pytest.mark.skipif(count_gpus() > 0, reason="with GPUs nothing is forked")
+@pytest.mark.parametrize(
+    ("options", "before", "word"),
+    [
+        ("-n", "true", "the loopback interface was down"),
+        ("-m", "mount -t tmpfs -o ro none /dev/shm", "no semaphores"),
+        ("-m", READ_ONLY, "no directory for temporary files"),
+    ],
+    ids=["loopback down", "shm read-only", "root read-only"],
+)
+def test_a_container_that_lacks_something_carries_a_run_and_says_so(
+    cache: Path, options: str, before: str, word: str
+) -> None:
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="/opt") as made:
+        share = Path(made) / "share"
+        share.mkdir()
+        cluster = Cluster(share / "x", cache, Path(made), separate=True)
+        script = f'share={share}; {before} || exit 99; exec "$@"'
+        prefix = ("unshare", options, "bash", "-c", script, "bash")
+        try:
+            cluster.start(0, *FAST, "--num-nodes", "2", "--iterations", "1", role=("local",), prefix=prefix)
+            assert cluster.wait() == [0], cluster.everything_said()
+            assert word in cluster.output(0)
+        finally:
+            cluster.close()

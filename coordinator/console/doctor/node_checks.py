@@ -34,6 +34,13 @@ def judge_addresses(addresses: Sequence[str]) -> Check:
     return Check("address", ", ".join(addresses), values={"addresses": list(addresses)})
 
 
+def judge_machine(oddities: Sequence[str]) -> Check:
+    """Report what this machine lacks that a run can do without."""
+    if not oddities:
+        return Check("machine", "lacks nothing")
+    return Check("machine", "; ".join(oddities), "warn", "a run does without", {"lacks": list(oddities)})
+
+
 def judge_gpus(gpus: Sequence[Mapping[str, Any]], usable: int, problem: str, machine: str) -> Check:
     """Judge GPUs, {"name", "memory_bytes" or None} from the driver, and how many this process may use."""
     values = {"gpus": [dict(gpu) for gpu in gpus], "usable": usable}

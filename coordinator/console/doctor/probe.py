@@ -24,6 +24,7 @@ from coordinator.console.doctor.partner import Partner, versioned
 from coordinator.machine import network
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.gpus import count_gpus, list_gpus
+from coordinator.machine.oddities import oddities
 from rollout.storage import files, once
 from rollout.storage.retry import SharedFsError, retry
 
@@ -58,6 +59,7 @@ def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[
         yield "flags", lambda: check_flags(directory, mount)
         yield "write speed", lambda: check_big_file(directory, partner)
     yield "address", lambda: [judge_node.judge_addresses([str(a) for a in network.local_addresses()])]
+    yield "machine", lambda: [judge_node.judge_machine(list(oddities()))]
     yield "GPUs", lambda: [check_gpus()]
     yield "versions", lambda: [judge_node.judge_versions(versions(), NEEDED)]
 

@@ -1,6 +1,7 @@
 """Locks of a host lie where no other user can reach them, and no process is killed that is not the holder."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +16,8 @@ import psutil
 import pytest
 
 from coordinator.machine import host_lock as module
-from coordinator.machine.host_lock import hold_for_process, host_lock, name_of_run, own_folder
+from coordinator.machine.host_lock import acquire, hold_for_process, host_lock, name_of_run, own_folder
+from coordinator.machine.oddities import oddities
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.rows import base_model
 from rollout.storage import once
@@ -176,3 +178,21 @@ def test_two_mounts_of_one_run_have_the_same_locks(tmp_path: Path) -> None:
         names = {name_of_run(shared[mount].path / "run.json", "abc") for mount in (0, 1, 0)}
         names.add(name_of_run(shared.backing / "run.json", "abc"))
     assert len(names) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_filesystem_that_refuses_locks_keeps_two_processes_apart_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(_descriptor: int, _kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("fcntl.flock", refuse)
+    first, second = host_lock("x"), host_lock("x")
+    assert acquire(first, lambda: None, 1.0)
+    assert not acquire(second, lambda: None, 0.5)
+    first.release()
+    assert acquire(second, lambda: None, 1.0)
+    second.release()
+    assert any("locks are refused" in line for line in oddities())

@@ -21,8 +21,8 @@ from tests.paths import REPOSITORY
 
 ALONE = [
     *("directory", "filesystem", "free space", "free inodes", "atomic rename", "create once", "visibility"),
-    *("stale listing", "stale lookup", "flags", "listing", "write speed", "big rename", "address", "GPUs"),
-    "versions",
+    *("stale listing", "stale lookup", "flags", "listing", "write speed", "big rename", "address"),
+    *("machine", "GPUs", "versions"),
 ]
 LOADED = """
 import sys

@@ -1,0 +1,110 @@
+"""What a machine lacks that others have: containers and sandboxes leave out this and that.
+
+A run goes on without it. `oddities` says in a line each what that costs, for the start and for `run doctor`.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import resource
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from coordinator.machine import network
+from coordinator.machine.gpus import count_gpus
+from coordinator.machine.host_lock import is_lockable, own_folder
+from coordinator.protocol.exits import Ended
+from coordinator.settings.tree import SettingsError
+from rollout.storage import files
+
+FEW_PROCESSES = 512
+"""A node has some 20 processes, and threads count as processes: a torch process has dozens."""
+SMALL_SHM_BYTES = 1 << 30
+_PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
+_UP = 1
+
+
+def need_loopback() -> None:
+    """Bring up the loopback interface, as a fresh network namespace has it down; SettingsError if we may not.
+
+    Processes of one machine train over it.
+    """
+    if sys.platform != "linux":
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        name, flags = struct.unpack("16sh22x", fcntl.ioctl(control, 0x8913, struct.pack("16sh22x", b"lo", 0)))
+        if flags & _UP:
+            return
+        try:
+            fcntl.ioctl(control, 0x8914, struct.pack("16sh22x", name, flags | _UP))
+        except OSError as error:
+            raise SettingsError(
+                f"the loopback interface of this machine is down ({error.strerror}), and training needs it: "
+                "`ip link set lo up` as root, or start the container with one (docker: --network none has it)"
+            ) from None
+    print("run: the loopback interface was down; it is up now", flush=True)
+
+
+def need_temporary(root: Path) -> None:
+    """Have this process and its children put temporary files below the run directory where nothing else can
+    be written.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        folder = root / "tmp" / socket.gethostname()
+        files.make_directory(folder.parent)
+        files.make_directory(folder)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        print(f"run: no directory for temporary files can be written here: they are in {folder}", flush=True)
+
+
+def has_semaphores() -> bool:
+    """Return whether processes can share semaphores, which lie in /dev/shm."""
+    try:
+        multiprocessing.Lock()
+    except OSError:
+        return False
+    return True
+
+
+def oddities() -> Iterator[str]:
+    """Yield a line for each thing that this machine lacks, with what that costs."""
+    if sys.platform != "linux":
+        return
+    if not network.has_boot_id():
+        yield "no boot id (/proc): a restart of the machine under its processes goes unnoticed"
+    if not _has_inotify():
+        yield "no inotify instance is left: changes are seen by looking, some 0.1 s later"
+    if not has_semaphores():
+        yield "no semaphores, as /dev/shm cannot be written: `run local` starts more slowly"
+    elif count_gpus() and (size := shutil.disk_usage("/dev/shm").total) < SMALL_SHM_BYTES:
+        yield f"/dev/shm holds {size >> 20} MB: NCCL and vLLM may need more (docker: --shm-size 8g)"
+    with contextlib.suppress(Ended, OSError):
+        if not is_lockable(folder := own_folder("locks")):
+            yield f"locks are refused in {folder}: files stand for them (or set TMPDIR to a local disk)"
+    if (most := _most_processes()) is not None and most < FEW_PROCESSES:
+        yield f"{most} processes and threads are allowed: a node may need more (docker: --pids-limit)"
+
+
+def _has_inotify() -> bool:
+    descriptor = ctypes.CDLL(None).inotify_init()
+    if descriptor >= 0:
+        os.close(descriptor)
+    return descriptor >= 0
+
+
+def _most_processes() -> int | None:
+    """Return how many processes this user, or this container, may have; None without a limit."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    found = [] if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else [soft]
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        found.append(int(_PIDS_MAX.read_text()))
+    return min(found, default=None)

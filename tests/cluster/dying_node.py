@@ -1,6 +1,9 @@
 """A node that is hit by a signal at an exact place of its first iteration, without any help from the product:
 
     python -m tests.cluster.dying_node PHASE before|after KILL|STOP ARGUMENTS OF run
+    python -m tests.cluster.dying_node each both COLLECTOR ARGUMENTS OF run
+
+The second one kills the node's collector at all these places, one after the other.
 
 `before` is the moment at which the row's flag is about to be raised, its work done, and `after` the moment at
 which the flag has just been raised. A worker raises none in a row that is the master's alone: there `before`
@@ -13,7 +16,10 @@ import sys
 from collections.abc import Callable
 
 from coordinator import cli
-from coordinator.directory.layout import Flag
+from coordinator.collector.host import CollectorHost
+from coordinator.directory.layout import Flag, RunDir
+from coordinator.journal.events import Say
+from coordinator.machine.children import Children
 from coordinator.node.flags import Flags, Payload
 from coordinator.protocol.phases import Phase
 
@@ -21,33 +27,71 @@ ITERATION = 1
 """The iteration in which the node is hit."""
 
 
-def hit_at(place: Phase, when: str, hit: Callable[[], None]) -> None:
-    """Have the node of this process call `hit` there."""
+Hit = Callable[[int, str], None]
+"""Is called at each place of ITERATION: the row, and `before` or `after` its flag."""
+
+
+def hit_at_each(hit: Hit) -> None:
+    """Have the node of this process call `hit` at each place."""
     raise_flag, wait_for_master = Flags.raise_flag, Flags.wait_master
 
-    def hit_if(now: str, is_there: bool) -> None:
-        if is_there and now == when:
-            hit()
-
     def raise_or_die(self: Flags, flag: Flag, payload: Payload) -> None:
-        is_there = (flag.iteration, flag.phase) == (ITERATION, place) and flag.is_done
-        hit_if("before", is_there)
+        is_hit = flag.iteration == ITERATION and flag.is_done
+        if is_hit:
+            hit(flag.phase, "before")
         raise_flag(self, flag, payload)
-        hit_if("after", is_there)
+        if is_hit:
+            hit(flag.phase, "after")
 
     def wait_or_die(self: Flags, iteration: int, phase: Phase) -> Payload:
         raised = {(flag.iteration, flag.phase) for flag in self._raised}
-        is_there = (iteration, phase) == (ITERATION, place) and (iteration, phase) not in raised
-        hit_if("before", is_there)
+        is_hit = iteration == ITERATION and (iteration, phase) not in raised
+        if is_hit:
+            hit(phase, "before")
         document = wait_for_master(self, iteration, phase)
-        hit_if("after", is_there)
+        if is_hit:
+            hit(phase, "after")
         return document
 
     Flags.raise_flag, Flags.wait_master = raise_or_die, wait_or_die
 
 
+def hit_at(place: Phase, when: str, number: int) -> None:
+    """Have the node of this process get a signal there."""
+
+    def hit(phase: int, moment: str) -> None:
+        if (phase, moment) == (place, when):
+            os.kill(os.getpid(), number)
+
+    hit_at_each(hit)
+
+
+def hit_collectors() -> None:
+    """Have the collector of this process's node killed at each place. One is started where none lives."""
+    hosts: list[CollectorHost] = []
+    make = CollectorHost.__init__
+
+    def remember(self: CollectorHost, children: Children, run_dir: RunDir, rank: int, say: Say) -> None:
+        make(self, children, run_dir, rank, say)
+        hosts.append(self)
+
+    def hit(phase: int, moment: str) -> None:
+        (host,) = hosts
+        host.start()
+        assert host._child is not None
+        host._child.kill_now()
+        host._child.wait(10.0)
+        print(f"collector killed {moment} the flag of row {phase:d}.", flush=True)
+
+    CollectorHost.__init__ = remember
+    hit_at_each(hit)
+
+
 if __name__ == "__main__":
     _, phase, when, name, *arguments = sys.argv
     sys.argv[1:] = arguments
-    hit_at(Phase[phase.upper()], when, lambda: os.kill(os.getpid(), signal.Signals[f"SIG{name}"]))
+    if name == "COLLECTOR":
+        hit_collectors()
+    else:
+        hit_at(Phase[phase.upper()], when, signal.Signals[f"SIG{name}"])
     sys.exit(cli.main())

@@ -1,4 +1,5 @@
-"""The kill matrix: nodes are killed at the flag of each row and restarted; the run ends as if undisturbed.
+"""The kill matrix: nodes, and their collectors, are killed at the flag of each row; the run ends as if
+undisturbed.
 
 `dying_node` says what `before` and `after` a flag mean. A run goes through a chain of kills, one at each row
 of its first iteration: with a run for each of the 56, most of the time would go into importing torch. Half of
@@ -110,15 +111,32 @@ def test_killed_nodes_come_back_and_the_run_ends_as_if_undisturbed(
     assert results(cluster) == undisturbed
 
 
-@pytest.mark.parametrize("phase", [Phase.TRAIN_ROLLOUT, Phase.TRAINING])
-def test_both_nodes_killed_at_once_come_back(
-    cluster: Cluster, engine_urls: list[str], undisturbed: Results, phase: Phase
+def test_collectors_killed_on_either_side_of_each_flag_cost_nothing(
+    cluster: Cluster, engine_urls: list[str], undisturbed: Results
 ) -> None:
-    for rank, when in ((MASTER, "before"), (WORKER, "after")):
-        start(cluster, engine_urls, rank, Kill(phase, rank, when, is_found_lost=False))
     for rank in (MASTER, WORKER):
-        wait_until_dead(cluster, rank)
-    kept = durable_parts(cluster.run_dir)
+        dying = ["tests.cluster.dying_node", "each", "both", "COLLECTOR"]
+        cluster.start(rank, *arguments(rank, engine_urls), program=dying)
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    kills = {
+        f"collector killed {when} the flag of row {row}." for row in Phase for when in ("before", "after")
+    }
+    for rank in (MASTER, WORKER):
+        assert kills <= set(cluster.output(rank).splitlines())
+    assert repeated_groups(cluster.run_dir) == unsound_manifests(cluster.run_dir) == []
+    assert results(cluster) == undisturbed
+
+
+def test_both_nodes_killed_at_once_come_back(
+    cluster: Cluster, engine_urls: list[str], undisturbed: Results
+) -> None:
+    kept: dict[Any, bytes] = {}
+    for phase in (Phase.TRAIN_ROLLOUT, Phase.TRAINING):
+        for rank, when in ((MASTER, "before"), (WORKER, "after")):
+            start(cluster, engine_urls, rank, Kill(phase, rank, when, is_found_lost=False))
+        for rank in (MASTER, WORKER):
+            wait_until_dead(cluster, rank)
+        kept |= durable_parts(cluster.run_dir)
     for rank in (MASTER, WORKER):
         start(cluster, engine_urls, rank, None)
     assert cluster.wait() == [0, 0], cluster.everything_said()

@@ -1,6 +1,5 @@
 """Load the user's own functions, which settings name as `module:function`, and know their source."""
 
-import dis
 import functools
 import hashlib
 import importlib
@@ -136,24 +135,22 @@ def check_call(function: Callable[..., Any], arguments: Sequence[str]) -> None:
         raise PluginError("it yields; it must return its result")
 
 
-def may_be_awaited(function: Callable[..., Any]) -> bool:
-    """Return whether a call of `function` may give something to await. False where neither the function nor
-    one that it wraps is async, takes `*args` (as wrappers do), or returns what another call has returned.
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or an object that is called like one, is `async def`."""
+    return any(map(inspect.iscoroutinefunction, (function, _called(function))))
+
+
+def may_be_async(function: Callable[..., Any]) -> bool:
+    """Return whether `function`, or one that it wraps, is async, or may be: it takes `*args`, as wrappers do,
+    or is written in C.
     """
-    return any(_may_return_awaitable(layer) for layer in _layers(function))
+    codes = [(layer, getattr(_called(layer), "__code__", None)) for layer in _layers(function)]
+    return any(code is None or code.co_flags & inspect.CO_VARARGS or is_async(layer) for layer, code in codes)
 
 
-def _may_return_awaitable(function: Callable[..., Any]) -> bool:
-    called = function if inspect.isroutine(function) else type(function).__call__
-    code = getattr(called, "__code__", None)
-    if code is None or inspect.iscoroutinefunction(called) or code.co_flags & inspect.CO_VARARGS:
-        return True  # without code it is written in C
-    steps = [step.opname for step in dis.get_instructions(code) if step.opname != "PRECALL"]
-    return any(
-        # Python 3.11 calls a comprehension too, with an iterator.
-        last == "RETURN_VALUE" and call.startswith("CALL") and before != "GET_ITER"
-        for before, call, last in zip(steps, steps[1:], steps[2:], strict=False)
-    )
+def _called(function: Any) -> Any:
+    """Return what runs when `function` is called."""
+    return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _layers(function: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from rollout.environments.text_gym import TextGym
 from rollout.environments.thinking import think_and_answer
 from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.origin import Sampling
-from rollout.plugins import PluginError, check_call, load_function, may_be_awaited
+from rollout.plugins import PluginError, check_call, load_function, may_be_async
 from rollout.sandbox.run import why_no_sandbox
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
@@ -101,7 +101,7 @@ def resolve_environment(name: str) -> Environment:
         check_call(function, ("task", "policy", "sampling"))
     except PluginError as error:
         raise EnvironmentSettingError(str(error)) from error
-    if not may_be_awaited(function):
+    if not may_be_async(function):
         raise EnvironmentSettingError(
             "it is not async; write `async def`, and `await` what the policy generates"
         )

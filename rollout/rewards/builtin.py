@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollout.origin import Code
-from rollout.plugins import PluginError, check_call, code_of, load_function, sources
+from rollout.plugins import PluginError, check_call, code_of, is_async, load_function, sources
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.rewards.code import NAME as CODE
@@ -61,7 +61,7 @@ class Reward:
             self.title = function.title
             self.code = Code(name, hashlib.sha256(behind.encode()).hexdigest()[:16])
         self._function = function
-        self.is_instant = not _is_async(function)
+        self.is_instant = not is_async(function)
         """Whether nothing is waited for: the function runs in the event loop."""
 
     async def __call__(self, task: Task, completion: str, settings: RolloutSettings = _DEFAULTS) -> Score:
@@ -233,7 +233,7 @@ def _resolve(name: str) -> Reward:
         check_call(function, ("task", "completion"))
     except PluginError as error:
         raise RewardSettingError(str(error)) from error
-    return Reward(name, function if _is_async(function) else SyncReward(name, function))
+    return Reward(name, function if is_async(function) else SyncReward(name, function))
 
 
 def _with_parameters(name: str) -> ServedReward | CodeReward:
@@ -265,13 +265,6 @@ def _check_task(name: str, task: Task) -> None:
         pattern_of(task)
     elif function is not None:
         function(task, "")
-
-
-def _is_async(function: Any) -> bool:
-    """Return whether a function, or an object that is called like one, is async."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(type(function), "__call__", None)  # noqa: B004 - it is looked at, not tested for
-    )
 
 
 async def score(

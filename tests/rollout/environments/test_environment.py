@@ -155,11 +155,8 @@ class Game:
     async def method(self, task, policy, sampling):
         return []
 
-    def hidden(self, task, policy, sampling, *, more=1):
-        return self.method(task, policy, sampling)
 
-
-made, method, hidden = Game(), Game().method, Game().hidden
+made, method = Game(), Game().method
 
 
 class Awaited:
@@ -225,9 +222,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "Game",
         "made",
         "method",
-        "hidden",
         "Awaited",
-        "handed_on",
     ],
 )
 def test_whatever_can_be_called_and_awaited_is_an_environment(name: str) -> None:
@@ -252,6 +247,7 @@ def test_decorated_environment_is_judged_by_what_its_decorator_takes() -> None:
         ("sync", "it is not async; write `async def`"),
         ("listed", "is not async"),
         ("Sync", "is not async"),
+        ("handed_on", "is not async; write `async def`, and `await`"),
         ("too_few", r"takes \(task, policy\), but is called with \(task, policy, sampling\)"),
         ("too_many", r"takes \(task, policy, sampling, depth\), but"),
         ("yields", "yields; it must return"),

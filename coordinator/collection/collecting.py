@@ -27,7 +27,6 @@ from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase
 from rollout.collect import Stopped
 from rollout.engines.marks import Marks, read_marks
-from rollout.environments.environment import demonstrates
 from rollout.storage.retry import SharedFsError
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ def begin_share(node: Node, iteration: Iteration, share: Share, is_over: Callabl
 
 def generates(share: Share) -> bool:
     """Return whether the share's samples come from the engine. Demonstrations cannot evaluate a policy."""
-    return share.kind == "eval" or not demonstrates(share.functions.environment)
+    return share.kind == "eval" or not share.functions.demonstrates
 
 
 def _order(node: Node, iteration: Iteration, share: Share) -> Order:
@@ -119,12 +118,12 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
     named = {"": (share.functions, share.origin.sampling)}
     named |= {one.slots.name: (one.functions, one.slots.sampling) for one in share.sets}
     recipes = {
-        kind: RecipeNames(of.reward.name, of.environment_code.name, sampling)
+        kind: RecipeNames(of.reward.name, of.environment.name, sampling)
         for kind, (of, sampling) in named.items()
     }
-    sources = {name: text for of, _ in named.values() for name, text in of.sources().items()}
+    sources = {name: text for of, _ in named.values() for name, text in of.sources.items()}
     model = Path()
-    if demonstrates(share.functions.environment):
+    if share.functions.demonstrates:
         model = node.policies.hold(node.policies.of(0), node.reading()).directory
     return Order(
         key=key_of(node, iteration, share.kind),

@@ -96,7 +96,7 @@ def chosen_sets(settings: RunSettings, inputs: Inputs, sampling: Sampling) -> li
         own = {field: about[field] for field in ("max_tokens", "temperature", "top_p")}
         sampled = replace(sampling, n=about["samples_per_task"], **own)
         end = begin + min(len(loaded.tasks.tasks), about["max_tasks"])
-        code = loaded.functions.reward.code, loaded.functions.environment_code
+        code = loaded.functions.reward, loaded.functions.environment
         found.append(SetSlots(name, begin, end, loaded.tasks.digest, sampled, *code, about["success"]))
         begin = end
     return [described(one) for one in found]
@@ -112,7 +112,7 @@ def joined(opened: Mapping[str, Any], loaded: Mapping[str, Functions] | None = N
     codes = [(one.reward, one.environment) for one in sets]
     codes = [(Code(**opened["reward"]), Code(**opened["environment"])), *codes]
     if loaded is not None:
-        codes = [(of.reward.code, of.environment_code) for of in loaded.values()]
+        codes = [(of.reward, of.environment) for of in loaded.values()]
     if not sets:
         return {"reward": codes[0][0], "environment": codes[0][1]}
     titles = ["", *(f"{one.name}: " for one in sets)]

@@ -51,8 +51,8 @@ def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
     return {
         "sampling": described(sampling),
         "eval_sampling": described(eval_sampling),
-        "reward": asdict(inputs.functions.reward.code),
-        "environment": asdict(inputs.functions.environment_code),
+        "reward": asdict(inputs.functions.reward),
+        "environment": asdict(inputs.functions.environment),
         **({"eval_sets": sets} if sets else {}),
     }
 
@@ -81,7 +81,7 @@ def _code(opened: Mapping[str, Any], kind: Kind, functions: Mapping[str, Functio
     """Return the code of `functions` as the parts of a kind have it."""
     own = functions[OWN]
     if kind == "train":
-        return {"reward": own.reward.code, "environment": own.environment_code}
+        return {"reward": own.reward, "environment": own.environment}
     return eval_sets.joined(opened, functions)
 
 

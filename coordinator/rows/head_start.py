@@ -26,7 +26,6 @@ from coordinator.protocol.phases import Phase
 from coordinator.rows import rollout
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError, policy_digest
-from rollout.environments.environment import demonstrates
 from rollout.storage.files import FileFacts
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ def announce(node: Node, iteration: Iteration) -> Payload:
         and not settings.trainer.lora.rank
         and settings.trainer.keep_alive
         and number != settings.iterations
-        and not demonstrates(node.identity.inputs.functions.environment)
+        and not node.identity.inputs.functions.demonstrates
     )
     if not is_wanted:
         return {}

@@ -1,50 +1,105 @@
-"""Rewards and environments that the settings name, loaded."""
+"""Rewards and environments that the settings name. A process of their own loads those of the user and says
+what they are, so that a node runs no code of the user's.
+"""
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from coordinator.settings.tree import SettingsError
-from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
+from rollout.environments.environment import EnvironmentSettingError, demonstrates, resolve_environment
 from rollout.origin import Code
-from rollout.plugins import code_of, sources
-from rollout.rewards.builtin import Reward, RewardSettingError, resolve_reward
+from rollout.plugins import code_of, load_as_it_was, sources
+from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.rewards.builtin import RewardSettingError, resolve_reward
+
+log = logging.getLogger(__name__)
 
 OURS = ("coordinator", "rollout", "trainer")
 """Packages whose modules every process has alike."""
+LOAD_TIMEOUT_S = 600.0
+"""How long the modules of a reward or an environment may take to be imported."""
+Kind = Literal["reward", "environment"]
+Description = dict[str, Any]
+"""What a name stands for: its `digest`, `sources` and whether it `demonstrates`; or why it is `refused`."""
 
 
 @dataclass(frozen=True)
 class Functions:
-    """A reward and an environment, loaded."""
+    """What lies behind the names of a reward and an environment."""
 
-    reward: Reward
-    environment: Environment
-    environment_code: Code
+    reward: Code
+    environment: Code
+    demonstrates: bool
+    """Whether the environment's samples are given, not generated."""
+    sources: Mapping[str, tuple[str, str]]
+    """File and text of the user's modules as they were read, by module."""
 
     def codes(self, section: str = "rollout") -> dict[str, Code]:
         """Return what lies behind the names, by setting."""
-        return {f"{section}.reward": self.reward.code, f"{section}.environment": self.environment_code}
+        return {f"{section}.reward": self.reward, f"{section}.environment": self.environment}
 
-    def sources(self) -> dict[str, tuple[str, str]]:
-        """Return file and text of the user's modules as this process has read them, by module."""
-        of_environment = sources(self.environment_code.name, self.environment)
-        return {
-            module: source
-            for module, source in {**self.reward.sources(), **of_environment}.items()
-            if module.partition(".")[0] not in OURS
-        }
+
+_loaded: dict[tuple[str, str], Functions] = {}
+"""By reward and environment: no module of the user's is read twice, as others may hold on to what it was."""
 
 
 def load_functions(reward: str, environment: str, section: str = "") -> Functions:
-    """Load what the two settings name; SettingsError says what is wrong with which. `section`: where the
+    """Look at what the two settings name; SettingsError says what is wrong with which. `section`: where the
     settings are, if they are not those of `rollout`.
     """
-    options = (
-        ("--reward ", "--environment ") if not section else (f"{section}.reward=", f"{section}.environment=")
-    )
+    if (reward, environment) in _loaded:
+        return _loaded[reward, environment]
+    names: dict[Kind, str] = {"reward": reward, "environment": environment}
+    found: dict[Kind, Description] = {}
+    pool = None
+    if any(":" in name for name in names.values()):
+        read = {module: text for functions in _loaded.values() for module, text in functions.sources.items()}
+        pool = ProcessPool(f"{__name__}:describer", read, size=1, say=_say)
     try:
-        scored_by, played = resolve_reward(reward), resolve_environment(environment)
-    except RewardSettingError as error:
-        raise SettingsError(f"{options[0]}{reward}: {error}") from None
-    except EnvironmentSettingError as error:
-        raise SettingsError(f"{options[1]}{environment}: {error}") from None
-    return Functions(scored_by, played, code_of(environment, played))
+        for kind, name in names.items():
+            try:
+                given = pool.call(kind, name, deadline_s=LOAD_TIMEOUT_S) if pool else describe(kind, name)
+            except (CallFailed, CallLost) as error:
+                given = {"refused": f"while it is loaded: {' '.join(str(error).split())}"}
+            if "refused" in given:
+                option = f"{section}.{kind}=" if section else f"--{kind} "
+                raise SettingsError(f"{option}{name}: {given['refused']}")
+            found[kind] = given
+    finally:
+        if pool is not None:
+            pool.close()
+    codes = {kind: Code(name, found[kind]["digest"]) for kind, name in names.items()}
+    texts = {module: tuple(text) for one in found.values() for module, text in one["sources"].items()}
+    functions = Functions(**codes, demonstrates=found["environment"]["demonstrates"], sources=texts)
+    return _loaded.setdefault((reward, environment), functions)
+
+
+def _say(line: str) -> None:
+    log.info("%s", line)
+
+
+# ---- in the process
+
+
+def describer(read: dict[str, tuple[str, str]]) -> Callable[[Kind, str], Description]:
+    """Make `describe`, for a process that imports modules as they were `read`."""
+    load_as_it_was(read)
+    return describe
+
+
+def describe(kind: Kind, name: str) -> Description:
+    """Load what a name stands for, and say what it is."""
+    try:
+        if kind == "reward":
+            reward = resolve_reward(name)
+            code, texts, is_given = reward.code, reward.sources(), False
+        else:
+            environment = resolve_environment(name)
+            code, texts = code_of(name, environment), sources(name, environment)
+            is_given = demonstrates(environment)
+    except (RewardSettingError, EnvironmentSettingError) as error:
+        return {"refused": str(error)}
+    users = {module: text for module, text in texts.items() if module.partition(".")[0] not in OURS}
+    return {"digest": code.digest, "sources": users, "demonstrates": is_given}

@@ -173,7 +173,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
         refusals.refuse_no_evaluation(settings, given, bool(eval_tasks or eval_sets))
         refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
-        refusals.refuse_unplayed(settings, functions, tasks, eval_tasks, eval_sets)
+        refusals.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
         model_files: dict[str, FileFacts] = {}
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
         if settings.model != TINY:

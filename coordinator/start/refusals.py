@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION, EvalSets
-from coordinator.start.functions import Functions
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
@@ -20,12 +19,12 @@ from rollout.engines.marks import Marks
 from rollout.engines.model_dir import is_adapter, read_json, tensor_names
 from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
 from rollout.engines.servers import ServerKind, engine_dtype, server_kind
-from rollout.environments.environment import BUILT_IN
+from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.trial import try_tasks
 from rollout.origin import Sampling
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
-from rollout.settings import PROGRAMS, WRITTEN
+from rollout.settings import WRITTEN
 from rollout.storage import files
 from rollout.tasks.task_set import TaskError, TaskSet
 
@@ -147,18 +146,13 @@ def refuse_unscored(
 
 
 def refuse_unplayed(
-    settings: RunSettings, functions: Functions, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
 ) -> None:
     """Raise SettingsError for the first task that an environment from elsewhere says is not its own."""
-    loaded = {settings.rollout.environment: functions.environment}
-    loaded |= {one.functions.environment_code.name: one.functions.environment for one in sets.values()}
     for played in _played(settings, tasks, eval_tasks, sets):
-        check = getattr(loaded.get(played.environment), "check", None)
-        if check is None or not played.environment.startswith(PROGRAMS):
-            continue
         for index, task in enumerate(played.tasks.tasks):
             try:
-                check(task)
+                check_played(played.environment, task)
             except ValueError as error:
                 raise SettingsError(
                     f"{played.tasks.place(index)}: {played.option('environment')} {played.environment} "

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rollout.environments import openenv, text_gym, verifiers
 from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.openenv import OpenEnv
@@ -72,8 +73,20 @@ OUTSIDE: dict[str, Callable[[str], Environment]] = {
     "openenv": OpenEnv,
 }
 """By what its name begins with: what makes an environment whose code runs elsewhere. It gives the rewards
-itself, and has `check(task)`, which raises ValueError for a task that it cannot play.
+itself.
 """
+CHECKS: dict[str, Callable[[str, Task], None]] = {
+    "verifiers": verifiers.check,
+    "gym": text_gym.check,
+    "openenv": openenv.check,
+}
+
+
+def check_played(name: str, task: Task) -> None:
+    """Raise ValueError for a task that an environment whose code runs elsewhere cannot play. Loads none."""
+    kind, _, given = name.partition(":")
+    if kind in CHECKS:
+        CHECKS[kind](given, task)
 
 
 def resolve_environment(name: str) -> Environment:

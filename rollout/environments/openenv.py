@@ -22,6 +22,12 @@ from rollout.tasks.text_gym import STEP_TIMEOUT
 from rollout.trajectory import Sample
 
 
+def check(name: str, task: Task) -> None:
+    """Raise ValueError if a task is not of the environment `name`."""
+    if task.get("openenv", {}).get("name") != name:
+        raise ValueError(f"it is not of {name}; give --tasks {SOURCE}{name}")
+
+
 class OpenEnv:
     """The environment at URL, or at several. Parameters are in the tasks."""
 
@@ -33,14 +39,9 @@ class OpenEnv:
         self.behind = hashlib.sha256(json.dumps(schema_at(name), sort_keys=True).encode()).hexdigest()
         self._begun = itertools.count()
 
-    def check(self, task: Task) -> None:
-        """Raise ValueError if the task is not of this environment."""
-        if task.get("openenv", {}).get("name") != self._name:
-            raise ValueError(f"it is not of {self._name}; give --tasks {SOURCE}{self._name}")
-
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of episodes that begin with the task's seed."""
-        self.check(task)
+        check(self._name, task)
         async with asyncio.TaskGroup() as group:
             played = [group.create_task(self._play(task, policy.episode(j))) for j in range(sampling.n)]
         return [one.result() for one in played]

@@ -31,6 +31,12 @@ MOST_TURNS = 100
 """Longest episode; the budget of tokens ends most of them earlier."""
 
 
+def check(name: str, task: Task) -> None:
+    """Raise ValueError if a task is of another environment than `name`; one of a file has no name of any."""
+    if task.get("gym", {}).get("name", name) != name:
+        raise ValueError(f"it is not of {name}; give --tasks {SOURCE}{name}")
+
+
 class TextGym:
     """The environment behind a name. Parameters are in the tasks."""
 
@@ -45,14 +51,9 @@ class TextGym:
         say = functools.partial(_say, name)
         self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)
 
-    def check(self, task: Task) -> None:
-        """Raise ValueError if the task is of another environment; one of a file has no name of any."""
-        if task.get("gym", {}).get("name", self._name) != self._name:
-            raise ValueError(f"it is not of {self._name}; give --tasks {SOURCE}{self._name}")
-
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of an episode with the task's `seed` and `options`, if it has them."""
-        self.check(task)
+        check(self._name, task)
         made = task.get("gym", {"parameters": {}, STEP_TIMEOUT: STEP_TIMEOUT_S})
         given = made["parameters"], made[STEP_TIMEOUT], task.get("seed"), task.get("options")
         async with asyncio.TaskGroup() as group:

@@ -26,6 +26,13 @@ MOST_PROCESSES = 8
 """As many groups at most are played at the same time; a process takes about 200 MiB."""
 
 
+def check(name: str, task: Task) -> None:
+    """Raise ValueError if a task is not of the environment `name`."""
+    made = task.get("verifiers")
+    if made is None or module_of(made["name"]) != module_of(name):
+        raise ValueError(f"it is not of {name}; give --tasks {SOURCE}{name}")
+
+
 class VerifiersEnvironment:
     """The environment NAME. Parameters are in the tasks."""
 
@@ -42,15 +49,9 @@ class VerifiersEnvironment:
         size = min(MOST_PROCESSES, cores())
         self._pool = ProcessPool(f"{__name__}:make_player", size=size, say=functools.partial(_say, name))
 
-    def check(self, task: Task) -> None:
-        """Raise ValueError if the task is not of this environment."""
-        made = task.get("verifiers")
-        if made is None or module_of(made["name"]) != module_of(self._name):
-            raise ValueError(f"it is not of {self._name}; give --tasks {SOURCE}{self._name}")
-
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of a task of the environment. The reward is its own."""
-        self.check(task)
+        check(self._name, task)
         return await play_outside(self._pool, policy, range(sampling.n), task["verifiers"])
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from rollout.plugins import load_as_it_was, load_function, sources
+from rollout.plugins import load_function, sources
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
 from rollout.tasks.parameters import SIZE, parse
 
@@ -86,13 +86,11 @@ def _seed(text: str) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _observations(name: str, parameters: str, limit_s: float, seeds: tuple[int, ...]) -> list[str]:
-    pool = ProcessPool(
-        f"{__name__}:make_resetter", code_behind(name), size=1, say=functools.partial(_say, name)
-    )
+    pool = ProcessPool(f"{__name__}:make_resetter", size=1, say=functools.partial(_say, name))
     try:
         return pool.call(name, json.loads(parameters), limit_s, seeds, deadline_s=LOAD_TIMEOUT_S)
     except (CallFailed, CallLost) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(" ".join(str(error).removeprefix("PluginError: ").split())) from None
     finally:
         pool.close()
 
@@ -104,9 +102,8 @@ def _say(name: str, line: str) -> None:
 # ---- in the processes
 
 
-def make_resetter(loaded: dict[str, Any]) -> Callable[..., list[str]]:
+def make_resetter() -> Callable[..., list[str]]:
     """Make (name, parameters, limit of a step, seeds) -> the first observations."""
-    load_as_it_was(loaded)
 
     def observe(name: str, parameters: dict[str, Any], limit_s: float, seeds: list[int]) -> list[str]:
         environment = TextEnvironment(name, parameters, limit_s)

@@ -36,7 +36,7 @@ from tests.coordinator import examples
 from tests.coordinator.examples import POLICY, group, opened, run_dir_at, write_json
 
 NOW = load_functions("exact", "single_turn")
-ORIGIN = Origin(POLICY, 0, Sampling(n=2, max_tokens=8), NOW.reward.code, NOW.environment_code)
+ORIGIN = Origin(POLICY, 0, Sampling(n=2, max_tokens=8), NOW.reward, NOW.environment)
 OLDER = replace(ORIGIN, reward=Code("exact", "0" * 16))
 SETTINGS = build({"model": "Qwen/Qwen3-4B", "rl_phase": "rollout"})
 
@@ -71,7 +71,7 @@ def test_code_of_finished_groups_must_be_todays(run_dir: RunDir) -> None:
     with pytest.raises(SettingsError) as refused:
         refuse_changed_code(run_dir, SETTINGS)
     said = str(refused.value)
-    assert f"(digest {'0' * 16})" in said and f"(digest {NOW.reward.code.digest})" in said
+    assert f"(digest {'0' * 16})" in said and f"(digest {NOW.reward.digest})" in said
     assert "--reward exact has changed" in said and "\n" not in said
     finish(run_dir, "train", ORIGIN, group(2), epoch=4)  # the change was accepted, and is not a new one
     refuse_changed_code(run_dir, SETTINGS)
@@ -301,7 +301,7 @@ def test_worker_takes_over_reward_environment_and_evaluation_tasks_of_a_new_star
     enter(node, settings)
     found = node.identity.inputs
     assert found.functions.reward.name == "numeric"
-    assert found.functions.environment_code.name == "calculator"
+    assert found.functions.environment.name == "calculator"
     assert [task["prompt"] for task in found.eval_tasks.tasks] == ["1+2="]
     tasks.write_text('{"prompt": "2+2=", "answer": "4"}\n')  # the same name, and the master has read it anew
     enter(node, settings)

@@ -57,7 +57,7 @@ def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Pa
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"id": "b7", "prompt": "1+2="}) + "\n")
     sampled = {"tasks": str(tasks), "rollout.reward": "tests.simulation.engines:reward"}
-    assert load_inputs(build(sampled), {}).functions.environment is single_turn
+    assert load_inputs(build(sampled), {}).functions.environment.name == "single_turn"
     with pytest.raises(SettingsError, match="task 'b7' has no answer to demonstrate"):
         load_inputs(build({**SFT, "tasks": str(tasks)}), {})
 

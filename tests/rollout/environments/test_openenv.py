@@ -16,7 +16,7 @@ import pytest
 
 from rollout.engines.answers import RequestRefused
 from rollout.environments import policy as policies
-from rollout.environments.environment import EnvironmentSettingError, resolve_environment
+from rollout.environments.environment import EnvironmentSettingError, check_played, resolve_environment
 from rollout.environments.openenv import OpenEnv
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
@@ -401,10 +401,10 @@ def test_digest_covers_the_fields_of_the_server(server: Server, guess: OpenEnv) 
         assert code_of(name, OpenEnv(other.url)) != before
 
 
-def test_task_of_another_environment_is_refused(server: Server, guess: OpenEnv) -> None:
+def test_task_of_another_environment_is_refused(server: Server) -> None:
     for task in ({"id": "1", "prompt": "1+1="}, {"openenv": {"name": "http://127.0.0.1:9"}}):
         with pytest.raises(ValueError, match=f"it is not of {server.url}; give --tasks openenv:{server.url}"):
-            guess.check(task)
+            check_played(f"openenv:{server.url}", task)
 
 
 def test_metadata_of_older_releases_is_in_the_observation() -> None:

@@ -58,17 +58,15 @@ class Claims:
         """Claim the first of `chunks` that nobody has claimed meanwhile, of the first TRIES; returns it."""
         for chunk in chunks[:TRIES]:
             path = self._directory / Claim(*self._row, chunk).name
-            is_mine = self._make(path)
-            if is_mine:
+            if self._make(path):
                 self._on_file(path)
                 return chunk
-            if is_mine is not None:
-                self._refused.add(chunk)
+            self._refused.add(chunk)
         return None
 
-    def _make(self, path: Path) -> bool | None:
-        """Return whether a claim is this rank's now; None: a newer epoch has ended them all."""
-        if self._has_links:
+    def _make(self, path: Path) -> bool:
+        """Return whether a claim is this rank's now."""
+        while self._has_links:
             if self._file is None or self._links == LINKS:
                 self._file, self._links = files.write_temporary(path, self._owner, self._is_fsynced), 0
                 self._on_file(self._file)
@@ -76,8 +74,9 @@ class Claims:
             try:
                 made = once.link(self._file, path, self._owner)
             except FileNotFoundError:  # removed by a newer epoch, of which this process will hear, or a mount
-                self._file, self._is_fsynced = None, True  # that has a file only some time after its close
-                return None
+                self._has_links = not self._is_fsynced  # that has a file only some time after its close
+                self._file, self._is_fsynced = None, True
+                continue
             if made is not None:
                 return made
             self._has_links = False

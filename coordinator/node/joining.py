@@ -22,6 +22,7 @@ from coordinator.protocol.split_slots import share_sizes
 from coordinator.protocol.verdict import Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.cluster import ClusterSettings
+from rollout.storage.retry import CACHED_S
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,10 @@ class Joining:
         self._back_off.settle(self._watch.record.members)
 
     def claim_next(self, kind: Literal["lobby", "finished"]) -> EpochRecord:
-        """Claim the first free number above all that the directory shows: the newest master wins."""
+        """Claim the first free number above all that the directory shows: the newest master wins. Raises
+        Ended if numbers stay taken that no listing shows.
+        """
+        until_s = time.monotonic() + CACHED_S
         while True:
             self._row_endings.check()
             board = self._watch.look(whole=True)
@@ -114,6 +118,11 @@ class Joining:
             record = self._new_record(number, kind, {})
             if claim(self._identity.run_dir, record):
                 return record
+            if time.monotonic() > until_s:
+                taken = f"{self._identity.root}: epoch {number} is taken, and for {CACHED_S:.0f} s no listing"
+                raise Ended(Exit.FAILED, f"{taken} has shown by whom; {self._messages.doctor_command()}")
+            log.info("epoch %d is taken: looking again", number)
+            time.sleep(self._cluster.poll_max_s)
 
     def finish(self) -> None:
         """Say that nothing is left to do: workers end with 0, also those that wait for a master."""

@@ -3,8 +3,8 @@
 FUSE clients with a cache of directories (sshfs, 20 s by default; rclone, BlobFuse) show another's name only
 when that time is over, unless they themselves have made or removed a name there. Whether this helps is found
 out where it matters, in a wait: a listing that has not changed for a while is made again after a name of our
-own, and if that shows other names twice, with no change in between that the client has shown by itself, each
-listing from then on begins so.
+own, and if that shows other names three times, with no change in between that the client has shown by itself,
+each listing from then on begins so.
 """
 
 import logging
@@ -15,10 +15,10 @@ from rollout.storage import files
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK_S = 0.2
+FIRST_LOOK_S = 0.5
 """A listing that has not changed for so long is doubted; again after twice as long, and so on."""
-EVIDENCE = 2
-"""One such difference may be a name that was made between the two listings."""
+EVIDENCE = 3
+"""So many differences in a row; any of them may be a name that was made between the two listings."""
 
 
 class FreshListing:
@@ -53,7 +53,8 @@ class FreshListing:
         last, since_s = self._last.get(directory, (None, now_s))
         if shown != last:
             self._last[directory] = shown, now_s
-            self._look_s, self._evidence = FIRST_LOOK_S, 0
+            self._look_s = FIRST_LOOK_S
+            self._evidence = 0 if last is not None else self._evidence
         elif now_s - since_s > self._look_s:
             self._look_s *= 2
             names = self._refreshed(directory)
@@ -61,6 +62,10 @@ class FreshListing:
                 self._last[directory] = fresh, now_s
                 self._learn(directory, now_s - since_s)
         return names
+
+    def forget(self) -> None:
+        """Hear that this client itself has made a name there: the next listing proves nothing."""
+        self._last.clear()
 
     def _learn(self, directory: Path, hidden_s: float) -> None:
         self._look_s, self._evidence = FIRST_LOOK_S, self._evidence + 1

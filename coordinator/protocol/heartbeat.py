@@ -9,10 +9,13 @@ from functools import partial
 from typing import Any
 
 from coordinator.directory.layout import MASTER, Beat, RunDir
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import new_token
 from coordinator.protocol.snapshot import Board, parse
 from rollout.storage import files, once
 
+TAKES = 100
+"""How many incarnations a process tries to take, one after the other."""
 KEPT_S = 10.0
 """A beat stays until its successor is older than this: a mount may show a new file a few seconds late."""
 
@@ -36,10 +39,12 @@ class Heart:
 
     def begin(self, floor: int, epoch: int) -> None:
         """Take the first free incarnation above `floor` by creating its first beat."""
-        incarnation = floor + 1
-        while not self._take(incarnation):
-            incarnation += 1
-        self.beat(epoch)
+        for incarnation in range(floor + 1, floor + 1 + TAKES):
+            if self._take(incarnation):
+                self.beat(epoch)
+                return
+        shown = f"{self._directory} lets no process of rank {self._rank} show its first heartbeat"
+        raise Ended(Exit.FAILED, f"{shown}, in {TAKES} attempts; run doctor there says what it does not do")
 
     def go_on(self, last: Beat) -> None:
         """Beat on in place of the process whose last beat this is."""

@@ -159,6 +159,7 @@ class Host:
     def _begin(self, do: str, arguments: Mapping[str, Any]) -> None:
         self._step += 1
         say(self._directory / f"{self._session}.s{self._step:04d}", {"do": do, **arguments})
+        self.listings.forget()
 
 
 def _rank_of_hello(name: str, session: str) -> int | None:
@@ -231,6 +232,7 @@ class Guest:
     def answer(self, result: Mapping[str, Any]) -> None:
         """Say what this node has done at the step."""
         say(self._directory / f"{self._session}.s{self._step:04d}.r{self._rank:04d}", result)
+        self.listings.forget()
 
     def _greet(self, session: str) -> str:
         name = f"{session}.r{self._rank:04d}.{self._me['token']}.hello"

@@ -62,12 +62,12 @@ def test_a_chunk_that_was_refused_is_taken_although_a_listing_does_not_show_it_y
     assert second.take([5, 6]) == 6
 
 
-def test_a_claim_that_a_newer_epoch_made_impossible_is_nobody_elses(run_dir: RunDir) -> None:
+def test_a_claim_whose_file_a_newer_epoch_has_removed_is_made_with_another(run_dir: RunDir) -> None:
     mine = claims(run_dir, 0)
     assert mine.take([0]) == 0
     for path in left_over(run_dir, 3):
         path.unlink()
-    assert mine.take([1]) is None and mine.taken() == set()
+    assert mine.take([1]) == 1 and mine.taken() == {1}
 
 
 @pytest.mark.usefixtures("_links")
@@ -132,14 +132,6 @@ def _link_that_loses_its_reply(link: Callable[..., None]) -> Callable[..., None]
     return lose
 
 
-def test_a_process_whose_claims_a_newer_epoch_has_removed_gets_none_for_now(run_dir: RunDir) -> None:
-    old = claims(run_dir, 0, epoch=1)
-    assert old.take([0]) == 0
-    for path in left_over(run_dir, 2):
-        path.unlink()
-    assert old.take([1]) is None and old.take([1]) == 1
-
-
 def test_what_a_rank_has_made_is_told(run_dir: RunDir) -> None:
     told: list[Path] = []
     Claims(run_dir, 2, 5, 2, 1, told.append).take([4])
@@ -185,5 +177,22 @@ def test_a_mount_that_has_a_new_file_only_once_it_is_fsynced_takes_claims(
     monkeypatch.setattr(os, "link", link)
     monkeypatch.setattr("rollout.storage.retry.is_listed", lambda _path: False)
     mine = claims(run_dir, 0)
-    assert mine.take([0]) is None
     assert [mine.take([chunk]) for chunk in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_mount_that_denies_the_file_of_each_link_takes_claims_all_the_same(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may try again and again what never works."""
+    links = 0
+
+    def link(source: Any, _target: Any) -> None:
+        nonlocal links
+        links += 1
+        raise FileNotFoundError(errno.ENOENT, "not there yet", source)
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr("rollout.storage.retry.is_listed", lambda _path: False)
+    mine, other = claims(run_dir, 0), claims(run_dir, 1)
+    assert [mine.take([chunk]) for chunk in range(4)] == [0, 1, 2, 3] and links == 2
+    assert other.take([3, 4]) == 4

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.protocol import fresh_listing
 from coordinator.protocol.fresh_listing import FreshListing
+from rollout.storage import files
 from tests.faultfs import FaultFs, unavailable
 
 
@@ -41,12 +42,19 @@ def test_client_that_believes_its_own_listing_is_found_out_and_seen_through(shar
     assert not [name for name in os.listdir(shared.backing) if name.startswith(".look")]
 
 
-def test_client_whose_listings_are_true_makes_no_names_once_they_change(shared: FaultFs) -> None:
+def test_client_whose_listings_are_true_is_believed(shared: FaultFs, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = (mount.path for mount in shared.mounts)
     listings = FreshListing(1)
     for number in range(5):
         seen_after_s(listings, reader, writer, f"name{number}")
-    assert not listings.is_doubted and listings.refreshed == 0
+    assert listings.refreshed == 0
+    for number in range(3):  # what is made between the two listings of a doubt is no proof
+        monkeypatch.setattr(files, "mark", lambda _path, n=number: (writer / f"late{n}").touch())
+        time.sleep(0.6)
+        listings.names(reader)
+        seen_after_s(listings, reader, writer, f"true{number}")
+    assert listings.refreshed == 3
+    assert not listings.is_doubted
 
 
 def test_client_whose_own_names_do_not_help_is_asked_more_and_more_rarely(shared: FaultFs) -> None:

@@ -1,0 +1,51 @@
+"""A node that cannot enter an epoch says so, and does not try for ever."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.directory.layout import RunDir
+from coordinator.node import joining
+from coordinator.node.joining import Joining
+from coordinator.protocol.exits import Ended
+from coordinator.protocol.heartbeat import TAKES, Heart
+from coordinator.protocol.snapshot import parse
+from rollout.storage import files, once
+
+
+def test_epoch_that_stays_taken_by_nobody_who_shows_ends_the_master_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run_dir = RunDir(tmp_path)
+    settings = SimpleNamespace(cluster=SimpleNamespace(poll_max_s=0.01))
+    identity: Any = SimpleNamespace(run_dir=run_dir, root=tmp_path, newest_epoch=3, settings=settings)
+    watch: Any = SimpleNamespace(look=lambda whole: parse([]), incarnation=1)
+    messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor --log-path x")
+    endings: Any = SimpleNamespace(check=lambda: None)
+    me = Joining(identity, SimpleNamespace(), watch, messages, endings, dict)  # type: ignore[arg-type]
+    monkeypatch.setattr(me, "_new_record", lambda *_: None)
+    monkeypatch.setattr(joining, "claim", lambda *_: False)
+    monkeypatch.setattr(joining, "CACHED_S", 0.2)
+    with pytest.raises(Ended, match=r"epoch 4 is taken, and for .* no listing has shown by whom; run doctor"):
+        me.claim_next("lobby")
+    assert "epoch 4 is taken: looking again" in caplog.text
+
+
+def test_directory_that_takes_no_first_heartbeat_ends_the_node_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+    files.make_directory(run_dir.protocol_of(1))
+    tried: list[Path] = []
+
+    def create_once(path: Path, data: bytes) -> bool:
+        tried.append(path)
+        return False
+
+    monkeypatch.setattr(once, "create_once", create_once)
+    with pytest.raises(Ended, match=r"lets no process of rank 1 show its first heartbeat.*run doctor"):
+        Heart(run_dir, 1, dict).begin(0, 0)
+    assert len(tried) == TAKES

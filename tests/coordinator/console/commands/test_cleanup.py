@@ -1,9 +1,8 @@
 """What `run cleanup` removes and what it keeps; on a made-up run."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from coordinator.protocol.placement_records import Placement, publish_devices, p
 from coordinator.protocol.records import Records
 from rollout.storage import files, once
 from rollout.trajectory import Group
+from tests.commands import run_forked
 from tests.coordinator.console.commands.interrupted_run import (
     GIVEN,
     SETTINGS,
@@ -38,7 +38,6 @@ from tests.coordinator.examples import (
     tombstone,
     tree,
 )
-from tests.paths import REPOSITORY
 
 
 @pytest.fixture
@@ -345,8 +344,7 @@ def test_keep_partial_keeps_what_a_manifest_names_though_a_part_is_damaged(run_d
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "coordinator.cli", "cleanup", "--log-path", str(tmp_path / "run")]
-    done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = run_forked(("cleanup", "--log-path", "run", *arguments), tmp_path, os.environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1 and said in done.stderr
     assert not list(tmp_path.iterdir())

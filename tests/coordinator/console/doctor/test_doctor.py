@@ -129,9 +129,15 @@ def test_directory_below_one_that_is_not_there_is_refused(tmp_path: Path) -> Non
     assert tree(tmp_path) == set()
 
 
-def test_table_is_aligned_and_ends_in_a_verdict(tmp_path: Path) -> None:
+def test_table_is_aligned_and_ends_in_a_verdict_and_a_run_that_lies_there_is_not_touched(
+    tmp_path: Path,
+) -> None:
+    run_dir = run_dir_at(tmp_path)
+    write_json(run_dir.run_json, {"run_id": "abc"})
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     ended = doctor(tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     header, *lines, blank, verdict = ended.stdout.splitlines()
     assert header.split("  ")[0] == "check"
     column = header.index("verdict")
@@ -140,14 +146,6 @@ def test_table_is_aligned_and_ends_in_a_verdict(tmp_path: Path) -> None:
     assert {line[column : column + 7].strip() for line in named} <= {"ok", "slow", "warn"}
     assert max(map(len, ended.stdout.splitlines())) <= 120
     assert blank == "" and verdict.startswith(f"{tmp_path} can carry a run")
-
-
-def test_run_that_lies_there_is_not_touched(tmp_path: Path) -> None:
-    run_dir = run_dir_at(tmp_path)
-    write_json(run_dir.run_json, {"run_id": "abc"})
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert doctor(tmp_path).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_doctor_loads_no_torch(tmp_path: Path) -> None:

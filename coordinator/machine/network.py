@@ -18,6 +18,10 @@ from typing import Any, Self
 import psutil
 
 LOOPBACK = "127.0.0.1"
+ONLY_IPV6 = (
+    "addresses of IPv6 alone, and nodes reach each other by IPv4: give each an IPv4 address (a private "
+    "network or a tunnel between them will do), or use one machine"
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_ID = Path("/etc/machine-id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
@@ -114,6 +118,15 @@ def local_addresses() -> list[Address]:
     ]
 
 
+def has_ipv6_alone() -> bool:
+    """Return whether the interfaces of this machine have IPv6 addresses towards others, and none of IPv4."""
+    six = (entry for entries in psutil.net_if_addrs().values() for entry in entries)
+    return not local_addresses() and any(
+        entry.family == socket.AF_INET6 and ipaddress.ip_address(entry.address.partition("%")[0]).is_global
+        for entry in six
+    )
+
+
 def own_names() -> set[str]:
     """Return the names and addresses of this machine, those by which it reaches itself included."""
     host = socket.gethostname()
@@ -179,6 +192,8 @@ def _why_none(mine: Peer, others: Sequence[Peer], routes: list[list[tuple[str | 
         + (", ".join(f"{ip} via {source or 'no route'}" for source, ip in pairs) or "none is its own")
         for host, pairs in zip(others, routes, strict=True)
     ]
+    if has_ipv6_alone():
+        return f"this node has {ONLY_IPV6}"
     return (
         f"no address of this node leads to all other nodes. Candidates: {mine}. Routes to the others:\n"
         + "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from coordinator.start.start import Start
 
 @dataclass
 class Identity:
-    """Facts about this node. Two of them change: its settings with each epoch, its address with its peers."""
+    """Facts about this node. Its settings change with each epoch, its addresses with its network."""
 
     rank: int
     run_dir: RunDir
@@ -38,7 +38,8 @@ class Identity:
     host: str = field(default_factory=lambda: socket.gethostname())
     pid_space: str = field(default_factory=lambda: network.pid_space())
     """Where its pid means its process."""
-    peer: network.Peer = field(default_factory=lambda: network.this_peer())
+    others: Sequence[network.Peer] = ()
+    """The peers that must reach this node: the master, or of the master all that have come."""
     address: str = network.LOOPBACK
     """Where its peers reach it."""
     processes: int = 1
@@ -88,13 +89,25 @@ class Identity:
         self.of_run = RunSettings.published(document)
         self.settings = self.inputs.localize(self.of_run).of_crew(self.run_dir.crew, self.run_dir.machines)
 
+    def find_address(self) -> network.Peer:
+        """Look which addresses this node has now, and which of them leads to the others; NetworkError if none
+        does. Return them all. A machine may get its addresses, or others, after its node has started.
+        """
+        peer = network.this_peer()
+        self.address = network.address_towards(peer, self.others)
+        return peer
+
     def describe(self) -> dict[str, Any]:
         """Return what a heartbeat says of it."""
+        try:
+            peer = self.find_address()
+        except network.NetworkError:  # whoever waits for the address says so
+            peer = network.this_peer()
         return {
             "host": self.host,
             "pid": os.getpid(),
             "pid_space": self.pid_space,
-            "peer": self.peer.to_dict(),
+            "peer": peer.to_dict(),
             "address": self.address,
             "processes": self.processes,
             "gpu_count": self.gpu_count,

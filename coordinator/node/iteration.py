@@ -16,6 +16,8 @@ class Iteration:
     number: int
     begun_s: float = field(default_factory=time.monotonic)
     """The moment at which this process first began the iteration; an epoch before may have been cut off."""
+    row_begun_s: float | None = None
+    """The moment at which its row of now began; None before the first."""
     resume_at: Phase = Phase.TRAIN_PLAN
     """The first row that runs after row 0; earlier ones are done."""
     documents: dict[Phase, Payload] = field(default_factory=dict[Phase, Payload])

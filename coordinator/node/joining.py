@@ -57,6 +57,7 @@ class Joining:
         self._is_unseen = False
         self._failed_starts = FailedStarts(identity.run_dir)
         self._known: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._unreached: network.NetworkError | None = None
         """What a process of each rank has said of its node, with its incarnation."""
 
     @property
@@ -166,6 +167,7 @@ class Joining:
     def _wait_for_members(self, since: int) -> dict[int, Member]:
         """Wait until every rank beats in epoch `since`, or, with `shrink`, for a while."""
         cluster = self._cluster
+        self._known.clear()  # a node may have another address than in the epoch before
         ends_s = time.monotonic() + self._loss_policy.gathers_for_s(cluster, bool(self.lost))
 
         def together(board: Board) -> dict[int, Member] | None:
@@ -181,6 +183,8 @@ class Joining:
             return f"{self._identity.run_dir.names(self._position.waiting_for)} to start"
 
         members = self._watch.wait(together, check, missing, cluster.rejoin_timeout_s)
+        if members is None and self._unreached is not None:
+            raise self._unreached
         if members is None:
             who = self._identity.run_dir.names(self._position.waiting_for)
             commands = self._commands(self._position.waiting_for)
@@ -228,8 +232,16 @@ class Joining:
         self._position.wait_for(unread)
         if unread:
             return None
-        peers = [network.Peer.from_dict(content["peer"]) for content in said.values()]
-        me.address = network.address_towards(me.peer, peers)
+        me.others = [network.Peer.from_dict(content["peer"]) for content in said.values()]
+        try:
+            me.find_address()
+            self._unreached = None
+        except network.NetworkError as error:
+            self._known.clear()  # they may have got other addresses since
+            if self._unreached is None:
+                log.info("waiting for a network to the others: %s", error)
+            self._unreached = error
+            return None
         said[MASTER] = self._describe()
         found = {rank: content.get("gpu_count", 0) for rank, content in sorted(said.items())}
         hosts = {rank: content["host"] for rank, content in said.items()}

@@ -42,6 +42,7 @@ from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.phases import By, Phase
 from coordinator.protocol.records import EpochRecord
+from coordinator.protocol.snapshot import Board
 from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import difference
@@ -182,8 +183,23 @@ class Node:
         )
         if said is None:
             raise Ended(Exit.LOST, f"the master has gone while {self.identity.name} was starting")
-        peers = [network.Peer.from_dict(said["peer"])]
-        self.identity.address = network.address_towards(self.identity.peer, peers)
+        self.identity.others = [network.Peer.from_dict(said["peer"])]
+        unreached: list[network.NetworkError] = []
+
+        def found(_board: Board) -> bool | None:
+            try:
+                self.identity.others = [network.Peer.from_dict((self.watch.said(MASTER) or said)["peer"])]
+                self.identity.find_address()
+            except network.NetworkError as error:
+                if not unreached:
+                    log.info("waiting for a network to the master: %s", error)
+                unreached[:] = [error]
+                return None
+            return True
+
+        patience_s = self.settings.cluster.rejoin_timeout_s
+        if self.watch.wait(found, self.check, lambda: "a network to the master", patience_s) is None:
+            raise unreached[0]
 
     def _describe(self) -> dict[str, object]:
         """Return what a heartbeat says."""
@@ -318,7 +334,7 @@ class Node:
         number = iteration.number
         self.position.move("running", number, phase.label)
         self.check()
-        started_s = time.monotonic()
+        started_s = iteration.row_begun_s = time.monotonic()
         self.events.add("begin", it=number, row=phase.label)
         acts = self.is_master or phase.by is By.ALL
         payload = (act(self, iteration) or {}) if acts else (meanwhile(self, iteration) or {})

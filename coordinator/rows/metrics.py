@@ -145,13 +145,15 @@ def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) ->
     idle_s, names = node.idle_s, {rank: str(node.run_dir.machine(rank)) for rank in payloads}
     waited_s = {rank: said["wait_s"] + idle_s for rank, said in payloads.items()}
     busy = [said["work_s"] / max(said["work_s"] + waited_s[rank], 1e-9) for rank, said in payloads.items()]
+    # The last row, which verifies the last checkpoint, is no row of `phase_seconds`: it has not ended.
+    ended_s = iteration.row_begun_s or time.monotonic()
     train = published.read_manifest(node.run_dir, "train", iteration.number) or {}
     rates = measured_weights(paces_of(train.get("paces", {})))
     weights = {str(node.run_dir.machine(rank)): rate for rank, rate in rates.items()}
     return {
         "rollout_epoch": iteration.ended_in.get(Phase.TRAIN_ROLLOUT.label, 0),
         "measured_weights": weights or None,
-        "seconds": round(time.monotonic() - iteration.begun_s + idle_s, 3),
+        "seconds": round(ended_s - iteration.begun_s + idle_s, 3),
         "idle_seconds": round(idle_s, 3),
         "phase_seconds": {name: round(seconds, 4) for name, seconds in iteration.phase_s.items()},
         "wait_seconds": {names[rank]: round(seconds, 4) for rank, seconds in waited_s.items()},

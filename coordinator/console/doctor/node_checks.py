@@ -14,6 +14,7 @@ from coordinator.console.doctor.checks import (
     size,
 )
 from coordinator.machine.filesystems import Mount
+from coordinator.machine.network import ONLY_IPV6
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class RoundTrip:
     """By how much the worker's clock is ahead, plus or minus `delay_s`."""
 
 
-def judge_addresses(addresses: Sequence[str]) -> Check:
+def judge_addresses(addresses: Sequence[str], ipv6_alone: bool = False) -> Check:
     """Judge the addresses of this node, each with its interface, without loopback."""
+    if ipv6_alone:
+        return Check("address", "IPv6 alone", "warn", f"this node has {ONLY_IPV6}")
     if not addresses:
         advice = "enough for a run on this machine alone; for more, connect it to the others"
         return Check("address", "none but loopback", "warn", advice)

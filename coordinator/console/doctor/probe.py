@@ -58,10 +58,16 @@ def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[
         yield "visibility", lambda: check_visibility(directory, partner, mount)
         yield "flags", lambda: check_flags(directory, mount)
         yield "write speed", lambda: check_big_file(directory, partner)
-    yield "address", lambda: [judge_node.judge_addresses([str(a) for a in network.local_addresses()])]
+    yield "address", lambda: [check_addresses()]
     yield "machine", lambda: [judge_node.judge_machine(list(oddities()))]
     yield "GPUs", lambda: [check_gpus()]
     yield "versions", lambda: [judge_node.judge_versions(versions(), NEEDED)]
+
+
+def check_addresses() -> Check:
+    """Check which addresses others can reach this node by."""
+    addresses = [str(address) for address in network.local_addresses()]
+    return judge_node.judge_addresses(addresses, network.has_ipv6_alone())
 
 
 # ---- the directory

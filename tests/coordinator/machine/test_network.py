@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from coordinator.machine import network
 from coordinator.machine.network import Address, NetworkError, Peer, address_towards
+from coordinator.node.identity import Identity
 from tests import netns
 from tests.netns import Host, Hosts
 
@@ -236,3 +239,21 @@ def test_a_machine_without_a_boot_id_has_an_identity(tmp_path: Path, monkeypatch
     monkeypatch.setattr(network, "_BOOT_ID", tmp_path / "absent")
     assert network.boot() == network.boot() != ""
     assert network.host_identity().startswith(network.boot())
+
+
+def test_a_host_with_ipv6_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    six = SimpleNamespace(family=socket.AF_INET6, address="2001:4860:4860::8888%eth0", netmask=None)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": [six]})
+    with pytest.raises(NetworkError, match=r"IPv6 alone.*give each an IPv4 address"):
+        address_towards(peer("a"), [peer("b", "10.0.0.2")], route=lambda _ip: None)
+
+
+def test_a_node_sees_an_address_that_comes_late_or_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Identity(*[cast(Any, None)] * 9)
+    node.others = [peer("b", "10.0.0.9")]
+    for here in ([], ["10.0.0.1"], ["10.0.0.2"]):
+        monkeypatch.setattr(network, "this_peer", lambda here=here: peer("a", *here))
+        monkeypatch.setattr(network, "address_towards", lambda mine, _others: mine.addresses[0].ip)
+        if here:
+            node.find_address()
+            assert node.address == here[0]

@@ -49,6 +49,12 @@ def test_seconds_count_what_was_interrupted_and_those_of_the_rows_do_not(tmp_pat
     assert line["phase_seconds"] == {"train_rollout": 2.0}
 
 
+def test_the_row_that_verifies_the_last_checkpoint_is_no_interruption(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    line = line_of(tmp_path, epochs=[3, 3], begun_s=now_s - 10.0, row_begun_s=now_s - 8.0)
+    assert "interrupted" not in metrics.summary(line, 1)
+
+
 def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
     line = {"iteration": 3, "reward": 0.5, "eval_reward": None, "loss": None, "busy_fraction": 0.99}
     held = line | {"seconds": 55.0, "phase_seconds": {"train_rollout": 9.0, "training": 6.0}}

@@ -123,8 +123,8 @@ def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
     """Pass on signals until all nodes have ended; return their exit codes. An interrupt is the master's to
     tell the others, while there is one.
 
-    If the master refuses to start, or has failed without telling the others, they are ended: they would wait
-    for one that starts.
+    If the master refuses to start, was killed, or has failed without telling the others, they are ended: they
+    would wait for one that starts.
     """
     told_s = failed_s = 0.0
     waiting = nodes[1:]
@@ -134,7 +134,8 @@ def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
             for node in nodes[:1] if is_masters else nodes:  # a master that has ended tells nobody
                 if node.poll() is None:
                     os.kill(node.pid, signal.SIGINT if is_masters else signal.SIGTERM)
-        failed_s += LOOK_S if nodes[0].poll() == Exit.FAILED else 0.0
+        code = nodes[0].poll()
+        failed_s += LOOK_S if code is not None and (code == Exit.FAILED or code < 0) else 0.0
         if waiting and (nodes[0].poll() == Exit.USAGE or failed_s > GRACE_S):
             for node in waiting:
                 if node.poll() is None:

@@ -25,11 +25,12 @@ def waiting() -> Iterator[subprocess.Popen[bytes]]:
     node.wait()
 
 
-@pytest.mark.parametrize("code", [Exit.USAGE, Exit.FAILED])
+@pytest.mark.parametrize("code", [Exit.USAGE, Exit.FAILED, -signal.SIGKILL])
 def test_workers_do_not_wait_for_a_master_that_cannot_start(
-    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, code: Exit
+    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    master = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({int(code)})"])
+    ends = f"raise SystemExit({int(code)})" if code > 0 else f"import os; os.kill(os.getpid(), {-code})"
+    master = subprocess.Popen([sys.executable, "-c", ends])
     monkeypatch.setattr(local, "GRACE_S", 1.0)
     nodes: Any = [master, waiting]
     interrupts: Any = SimpleNamespace(has_new=lambda: False, end_all=False)

@@ -30,8 +30,8 @@ class FreshListing:
         """By directory: what it showed last, and since when."""
         self._look_s = FIRST_LOOK_S
         self._evidence = 0
-        self.oldest_s = 0.0
-        """For how long a listing has hidden a name, at least."""
+        self.unchanged_s = 0.0
+        """For how long, at most, a listing that hid names had not changed."""
         self.refreshed = 0
         """How many listings were made fresh."""
 
@@ -42,7 +42,11 @@ class FreshListing:
 
     def facts(self) -> dict[str, float]:
         """Return what a heartbeat says of it; nothing where listings are true."""
-        return {"hidden_s": round(self.oldest_s, 1), "refreshed": self.refreshed} if self.is_doubted else {}
+        return (
+            {"unchanged_s": round(self.unchanged_s, 1), "refreshed": self.refreshed}
+            if self.is_doubted
+            else {}
+        )
 
     def names(self, directory: Path) -> list[str]:
         """Return the names in `directory`; raises as `files.listing`."""
@@ -67,15 +71,15 @@ class FreshListing:
         """Hear that this client itself has made a name there: the next listing proves nothing."""
         self._last.clear()
 
-    def _learn(self, directory: Path, hidden_s: float) -> None:
+    def _learn(self, directory: Path, unchanged_s: float) -> None:
         self._look_s, self._evidence = FIRST_LOOK_S, self._evidence + 1
-        self.oldest_s = max(self.oldest_s, hidden_s)
+        self.unchanged_s = max(self.unchanged_s, unchanged_s)
         if self.is_doubted:
             log.info(
-                "%s: this client shows listings that are %.1f s old or older; a name that is made and "
-                "removed before each makes them fresh (run doctor --peers says how to mount it)",
+                "%s: listings here hid the names of others, unchanged for up to %.1f s; a name that is made "
+                "and removed before each shows them (run doctor --peers says how to mount it)",
                 directory,
-                self.oldest_s,
+                self.unchanged_s,
             )
 
     def _refreshed(self, directory: Path) -> list[str]:

@@ -110,11 +110,11 @@ def judge_delay(rank: int, delays: Latency, mount: Mount) -> Check:
 
 def judge_listings(listings: Mapping[int, Mapping[str, float]], mount: Mount) -> list[Check]:
     """Judge how old the listings of each node's client were, by FreshListing.facts; no row if none was."""
-    old = {rank: facts["hidden_s"] for rank, facts in sorted(listings.items()) if facts}
+    old = {rank: facts["unchanged_s"] for rank, facts in sorted(listings.items()) if facts}
     if not old:
         return []
-    which = ", ".join(f"rank {rank} {hidden_s:.1f} s" for rank, hidden_s in old.items())
-    figure = f"old ones, at least: {which}; making and removing a name first makes them fresh"
+    which = ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in old.items())
+    figure = f"hid others' names, unchanged for up to: {which}; a name made and removed first shows them"
     advice = f"a run does so by itself, with two more calls for each listing; {cache_advice(mount)}"
     values = {str(rank): dict(facts) for rank, facts in listings.items()}
     return [Check("listings", figure, "slow", advice, values)]

@@ -37,7 +37,7 @@ def test_client_that_believes_its_own_listing_is_found_out_and_seen_through(shar
     listings = FreshListing(1)
     for number in range(4):
         seen_after_s(listings, reader, writer, f"early{number}")
-    assert listings.is_doubted and listings.oldest_s >= 0.2
+    assert listings.is_doubted and listings.unchanged_s >= 0.5
     assert max(seen_after_s(listings, reader, writer, f"later{number}") for number in range(3)) < 1.0
     assert not [name for name in os.listdir(shared.backing) if name.startswith(".look")]
 

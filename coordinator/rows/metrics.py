@@ -224,7 +224,8 @@ def disagreement(line: Mapping[str, Any], settings: RunSettings) -> str | None:
 
 
 def summary(line: dict[str, Any], iterations: int | None) -> str:
-    """`iteration 3/16 | reward 0.61 | eval 0.93 | loss 0.0412 | 4.1 s | nodes busy 83 %`.
+    """`iteration 3/16 | reward 0.61 | eval 0.93 | length 312, 3 % cut | loss 0.0412 | entropy 0.52 |
+    1,434 tok/s | 4.1 s | nodes busy 83 %`; without what the iteration has not measured.
 
     Rows that were broken off, and the time until the run went on, are in the seconds alone.
     """
@@ -237,7 +238,12 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
     text += [f"{name} {of['reward']:.3f}" for name, of in sets.items() if "reward" in of and name != "eval"]
     pass_at: dict[str, float] = line.get("eval_pass_at") or {}
     text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
+    if line.get("length") is not None:
+        cut = f", {100 * line['truncated']:.0f} % cut" if line.get("truncated") else ""
+        text.append(f"length {line['length']:.0f}{cut}")
     text += [f"loss {line['loss']:.4f}"] if line["loss"] is not None else []
+    text += [f"entropy {line['entropy']:.2g}"] if line.get("entropy") is not None else []
+    text += [f"{line['tokens_per_s']:,.0f} tok/s"] if line.get("tokens_per_s") else []
     seconds: float = line["seconds"]
     interrupted_s = seconds - spent_s(line["phase_seconds"], line.get("idle_seconds") or {})
     is_worth_saying = interrupted_s > max(INTERRUPTED_S, INTERRUPTED_FRACTION * seconds)

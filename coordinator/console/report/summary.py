@@ -16,7 +16,9 @@ Lines = Sequence[Mapping[str, Any]]
 
 RECENT = 10
 """How many iterations advice is based on."""
-MUCH_TRUNCATED = 0.1
+MUCH_TRUNCATED, MOST_FLAT, MUCH_KL = 0.1, 0.9, 0.1
+LOST_ENTROPY = 0.05
+"""Of the largest of the first iterations."""
 HELD_FRACTION = 0.05
 """Interruptions are mentioned if they took more than this part of the time."""
 
@@ -130,17 +132,38 @@ def advice(
                 weights.option,
             )
         )
-    cut = [line["truncated"] for line in lines if _has(line, "truncated")][-RECENT:]
-    if cut and sum(cut) / len(cut) > MUCH_TRUNCATED:
-        share = 100 * sum(cut) / len(cut)
+    return found + _of_learning(lines)
+
+
+def _of_learning(lines: Lines) -> list[Advice]:
+    """Return what the means of the last RECENT iterations advise."""
+    found: list[Advice] = []
+    if _recent(lines, "truncated") > MUCH_TRUNCATED:
+        text = "of the samples of late are cut before they end; if their answers should be longer, give them"
         found.append(
-            Advice(
-                f"{share:.0f} % of the samples of late are cut before they end; if their answers "
-                "should be longer, give them more tokens:",
-                "rollout.max_tokens=...",
-            )
+            Advice(f"{_recent(lines, 'truncated'):.0%} {text} more tokens:", "rollout.max_tokens=...")
         )
+    if (flat := _recent(lines, "flat_groups")) > MOST_FLAT:
+        text = "of the tasks of late score the same in all their samples and teach nothing: they are too "
+        text += "easy or too hard (run samples --flat). Replace such tasks as they come:"
+        found.append(Advice(f"{flat:.0%} {text}", "rollout.dynamic_sampling=true"))
+    if (kl := _recent(lines, "kl_engine")) > MUCH_KL:
+        text = (
+            f"Engine and trainer differ by {kl:.2g} (kl_engine): they should compute with the same numbers:"
+        )
+        found.append(Advice(text, "trainer.save_dtype=..."))
+    entropies = [value for _, value in points(lines, "entropy")]
+    if len(entropies) > RECENT and _recent(lines, "entropy") < LOST_ENTROPY * max(entropies[:RECENT]):
+        text = "The entropy has fallen to nothing: the samples of a task are nearly the same. Go back to an "
+        text += "earlier checkpoint with a lower learning rate, or a KL penalty:"
+        found.append(Advice(text, "trainer.kl=k3 trainer.kl_coefficient=..."))
     return found
+
+
+def _recent(lines: Lines, name: str) -> float:
+    """Return the mean of the newest RECENT values of a metric; 0 without any."""
+    values = [line[name] for line in lines if _has(line, name)][-RECENT:]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _again(status: status_text.Status, path: str) -> Advice:

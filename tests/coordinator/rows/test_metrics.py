@@ -62,6 +62,17 @@ def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
     assert metrics.summary(held, 8) == said
     whole = line | {"seconds": 55.0, "phase_seconds": {"train_rollout": 49.0, "training": 5.5}}
     assert metrics.summary(whole, 8) == "iteration 3/8 | reward 0.500 | 55.0 s | nodes busy 99 %"
+    measured = {
+        "length": 311.6,
+        "truncated": 0.03125,
+        "loss": 0.0412,
+        "entropy": 0.523,
+        "tokens_per_s": 1434.4,
+    }
+    told = "length 312, 3 % cut | loss 0.0412 | entropy 0.52 | 1,434 tok/s"
+    assert told in metrics.summary(whole | measured, 8)
+    uncut = metrics.summary(whole | measured | {"length": 5.0, "truncated": 0.0}, 8)
+    assert "length 5 |" in uncut
 
 
 def test_engine_that_computes_another_policy_than_the_trainer_is_told_of() -> None:

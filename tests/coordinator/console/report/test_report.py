@@ -169,6 +169,25 @@ def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path)
     assert alone.command.startswith("run status ")
 
 
+@pytest.mark.parametrize(
+    ("measured", "text"),
+    [
+        ([{"truncated": 0.5}], "50% of the samples of late are cut"),
+        ([{"flat_groups": 0.98}], "98% of the tasks of late score the same"),
+        ([{"kl_engine": 0.107}], "differ by 0.11"),
+        ([{"entropy": 0.8}] * 5 + [{"entropy": 0.001}] * 10, "entropy has fallen to nothing"),
+    ],
+)
+def test_advice_on_learning_follows_from_the_last_iterations(
+    tmp_path: Path, measured: list[dict[str, float]], text: str
+) -> None:
+    lines = [{"iteration": number, **line} for number, line in enumerate(measured, 1)]
+    (found,) = advice(tmp_path, {"state": "running"}, lines, None, None)
+    assert text in found.text and found.command
+    sound = {"truncated": 0.05, "flat_groups": 0.5, "kl_engine": 0.001, "entropy": 0.5}
+    assert not advice(tmp_path, {"state": "running"}, [sound | {"iteration": 1}] * 20, None, None)
+
+
 def test_odd_values_in_the_files_of_a_run_fail_no_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", iterations=2, nodes=2)
     odd_events = [

@@ -1,5 +1,6 @@
 """The command `run`, also installed as `flagpost`: parse, then call. Nothing else."""
 
+import errno
 import importlib.util
 import io
 import json
@@ -261,6 +262,12 @@ def main() -> int:
         print(f"run: {plain(of_option(error))}; see {said} --help", file=sys.stderr)
     except SharedFsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it would fail once more at the end
+        print(f"run: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,13 @@ def test_a_reader_gets_everything_in_order(tmp_path: os.PathLike[str]) -> None:
     lines = [f"line {i}" for i in range(2000)]
     assert done.stdout.splitlines() == [*lines, "not for this file"]
     assert done.stderr.splitlines() == [f"error {i}" for i in range(2000)]
+
+
+def test_output_on_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "coordinator.cli", "--dry-run", "--log-path", str(tmp_path / "run")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "run: the output cannot be written: No space left on device\n",
+    )

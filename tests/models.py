@@ -106,6 +106,10 @@ def write_model(
     (path / "config.json").write_text(json.dumps(config or {}))
     if tokenizer is not None:
         (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    index: dict[str, str] = {}
     for name, sizes in (shapes or {"model.safetensors": [(2, 3)]}).items():
         save_file({f"{name}.{n}": np.zeros(size, np.float32) for n, size in enumerate(sizes)}, path / name)
+        index |= {f"{name}.{n}": name for n in range(len(sizes))}
+    if set(index.values()) != {"model.safetensors"}:
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return path

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_staging_name
@@ -20,6 +20,8 @@ from trainer.documents import DamagedDocument, TrainResult
 RESULT = "result.json"
 """The file that is written last into a checkpoint: it lists the files with checksums."""
 
+STATE_DIR = "trainer_state"
+"""In a checkpoint: the folder of the trainer's state that was saved with it; no engine has a use for it."""
 VERIFIED = ".verified.json"
 """In a checkpoint: somebody has read all of it back, and it was whole. A dot: no file of the model."""
 DAMAGED = ".damaged.json"
@@ -85,7 +87,7 @@ def checkpoints(run_dir: RunDir) -> list[int]:
 
 def is_part_of_model(name: str) -> bool:
     """Return whether a file of a checkpoint, by its path below it, is loaded by engines."""
-    return "/" not in name and is_model_file(name)
+    return not name.startswith(f"{STATE_DIR}/") and is_model_file(PurePosixPath(name).name)
 
 
 def policy_of(run_dir: RunDir, iteration: int) -> Policy:
@@ -204,7 +206,7 @@ def _stats(directory: Path, result: TrainResult) -> dict[str, list[int]]:
         path = directory / name
         folder = name.rpartition("/")[0]
         if folder not in folders:
-            folders[folder] = names(path.parent) if folder in folders[""] else []
+            folders[folder] = names(path.parent) if folder.partition("/")[0] in folders[""] else []
         if path.name in folders[folder]:
             found[name] = list(files.size_and_mtime(path))
     return found

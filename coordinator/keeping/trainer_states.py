@@ -19,8 +19,6 @@ from trainer.resume import plan_resume
 log = logging.getLogger(__name__)
 
 BATCH = "batch.safetensors"
-INSIDE = "trainer_state"
-"""In a checkpoint: the state that was saved with it."""
 DOCUMENT = "state.json"
 """Written last into a state."""
 KEEP = 2
@@ -50,7 +48,7 @@ def newest_state(run_dir: RunDir, iteration: int) -> int:
     """
     states = [state.iteration for state in saved_in_background(run_dir).values()]
     for number in [n for n in reversed(published.checkpoints(run_dir)) if n <= iteration]:
-        if INSIDE in published.names(run_dir.checkpoint(number)):
+        if published.STATE_DIR in published.names(run_dir.checkpoint(number)):
             states.append(number)
             break
     return max((number for number in states if number <= iteration), default=0)
@@ -58,10 +56,10 @@ def newest_state(run_dir: RunDir, iteration: int) -> int:
 
 def resume_from(run_dir: RunDir, base: Policy) -> Resume:
     """Return where a job that loads `base` finds its optimizer's state; paths begin in the run directory."""
-    if base.iteration == 0 or INSIDE in published.names(base.directory):
+    if base.iteration == 0 or published.STATE_DIR in published.names(base.directory):
         return Resume()
     older = [run_dir.checkpoint(n) for n in published.checkpoints(run_dir) if n < base.iteration]
-    found = {**saved_in_background(run_dir), **_complete(path / INSIDE for path in older)}
+    found = {**saved_in_background(run_dir), **_complete(path / published.STATE_DIR for path in older)}
     states = {str(directory.relative_to(run_dir.root)): state for directory, state in found.items()}
     trained = {*trained_iterations(run_dir, base.iteration), base.iteration}
     resume = plan_resume(base.iteration, base.digest, states, trained, partial(_trained, run_dir))
@@ -103,8 +101,8 @@ def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
 def located(run_dir: RunDir, base: Policy, resume: Resume) -> Resume:
     """Return the same with the paths of this node, also of a state inside of `base`."""
     directory = run_dir.root / resume.state_dir if resume.state_dir else None
-    if resume == Resume() and base.iteration > 0 and INSIDE in published.names(base.directory):
-        directory = base.directory / INSIDE
+    if resume == Resume() and base.iteration > 0 and published.STATE_DIR in published.names(base.directory):
+        directory = base.directory / published.STATE_DIR
     state_dir = str(directory.absolute()) if directory else None
     repeat = [
         batch.model_copy(update={"batch_file": str((run_dir.root / batch.batch_file).absolute())})

@@ -28,12 +28,15 @@ class Copying:
     moved: Moved
     before: Mapping[str, Path]
     threads: int
+    links: bool = False
+    """The files are on this machine, and links to them are enough."""
 
 
 def fill(entry: Path, asked: Copying) -> None:
     """Copy the files, in threads; `entry` goes if that fails. Raises as Store.hold."""
     source = asked.source
-    began_s, size = time.monotonic(), sum(facts["bytes"] for facts in asked.files.values())
+    began_s = time.monotonic()
+    size = 0 if asked.links else sum(facts["bytes"] for facts in asked.files.values())
     part = entry / PART
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
     try:
@@ -55,6 +58,9 @@ def fill(entry: Path, asked: Copying) -> None:
             raise StoreError(f"{error.strerror}: {_no_room(source, entry.parent, size, free)}") from error
         raise
     seconds = time.monotonic() - began_s
+    if asked.links:
+        log.info("%s holds weights in another layout too: %s has links to its own", source, entry / COPY)
+        return
     how = f" ({rebuilt / 1e9:.2f} GB by a delta)" if rebuilt else ""
     log.info("%s was copied to this machine: %.2f GB in %.1f s%s", source, size / 1e9, seconds, how)
 
@@ -66,6 +72,10 @@ def _copy(asked: Copying, target: Path, name: str) -> int:
     path, wanted = asked.source / name, asked.files[name]
     if name in asked.before and _rebuild(asked, target, name):
         return wanted["bytes"]
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    if asked.links:
+        (target / name).symlink_to(path.resolve())
+        return 0
     with open(target / name, "wb") as file:
         sink = Sink(file, asked.moved)
         copy_of(path)(sink)

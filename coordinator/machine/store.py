@@ -59,16 +59,18 @@ class Store:
     ) -> Path:
         """Return a directory of this machine that has these files of `source`, and keep it there.
 
-        It is `source` itself where that is on a local filesystem. Otherwise it stays until HELD others were
-        asked for. `moved` gets the size of each piece that is copied, 0 now and then while another process
-        or thread copies, and may raise. `before`: by name, the files of this machine that the deltas in
-        `source` change into these; what does not come to the right checksum is copied whole. Raises
+        It is `source` itself where that is on a local filesystem; a directory of links if weights in another
+        layout lie beside, which vLLM would take for the model's own. A copy, or such a directory, stays until
+        HELD others were asked for. `moved` gets the size of each piece that is copied, 0 now and then while
+        another process or thread copies, and may raise. `before`: by name, the files of this machine that the
+        deltas in `source` change into these; what does not come to the right checksum is copied whole. Raises
         Incomplete if a file of `source` is not as `files` says, StoreError if there is no room,
         SharedFsError.
         """
-        if _is_here(source, files):
+        is_here = _is_here(source, files)
+        if is_here and not _has_other_weights(source, files):
             return source
-        folder, key = own_folder("store", self._below), _key(files)
+        folder, key = own_folder("store", self._below), _key(files, source if is_here else None)
         _warn_if_shared(folder)
         with self._lock:
             descriptor = self._held.pop(key, None)
@@ -76,7 +78,7 @@ class Store:
                 self._held[key] = descriptor
         if descriptor is None:
             self._let_go(HELD - 1)
-            asked = Copying(source, files, moved, before or {}, threads)
+            asked = Copying(source, files, moved, before or {}, threads, is_here)
             descriptor = entries.acquire(folder / key, lambda: copying.fill(folder / key, asked), moved)
             self._keep(key, descriptor)
             self._let_go(HELD)
@@ -188,5 +190,11 @@ def _is_here(source: Path, files: Mapping[str, FileFacts]) -> bool:
     return all(find_mount(folder).is_local for folder in elsewhere)
 
 
-def _key(files: Mapping[str, FileFacts]) -> str:
-    return hashlib.sha256(json.dumps([boot(), files], sort_keys=True).encode()).hexdigest()[:32]
+def _has_other_weights(source: Path, files: Mapping[str, FileFacts]) -> bool:
+    return any(name.endswith(".safetensors") and name not in files for name in os.listdir(source))
+
+
+def _key(files: Mapping[str, FileFacts], linked: Path | None = None) -> str:
+    """Return the name of the copy of these files, or of a directory of links to them in `linked`."""
+    about = [boot(), files, *([str(linked)] if linked else [])]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]

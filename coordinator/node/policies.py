@@ -10,7 +10,7 @@ from coordinator.directory.published import Incomplete, Policy, is_part_of_model
 from coordinator.machine.store import Store
 from coordinator.node.identity import Identity
 from coordinator.start.inputs import base_model_dir
-from rollout.engines.model_dir import is_model_file, policy_digest
+from rollout.engines.model_dir import model_files, policy_digest
 from rollout.storage import known_files
 from rollout.storage.delta import delta_name
 from rollout.storage.files import FileFacts, Moved, unheard
@@ -37,7 +37,7 @@ class Policies:
         if iteration > 0:
             return published.policy_of(self._identity.run_dir, iteration)
         directory = base_model_dir(self._identity.settings, self._identity.run_dir)
-        self._base_files = self._base_files or known_files.checksums(directory, is_model_file)
+        self._base_files = self._base_files or known_files.checksums(directory, model_files(directory))
         return Policy(0, directory, policy_digest(self._base_files))
 
     def hold(self, policy: Policy, moved: Moved, threads: int = THREADS) -> Policy:

@@ -152,7 +152,7 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
     if (result.base_policy, result.batch_sha256) != wanted:
         published.set_aside(staging, "foreign")
         raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
-    if not any(name.startswith("trainer_state/") for name in result.files):
+    if not any(name.startswith(f"{published.STATE_DIR}/") for name in result.files):
         files.publish(run_dir.trained(number), trainer_states.trained(run_dir, result).to_json())
     files.rename(staging, target)
     node.policies.know_usable(number)

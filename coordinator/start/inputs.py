@@ -16,13 +16,9 @@ from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from coordinator.start import refusals
 from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
 from coordinator.start.functions import Functions, load_functions
+from rollout.engines.hub import NotFetched, fetch_model
 from rollout.engines.marks import read_marks
-from rollout.engines.model_dir import (
-    WeightsError,
-    is_adapter,
-    is_model_file,
-    policy_digest,
-)
+from rollout.engines.model_dir import WeightsError, is_adapter, model_files, policy_digest
 from rollout.engines.model_facts import count_parameters
 from rollout.engines.servers import ServerSettingError, check_server, server_kind
 from rollout.environments.demonstration import check_demonstrations
@@ -174,7 +170,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         refusals.refuse_no_evaluation(settings, given, bool(eval_tasks or eval_sets))
         refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
         refusals.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
-        model_files: dict[str, FileFacts] = {}
+        base_files: dict[str, FileFacts] = {}
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
@@ -192,8 +188,8 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
             refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
             context = refusals.context_of(settings, model)
             has_end = refusals.has_end(settings, read_marks(model))
-            model_files = known_files.checksums(model, is_model_file)
-            model_digest = policy_digest(model_files)
+            base_files = known_files.checksums(model, model_files(model))
+            model_digest = policy_digest(base_files)
         return Inputs(
             local={key: value for key, value in given.items() if key in NODE_LOCAL},
             tasks=tasks,
@@ -201,7 +197,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
             eval_sets=eval_sets,
             functions=functions,
             model_digest=model_digest,
-            model_files=model_files,
+            model_files=base_files,
             loaded_for=settings,
             parameters=parameters,
             context=context,
@@ -222,23 +218,14 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
             return candidate
     if settings.model.startswith((".", "/", "~")) or settings.model.count("/") > 1:
         raise SettingsError(f"--model {settings.model}: no such directory")
-    return _fetch(settings.model)
+    try:
+        return fetch_model(settings.model)
+    except NotFetched as error:
+        raise SettingsError(
+            f"--model {settings.model}: no such directory, and fetching it from Hugging Face failed: {error}"
+        ) from None
 
 
 def local_processes(settings: RunSettings) -> int:
     """Training processes on this machine: as set, else its GPUs, else one."""
     return settings.trainer.processes_per_node or count_gpus() or 1
-
-
-def _fetch(model: str) -> Path:
-    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingsError(
-            f"--model {model}: no such directory, and fetching it from Hugging Face failed: {reason}"
-        ) from None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollout.engines.admin import CONTENT, OTHER_WEIGHTS
-from rollout.engines.model_dir import WeightsError, check_model_dir
+from rollout.engines.model_dir import WeightsError, check_model_dir, weight_files
 from rollout.storage import files
 from rollout.storage.retry import retry_library
 
@@ -102,8 +102,8 @@ def _saved_sums(
         names = sorted(written["tensors"])[reader::readers]
         return {name: int(written["tensors"][name], 16) for name in names}
     sums: dict[str, int] = {}
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
+    for file in weight_files(directory):
+        with safe_open(Path(directory) / file, framework="pt") as opened:
             for name in sorted(opened.keys())[reader::readers]:
                 tensor = opened.get_tensor(name)
                 if tensor.is_floating_point():

@@ -1,7 +1,8 @@
 """Inspect a directory of weights without torch: whether it is whole, its tensors, its policy digest.
 
 It is a Hugging Face model directory, or the directory of an adapter (low-rank additions to a model in another
-directory, as peft writes them). An adapter has an adapter_config.json and no config.json.
+directory, as peft writes them). An adapter has an adapter_config.json and no config.json. Weights in other
+layouts and formats may lie beside it, as in many repositories: nothing here reads them.
 """
 
 import errno
@@ -30,8 +31,16 @@ _ITEM_BITS = {
 _HEADER_LIMIT_BYTES = 100_000_000  # the limit of the safetensors library
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_WEIGHTS = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".h5", ".ot", ".msgpack", ".gguf", ".ggml", ".tflite", ".nemo"),
+    *(".onnx", ".onnx_data", ".onnx.data", ".distcp"),
+)
 """Weights in other formats, which nothing here loads."""
+ORIGINAL = "original"
+"""The folder of a repository that holds the model as its makers' own programs read it."""
+SMALL_BYTES = 1 << 27
+"""No tokenizer, template or processor has a larger file."""
 
 
 class WeightsError(ValueError):
@@ -45,10 +54,80 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether a file of this name in a model's directory is loaded: its weights and what goes with
+    """Return whether a file of this name in a model's directory may be loaded: its weights and what goes with
     them.
     """
-    return not name.startswith(".") and not name.endswith(_OTHER_WEIGHTS)
+    return not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)
+
+
+def model_files(path: str | os.PathLike[str]) -> list[str]:
+    """Return the files of a model, by their paths below its directory: weights, index, companions."""
+    root = Path(path)
+    index = [INDEX] if INDEX in (_names(root) or []) and not is_adapter(root) else []
+    return [*weight_files(root), *index, *companions(root)]
+
+
+def companions(path: str | os.PathLike[str]) -> list[str]:
+    """Return what goes with a model's weights, by paths below its directory: all that is small and no weights
+    of anybody, so configurations, tokenizer, templates, processors and code, also in folders.
+    """
+    return sorted(_companions(Path(path), ""))
+
+
+def _companions(root: Path, folder: str) -> list[str]:
+    names = files.file_names(root / folder)
+    if folder and any(name.endswith((".safetensors", *OTHER_WEIGHTS)) for name in names):
+        return []  # another model, or a trainer's state
+    found = [
+        folder + name
+        for name in names
+        if is_model_file(name)
+        and not name.endswith((".safetensors", ".index.json"))
+        and files.size_and_mtime(root / folder / name)[0] <= SMALL_BYTES
+    ]
+    for below in files.folder_names(root / folder):
+        if not below.startswith((".", "__")) and below != ORIGINAL:
+            found += _companions(root, f"{folder}{below}/")
+    return found
+
+
+def weight_files(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the files that hold the weights, as transformers chooses them. WeightsError if one
+    is missing, or if another program would choose others.
+    """
+    root = Path(path)
+    names, own = _names(root) or [], listed_weights(root)
+    whole = not is_adapter(root)
+    missing = [name for name in own if name not in names]
+    if missing and whole and INDEX in names:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise WeightsError(
+            f"{root / INDEX}: names {missing[0]}{more}, which this directory lacks; fetch the model again, "
+            "or remove an index that belongs to other files"
+        )
+    if missing:
+        others = [name for name in names if name.endswith((".safetensors", *OTHER_WEIGHTS))]
+        beside = f"; {others[0]} has another name than transformers reads" if others else ""
+        index = f" and no {INDEX}" if whole else ""
+        raise WeightsError(f"{root}: holds no {own[0]}{index}, so there are no weights to load{beside}")
+    if whole and INDEX in names and WEIGHTS in names and WEIGHTS not in own:
+        raise WeightsError(
+            f"{root}: has weights twice: transformers reads {WEIGHTS}, and vLLM the files that {INDEX} "
+            "names; remove one or the other"
+        )
+    if whole and ADAPTER_CONFIG in names:
+        raise WeightsError(
+            f"{root}: holds a whole model and {ADAPTER_CONFIG}: transformers adds that adapter and vLLM does "
+            "not; give the model without it, or add the two together first"
+        )
+    return own
+
+
+def listed_weights(root: Path) -> list[str]:
+    """Return the names of the files that should hold the weights, whether they are there or not."""
+    if is_adapter(root):
+        return [ADAPTER_WEIGHTS]
+    return sorted(set(_weight_map(root / INDEX).values())) if INDEX in (_names(root) or []) else [WEIGHTS]
 
 
 def check_model_dir(path: str | os.PathLike[str]) -> None:
@@ -69,9 +148,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
     if config not in names:
         raise WeightsError(f"{root / config}: is missing")
     read_json(root / config)
-    weights = [root / name for name in names if name.endswith(".safetensors")]
-    if not weights:
-        raise WeightsError(f"{root}: holds no *.safetensors file, so there are no weights to load")
+    weights = [root / name for name in weight_files(root)]
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     file_of: dict[str, str] = {}
     for file in weights:
@@ -79,9 +156,8 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
             if name in file_of:
                 raise WeightsError(f"{file}: tensor {name!r} is in {file_of[name]} already")
             tensors[name], file_of[name] = facts, file.name
-    for name in names:
-        if name.endswith(".safetensors.index.json"):
-            _check_index(root / name, file_of)
+    if INDEX in names and not is_adapter(root):
+        _check_index(root / INDEX, file_of)
     return tensors
 
 
@@ -170,10 +246,16 @@ def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def _check_index(index: Path, file_of: Mapping[str, str]) -> None:
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return tensor -> file."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index}: has no `weight_map`")
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _check_index(index: Path, file_of: Mapping[str, str]) -> None:
+    weight_map = _weight_map(index)
     for name, file in weight_map.items():
         if file_of.get(name) != file:
             found = f"is in {file_of[name]}" if name in file_of else "is in no file"

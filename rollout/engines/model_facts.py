@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from rollout.engines.model_dir import read_json, tensor_names
+from rollout.engines.model_dir import companions, read_json, tensor_names
 from rollout.storage import files
 
 _CONTEXT = ("max_position_embeddings", "n_positions")
@@ -88,7 +88,7 @@ def _ropes(*configs: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def may_have_chat_template(model_dir: Path) -> bool:
     """Return False only if the directory has a tokenizer's configuration and no chat template anywhere."""
-    names = set(files.file_names(model_dir))
+    names = set(companions(model_dir))
     if "tokenizer_config.json" not in names or names & set(_TOKENIZERS_WITH_CODE):
         return True
     if any(name.endswith(".jinja") or name.startswith("chat_template") for name in names):
@@ -99,12 +99,9 @@ def may_have_chat_template(model_dir: Path) -> bool:
 
 def template_text(model_dir: Path) -> str:
     """Return all text that may be a chat template of the model."""
-    names = [name for name in files.file_names(model_dir) if name.endswith(".jinja")]
-    named = [
-        name
-        for name in files.file_names(model_dir)
-        if name in ("tokenizer_config.json", "chat_template.json")
-    ]
+    beside = companions(model_dir)
+    names = [name for name in beside if name.endswith(".jinja")]
+    named = [name for name in beside if name in ("tokenizer_config.json", "chat_template.json")]
     templates = [str(read_json(model_dir / name).get("chat_template", "")) for name in named]
     return "\n".join([*(files.read(model_dir / name).decode(errors="replace") for name in names), *templates])
 

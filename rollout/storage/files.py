@@ -306,17 +306,22 @@ def file_names(directory: Path) -> list[str]:
     return sorted(name for name, is_file in _scan(directory, lambda entry: entry.is_file()) if is_file)
 
 
+def folder_names(directory: Path) -> list[str]:
+    """Return the sorted names of the directories directly in the directory, without links to such."""
+    return sorted(name for name, is_folder in _entries(directory) if is_folder)
+
+
 def checksums(
     directory: Path,
     facts: Callable[[Path], FileFacts] = file_facts,
-    wanted: Callable[[str], bool] = lambda name: True,
+    names: Sequence[str] | None = None,
 ) -> dict[str, FileFacts]:
-    """Return name -> size and sha256 of every regular file directly in the directory whose name is wanted, by
-    `facts` in threads.
+    """Return name -> size and sha256, by `facts` in threads, of files by their paths below the directory;
+    None: of every regular file directly in it.
     """
-    paths = [directory / name for name in file_names(directory) if wanted(name)]
+    names = file_names(directory) if names is None else names
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return {path.name: found for path, found in zip(paths, pool.map(facts, paths), strict=True)}
+        return dict(zip(names, pool.map(facts, [directory / name for name in names]), strict=True))
 
 
 def fsync_directory(directory: Path) -> None:

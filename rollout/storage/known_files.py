@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
     return facts
 
 
-def checksums(directory: Path, wanted: Callable[[str], bool]) -> dict[str, FileFacts]:
+def checksums(directory: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     """As files.checksums, of which only unknown files are read."""
-    return files.checksums(directory, file_facts, wanted)
+    return files.checksums(directory, file_facts, names)
 
 
 def _mark(path: Path) -> list[Any]:

@@ -68,6 +68,7 @@ class Writer:
         self._durable = durable
         self._pool = ThreadPoolExecutor(THREADS, "writer")
         self._written: dict[str, Future[FileFacts]] = {}
+        self._folders: set[Path] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -83,13 +84,22 @@ class Writer:
         path = self._root / name
         self._written[name] = self._pool.submit(context.run, write, path, content, self._moved, self._durable)
 
+    def add_folder(self, name: str) -> None:
+        """Make the folder in which files will be; what is in it is durable once `finish` has returned."""
+        if (folder := self._root / name) not in self._folders:
+            files.make_directory(folder)
+            self._folders.add(folder)
+
     def give_up(self) -> None:
         """Write no further file, and wait until none is being written: their directory may go."""
         self._pool.shutdown(cancel_futures=True)
 
     def finish(self) -> dict[str, FileFacts]:
         """Wait until every file is written; their size and sha256 by name. Raises what `write` raises."""
-        return {name: writing.result() for name, writing in self._written.items()}
+        facts = {name: writing.result() for name, writing in self._written.items()}
+        for folder in self._folders if self._durable else ():
+            files.fsync_directory(folder)
+        return facts
 
 
 def write(

@@ -41,7 +41,7 @@ from coordinator.machine.store import Store
 from coordinator.node.policies import Policies
 from coordinator.node.prefetch import THREADS
 from coordinator.settings.loading import build
-from rollout.engines.model_dir import policy_digest
+from rollout.engines.model_dir import model_files, policy_digest
 from rollout.settings import EngineSettings
 from rollout.storage import delta, known_files
 from rollout.storage.files import unheard
@@ -65,7 +65,7 @@ class Trainer:
         self.learner: Learner = build_learner(
             model, torch.device("cpu"), TrainerSettings(layout="replicated")
         )
-        self._base, self._policy = model, policy_digest(known_files.checksums(model, lambda _name: True))
+        self._base, self._policy = model, policy_digest(known_files.checksums(model, model_files(model)))
 
     def write(self, iteration: int, rate: float, steps: int) -> float:
         """Take steps and write the checkpoint; returns the seconds for writing."""

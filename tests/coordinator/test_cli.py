@@ -349,7 +349,7 @@ BAD = [
     ("--tasks builtin:chess", "builtin:chess: no such built-in task set"),
     ("--tasks good.jsonl --eval-tasks broken.jsonl", "broken.jsonl:2: not JSON"),
     ("--model empty", "/empty/config.json: is missing"),
-    ("--model model", "/model: holds no *.safetensors file"),
+    ("--model model", "/model: holds no model.safetensors and no model.safetensors.index.json"),
     ("--model ./absent", "--model ./absent: no such directory"),
     ("--data-path absent", "--data-path absent: no such directory"),
     ("--reward best", "--reward best: "),

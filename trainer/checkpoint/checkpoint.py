@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from rollout.engines.admin import CONTENT, PROBE
-from rollout.engines.model_dir import ADAPTER_CONFIG, check_model_dir, is_model_file, policy_digest
+from rollout.engines.model_dir import (
+    ADAPTER_CONFIG,
+    INDEX,
+    check_model_dir,
+    companions,
+    policy_digest,
+    weight_files,
+)
 from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts
 from rollout.storage.writer import Writer, copy_of
@@ -40,8 +47,6 @@ RESULT = "result.json"
 STATE_DIR = "trainer_state"
 AT_HAND = Resume()
 """The trainer state is the base's own, if it has one."""
-
-_COPIED_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +110,7 @@ def _checksums_of_weights(base_dir: Path, progress: Progress) -> dict[str, FileF
     """Size and sha256 of the weights' files as this node finds them. Collective: its ranks share the work."""
     rank, _ = rank_and_world()
     local_rank, ranks = local_rank_and_world()
-    names = [name for name in files.file_names(base_dir) if name.endswith(".safetensors")]
+    names = weight_files(base_dir)
     mine = {
         name: known_files.file_facts(base_dir / name, progress.moved) for name in names[local_rank::ranks]
     }
@@ -179,7 +184,11 @@ def write(
         iteration=request.iteration,
         policy=policy_digest({name: facts for name, facts in written.items() if "/" not in name}),
         optimizer_step=learner.optimizer_step,
-        files={Path(name).name: facts for name, facts in sorted(written.items()) if "/" in name},
+        files={
+            Path(name).name: facts
+            for name, facts in sorted(written.items())
+            if name.startswith(f"{STATE_DIR}/")
+        },
     )
     if inside:
         data = document.to_json()
@@ -256,12 +265,12 @@ def _write_model(
     if not outputs.keeps(0):
         return weights
     base_dir = Path(request.base_dir)
-    companions = [name for name in _companions(base_dir) if name not in {"config.json", PROBE, CONTENT}]
+    beside = [name for name in _companions(base_dir) if name not in {"config.json", PROBE, CONTENT}]
     if not adapters:
         # Copied where there is one: transformers refuses to save some that it has loaded.
-        with_generation = "generation_config.json" not in companions
+        with_generation = "generation_config.json" not in beside
         hub_weights.write_config(learner.model, outputs, dtype, with_generation)
-    for name in companions:
+    for name in beside:
         if not (adapters and name == ADAPTER_CONFIG):
             outputs.add(name, files.read(base_dir / name))
     return weights
@@ -269,17 +278,13 @@ def _write_model(
 
 def _copy_model(base_dir: Path, outputs: Outputs) -> None:
     """Copy the model as it is, byte for byte: no step was taken, so the digest must stay."""
-    for name in files.file_names(base_dir):
-        if name.endswith(_COPIED_WEIGHTS):
-            outputs.add(name, copy_of(base_dir / name))
+    names = weight_files(base_dir)
+    for name in [*names, INDEX] if INDEX in files.listing(base_dir) else names:
+        outputs.add(name, copy_of(base_dir / name))
     for name in _companions(base_dir):
         outputs.add(name, files.read(base_dir / name))
 
 
 def _companions(base_dir: Path) -> list[str]:
     """Return the files of a model directory that go with its weights: configuration, tokenizer, probe."""
-    return [
-        name
-        for name in files.file_names(base_dir)
-        if is_model_file(name) and not name.endswith((".safetensors", ".index.json")) and name != RESULT
-    ]
+    return [name for name in companions(base_dir) if name != RESULT and not name.startswith(f"{STATE_DIR}/")]

@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
-"""How the files of a tokenizer begin."""
+from rollout.engines.admin import CONTENT, PROBE
+from rollout.engines.hub import fetch_model
+from rollout.engines.model_dir import ADAPTER_CONFIG, companions
+from trainer.checkpoint.checkpoint import RESULT, STATE_DIR
+
+NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README.md"}
+"""Files that describe the adapter or its base alone."""
 
 
 def merge(adapter: Path, out: Path) -> None:
@@ -28,10 +33,12 @@ def merge(adapter: Path, out: Path) -> None:
     base = Path(model.peft_config["default"].base_model_name_or_path)
     _untie(model)
     model.merge_and_unload().save_pretrained(out)
-    for directory in (base, adapter):  # what an adapter has of its own takes the place of its base's
-        for file in directory.iterdir() if directory.is_dir() else ():
-            if file.name.startswith(TOKENIZER):
-                shutil.copy(file, out / file.name)
+    base_dir = base if base.is_dir() else fetch_model(str(base), weights=False)
+    for directory in (base_dir, adapter):  # what an adapter has of its own takes the place of its base's
+        for name in set(companions(directory)) - NOT_OF_THE_SUM:
+            if not name.startswith(f"{STATE_DIR}/"):
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(directory / name, out / name)
 
 
 def _untie(model: Any) -> None:

@@ -33,10 +33,16 @@ class Outputs:
     def add(self, name: str, content: bytes | Produce, owner: int = 0) -> None:
         """Begin to write a file of the rank `owner`, wherever this rank has to."""
         if owner == self._rank:
-            self._checkpoint.add(name, content)
+            _add(self._checkpoint, name, content)
         if self._copy is not None and self._copies(owner):
             with waiting_for_space(0.0):  # the run does not depend on this disk
-                self._copy.add(name, content)
+                _add(self._copy, name, content)
+
+
+def _add(writer: Writer, name: str, content: bytes | Produce) -> None:
+    if "/" in name:
+        writer.add_folder(name.rpartition("/")[0])
+    writer.add(name, content)
 
 
 def finish_copy(copy: Writer | None) -> dict[str, FileFacts] | None:

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.auto_factory import _get_model_class
 
-from rollout.engines.model_dir import WeightsError, tensor_names
+from rollout.engines.model_dir import WeightsError, tensor_names, weight_files
 from trainer.model.parallel import local_part
 
 Read = Callable[[str], Any]
@@ -125,8 +125,8 @@ def _files(model_dir: Path) -> Iterator[Read]:
     """Inside the context the files are open."""
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
-        for path in sorted(model_dir.glob("*.safetensors")):
-            file = stack.enter_context(safe_open(path, "pt"))
+        for name in weight_files(model_dir):
+            file = stack.enter_context(safe_open(model_dir / name, "pt"))
             slices |= dict.fromkeys(file.keys(), file)
 
         yield lambda key: slices[key].get_slice(key)

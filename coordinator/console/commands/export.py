@@ -60,10 +60,11 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
 
 def _copy(source: Path, target: Path, wanted: Mapping[str, Any]) -> None:
     """Copy the files `wanted`; SettingsError for one that is missing or does not have these facts."""
-    there = [name for name in wanted if name in published.names(source)]
+    there = [name for name in wanted if (source / name).is_file()]
     for name in there:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / name, target / name)
-    found = files.checksums(target)
+    found = files.checksums(target, names=there)
     if damaged := [name for name, facts in wanted.items() if found.get(name) != facts]:
         raise SettingsError(
             f"{source / damaged[0]} is missing or damaged; nothing was exported, export another iteration"

@@ -89,7 +89,7 @@ class Service:
         get("/jobs/{name}/logs", self.logs)
         get("/jobs/{name}/report", self.report)
         get("/jobs/{name}/checkpoint", self.checkpoint)
-        get("/jobs/{name}/checkpoint/{iteration}/{file}", self.checkpoint_file)
+        get("/jobs/{name}/checkpoint/{iteration}/{file:.+}", self.checkpoint_file)
         post("/jobs/{name}/stop", self.stop)
         post("/jobs/{name}/resume", self.resume)
         post("/jobs/{name}/cleanup", self.cleanup)

@@ -274,9 +274,10 @@ class Job:
         out.mkdir(parents=True, exist_ok=True)
         found: list[Path] = []
         for name, facts in sorted(said["files"].items()):
-            if not _FILE.fullmatch(name):
+            if not all(map(_FILE.fullmatch, name.split("/"))):
                 raise ServerError(f"the server names a file {name!r}, which is no name for one here")
             place = f"{self._path}/checkpoint/{said['iteration']}/{name}"
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
             found.append(self._fetch(place, out / name, facts, say))
         return found
 

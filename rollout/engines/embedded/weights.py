@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter
+from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, weight_files
 from rollout.engines.model_facts import keep_frequencies
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -56,8 +56,8 @@ class ModelWeights:
             return False
         tensors: dict[str, Tensor] = {}
         try:
-            for file in sorted(Path(model_dir).glob("*.safetensors")):
-                tensors |= load_file(file)
+            for name in weight_files(model_dir):
+                tensors |= load_file(Path(model_dir) / name)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{model_dir}: cannot be read: {error}") from error
         parameters = dict(self.model.named_parameters(remove_duplicate=False))

@@ -23,7 +23,7 @@ from coordinator.machine.entries import StoreError
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.store import Store
 from rollout.storage import delta, retry
-from rollout.storage.files import FileFacts, SharedFsError, checksums, unheard
+from rollout.storage.files import FileFacts, SharedFsError, checksums, file_names, unheard
 from rollout.storage.writer import Sink
 
 HOLDS = """
@@ -41,7 +41,7 @@ def moved(size):
     if size:
         os.write(1, b"copying\\n")  # at once, from several threads
         time.sleep(pause_s)
-files = checksums(source, wanted=lambda name: not name.startswith("."))
+files = checksums(source, names=[name for name in os.listdir(source) if not name.startswith(".")])
 holder = store.Store(below)
 path = holder.hold(source, files, moved)
 print("held", copied, path, flush=True)
@@ -80,7 +80,24 @@ def model(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def files_of(source: Path) -> dict[str, FileFacts]:
-    return checksums(source, wanted=lambda name: not name.startswith("."))
+    return checksums(source, names=[name for name in file_names(source) if not name.startswith(".")])
+
+
+def test_model_beside_weights_in_another_layout_is_used_by_links_to_its_own_files(
+    model: Callable[[str], Path], local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_mount", lambda _path: Mount("ext4", "/dev/sda", "/"))
+    source, store = model("a"), Store(str(local))
+    assert hold(store, source) == source
+    wanted = files_of(source)
+    (source / "templates").mkdir()
+    (source / "templates" / "tool.jinja").write_text("{{ tools }}")
+    wanted |= checksums(source, names=["templates/tool.jinja"])
+    (source / "consolidated.safetensors").write_bytes(b"the makers' own")
+    linked = store.hold(source, wanted, unheard)
+    assert sorted(path.name for path in linked.iterdir()) == ["config.json", "model.safetensors", "templates"]
+    assert all((linked / name).is_symlink() and checksums(linked, names=[name]) for name in wanted)
+    assert checksums(linked, names=list(wanted)) == wanted
 
 
 def hold(store: Store, source: Path, moved: Callable[[int], object] = unheard) -> Path:

@@ -179,12 +179,16 @@ def test_adapter_must_be_in_one_of_the_slots() -> None:
 
 
 def model_dir(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """A directory with the tensors in two files."""
+    """A directory with the tensors in two files, beside the same in another layout."""
     path.mkdir()
     (path / "config.json").write_text("{}")
     names = sorted(tensors)
+    index: dict[str, str] = {}
     for number, part in enumerate((names[:3], names[3:])):
+        index |= dict.fromkeys(part, f"model-{number}.safetensors")
         save_file({name: tensors[name].clone() for name in part}, path / f"model-{number}.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file({"output.weight": torch.ones(3)}, path / "consolidated.safetensors")
     return path
 
 

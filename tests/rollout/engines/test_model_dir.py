@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest, tensor_names
+from rollout.engines.model_dir import (
+    WeightsError,
+    check_model_dir,
+    companions,
+    is_adapter,
+    model_files,
+    policy_digest,
+    tensor_names,
+    weight_files,
+)
 from rollout.storage.files import checksums
 
 
@@ -29,7 +38,10 @@ def directory(tmp_path: Path) -> Path:
 def split_in_two(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     safetensors.numpy.save_file({"a": np.zeros(2)}, directory / "model-1.safetensors")
-    safetensors.numpy.save_file({"b": np.zeros(2)}, directory / "model-2.safetensors")
+    safetensors.numpy.save_file({"b": np.zeros(2), "c": np.zeros(1)}, directory / "model-2.safetensors")
+
+
+INDEX = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
 
 
 def write_index(directory: Path, weight_map: object) -> None:
@@ -47,16 +59,24 @@ def test_directory_written_by_transformers_is_whole(model_dir: Path) -> None:
 
 def test_sharded_directory_with_a_true_index_is_whole(directory: Path) -> None:
     split_in_two(directory)
-    write_index(directory, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
-    assert set(tensor_names(directory)) == {"a", "b"}
+    write_index(directory, INDEX)
+    assert set(tensor_names(directory)) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(
     ("weight_map", "reason"),
     [
-        ({"a": "model-1.safetensors"}, "leaves out 1 tensors that are there, e.g. 'b'"),
+        (
+            {"a": "model-1.safetensors", "b": "model-2.safetensors"},
+            "leaves out 1 tensors that are there, e.g. 'c'",
+        ),
         ({"a": "model-1.safetensors", "b": "model-1.safetensors"}, "'b' should be in model-1.safetensors"),
-        ({"a": "model-1.safetensors", "c": "model-3.safetensors"}, "it is in no file"),
+        ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "it is in no file"),
+        (
+            {"a": "model-3.safetensors", "b": "model-4.safetensors"},
+            "names model-3.safetensors and 1 more, which",
+        ),
+        ({"a": "model-1.safetensors", "b": "model-4.safetensors"}, "names model-4.safetensors, which this"),
         (None, "has no `weight_map`"),
     ],
 )
@@ -73,7 +93,7 @@ def test_what_is_missing_is_named(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="is no directory"):
         check_model_dir(tmp_path / "none")
     (directory / "model.safetensors").rename(directory / "elsewhere")
-    with pytest.raises(WeightsError, match=r"holds no \*\.safetensors file"):
+    with pytest.raises(WeightsError, match=r"holds no model\.safetensors and no .*index\.json, so"):
         check_model_dir(directory)
     (directory / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"config\.json: is missing"):
@@ -88,8 +108,96 @@ def test_damaged_config_is_refused(directory: Path, content: str) -> None:
 
 
 def test_tensor_in_two_files_is_refused(directory: Path) -> None:
-    safetensors.numpy.save_file({"a": np.zeros(1)}, directory / "other.safetensors")
-    with pytest.raises(WeightsError, match=r"'a' is in model\.safetensors already"):
+    split_in_two(directory)
+    safetensors.numpy.save_file({"a": np.zeros(1), "b": np.zeros(1)}, directory / "model-2.safetensors")
+    write_index(directory, INDEX)
+    with pytest.raises(WeightsError, match=r"'a' is in model-1\.safetensors already"):
+        check_model_dir(directory)
+
+
+FOREIGN = (
+    *("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "model.fp16.safetensors"),
+    *("consolidated.safetensors.index.json", "model.fp16.safetensors.index.json", "pytorch_model.bin"),
+    *(
+        "pytorch_model.bin.index.json",
+        "consolidated.00.pth",
+        "model-Q4_K_M.gguf",
+        "tf_model.h5",
+        "model.onnx",
+    ),
+    *("original/params.json", "original/model.safetensors", "onnx/model.onnx", "onnx/config.json"),
+    *("checkpoint-5/model.safetensors", "checkpoint-5/tokenizer.json", ".git/config", "__pycache__/a.pyc"),
+)
+BESIDE = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json"),
+    *(
+        "additional_chat_templates/tool_use.jinja",
+        "tokenizer.model",
+        "tekken.json",
+        "merges.txt",
+        "vocab.json",
+    ),
+    *(
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "processor_config.json",
+        "modeling_own.py",
+    ),
+    *("qwen.tiktoken", "1_Pooling/config.json", "a_file_that_nobody_knows_yet", "code/layers/attention.py"),
+)
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_weights_are_those_that_transformers_reads_and_all_that_is_small_goes_with_them(
+    directory: Path, in_shards: bool
+) -> None:
+    if in_shards:
+        split_in_two(directory)
+        write_index(directory, INDEX)
+    before = tensor_names(directory)
+    for name in (*FOREIGN, *BESIDE):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("{}")
+    own = ["model-1.safetensors", "model-2.safetensors"] if in_shards else ["model.safetensors"]
+    index = ["model.safetensors.index.json"] if in_shards else []
+    assert weight_files(directory) == own and tensor_names(directory) == before
+    assert companions(directory) == sorted(BESIDE)
+    assert sorted(model_files(directory)) == sorted([*own, *index, *BESIDE])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "consolidated.safetensors",
+            "holds no model.safetensors and .*; consolidated.safetensors has another",
+        ),
+        ("model-00001-of-00002.safetensors", "no model.safetensors.index.json, .* has another name than"),
+        ("pytorch_model.bin", "; pytorch_model.bin has another name than transformers reads"),
+    ],
+)
+def test_weights_that_transformers_does_not_read_are_no_weights(
+    directory: Path, name: str, reason: str
+) -> None:
+    (directory / "model.safetensors").rename(directory / name)
+    with pytest.raises(WeightsError, match=reason) as refused:
+        check_model_dir(directory)
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_that_two_programs_would_choose_differently_are_refused(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        WeightsError, match=r"holds a whole model and adapter_config\.json: transformers adds"
+    ):
+        check_model_dir(directory)
+    (directory / "adapter_config.json").unlink()
+    safetensors.numpy.save_file({"a": np.zeros(2)}, directory / "model-1.safetensors")
+    safetensors.numpy.save_file({"b": np.zeros(2)}, directory / "model-2.safetensors")
+    write_index(directory, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
+    with pytest.raises(
+        WeightsError, match=r"has weights twice: transformers reads model\.safetensors, and vLLM"
+    ):
         check_model_dir(directory)
 
 
@@ -148,6 +256,7 @@ def test_adapter_is_a_directory_with_an_adapters_configuration_and_no_models(
     (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert not is_adapter(directory) and not is_adapter(tmp_path / "nowhere")
     (directory / "config.json").unlink()
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
     assert is_adapter(directory)
     assert set(tensor_names(directory)) == {"a", "b", "empty"}
     (directory / "adapter_config.json").write_text("{")

@@ -24,7 +24,7 @@ from trainer import progress
 from trainer.batch.batch import Batch, build_batch
 from trainer.checkpoint import checkpoint, hub_weights, outputs
 from trainer.checkpoint.checkpoint import CheckpointError
-from trainer.checkpoint.state import StateSaver
+from trainer.checkpoint.state import StateSaver, read_document
 from trainer.documents import Resume, SavedState, TrainRequest, TrainResult
 from trainer.model.model import Learner, build_learner
 from trainer.progress import NOT_SAVED
@@ -79,6 +79,32 @@ def test_checkpoint_loads_with_transformers_and_holds_the_trained_weights(
     tokenizer = AutoTokenizer.from_pretrained(request.staging_dir)
     assert tokenizer.decode(tokenizer.encode("27+58=")) == "27+58="
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(request.base_dir).chat_template
+
+
+OWN = ("additional_chat_templates/tool_use.jinja", "preprocessor_config.json", "own_code.py", "tekken.json")
+FOREIGN = ("consolidated.safetensors", "original/params.json", "onnx/model.onnx", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_all_that_goes_with_the_weights_is_in_the_checkpoint_and_nothing_foreign(
+    trains: bool, batch: Batch, make_request: Callable[..., TrainRequest], tmp_path: Path
+) -> None:
+    request = make_request(batch)
+    base_dir = Path(shutil.copytree(request.base_dir, tmp_path / "with_more"))
+    for name in (*OWN, *FOREIGN):
+        (base_dir / name).parent.mkdir(exist_ok=True)
+        (base_dir / name).write_text(name)
+    request = request.model_copy(update={"base_dir": str(base_dir)})
+    learner, staging_dir = load_base(request), Path(request.staging_dir)
+    if trains:
+        result = run_phase(learner, batch, request)
+    else:
+        result = checkpoint.write(learner, staging_dir, request, 0, {}, StateSaver(timeout_s=60))
+        assert result.policy == request.base_policy
+    assert all((staging_dir / name).read_text() == name for name in OWN) and set(OWN) < set(result.files)
+    assert not any((staging_dir / name).exists() or name in result.files for name in FOREIGN)
+    assert all(name.startswith("state-") for name in read_document(staging_dir / "trainer_state").files)
+    check_model_dir(staging_dir)
 
 
 def test_result_names_every_file_with_its_checksum_and_the_new_policy(
@@ -486,6 +512,8 @@ def test_ranks_of_a_node_hash_a_share_each_and_learn_the_others(
     names = [f"model-{number}.safetensors" for number in range(5)]
     for name in names:
         (tmp_path / name).write_bytes(name.encode())
+    index = {"weight_map": dict(zip("abcde", names, strict=True))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "config.json").write_text("{}")
     hashed: list[str] = []
     real = files.file_facts

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rollout.engines.model_dir import check_model_dir, is_model_file, policy_digest, tensor_names
+from rollout.engines.model_dir import check_model_dir, model_files, policy_digest, tensor_names
 from rollout.storage.delta import delta_name
 from rollout.storage.files import checksums
 from tests.paths import REPOSITORY
@@ -122,7 +122,7 @@ def test_each_rank_writes_the_delta_of_its_own_file(root: Path) -> None:
 def test_each_node_has_a_copy_of_the_new_policy_before_the_checkpoint_is_whole(root: Path) -> None:
     for iteration, nodes in ((2, (0, 1)), (3, (0,))):
         directory = root / f"main_{iteration}"
-        model = {name: facts for name, facts in checksums(directory, wanted=is_model_file).items()}
+        model = checksums(directory, names=model_files(directory))
         del model["result.json"]
         said = [json.loads((root / f"copied_{iteration}.{rank}.json").read_bytes()) for rank in range(RANKS)]
         assert all(each["is_early"] for each in said)

@@ -1,6 +1,7 @@
 """An adapter that cannot be added to its base says why in one line. What the sum is: test_training.py."""
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -33,11 +34,22 @@ def test_sum_has_the_weights_and_the_tokenizer_of_its_base(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (adapter / "chat_template.jinja").write_text("of the adapter")
+    base_dir = Path(shutil.copytree(base_dir, tmp_path / "base"))
+    of_base = json.loads((adapter / "adapter_config.json").read_text())
+    of_base["base_model_name_or_path"] = str(base_dir)
+    (adapter / "adapter_config.json").write_text(json.dumps(of_base))
+    beside = ("additional_chat_templates/tool_use.jinja", "preprocessor_config.json", "own.model", "own.py")
+    for name in beside:
+        (base_dir / name).parent.mkdir(exist_ok=True)
+        (base_dir / name).write_text(f'"{name}"')
     merge.merge(adapter, tmp_path / "out")
+    assert all((tmp_path / "out" / name).read_text() == f'"{name}"' for name in beside)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
     base, made = (AutoModelForCausalLM.from_pretrained(path) for path in (base_dir, tmp_path / "out"))
     assert all(map(lambda a, b: a.equal(b), base.state_dict().values(), made.state_dict().values()))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert len(tokenizer("27+58=")["input_ids"]) == 6 and tokenizer.chat_template == "of the adapter"
+    assert len(tokenizer("27+58=")["input_ids"]) == 6
+    assert tokenizer.chat_template == {"default": "of the adapter", "tool_use": f'"{beside[0]}"'}
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])

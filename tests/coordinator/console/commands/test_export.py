@@ -9,8 +9,10 @@ import yaml
 from coordinator.cli import main
 from coordinator.console.commands.export import export
 from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.published import read_result
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.settings.tree import SettingsError
+from rollout.storage import files
 from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
 
 
@@ -36,6 +38,21 @@ def test_export_holds_the_model_and_a_card_that_the_hub_reads(run_dir: RunDir, t
     assert yaml.safe_load(head)["base_model"] == "some/model"
     assert "Evaluation reward: 0.75" in text and "Iterations of training: 1" in text and "sums.jsonl" in text
     assert tree(out.parent) == {"the_hub", *(f"the_hub/{name}" for name in tree(out))}
+
+
+def test_named_chat_templates_are_exported_in_their_folder(run_dir: RunDir, tmp_path: Path) -> None:
+    template = run_dir.checkpoint(1) / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    named = "additional_chat_templates/tool_use.jinja"
+    result = read_result(run_dir.checkpoint(1))
+    added = result.model_copy(update={"files": {**result.files, named: files.file_facts(template)}})
+    (run_dir.checkpoint(1) / "result.json").write_bytes(added.to_json())
+    assert named in export(run_dir.root, 1, tmp_path / "out")
+    assert (tmp_path / "out" / named).read_text() == "{{ tools }}"
+    template.write_text("damaged")
+    with pytest.raises(SettingsError, match=r"tool_use\.jinja is missing or damaged; nothing was exported"):
+        export(run_dir.root, 1, tmp_path / "other")
 
 
 def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""What is fetched of a model on the Hub; the Hub is a directory here."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+from rollout.engines.hub import NotFetched, fetch_model
+
+BESIDE = {
+    "config.json",
+    "tokenizer.json",
+    "additional_chat_templates/tool_use.jinja",
+    "tekken.json",
+    "own.py",
+}
+FOREIGN = {
+    *(
+        "consolidated.safetensors",
+        "model.fp16.safetensors",
+        "pytorch_model.bin",
+        "original/consolidated.00.pth",
+    ),
+    *(
+        "original/params.json",
+        "onnx/model.onnx",
+        "model-Q4_K_M.gguf",
+        "adapter/model.safetensors",
+        "curve.png",
+    ),
+}
+
+
+@pytest.fixture
+def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Put files on the Hub; returns where what is fetched lies."""
+
+    def put(names: set[str], index: dict[str, str] | None = None) -> Path:
+        for name in names:
+            (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "hub" / name).write_text(name)
+        if index:
+            path = tmp_path / "hub" / "model.safetensors.index.json"
+            path.write_text(json.dumps({"weight_map": index}))
+        return tmp_path / "snapshots" / "0123abc"
+
+    def snapshot_download(model: str, revision: str = "0123abc", **patterns: Any) -> str:
+        assert (model, revision) == ("maker/model", "0123abc")
+        names = [str(path.relative_to(tmp_path / "hub")) for path in (tmp_path / "hub").rglob("*.*")]
+        for name in filter_repo_objects(names, **patterns):
+            (tmp_path / "snapshots" / revision / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tmp_path / "hub" / name, tmp_path / "snapshots" / revision / name)
+        return str(tmp_path / "snapshots" / revision)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return put
+
+
+def files_of(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("shards", [set[str](), {"model-00001-of-00002.safetensors", "part-b.safetensors"}])
+def test_models_own_weights_and_all_that_goes_with_them_are_fetched_and_no_others(
+    publish: Callable[..., Path], shards: set[str]
+) -> None:
+    own = shards or {"model.safetensors"}
+    fetched = publish(BESIDE | FOREIGN | own, dict(zip("ab", sorted(shards), strict=False)))
+    assert fetch_model("maker/model") == fetched
+    assert files_of(fetched) == BESIDE | own | ({"model.safetensors.index.json"} if shards else set())
+
+
+def test_what_goes_with_the_weights_can_be_had_alone(publish: Callable[..., Path]) -> None:
+    fetched = publish(BESIDE | FOREIGN | {"model.safetensors"})
+    assert fetch_model("maker/model", weights=False) == fetched and files_of(fetched) == BESIDE
+
+
+def test_reason_why_nothing_can_be_fetched_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(_model: str, **_patterns: Any) -> str:
+        raise LocalEntryNotFoundError("no network\nand no copy")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(NotFetched, match=r"^no network$"):
+        fetch_model("maker/model")

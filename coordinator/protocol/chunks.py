@@ -117,6 +117,10 @@ def made_of(document: Mapping[str, Any]) -> dict[int, Made]:
     }
 
 
+NOTHING_S = 1e-6
+"""Nobody measures less; a quotient of smaller numbers may be 0."""
+
+
 def measured(
     made: Mapping[int, Made], tokens: Mapping[int, int], expected: Mapping[int, float]
 ) -> tuple[dict[int, float], dict[int, Pace]]:
@@ -133,7 +137,7 @@ def measured(
     costs = {slot: expected.get(slot, per_token * n) for slot, n in tokens.items()}
     paces: dict[int, Pace] = {}
     for rank, (of_rank, width) in made.items():
-        counted = {slot: s for slot, s in of_rank.items() if costs.get(slot, 0.0) > 0 and s > 0}
+        counted = {slot: s for slot, s in of_rank.items() if min(costs.get(slot, 0.0), s) > NOTHING_S}
         if counted:  # one group that took very long says little of its rank: so not the mean
             pace = geometric_mean(costs[slot] / s for slot, s in counted.items())
             busy_s = sum(counted.values())

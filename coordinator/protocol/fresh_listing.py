@@ -15,7 +15,7 @@ from rollout.storage import files
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK_S = 0.5
+FIRST_LOOK_S = 2.0
 """A listing that has not changed for so long is doubted; again after twice as long, and so on."""
 EVIDENCE = 3
 """So many differences in a row; any of them may be a name that was made between the two listings."""

@@ -29,7 +29,9 @@ from coordinator.machine.store import Store
 from coordinator.node import identity, node
 from coordinator.rows import base_model
 from coordinator.settings.tree import RunSettings
+from coordinator.start import functions
 from coordinator.start import start as start_module
+from coordinator.start.functions import describe
 from coordinator.start.inputs import Inputs, load_inputs
 from rollout.engines.servers import Server, server_command
 from rollout.storage import files, lines
@@ -143,6 +145,8 @@ def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
     """What is slow to make or to load."""
     patch.setattr(base_model, "_from_cache", lambda _node: model)
     patch.setattr(start_module, "load_inputs", _load_inputs_once)
+    loader = SimpleNamespace(call=lambda kind, name, deadline_s: describe(kind, name), close=lambda: None)
+    patch.setattr(functions, "ProcessPool", lambda *_, **_more: loader)
 
 
 def _start_server_on_gpu(*args: Any) -> Server:

@@ -43,6 +43,7 @@ def test_client_that_believes_its_own_listing_is_found_out_and_seen_through(shar
 
 
 def test_client_whose_listings_are_true_is_believed(shared: FaultFs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_listing, "FIRST_LOOK_S", 0.5)
     reader, writer = (mount.path for mount in shared.mounts)
     listings = FreshListing(1)
     for number in range(5):

@@ -5,6 +5,7 @@ A row adopts a durable output that is there, and leaves nothing in memory that a
 
 import json
 import logging
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -109,8 +110,11 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
         changed.append("groups that are begun")  # an evaluation alone has opened it early
     if changed:
         if begun:
-            log.warning("iteration %d is finished as it was begun: %s; the changes hold from the next one",
-                        number, ", ".join(changed))  # fmt: skip
+            log.warning(
+                "iteration %d is finished as it was begun: %s; the changes hold from the next one. To begin "
+                "it anew, without its finished groups: run cleanup --iteration %d --log-path %s",
+                number, ", ".join(changed), number, shlex.quote(str(run_dir.root)),
+            )  # fmt: skip
         else:
             log.info("no group of iteration %d is finished: it is opened anew with the new settings", number)
             node.watch.look()

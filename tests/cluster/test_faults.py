@@ -121,7 +121,11 @@ def test_killed_agent_of_a_trainer_is_another_attempt(cluster: Cluster) -> None:
     agent.kill()
     assert cluster.wait(120) == [0, 0], cluster.everything_said()
     failures = [line for line in cluster.output(0).splitlines() if "rank 1" in line]
-    assert any("failed in training" in line and "attempt 2 of 2" in line for line in failures), failures
+    # A job that is between two iterations has taken no attempt of one yet.
+    where = ("attempt 2 of 2", "the training job ended between iterations")
+    assert any("failed in training" in line and any(map(line.__contains__, where)) for line in failures), (
+        failures
+    )
     assert [line["iteration"] for line in cluster.metrics()] == list(range(1, 13))
 
 

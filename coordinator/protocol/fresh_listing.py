@@ -77,7 +77,7 @@ class FreshListing:
         if self.is_doubted:
             log.info(
                 "%s: listings here hid the names of others, unchanged for up to %.1f s; a name that is made "
-                "and removed before each shows them (run doctor --peers says how to mount it)",
+                "and removed before each shows them (run doctor --peers N says how to mount it)",
                 directory,
                 self.unchanged_s,
             )

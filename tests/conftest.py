@@ -10,11 +10,13 @@ from tests.order import longest_first
 
 
 def pytest_configure() -> None:
-    """A shell that runs the tests in the background has SIGINT ignored, and children would inherit that:
-    those that are to be interrupted would not hear it.
+    """Undo what a shell in the background, or nohup, has the tests inherit: signals which are ignored by
+    their children too.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if importlib.util.find_spec("hypothesis"):  # the environment with TRL has none
         from hypothesis import settings
 

@@ -187,7 +187,8 @@ def is_told(spool: Path) -> bool:
     return any(name.startswith("failed_") and not name.endswith(".tmp") for name in os.listdir(spool))
 
 
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
+"""Two ranks that import torch on busy cores may come seconds apart."""
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ def test_rank_that_hangs_is_a_lost_peer_of_the_others_in_time(
 
     # gloo's limit, and time to import torch where that comes before it
     wait_until(lambda: is_told(waiting.spool), 10 * PATIENCE_S)
-    with pytest.raises(launch.TrainerFailed, match=r"PeerLost: a peer is lost: .*5000 ?ms"):
+    with pytest.raises(launch.TrainerFailed, match=r"PeerLost: a peer is lost: .*10000 ?ms"):
         launch.outcome(waiting.spool, 1, 1)
     assert waiting.agent.wait(JOB_TIMEOUT_S) != 0
     assert launch.outcome(hanging.spool, 1, 1) is None, "it hangs, and only its node can end it"

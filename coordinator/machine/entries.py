@@ -57,8 +57,13 @@ def begin(folder: Path) -> tuple[Path, int]:
             descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another process has taken it for one that nobody uses
             continue
-        if _lock(descriptor, entry, fcntl.LOCK_EX):
-            return entry, descriptor
+        try:
+            if _lock(descriptor, entry, fcntl.LOCK_EX):
+                return entry, descriptor
+        except StoreError:
+            os.close(descriptor)
+            entry.rmdir()
+            raise
         os.close(descriptor)
 
 
@@ -89,6 +94,8 @@ def _if_unused(entry: Path, act: Callable[[], None]) -> bool:
         if free := _flock(descriptor, fcntl.LOCK_EX):
             act()
         return free
+    except StoreError:  # what is in use cannot be told
+        return False
     finally:
         os.close(descriptor)
 
@@ -126,6 +133,9 @@ def _flock(descriptor: int, kind: int) -> bool:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # some filesystems refuse locks: what is in use cannot be told, so nothing is removed
-        return kind == fcntl.LOCK_SH
+    except OSError as error:
+        raise StoreError(
+            f"locks are refused where copies of models lie ({error.strerror}); give this node "
+            "cluster.local_dir=DIR, a directory on a disk that takes them"
+        ) from error
     return True

@@ -144,6 +144,25 @@ def test_copy_has_the_wanted_files_and_is_made_once(model: Callable[[str], Path]
     assert sum(moved) == 1000
 
 
+def test_where_locks_are_refused_it_says_so_at_once_and_removes_nothing(
+    model: Callable[[str], Path], local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = hold(Store(str(local)), model("a"))
+
+    def refuse(_descriptor: int, _kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    other = Store(str(local))
+    with pytest.raises(StoreError, match=r"locks are refused .*No locks available.*cluster.local_dir=DIR"):
+        hold(other, model("b"))
+    with pytest.raises(StoreError, match="locks are refused"):
+        other.begin(1)
+    other.close()
+    entries.make_room(folder(local), 2**60)
+    assert kept.is_dir() and not list(folder(local).glob(f"{entries.NEW}*"))
+
+
 def test_equal_files_of_two_directories_are_one_copy(model: Callable[[str], Path], local: Path) -> None:
     source = model("a")
     other = source.with_name("b")

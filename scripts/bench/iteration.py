@@ -10,10 +10,6 @@ generate (its continuous batching, --trl-continuous-batching, takes seconds a st
 and transformers, float32 training, one optimizer step of 512 samples (Flagpost leaves out groups without an
 advantage), learning rate 1e-6, so that the work stays the same. They take turns; of each turn the median
 after --skip iterations counts; a ratio is the median over the rounds.
-
-Then Flagpost runs once more with every process traced (tracing.py), which costs a little: `traced` says where
-an iteration's milliseconds go (breakdown.py alone says it too). `phases_9_to_12_besides_training_ms`: rows 9
-to 12 without the optimizer steps.
 """
 
 import argparse
@@ -24,17 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import breakdown
-import tracing
-from breakdown import median_ms
+from elsewhere import Elsewhere
 from trl_trainer import need_trl
-from vllm_server import Elsewhere
 
 from coordinator.protocol.phases import Phase
 from rollout.rewards.builtin import exact
@@ -48,7 +41,7 @@ TURN_TIMEOUT_S = 900.0
 # ---- Flagpost
 
 
-def run_nodes(options: argparse.Namespace, nodes: int, root: Path, env: Mapping[str, str] = {}) -> None:
+def run_nodes(options: argparse.Namespace, nodes: int, root: Path) -> None:
     """Take one turn of Flagpost in the run directory `root`."""
     settings = {
         "rollout.tasks_per_iteration": PROMPTS,
@@ -63,12 +56,12 @@ def run_nodes(options: argparse.Namespace, nodes: int, root: Path, env: Mapping[
     }
     overrides = [f"{name}={value}" for name, value in settings.items()]
     argv = [sys.executable, "-m", "coordinator.cli", "local", "--num-nodes", str(nodes), "--engine", "torch"]
-    turn([*argv, "--log-path", str(root), *overrides, *options.settings], env)
+    turn([*argv, "--log-path", str(root), *overrides, *options.settings])
 
 
-def turn(argv: list[str], env: Mapping[str, str] = {}) -> str:
+def turn(argv: list[str]) -> str:
     """Run a process and return what it prints; if it fails, end the benchmark with its last words."""
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **env}
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     made = subprocess.run(
         argv, env=environment, capture_output=True, text=True, timeout=TURN_TIMEOUT_S, check=False
     )
@@ -148,6 +141,11 @@ def run_trl(model: Path, steps: int, skip: int, microbatch: int, continuous: boo
 # ---- the turns
 
 
+def median_ms(seconds: Iterable[float]) -> float:
+    """Return the median in ms."""
+    return round(1000 * statistics.median(seconds), 2)
+
+
 def fsync_ms(directory: Path) -> float:
     """Measure median ms of writing 64 KiB durably into a new file there."""
     seconds: list[float] = []
@@ -167,10 +165,10 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Take all turns and return the line."""
     options.number = 0
 
-    def node_turn(nodes: int, env: Mapping[str, str] = {}) -> Path:
+    def node_turn(nodes: int) -> Path:
         options.number += 1
         root = directory / f"run{options.number}"
-        run_nodes(options, nodes, root, env)
+        run_nodes(options, nodes, root)
         return root
 
     model = node_turn(1) / "base_model"  # so that it is made before it counts
@@ -200,12 +198,6 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     if options.trl_continuous_batching:
         found = run_trl(model, 4, 1, options.trl_microbatch[0], continuous=True)
         line["trl_continuous_batching_s"] = round(found["s"], 2)
-    for nodes in (3, 1):
-        with tempfile.TemporaryDirectory(dir=directory) as trace:
-            node_turn(nodes, tracing.environment(Path(trace)))
-            line[f"nodes_{nodes}"]["traced"] = breakdown.explain(
-                tracing.read_spans(Path(trace)), options.skip
-            )
     return line
 
 

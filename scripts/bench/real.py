@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from elsewhere import Elsewhere
 from iteration import iteration_seconds
 from trl_trainer import need_trl, train
-from vllm_server import Elsewhere
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASKS = REPOSITORY / "scripts" / "recipes" / "capitals.jsonl"

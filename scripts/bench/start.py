@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from vllm_server import Elsewhere
+from elsewhere import Elsewhere
 
 HERE = Path(__file__).parents[2]
 LOOK_S = 0.01

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+from elsewhere import Elsewhere
 from training_data import (
     LEAST_PROMPT_TOKENS,
     LONGEST,
@@ -49,7 +50,6 @@ from training_data import (
     parameters,
 )
 from trl_trainer import need_trl
-from vllm_server import Elsewhere
 
 if TYPE_CHECKING:
     from trainer.batch.packing import Microbatch

@@ -85,11 +85,11 @@ class Collector:
 
     These settings apply. `concurrency` (null: what the engine can) bounds the samples that are generated at
     the same time; a larger group runs alone. `over_sample` times the needed groups are begun, and with it a
-    spare one for a group that is LATE, while there are any. Once
-    `completion_threshold` of the needed groups is finished, the others have `grace_period_s` left, and are
-    then given up. A group is handed over as a tombstone if it takes longer than `group_timeout_s`, if its
-    environment raises, or if the engine refuses its request. A sample that is unfit
-    (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises, or it ends the
+    spare one for a group that is LATE, while there are any. Once `completion_threshold` of the needed groups
+    is finished, the others have `grace_period_s` left, and are then given up; groups that `made_elsewhere`
+    counts are finished and needed too. A group is handed over as a tombstone if it takes longer than
+    `group_timeout_s`, if its environment raises, or if the engine refuses its request. A sample that is
+    unfit (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises, or it ends the
     collection: see `on_reward_error`.
 
     The slots of a kind are made by the recipe that `others` has for it.
@@ -151,6 +151,9 @@ class Collector:
         finished before it was wanted."""
         self._finished = self._counted = self._given_up = self._failed = 0
         self._grace_ends_s = math.inf
+        self.made_elsewhere: Callable[[], int] = lambda: 0
+        """How many of the needed groups others have made: with them, a share none of whose groups ever ends
+        comes to an end too."""
         self._holds = False
         """Whether finished groups are held, and nothing is over: see `begin`."""
         self._is_paused = False
@@ -315,7 +318,9 @@ class Collector:
         if self._counted >= self._source.needed:
             return True
         now_s = asyncio.get_running_loop().time()
-        is_enough = self._counted >= self._settings.completion_threshold * self._source.needed
+        elsewhere = self.made_elsewhere()
+        needed = self._source.needed + elsewhere
+        is_enough = self._counted + elsewhere >= self._settings.completion_threshold * needed
         if is_enough and self._grace_ends_s == math.inf:
             self._grace_ends_s = now_s + self._settings.grace_period_s
         return now_s >= self._grace_ends_s
@@ -323,17 +328,18 @@ class Collector:
     def _conclude(self) -> int:
         """Give up the groups that are in flight. Returns how many of the needed groups are missing."""
         self._tally.say_counts()
-        needed = self._source.needed
+        needed, elsewhere = self._source.needed, self.made_elsewhere()
         short = needed - self._counted
         if self._in_flight and short > 0:
             reason = (
-                f"cancelled: not finished {self._settings.grace_period_s:g} s after {self._counted} of "
-                f"{needed} groups were (grace_period_s, completion_threshold)"
+                f"cancelled: not finished {self._settings.grace_period_s:g} s after "
+                f"{self._counted + elsewhere} of {needed + elsewhere} groups were (grace_period_s, "
+                "completion_threshold)"
             )
             log.warning("%d groups are %s", len(self._in_flight), reason)
             for one in self._in_flight.values():
                 self._take(one.slot.tombstone(reason))
-        if len(self._held) >= ALL_FAILED_MIN:
+        if len(self._held) >= ALL_FAILED_MIN and not elsewhere:
             first = self._held[0]
             raise AllGivenUp(
                 f"all {len(self._held)} groups were given up, e.g. {first.task_id}: {first.given_up}"

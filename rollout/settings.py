@@ -103,7 +103,8 @@ class RolloutSettings(Settings):
     group_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A group whose samples take longer to generate, or longer to score, is given up."""
     completion_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Once this fraction of a node's groups is finished, the rest have `grace_period_s` left."""
+    """Once this fraction of a node's groups is finished, the rest have `grace_period_s` left. The groups of
+    the other nodes count too once these have made theirs."""
     grace_period_s: Annotated[float, Field(ge=0)] = 60.0
     """A group that is not finished by then is cancelled and given up: reported, and not trained on."""
     over_sample: Annotated[float, Field(ge=1)] = 1.0

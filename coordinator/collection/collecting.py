@@ -19,7 +19,7 @@ from coordinator.collection.load_policy import serve
 from coordinator.collection.node_share import ROWS, Share, slots_of
 from coordinator.collector.host import Listener
 from coordinator.collector.order import EngineAddress, Order, RecipeNames
-from coordinator.directory.layout import Kind
+from coordinator.directory.layout import MASTER, Kind
 from coordinator.directory.published import Incomplete
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
@@ -198,7 +198,24 @@ def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Ca
         claimed=lambda path: node.flags.leave([path]),
         waited=waited,
         check_self=node.row_endings.check_self,
+        others_are_done=partial(_others_are_done, node, iteration, share),
     )
+
+
+def _others_are_done(node: Node, iteration: Iteration, share: Share) -> bool:
+    """Return whether all other nodes have made their shares. The master's flag comes last of all, so it is
+    its heartbeat that says that it waits.
+    """
+    row, epoch = ROWS[share.kind], node.record.epoch
+    done = node.watch.board.done(epoch, iteration.number, row)
+    if set(node.record.members) - {node.rank, MASTER} - done.keys():
+        return False
+    beat = node.watch.board.beats.get(MASTER)
+    if node.rank == MASTER or beat is None or beat.epoch != epoch:
+        return node.rank == MASTER
+    heartbeat = node.watch.said(MASTER)
+    is_there = heartbeat.get("phase") == row.label and heartbeat.get("iteration") == iteration.number
+    return is_there and bool(heartbeat.get("waiting_for"))
 
 
 @contextmanager

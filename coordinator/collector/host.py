@@ -34,6 +34,8 @@ LOOK_S = 0.1
 """How often the node looks for messages, and at what ends the row, while no bell rings."""
 REACT_S = 10.0
 """How long a collector may take to stop beginning groups, or to give up those in flight."""
+OTHERS_S = 1.0
+"""How often the node looks whether it is the last one."""
 LATE_S = 10.0
 """How much later than a group would time out a standing event loop is taken for hung."""
 HANGS_S = 5.0
@@ -64,6 +66,8 @@ class Listener:
     """Hears for how many seconds this node had nothing to make."""
     check_self: Callable[[], None]
     """Raises what this node itself has ended by."""
+    others_are_done: Callable[[], bool]
+    """Whether all other nodes have made their shares of the row."""
 
 
 @dataclass
@@ -234,7 +238,15 @@ class CollectorHost:
         limit_s = work.order.settings.group_timeout_s + LATE_S
         silent = Stopwatch(1.0)
         work.heard = silent.restart
+        waits = work.order.settings.completion_threshold < 1
+        looked = Stopwatch(1.0)
         while not listener.stop.is_set():
+            if waits and looked.look() > OTHERS_S:
+                looked.restart()
+                if listener.others_are_done():
+                    assert self._box is not None
+                    self._box.send({"others_are_done": True})
+                    waits = False
             if (ended := self._look(work, listener)) is not None:
                 return ended
             listener.is_engine_lost()

@@ -85,6 +85,8 @@ class Process:
         self._writer: PartWriter | None = None
         self._counts: Callable[[Group], bool] = lambda _group: True
         self._stop = threading.Event()
+        self._others_are_done = False
+        """Whether all other nodes have made their shares of the row."""
         self._questions = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._steps = 0
@@ -108,7 +110,10 @@ class Process:
     def _hear(self, message: dict[str, Any]) -> None:
         if "order" in message:
             self._stop.clear()
+            self._others_are_done = False
             self._obeying = own_task(self._obey(Order.from_json(message["order"])))
+        elif "others_are_done" in message:
+            self._others_are_done = True
         elif "drop" in message:
             self._obeying = own_task(self._drop())
         elif "pause" in message:
@@ -245,6 +250,11 @@ class Process:
         left = [slot for slot in again if slot not in alone]
         source = await self._source(order, run_dir, collector, in_flight, left)
         show()  # the start of an engine is no part of the speed
+
+        def made_elsewhere() -> int:
+            return max(0, order.quota.needed - source.needed) if self._others_are_done else 0
+
+        collector.made_elsewhere = made_elsewhere
         try:
             short = await collector.run(source, on_group, self._stop, in_flight)
         finally:

@@ -70,6 +70,13 @@ async def stuck(task: dict[str, Any], policy: Policy, sampling: Sampling) -> lis
     return await single_turn(task, policy, sampling)
 
 
+async def stuck_here(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:
+    """Single-turn, but on a node with STUCK in its environment no task comes to an end."""
+    if "STUCK" in os.environ:
+        await asyncio.sleep(3600)
+    return await single_turn(task, policy, sampling)
+
+
 async def flat(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:
     """Single-turn, with rewards of its own: the same for all samples where the first number is even."""
     samples = await single_turn(task, policy, sampling)

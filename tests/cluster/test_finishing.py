@@ -50,6 +50,21 @@ def test_groups_that_never_end_are_cancelled_after_the_grace_period_and_reported
     assert cluster.metrics()[0]["given_up"] == len(never)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_node_none_of_whose_groups_ends_gives_them_up_when_the_others_have_made_theirs(
+    cluster: Cluster, engine_url: str, rank: int
+) -> None:
+    phase = ("--rl-phase", "rollout", "--iterations", "1", "--eval-interval", "0", "--num-nodes", "2")
+    finishing = ("rollout.completion_threshold=0.25", "rollout.grace_period_s=0.2")
+    arguments = (*FAST, *phase, *finishing, "--engine-url", engine_url)
+    stuck = ("--environment", "tests.cluster.plugins:stuck_here")
+    cluster.start(0, *arguments, *stuck, prefix=("env", "STUCK=1") if rank == 0 else ())
+    cluster.start(1, prefix=("env", "STUCK=1") if rank == 1 else ())
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    given_up = cluster.manifest(1)["given_up"]
+    assert given_up and all("of 8 groups were" in entry["reason"] for entry in given_up)
+
+
 def test_over_sampling_trains_on_the_first_groups_and_begins_the_next_iteration_with_the_others(
     cluster: Cluster, engine_url: str
 ) -> None:

@@ -138,6 +138,7 @@ def listener() -> Listener:
     return Listener(
         stop=threading.Event(), slots=slots, verify=nothing, is_engine_lost=nothing, reach=nothing,
         step=nothing, full=nothing, claimed=nothing, waited=nothing, check_self=nothing,
+        others_are_done=lambda: False,
     )  # fmt: skip
 
 

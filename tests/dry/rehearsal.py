@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 
 from trainer.batch.batch import Batch, Counts  # isort: skip
 from trainer.batch.packing import Packing  # isort: skip
-from trainer.model import loading, model, packed_sequences, parallel, slices  # isort: skip
+from trainer.model import host_memory, loading, model, packed_sequences, parallel, slices  # isort: skip
 from trainer.model.attention import Kernel  # isort: skip
 from trainer.model.parallel import local_part  # isort: skip
 from trainer.settings import TrainerSettings  # isort: skip
@@ -62,6 +62,7 @@ def patch() -> None:
     slices.copy_part = lambda _tensor, _value: None
     patched.load_model, patched._round_frozen = load_model, rounded
     patched._with_blank_adapters = apart(with_adapters)
+    host_memory.pin = lambda _held: None
     parallel.Layout.of = staticmethod(apart(layout_of))
     found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})
     model.Learner.arrange = lambda self, share_prompts: setattr(self, "arrangement", found)
@@ -88,6 +89,13 @@ def make_batch(sequences: int) -> Batch:
     )
 
 
+def host_places(learner: model.Learner) -> list[int]:
+    """Where weights and moments lie in host memory."""
+    tensors = [*learner.parameters.values()]
+    tensors += [value for state in learner.optimizer.state.values() for value in state.values()]
+    return [local_part(tensor).untyped_storage()._cdata for tensor in tensors]
+
+
 def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any]:
     """Train for STEPS steps of one microbatch a rank, go to host memory and back, and train again."""
     install()
@@ -111,15 +119,19 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
         learner.to_host()
         left = BYTES.now
         away = {local_part(value).device.type for value in learner.parameters.values()}
+        places = host_places(learner)
         learner.to_device()
         step(1)
+        again = BYTES.peak
+        learner.to_host()
         return {
             "sharded": learner.layout.sharded,
             "peak": peak,
             "left": left,
             "away": sorted(away),
             "same": all(own[name] is value for name, value in learner.parameters.items()),
-            "again": BYTES.peak,
+            "again": again,
+            "reused": places == host_places(learner),
         }
 
 

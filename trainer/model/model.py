@@ -17,6 +17,7 @@ from rollout.engines.short_model import short_model
 from trainer.batch.packing import Microbatch
 from trainer.model import attention, packed_sequences, parallel
 from trainer.model.attention import Kernel
+from trainer.model.host_memory import HostMemory
 from trainer.model.loading import build_scorer, count_parameters, model_directory
 from trainer.model.packed_sequences import Apart, Arrangement
 from trainer.model.parallel import Layout
@@ -64,6 +65,7 @@ class Learner:
         """What checkpoint.hub_weights has found out about writing its weights, by their dtype."""
         self._partial = parallel.partial_parameters(self.model, layout)
         self._on_host = False
+        self._host = HostMemory()
         self._make_room()
 
     def _make_room(self) -> None:
@@ -295,24 +297,31 @@ class Learner:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.summed = self.gradients = self.sums = torch.zeros(0)
-        self._move(torch.device("cpu"))
+        scorers, states = self._away()
+        held = [tensor for scorer in scorers for tensor in (*scorer.parameters(), *scorer.buffers())]
+        self._host.begin([*held, *(value for state in states for value in state.values())])
+        self._move(self._host.copy)
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
     def to_device(self) -> None:
         """Undo to_host."""
         if self._on_host:
             self._on_host = False
-            self._move(self.device)
+            self._move(lambda tensor: tensor.to(self.device, non_blocking=True))
             self._make_room()
 
-    def _move(self, device: torch.device) -> None:
-        for scorer in filter(None, (self.scorer, self.reference)):
-            if not scorer.offloaded:  # FSDP's own offload keeps them on the host anyway
-                scorer.to(device)
-        for parameter in self.parameters.values():
-            state = self.optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                state[name] = value.to(parameter.device)
+    def _away(self) -> tuple[list[Scorer], list[dict[str, Tensor]]]:
+        """Return what moves: models and moments. FSDP's own offload keeps its own on the host anyway."""
+        scorers = [scorer for scorer in (self.scorer, self.reference) if scorer and not scorer.offloaded]
+        return scorers, [] if self.scorer.offloaded else [*self.optimizer.state.values()]
+
+    def _move(self, to: Callable[[Tensor], Tensor]) -> None:
+        scorers, states = self._away()
+        for scorer in scorers:
+            scorer._apply(to)
+        for state in states:
+            state.update({name: to(value) for name, value in state.items()})
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ EXPECTED: tuple[type[Exception], ...] = (AllGivenUp, RewardError, EngineError, I
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return an error as a message."""
-    if isinstance(error, SharedFsError):
+    if isinstance(error, SharedFsError | FileNotFoundError):  # the latter: nothing is mounted there
         return {"kind": "SharedFsError", "text": str(error), "errno": error.errno}
     kind = next((known.__name__ for known in EXPECTED if isinstance(error, known)), "")
     return {"kind": kind, "text": str(error) if kind else f"{type(error).__name__}: {error}"}

@@ -94,6 +94,7 @@ class Node:
         self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.row_endings)
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
+        self.watch.look_for_run = self.outage.look_for_run
         self.said: int | None = None
         """The last iteration whose line was said here, where another crew writes them."""
         self.idle_s = 0.0

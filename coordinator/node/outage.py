@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+from coordinator.machine.filesystems import find_mount
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
@@ -14,7 +15,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.watch import Watch
 from rollout.storage.files import SharedFsError
-from rollout.storage.retry import RETRY_S, waiting_for_space
+from rollout.storage.retry import RETRY_S, is_listed, waiting_for_space
 
 
 class Outage:
@@ -35,6 +36,28 @@ class Outage:
         self._row_endings = row_endings
         self._full_s = (-math.inf, -math.inf)
         """When this node first, and last, waited for free space."""
+        self._resolved = identity.root.resolve()
+        self._mount = find_mount(self._resolved)
+        self._missed_s: float | None = None
+        """Since when the run is not listed, on a filesystem that is mounted as it was."""
+
+    def look_for_run(self) -> None:
+        """Raise Ended once it is clear that somebody has moved or removed the run directory: for RETRY_S the
+        same mount has not listed the run. One that is gone itself may come back, so it is waited for. Called
+        after a failed heartbeat, in the thread that beats: it may hang with the mount.
+        """
+        now_s, root = time.monotonic(), self._identity.root
+        is_away = find_mount(self._resolved) != self._mount
+        if is_away or is_listed(self._identity.run_dir.run_json):
+            self._missed_s = None
+        elif self._missed_s is None:
+            self._missed_s = now_s
+        elif now_s - self._missed_s > RETRY_S:
+            gone = (
+                f"{root} was moved or removed: {self._mount.point} is mounted as before, and has no run there"
+            )
+            cure = "Move it back, or give its new place as --log-path"
+            raise Ended(Exit.FAILED, f"{gone}. {cure}. {self._messages.repair()}")
 
     def full(self, error: SharedFsError) -> None:
         """Hear that this node waits for free space, as it does again and again. Raises Ended when it has done

@@ -85,6 +85,8 @@ class Watch:
         """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
         self.hear_others: Callable[[], None] = lambda: None
         """Called at each heartbeat; an Ended that it raises ends this node, whatever it does."""
+        self.look_for_run: Callable[[], None] = lambda: None
+        """Called after each heartbeat that the directory did not take; as `hear_others`."""
         self._describe = describe
         self._end_training = end_training
         self.away: str | None = None
@@ -138,7 +140,7 @@ class Watch:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
             if not self._thread.is_alive():  # else the thread waits for a hung mount, and so would this one
-                with contextlib.suppress(SharedFsError):
+                with contextlib.suppress(SharedFsError, FileNotFoundError):
                     self.beat()
                     self.heart.end()
         if self._observer is not None:
@@ -342,11 +344,12 @@ class Watch:
                     if not is_away(error):
                         raise
                     self.away = str(error)
+                    self.look_for_run()
         except BaseException as error:
             self.error = error
             self.stop.set()
             self._wake.set()
-            if not isinstance(error, SharedFsError):
+            if not isinstance(error, SharedFsError | Ended):
                 raise
 
     def _beat_interval_s(self) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.directory.layout import RunDir
+from coordinator.machine.filesystems import Mount
 from coordinator.node import outage
 from coordinator.node.outage import Outage
 from coordinator.protocol.exits import Ended, Exit
@@ -43,7 +45,10 @@ def make(tmp_path: Path, seen: list[str]) -> Make:
             fence=fence, heart=heart, away=None, leave=lambda: seen.append("has left")
         )
         identity: Any = SimpleNamespace(
-            root=tmp_path, is_master=is_master, settings=SimpleNamespace(cluster=cluster)
+            root=tmp_path,
+            run_dir=RunDir(tmp_path),
+            is_master=is_master,
+            settings=SimpleNamespace(cluster=cluster),
         )
         position: Any = SimpleNamespace(move=seen.append)
         messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor", repair=lambda: "Start it again")
@@ -70,6 +75,36 @@ def test_master_that_sees_no_beat_of_its_own_says_that_no_node_could_see_another
     with pytest.raises(Ended, match=r"has shown none of them .* run doctor") as ended:
         make(is_master=True, back=False, was_seen=False).wait_out()
     assert ended.value.code == Exit.FAILED
+
+
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_run_that_its_own_filesystem_does_not_list_was_moved(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mounted: bool
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(outage.time, "monotonic", lambda: clock[0])
+    mount = Mount("nfs4", "server:/export", f"{tmp_path.parent}")
+    monkeypatch.setattr(outage, "find_mount", lambda _path: mount)
+    node = make()
+    if not is_mounted:
+        monkeypatch.setattr(outage, "find_mount", lambda _path: Mount("ext4", "/dev/sda1", "/"))
+    (tmp_path / "run.json").touch()
+    node.look_for_run()
+    (tmp_path / "run.json").unlink()
+    node.look_for_run()
+    clock[0] += outage.RETRY_S + 1
+    (tmp_path / "run.json").touch()  # it comes back: what was missed before does not count
+    node.look_for_run()
+    tmp_path.rename(moved := tmp_path.with_name(f"{tmp_path.name}.moved"))
+    node.look_for_run()
+    clock[0] += outage.RETRY_S + 1
+    if is_mounted:
+        with pytest.raises(Ended, match=f"{tmp_path} was moved or removed.* Start it again") as ended:
+            node.look_for_run()
+        assert ended.value.code == Exit.FAILED
+    else:
+        node.look_for_run()
+    moved.rename(tmp_path)
 
 
 def test_finished_work_is_written_again_once_the_directory_is_back(make: Make) -> None:

@@ -77,7 +77,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         if node.is_master and is_finished(node):
             _finish(node)
         else:
-            for line in announcement(start, open_next(node)) if start.given is not None else ():
+            for line in announcement(start, open_next(node)) if start.overrides is not None else ():
                 log.info("%s", line)
             with waiting_for_space(math.inf, partial(_wait_for_space, node)):
                 _run_epochs(node, iterate)

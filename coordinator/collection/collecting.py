@@ -65,7 +65,7 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
         node.collector.drop()
     if share.is_empty(node.rank):
         return {"short": 0}
-    policy = node.policies.of(iteration.header["policy_iteration"])
+    policy = node.policies.policy_of(iteration.header["policy_iteration"])
     if policy.digest != iteration.header["policy"]:
         raise Incomplete(
             f"{policy.directory} holds policy {policy.digest} here, but {iteration.header['policy']} on the "
@@ -124,7 +124,7 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
     sources = {name: text for of, _ in named.values() for name, text in of.sources.items()}
     model = Path()
     if share.functions.demonstrates:
-        model = node.policies.hold(node.policies.of(0), node.reading()).directory
+        model = node.policies.hold(node.policies.policy_of(0), node.reading()).directory
     return Order(
         key=key_of(node, iteration, share.kind),
         kind=share.kind,
@@ -162,7 +162,7 @@ def _engine(node: Node, share: Share) -> EngineAddress:
         replace(
             node.engine.facts,
             may_force=is_corrected or share.kind == "eval",
-            marks=_marks(node.policies.of(0).directory),
+            marks=_marks(node.policies.policy_of(0).directory),
         ),
     )
 
@@ -213,7 +213,7 @@ def _others_are_done(node: Node, iteration: Iteration, share: Share) -> bool:
     beat = node.watch.board.beats.get(MASTER)
     if node.rank == MASTER or beat is None or beat.epoch != epoch:
         return node.rank == MASTER
-    heartbeat = node.watch.said(MASTER)
+    heartbeat = node.watch.heartbeat(MASTER)
     is_there = heartbeat.get("phase") == row.label and heartbeat.get("iteration") == iteration.number
     return is_there and bool(heartbeat.get("waiting_for"))
 

@@ -13,7 +13,7 @@ def serve(node: Node, policy: Policy) -> Policy:
     and loads from the shared directory.
     """
     settings, moved = node.settings, node.reading()
-    base = node.policies.of(0) if settings.trainer.lora.rank else None
+    base = node.policies.policy_of(0) if settings.trainer.lora.rank else None
     if settings.engine.url is None:
         base = base and node.policies.hold(base, moved)
         policy = node.policies.hold(policy, moved)

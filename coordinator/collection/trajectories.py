@@ -81,7 +81,7 @@ def own_places(plan: Payload) -> dict[str, list[int]]:
     """Return, by rank, the slots of a plan that it begins with: its share, or its own place in the chunks."""
     if "shares" in plan:
         return plan["shares"]
-    chunks = Chunks.of(plan)
+    chunks = Chunks.from_json(plan)
     first = sorted(chunks.first.items(), key=lambda item: item[1])
     ends = [number for _, number in first[1:]] + [len(chunks.chunks)]
     return {

@@ -34,7 +34,7 @@ class Claimed:
         a slot is; `meter` says how fast this node is; `pause_s`: the longest pause between two looks, each
         of which calls `on_look`.
         """
-        self._chunks = Chunks.of(plan)
+        self._chunks = Chunks.from_json(plan)
         self._spare: list[int] = list(plan["spare"])
         self._claims = claims
         self._rank = rank

@@ -50,8 +50,8 @@ class Claims:
 
     def taken(self) -> set[int]:
         """Return the chunks that are claimed."""
-        found = map(parse_claim_name, files.listing(self._directory))
-        listed = {claim.chunk for claim in found if claim is not None and claim[:3] == self._row}
+        claims = map(parse_claim_name, files.listing(self._directory))
+        listed = {claim.chunk for claim in claims if claim is not None and claim[:3] == self._row}
         return listed | self._refused
 
     def take(self, chunks: Sequence[int]) -> int | None:
@@ -72,22 +72,22 @@ class Claims:
                 self._on_file(self._file)
             self._links += 1
             try:
-                made = once.link(self._file, path, self._owner)
+                is_ours = once.link(self._file, path, self._owner)
             except FileNotFoundError:  # removed by a newer epoch, of which this process will hear, or a mount
                 self._has_links = not self._is_fsynced  # that has a file only some time after its close
                 self._file, self._is_fsynced = None, True
                 continue
-            if made is not None:
-                return made
+            if is_ours is not None:
+                return is_ours
             self._has_links = False
         return once.create_exclusively(path, self._owner)
 
 
 def left_over(run_dir: RunDir, epoch: int) -> list[Path]:
     """Return the claims of epochs before `epoch`, and what was left unfinished beside them."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in files.listing(run_dir.claims):
         claim = parse_claim_name(files.published_name(name))
         if claim is not None and claim.epoch < epoch:
-            found.append(run_dir.claims / name)
-    return found
+            paths.append(run_dir.claims / name)
+    return paths

@@ -30,9 +30,9 @@ class Decoded:
     def __call__(self, data: bytes, sha256: str) -> tuple[PartHeader, list[Group]]:
         """Return header and groups of a part; raises DamagedPart."""
         with self._lock:
-            if found := self._parts.get(sha256):
+            if entry := self._parts.get(sha256):
                 self._parts.move_to_end(sha256)
-                return found[1:]
+                return entry[1:]
         header, groups = decode_part(data)
         with self._lock:
             if sha256 not in self._parts:

@@ -48,17 +48,17 @@ class History:
         self._look(iteration)
         if "costs" not in manifest:
             return  # an earlier version has written it, which measured in tokens
-        found: dict[str, float] = manifest["costs"]
+        costs: dict[str, float] = manifest["costs"]
         self._paces = manifest.get("paces") or self._paces  # each has all that is known
-        for slot, cost in found.items():
+        for slot, cost in costs.items():
             if int(slot) < len(order):
                 task = order[int(slot)]
                 self._costs.pop(task, None)
                 self._costs[task] = cost
         while len(self._costs) > MOST:
             del self._costs[next(iter(self._costs))]
-        if found:
-            self._usual = sum(found.values()) / len(found)
+        if costs:
+            self._usual = sum(costs.values()) / len(costs)
 
     def _look(self, before: int) -> None:
         """Read what other masters have published of the iterations before, when this one asks first."""

@@ -56,8 +56,8 @@ def _parsed(text: bytes) -> Line | None:
         return None
     if not isinstance(line, dict):
         return None
-    found: Line = line  # pyright: ignore[reportUnknownVariableType]
-    return found if isinstance(found.get("iteration"), int) and isinstance(found.get("kind"), str) else None
+    entry: Line = line  # pyright: ignore[reportUnknownVariableType]
+    return entry if isinstance(entry.get("iteration"), int) and isinstance(entry.get("kind"), str) else None
 
 
 def measured(line: Line) -> int:
@@ -122,11 +122,11 @@ class Finished:
         self._last[kind] = iteration
         if self.newest is None or iteration >= self.newest["iteration"]:
             self.newest = line
-        of: dict[str, Any] = {name: line.get(name) for name in MEASURES}
+        measures: dict[str, Any] = {name: line.get(name) for name in MEASURES}
         if self._by is not None:
             sets: dict[str, Line] = line.get(SCORES) or {}
-            of = {MEASURES[0]: sets.get(self._by, {}).get("reward")}
-        for name, value in of.items() if self._keeps_scores else ():
+            measures = {MEASURES[0]: sets.get(self._by, {}).get("reward")}
+        for name, value in measures.items() if self._keeps_scores else ():
             if value is not None:
                 self._scores[name][measured(line)] = value
 

@@ -140,8 +140,8 @@ def read_parts(
 
 def names_of(directory: Path, origin: Origin, rank: int) -> dict[str, str]:
     """Return name -> sha256 of the parts of `origin` that `rank` has written, whose checksums hold."""
-    found = read_parts(directory, origin, rank=rank, decode=lambda data, _sha256: (check_part(data), []))
-    return {part.name.name: part.sha256 for part in found}
+    parts = read_parts(directory, origin, rank=rank, decode=lambda data, _sha256: (check_part(data), []))
+    return {part.name.name: part.sha256 for part in parts}
 
 
 def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
@@ -181,9 +181,9 @@ def manifest(
     first: Part | None = None
     mixed = 0
     missing = quota.needed
-    for part, found in first_finished(read_parts(directory, origin, named, set_aside=short is not None)):
+    for part, finished in first_finished(read_parts(directory, origin, named, set_aside=short is not None)):
         taken: list[Group] = []
-        for group in found:
+        for group in finished:
             counts = quota.counts(group)
             if group.slot < quota.slots and (missing or not counts):
                 missing -= counts
@@ -270,11 +270,11 @@ def read_groups(
             data = files.read(path)
             if hashlib.sha256(data).hexdigest() != entry["sha256"]:
                 raise Incomplete(f"{path} differs from the manifest's checksum")
-            _header, found = decode(data, entry["sha256"])
+            _header, part_groups = decode(data, entry["sha256"])
         except (FileNotFoundError, DamagedPart) as error:
             raise Incomplete(f"{path}: {error}") from None
-        wanted = set(entry["slots"])
-        groups += [group for group in found if group.slot in wanted and not group.is_unfinished]
+        slots = set(entry["slots"])
+        groups += [group for group in part_groups if group.slot in slots and not group.is_unfinished]
     return _by_slot(groups)
 
 

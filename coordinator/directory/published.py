@@ -81,8 +81,8 @@ def manifest_digest(run_dir: RunDir, iteration: int) -> str:
 
 def checkpoints(run_dir: RunDir) -> list[int]:
     """Return the iterations that have a published checkpoint, in order."""
-    found = (parse_iteration_name(name) for name in names(run_dir.checkpoints))
-    return sorted(iteration for iteration in found if iteration is not None)
+    numbers = (parse_iteration_name(name) for name in names(run_dir.checkpoints))
+    return sorted(iteration for iteration in numbers if iteration is not None)
 
 
 def is_part_of_model(name: str) -> bool:
@@ -117,9 +117,9 @@ def read_result(directory: Path) -> TrainResult:
 def weigh_checkpoint(directory: Path) -> TrainResult:
     """Return the result, after name and size of every file in it were compared. Raises Incomplete."""
     result = read_result(directory)
-    found = _stats(directory, result)
+    stats = _stats(directory, result)
     for name, facts in result.files.items():
-        if name not in found or found[name][0] != facts["bytes"]:
+        if name not in stats or stats[name][0] != facts["bytes"]:
             raise Incomplete(f"{directory / name} is missing or differs from {RESULT}")
     return result
 
@@ -128,7 +128,7 @@ def verify_checkpoint(
     directory: Path,
     moved: Moved = unheard,
     threads: int = 8,
-    wanted: Callable[[str], bool] = lambda name: True,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> TrainResult:
     """Return the result, after size and checksum of every file in it whose name is wanted were verified;
     reads all of these.
@@ -136,7 +136,7 @@ def verify_checkpoint(
     `moved` gets the size of each piece that was read, in any thread. Raises Incomplete.
     """
     result = weigh_checkpoint(directory)
-    names = [name for name in result.files if wanted(name)]
+    names = [name for name in result.files if is_wanted(name)]
 
     def verify(name: str) -> bool:
         try:
@@ -158,9 +158,9 @@ def is_verified(directory: Path) -> bool:
     """Return whether somebody has verified the checkpoint, and size and mtime of each file are as they were
     then.
     """
-    said = read_json(directory / VERIFIED)
+    document = read_json(directory / VERIFIED)
     try:
-        return said is not None and said["files"] == _stats(directory, read_result(directory))
+        return document is not None and document["files"] == _stats(directory, read_result(directory))
     except (Incomplete, KeyError):
         return False
 
@@ -190,8 +190,8 @@ def _result_bytes(directory: Path) -> bytes | None:
 
 def damage(directory: Path) -> str | None:
     """Return what somebody who has verified the checkpoint has found damaged; None: nothing so far."""
-    said = read_json(directory / DAMAGED)
-    return None if said is None else str(said.get("text"))
+    document = read_json(directory / DAMAGED)
+    return None if document is None else str(document.get("text"))
 
 
 def _record(path: Path, document: dict[str, Any]) -> None:
@@ -201,15 +201,15 @@ def _record(path: Path, document: dict[str, Any]) -> None:
 def _stats(directory: Path, result: TrainResult) -> dict[str, list[int]]:
     """Return name -> size and mtime (ns) of the files of `result` that are there."""
     folders = {"": names(directory)}
-    found: dict[str, list[int]] = {}
+    stats: dict[str, list[int]] = {}
     for name in result.files:
         path = directory / name
         folder = name.rpartition("/")[0]
         if folder not in folders:
             folders[folder] = names(path.parent) if folder.partition("/")[0] in folders[""] else []
         if path.name in folders[folder]:
-            found[name] = list(files.size_and_mtime(path))
-    return found
+            stats[name] = list(files.size_and_mtime(path))
+    return stats
 
 
 def set_aside(directory: Path, kind: Literal["damaged", "foreign"]) -> None:

@@ -19,10 +19,10 @@ def rows(run_root: Path, kind: Kind, iteration: int, groups: int) -> list[list[A
     path = RunDir(run_root).manifest(kind, iteration).with_name(GROUPS)
     if not files.exists(path):
         return []
-    found: list[list[Any]] = []
+    table: list[list[Any]] = []
     for line in files.read(path).splitlines()[:groups]:
         group = json.loads(line)
-        found += [
+        table += [
             [
                 iteration,
                 group["task_id"],
@@ -34,7 +34,7 @@ def rows(run_root: Path, kind: Kind, iteration: int, groups: int) -> list[list[A
             ]
             for sample in group["samples"]
         ]
-    return found
+    return table
 
 
 def _cut(text: str) -> str:

@@ -43,10 +43,10 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in <log-path>/tensorboard."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, run: About) -> None:
         tensorboardx: Any = importlib.import_module("tensorboardX")
         self._writer = tensorboardx.SummaryWriter(
-            logdir=str(about.directory / "tensorboard"),
+            logdir=str(run.directory / "tensorboard"),
             filename_suffix=f".{secrets.token_hex(4)}",  # else two files of one second are one
         )
 
@@ -58,8 +58,8 @@ class TensorBoard:
 
     def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         """See Sink. A text: TensorBoard has no tables."""
-        said = "\n\n".join("\n".join(f"    {line}" for line in _lines(row)) for row in rows)
-        self._writer.add_text(f"samples/{name}", said, iteration)
+        text = "\n\n".join("\n".join(f"    {line}" for line in _lines(row)) for row in rows)
+        self._writer.add_text(f"samples/{name}", text, iteration)
         self._writer.flush()
 
     def close(self) -> None:
@@ -70,15 +70,15 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases whose id is the run's; where it reports to is set as its users set it."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, run: About) -> None:
         self._wandb: Any = importlib.import_module("wandb")
         self._run = self._wandb.init(
-            project=about.settings.metrics.project,
-            name=about.directory.name,
-            id=about.run_id,
+            project=run.settings.metrics.project,
+            name=run.directory.name,
+            id=run.run_id,
             resume="allow",
-            config=about.settings.model_dump(mode="json"),
-            dir=str(about.directory),
+            config=run.settings.model_dump(mode="json"),
+            dir=str(run.directory),
             settings={"console": "off"},  # what the node prints is its own
         )
         # Not W&B's own steps, which refuse to take one again.
@@ -101,13 +101,13 @@ class WandB:
 class Trackio:
     """A run of trackio, kept on this machine unless its user has set it up otherwise."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, run: About) -> None:
         self._trackio: Any = importlib.import_module("trackio")
         self._trackio.init(
-            project=about.settings.metrics.project,
-            name=f"{about.directory.name}-{about.run_id}",  # it knows a run by its name alone
+            project=run.settings.metrics.project,
+            name=f"{run.directory.name}-{run.run_id}",  # it knows a run by its name alone
             resume="allow",
-            config=about.settings.model_dump(mode="json"),
+            config=run.settings.model_dump(mode="json"),
         )
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
@@ -131,34 +131,34 @@ class MLflow:
     _MOST = 100
     """Parameters, or metrics, of one request."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, run: About) -> None:
         self._entities: Any = importlib.import_module("mlflow.entities")
         mlflow: Any = importlib.import_module("mlflow")
         self._client = mlflow.MlflowClient()
-        project = about.settings.metrics.project
+        project = run.settings.metrics.project
         experiment = self._client.get_experiment_by_name(project)
         place = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        there = self._client.search_runs([place], filter_string=f"tags.{self.TAG} = '{about.run_id}'")
+        there = self._client.search_runs([place], filter_string=f"tags.{self.TAG} = '{run.run_id}'")
         if there:  # the run goes on
             self._id = there[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
-        tags = {self.TAG: about.run_id}
-        self._id = self._client.create_run(place, run_name=about.directory.name, tags=tags).info.run_id
-        settings = flatten(about.settings.model_dump(mode="json"))
-        given = [self._entities.Param(key, show(value)[:500]) for key, value in settings]
-        for begin in range(0, len(given), self._MOST):
-            self._client.log_batch(self._id, params=given[begin : begin + self._MOST])
+        tags = {self.TAG: run.run_id}
+        self._id = self._client.create_run(place, run_name=run.directory.name, tags=tags).info.run_id
+        settings = flatten(run.settings.model_dump(mode="json"))
+        params = [self._entities.Param(key, show(value)[:500]) for key, value in settings]
+        for begin in range(0, len(params), self._MOST):
+            self._client.log_batch(self._id, params=params[begin : begin + self._MOST])
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         """See Sink."""
         now_ms = int(time.time() * 1000)
-        given = [
+        metrics = [
             self._entities.Metric(re.sub(r"[^\w./ -]", "_", name), value, now_ms, iteration)
             for name, value in values.items()
         ]
-        for begin in range(0, len(given), self._MOST):
-            self._client.log_batch(self._id, metrics=given[begin : begin + self._MOST])
+        for begin in range(0, len(metrics), self._MOST):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + self._MOST])
 
     def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         """See Sink."""

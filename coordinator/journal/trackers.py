@@ -52,9 +52,9 @@ def check_sinks(settings: MetricsSettings) -> None:
 class Sinks:
     """The trackers of a run. They are opened by the first line, in a thread that feeds them."""
 
-    def __init__(self, about: About) -> None:
-        self._about = about
-        self._names = about.settings.metrics.sinks
+    def __init__(self, run: About) -> None:
+        self._about = run
+        self._names = run.settings.metrics.sinks
         self._lines: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._taken = 0
         self._thread: threading.Thread | None = None
@@ -125,10 +125,10 @@ def _alone(name: SinkName, sinks: dict[SinkName, Sink]) -> Generator[None]:
 
 def scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the numbers of a metrics line by name; `phase_seconds/training` for one inside another."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
-            found |= scalars(value, f"{prefix}{name}/")  # pyright: ignore[reportUnknownArgumentType]
+            numbers |= scalars(value, f"{prefix}{name}/")  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(value, int | float) and (prefix or name != "iteration"):
-            found[f"{prefix}{name}"] = float(value)
-    return found
+            numbers[f"{prefix}{name}"] = float(value)
+    return numbers

@@ -66,7 +66,7 @@ def base_of(node: Node, iteration: Iteration) -> Policy:
                 trained,
                 number,
             )
-        return node.policies.of(number)
+        return node.policies.policy_of(number)
 
 
 def sampler_of(node: Node, iteration: Iteration, base: Policy, opened: Mapping[str, Any] | None) -> Policy:
@@ -76,14 +76,14 @@ def sampler_of(node: Node, iteration: Iteration, base: Policy, opened: Mapping[s
     opened with. If that one is gone, or for a new iteration, the rule above holds; where the policy that it
     names is not there any more, the nearest one is taken.
     """
-    wanted = base.iteration
+    target = base.iteration
     if node.settings.kind == "both":
-        wanted = sampled_by(iteration.number, node.settings)
+        target = sampled_by(iteration.number, node.settings)
     if opened is not None:
-        wanted = min(opened["policy_iteration"], base.iteration)
+        target = min(opened["policy_iteration"], base.iteration)
     while True:
         there = [number for number in published.checkpoints(node.run_dir) if number <= base.iteration]
-        number = nearest(wanted, there)
+        number = nearest(target, there)
         if number == base.iteration:
             return base
         try:
@@ -91,28 +91,28 @@ def sampler_of(node: Node, iteration: Iteration, base: Policy, opened: Mapping[s
         except Incomplete as error:
             node.policies.set_aside(number, error)
             continue
-        if number != wanted:
+        if number != target:
             log.error(
                 "the checkpoint of iteration %d is gone: iteration %d is sampled by that of iteration %d",
-                wanted,
+                target,
                 iteration.number,
                 number,
             )
-        return node.policies.of(number)
+        return node.policies.policy_of(number)
 
 
-def nearest(wanted: int, checkpoints: Sequence[int]) -> int:
-    """Return the number of `checkpoints` nearest to `wanted`, of two equally near ones the older.
+def nearest(target: int, checkpoints: Sequence[int]) -> int:
+    """Return the number of `checkpoints` nearest to `target`, of two equally near ones the older.
 
     0, the model that the run started from, is taken if it is wanted, or if there is no other.
     """
-    if wanted == 0 or not checkpoints:
+    if target == 0 or not checkpoints:
         return 0
-    return min(checkpoints, key=lambda number: (abs(number - wanted), number))
+    return min(checkpoints, key=lambda number: (abs(number - target), number))
 
 
 def served_next(node: Node, iteration: Iteration) -> Policy:
     """Return the policy that samples the iteration after this one, which has just been trained."""
-    wanted = sampled_by(iteration.number + 1, node.settings)
+    target = sampled_by(iteration.number + 1, node.settings)
     there = published.checkpoints(node.run_dir)
-    return node.policies.of(nearest(wanted, there))
+    return node.policies.policy_of(nearest(target, there))

@@ -30,7 +30,7 @@ def kept(
     every = [n for n in checkpoints if settings.keep_every and n % settings.keep_every == 0]
     if not settings.keep_best:
         return {*last, *every}
-    scores = {n: found for n in checkpoints if (found := score(n)) is not None}
+    scores = {n: value for n in checkpoints if (value := score(n)) is not None}
     best = sorted(scores, key=lambda n: (scores[n], n))
     return {*last, *every, *best[-settings.keep_best :]}
 
@@ -103,8 +103,8 @@ def old_copies(names: Collection[str]) -> list[str]:
     """Return the names of what was set aside, all but the newest of each kind."""
     old: list[str] = []
     for kind in (r"iteration_\d+\.damaged", r"\.iteration_\d+\.e\d+\.damaged", r"\.iteration_.*\.foreign"):
-        found = [name for name in names if re.fullmatch(kind, name)]
-        old += sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])[:-1]
+        copies = [name for name in names if re.fullmatch(kind, name)]
+        old += sorted(copies, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])[:-1]
     return old
 
 

@@ -32,14 +32,14 @@ def saved_in_background(run_dir: RunDir) -> dict[Path, SavedState]:
 
 
 def _complete(directories: Iterable[Path]) -> dict[Path, SavedState]:
-    found: dict[Path, SavedState] = {}
+    states: dict[Path, SavedState] = {}
     for directory in directories:
         if document := published.read_json(directory / DOCUMENT):
             try:
-                found[directory] = SavedState.from_json(json.dumps(document).encode())
+                states[directory] = SavedState.from_json(json.dumps(document).encode())
             except DamagedDocument as error:
                 log.warning("%s is not used: %s", directory, error)
-    return found
+    return states
 
 
 def newest_state(run_dir: RunDir, iteration: int) -> int:
@@ -59,8 +59,8 @@ def resume_from(run_dir: RunDir, base: Policy) -> Resume:
     if base.iteration == 0 or published.STATE_DIR in published.names(base.directory):
         return Resume()
     older = [run_dir.checkpoint(n) for n in published.checkpoints(run_dir) if n < base.iteration]
-    found = {**saved_in_background(run_dir), **_complete(path / published.STATE_DIR for path in older)}
-    states = {str(directory.relative_to(run_dir.root)): state for directory, state in found.items()}
+    by_directory = {**saved_in_background(run_dir), **_complete(path / published.STATE_DIR for path in older)}
+    states = {str(directory.relative_to(run_dir.root)): state for directory, state in by_directory.items()}
     trained = {*trained_iterations(run_dir, base.iteration), base.iteration}
     resume = plan_resume(base.iteration, base.digest, states, trained, partial(_trained, run_dir))
     if resume == Resume():
@@ -84,18 +84,18 @@ def trained(run_dir: RunDir, result: TrainResult) -> TrainedBatch:
 def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
     """Return how an iteration was trained, if that can be repeated."""
     directory = run_dir.batch(iteration)
-    about, said = (
+    batch_json, trained_json = (
         published.read_json(directory / "batch.json"),
         published.read_json(run_dir.trained(iteration)),
     )
-    if about is None or said is None or BATCH not in published.names(directory):
+    if batch_json is None or trained_json is None or BATCH not in published.names(directory):
         return None
     try:
-        batch = TrainedBatch.from_json(json.dumps(said).encode())
+        batch = TrainedBatch.from_json(json.dumps(trained_json).encode())
     except DamagedDocument as error:
         log.warning("%s is not used: %s", run_dir.trained(iteration), error)
         return None
-    return batch if batch.batch_sha256 == about["sha256"] else None
+    return batch if batch.batch_sha256 == batch_json["sha256"] else None
 
 
 def located(run_dir: RunDir, base: Policy, resume: Resume) -> Resume:

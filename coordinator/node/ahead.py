@@ -34,18 +34,18 @@ class Ahead:
         while begun.thread.is_alive():
             begun.thread.join(POLL_S)
             check()
-        return begun.made
+        return begun.result
 
 
 class _Work:
     def __init__(self, key: object, work: Callable[[], Any]) -> None:
         self.key = key
-        self.made: Any = None
+        self.result: Any = None
         self.thread = threading.Thread(target=self._run, args=(work,), name="ahead", daemon=True)
         self.thread.start()
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
-            self.made = work()
+            self.result = work()
         except Exception as error:
             log.debug("%s: the row will say it", error)

@@ -167,16 +167,16 @@ class Flags:
             self._position.wait_for(missing)
             return None if missing else {rank: done[rank] for rank in sorted(members)}
 
-        found = self.wait_until(all_up)
-        self._lower(lambda own: own.is_done and own[1:3] < (iteration, phase))
-        return found
+        flags = self.wait_until(all_up)
+        self._lower(lambda raised: raised.is_done and raised[1:3] < (iteration, phase))
+        return flags
 
     def wait_master(self, iteration: int, phase: Phase) -> Payload:
         """Wait for the master's flag; returns its document. Then nobody needs this node's flag of the row."""
         epoch = self._watch.record.epoch
         self._position.wait_for([MASTER])
         flag = self.wait_until(lambda board: board.done(epoch, iteration, phase).get(MASTER))
-        self._lower(lambda own: own.is_done and own[1:3] == (iteration, phase))
+        self._lower(lambda raised: raised.is_done and raised[1:3] == (iteration, phase))
         return read_flag(self._identity.run_dir, flag)
 
     def _lower(self, is_over: Callable[[Flag], bool]) -> None:
@@ -185,10 +185,10 @@ class Flags:
             del self._raised[flag]
         self._sweep([self._identity.run_dir.entry(flag) for flag in over])
 
-    def payloads(self, flags: Mapping[int, Flag], own: Payload) -> dict[int, Payload]:
-        """Return, by rank, what the members' `flags` of a row say; `own` is the master's part."""
-        said = files.side_by_side(partial(read_flag, self._identity.run_dir), list(flags.values()))
-        return {MASTER: own, **dict(zip(flags, said, strict=True))}
+    def payloads(self, flags: Mapping[int, Flag], master_payload: Payload) -> dict[int, Payload]:
+        """Return, by rank, what the members' `flags` of a row say; `master_payload` is the master's part."""
+        documents = files.side_by_side(partial(read_flag, self._identity.run_dir), list(flags.values()))
+        return {MASTER: master_payload, **dict(zip(flags, documents, strict=True))}
 
     def wait_opened(self, after: int) -> int:
         """Wait until the master opens an iteration later than `after` in this epoch; returns its number."""
@@ -210,7 +210,7 @@ class Flags:
         That is, of this node: its flags of ended epochs. The master also removes old records, and the flags
         of nodes that are not in this epoch.
         """
-        self._lower(lambda own: not own.is_done and not own.is_call)
+        self._lower(lambda raised: not raised.is_done and not raised.is_call)
         run_dir, board, record = self._identity.run_dir, self._watch.board, self._watch.record
         if self._identity.is_master:
             older = [epoch for epoch in board.records if epoch < record.epoch]  # numbers may have gaps

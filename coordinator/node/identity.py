@@ -23,7 +23,7 @@ class Identity:
     run_dir: RunDir
     run_id: str
     inputs: Inputs
-    given: Mapping[str, Any] | None
+    overrides: Mapping[str, Any] | None
     """What this start and those before were given; None where another master keeps it."""
     of_run: RunSettings
     """The settings of the epoch that the node is in, as they are published."""
@@ -47,14 +47,14 @@ class Identity:
     gpu_count: int = 0
 
     @classmethod
-    def of(cls, start: Start) -> "Identity":
+    def from_start(cls, start: Start) -> "Identity":
         """Return the identity of the node that START has let in."""
         return cls(
             rank=start.rank,
             run_dir=start.run_dir,
             run_id=start.run_id,
             inputs=start.inputs,
-            given=start.given,
+            overrides=start.overrides,
             of_run=start.of_run,
             settings=start.settings,
             incarnation_floor=start.incarnation_floor,
@@ -72,7 +72,7 @@ class Identity:
     @property
     def leads_run(self) -> bool:
         """Whether this is the run's master, which also leads its crew."""
-        return self.is_master and self.given is not None
+        return self.is_master and self.overrides is not None
 
     @property
     def root(self) -> Path:

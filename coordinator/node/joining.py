@@ -159,7 +159,7 @@ class Joining:
             master_incarnation=self._watch.incarnation,
             master_host=me.host,
             settings=me.of_run.model_dump(mode="json"),
-            given=Given(host=me.host, settings=dict(me.given)) if me.given is not None else None,
+            given=Given(host=me.host, settings=dict(me.overrides)) if me.overrides is not None else None,
             inputs=me.inputs.codes(),
             members=members,
         )
@@ -227,12 +227,12 @@ class Joining:
         """Return who takes part; None while a listed beat cannot be read: the next one has replaced it."""
         me, cluster = self._identity, self._cluster
         here = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
-        said = self._said_by({rank: board.beats[rank] for rank in here})
-        unread = [rank for rank in here if rank not in said]
+        contents = self._contents_of({rank: board.beats[rank] for rank in here})
+        unread = [rank for rank in here if rank not in contents]
         self._position.wait_for(unread)
         if unread:
             return None
-        me.others = [network.Peer.from_dict(content["peer"]) for content in said.values()]
+        me.others = [network.Peer.from_dict(content["peer"]) for content in contents.values()]
         try:
             me.find_address()
             self._unreached = None
@@ -242,11 +242,13 @@ class Joining:
                 log.info("waiting for a network to the others: %s", error)
             self._unreached = error
             return None
-        said[MASTER] = self._describe()
-        found = {rank: content.get("gpu_count", 0) for rank, content in sorted(said.items())}
-        hosts = {rank: content["host"] for rank, content in said.items()}
+        contents[MASTER] = self._describe()
+        gpu_counts = {rank: content.get("gpu_count", 0) for rank, content in sorted(contents.items())}
+        hosts = {rank: content["host"] for rank, content in contents.items()}
         trains = me.settings.rl_phase != "rollout"
-        if text := gpu_shortfall(cluster, found, hosts) or (trains and half_with_gpus(found, hosts)):
+        if text := gpu_shortfall(cluster, gpu_counts, hosts) or (
+            trains and half_with_gpus(gpu_counts, hosts)
+        ):
             raise Ended(Exit.FAILED, f"{text}. {self._messages.repair()}", "failed")
         return {
             rank: Member(
@@ -256,13 +258,15 @@ class Joining:
                 processes=content["processes"],
                 weight=cluster.weight(rank) if cluster.rank_weights else content["processes"],
             )
-            for rank, content in sorted(said.items())
+            for rank, content in sorted(contents.items())
         }
 
-    def _said_by(self, beats: Mapping[int, Beat]) -> dict[int, dict[str, Any]]:
+    def _contents_of(self, beats: Mapping[int, Beat]) -> dict[int, dict[str, Any]]:
         """Return what beats say of their nodes, without those that cannot be read; once for each process."""
         known = {rank: (beat.incarnation, self._known.get(rank)) for rank, beat in beats.items()}
-        new = {rank: beats[rank] for rank, (number, said) in known.items() if not said or said[0] != number}
+        new = {
+            rank: beats[rank] for rank, (number, before) in known.items() if not before or before[0] != number
+        }
         for rank, content in read_beats(self._identity.run_dir, new).items():
             if content:
                 self._known[rank] = (beats[rank].incarnation, content)
@@ -321,13 +325,13 @@ class Joining:
 
     def _say_if_unseen(self) -> None:
         """Say once that the master, which gathers and is seen here, does not see this node."""
-        said, limit_s = self._watch.said(MASTER), self._cluster.node_timeout_s
-        gathers = said.get("state") == GATHERING and said["row_s"] >= limit_s
+        heartbeat, limit_s = self._watch.heartbeat(MASTER), self._cluster.node_timeout_s
+        gathers = heartbeat.get("state") == GATHERING and heartbeat["row_s"] >= limit_s
         is_there = self._watch.silence.silent_s.get(MASTER, 0.0) < limit_s
-        silent_s = said.get("silent_s", {}).get(str(self._identity.rank), limit_s)
+        silent_s = heartbeat.get("silent_s", {}).get(str(self._identity.rank), limit_s)
         if gathers and is_there and silent_s >= limit_s:
             self._is_unseen = True
-            log.error("%s", self._messages.unseen(said["host"], limit_s))
+            log.error("%s", self._messages.unseen(heartbeat["host"], limit_s))
 
     def _check_pending(self, board: Board, newest: EpochRecord) -> None:
         """Raise what the newest epoch has already come to, if anything."""
@@ -341,14 +345,16 @@ class Joining:
         for kind, event in CALLS.items():
             for flag in board.called(newest.epoch, kind):
                 if flag.rank == MASTER:
-                    raise self._row_endings.of(Verdict(event, MASTER, flag))
+                    raise self._row_endings.ending_of(Verdict(event, MASTER, flag))
 
 
-def gpu_shortfall(cluster: ClusterSettings, found: Mapping[int, int], hosts: Mapping[int, str]) -> str | None:
+def gpu_shortfall(
+    cluster: ClusterSettings, gpu_counts: Mapping[int, int], hosts: Mapping[int, str]
+) -> str | None:
     """Return which members have fewer GPUs than --expect-gpus says, and what each has; None: all are there.
 
-    `found` and `hosts` by rank, of the members alone. Of a total each node is expected to have its share by
-    weight, and one may make up for another.
+    `gpu_counts` and `hosts` by rank, of the members alone. Of a total each node is expected to have its share
+    by weight, and one may make up for another.
     """
     numbers = cluster.expect_gpus
     if numbers is None:
@@ -356,26 +362,26 @@ def gpu_shortfall(cluster: ClusterSettings, found: Mapping[int, int], hosts: Map
     weights = {rank: cluster.weight(rank) for rank in range(cluster.num_nodes)}
     is_total = len(numbers) == 1
     expected = share_sizes(numbers[0], weights) if is_total else dict(enumerate(numbers))
-    short = [rank for rank, count in found.items() if count < expected[rank]]
-    if not short or (is_total and sum(found.values()) >= sum(expected[rank] for rank in found)):
+    short = [rank for rank, count in gpu_counts.items() if count < expected[rank]]
+    if not short or (is_total and sum(gpu_counts.values()) >= sum(expected[rank] for rank in gpu_counts)):
         return None
     missing = "; ".join(
-        f"rank {rank} ({hosts[rank]}) has {found[rank]} of {expected[rank]}" for rank in short
+        f"rank {rank} ({hosts[rank]}) has {gpu_counts[rank]} of {expected[rank]}" for rank in short
     )
-    counts = ", ".join(f"rank {rank}: {count}" for rank, count in found.items())
-    wanted = ",".join(str(number) for number in numbers)
+    counts = ", ".join(f"rank {rank}: {count}" for rank, count in gpu_counts.items())
+    numbers_text = ",".join(str(number) for number in numbers)
     return (
-        f"--expect-gpus {wanted}, but there are {sum(found.values())} GPUs ({counts}): {missing}; "
+        f"--expect-gpus {numbers_text}, but there are {sum(gpu_counts.values())} GPUs ({counts}): {missing}; "
         "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or expect fewer"
     )
 
 
-def half_with_gpus(found: Mapping[int, int], hosts: Mapping[int, str]) -> str | None:
+def half_with_gpus(gpu_counts: Mapping[int, int], hosts: Mapping[int, str]) -> str | None:
     """Say that some members have GPUs and others have none, if so: they cannot add up gradients."""
-    lack = [f"rank {rank} ({hosts[rank]})" for rank, count in found.items() if not count]
-    if not lack or len(lack) == len(found):
+    lack = [f"rank {rank} ({hosts[rank]})" for rank, count in gpu_counts.items() if not count]
+    if not lack or len(lack) == len(gpu_counts):
         return None
-    counts = ", ".join(f"rank {rank}: {count}" for rank, count in found.items())
+    counts = ", ".join(f"rank {rank}: {count}" for rank, count in gpu_counts.items())
     return (
         f"only some nodes have GPUs ({counts}), and training is on GPUs or on CPUs: {', '.join(lack)} lacks "
         "them; look at nvidia-smi there, leave these nodes out, or start all with CUDA_VISIBLE_DEVICES="

@@ -102,17 +102,17 @@ class Messages:
 
     def of_rank(self, rank: int) -> str:
         """Return `rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)`."""
-        said, name = self._watch.said(rank), self._identity.run_dir.name(rank)
-        if not said:
+        heartbeat, name = self._watch.heartbeat(rank), self._identity.run_dir.name(rank)
+        if not heartbeat:
             members = self._watch.current.members if self._watch.current else {}
             return f"{name} ({members[rank].host if rank in members else 'never seen'})"
-        progress = f", {said['done']}/{said['total']}" if said["total"] else ""
-        phase = said["phase"] or said["state"]
+        progress = f", {heartbeat['done']}/{heartbeat['total']}" if heartbeat["total"] else ""
+        phase = heartbeat["phase"] or heartbeat["state"]
         silent_s = self._watch.silence.silent_s.get(rank, 0.0)
         limit_s = self._identity.settings.cluster.node_timeout_s
         silent = f", silent for {silent_s:.0f} s" if silent_s >= limit_s else ""
-        seen = f"last seen in {phase}, iteration {said['iteration']}{progress}{silent}"
-        return f"{name} ({said['host']}; {seen})"
+        seen = f"last seen in {phase}, iteration {heartbeat['iteration']}{progress}{silent}"
+        return f"{name} ({heartbeat['host']}; {seen})"
 
     def master_is_lost(self) -> str:
         """Return what a worker says while it holds for its master."""
@@ -123,13 +123,13 @@ class Messages:
         """Return what a verdict means, for the person at this node."""
         if verdict.event is Event.SUPERSEDED:
             return self.superseded()
-        said = self.called(verdict.flag)
+        text = self.called(verdict.flag)
         if verdict.event not in LOSSES:
-            return said
+            return text
         rank = verdict.rank or 0
         why = f"no heartbeat for {self._watch.silence.silent_s.get(rank, 0.0):.0f} s"
         if verdict.event is Event.LEFT:
-            why = said.partition(". To ")[0]
+            why = text.partition(". To ")[0]
         if verdict.event is Event.STALLED:
             still_s = self._watch.standstill.still_s.get(rank, 0.0)
             why = f"it beats, but has made no progress for {still_s:.0f} s"
@@ -143,7 +143,7 @@ class Messages:
         highest = watch.board.highest_incarnation(me.rank)
         by = "a newer process"
         if highest > watch.incarnation:
-            by = f"incarnation {highest} on {watch.said(me.rank).get('host', 'another host')}"
+            by = f"incarnation {highest} on {watch.heartbeat(me.rank).get('host', 'another host')}"
         elif me.is_master and newest:
             by = f"incarnation {newest.master_incarnation} on {newest.master_host}"
         elif member:

@@ -62,7 +62,7 @@ class Node:
     """A node that has started. Each of its parts has one task; none of them knows the node."""
 
     def __init__(self, start: Start) -> None:
-        self.identity = Identity.of(start)
+        self.identity = Identity.from_start(start)
         self.position = Position(start.run_dir.names)
         run_dir, rank, settings = self.run_dir, self.rank, start.settings
         # ---- this machine
@@ -95,8 +95,8 @@ class Node:
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
         self.watch.look_for_run = self.outage.look_for_run
-        self.said: int | None = None
-        """The last iteration whose line was said here, where another crew writes them."""
+        self.announced: int | None = None
+        """The last iteration whose line was logged here, where another crew writes them."""
         self.idle_s = 0.0
         """How long the crew waited for the other one before the present iteration."""
         self.kept: dict[int, Payload] = {}
@@ -172,24 +172,26 @@ class Node:
             self._find_address()
         self.watch.begin(self.identity.incarnation_floor, self.identity.newest_epoch)
         self.events.open(self.run_dir.events(self.rank), self._place)
-        about = {"rank": self.rank, "host": self.identity.host, "pid": os.getpid()}
-        self.events.add("process", **about, **about_this_process())
+        process_facts = {"rank": self.rank, "host": self.identity.host, "pid": os.getpid()}
+        self.events.add("process", **process_facts, **about_this_process())
 
     def _find_address(self) -> None:
         """Find this node's address towards the master, which its first beat must say."""
         # A listing may show what was there before for this long.
         patience_s = max(self.settings.cluster.node_timeout_s, CACHED_S + 5.0)
-        said = self.watch.wait(
-            lambda _board: self.watch.said(MASTER) or None, self.check, lambda: "rank 0", patience_s
+        heartbeat = self.watch.wait(
+            lambda _board: self.watch.heartbeat(MASTER) or None, self.check, lambda: "rank 0", patience_s
         )
-        if said is None:
+        if heartbeat is None:
             raise Ended(Exit.LOST, f"the master has gone while {self.identity.name} was starting")
-        self.identity.others = [network.Peer.from_dict(said["peer"])]
+        self.identity.others = [network.Peer.from_dict(heartbeat["peer"])]
         unreached: list[network.NetworkError] = []
 
-        def found(_board: Board) -> bool | None:
+        def reaches_master(_board: Board) -> bool | None:
             try:
-                self.identity.others = [network.Peer.from_dict((self.watch.said(MASTER) or said)["peer"])]
+                self.identity.others = [
+                    network.Peer.from_dict((self.watch.heartbeat(MASTER) or heartbeat)["peer"])
+                ]
                 self.identity.find_address()
             except network.NetworkError as error:
                 if not unreached:
@@ -199,7 +201,7 @@ class Node:
             return True
 
         patience_s = self.settings.cluster.rejoin_timeout_s
-        if self.watch.wait(found, self.check, lambda: "a network to the master", patience_s) is None:
+        if self.watch.wait(reaches_master, self.check, lambda: "a network to the master", patience_s) is None:
             raise unreached[0]
 
     def _describe(self) -> dict[str, object]:
@@ -358,8 +360,8 @@ class Node:
         iteration.documents[phase] = payload
         idle_s = iteration.waited_s.get(phase.label, 0.0)
         work_s = iteration.work_s[phase.label] = max(0.0, acted_s - started_s + concluded_s - idle_s)
-        said = {"work_s": round(work_s, 4), "then_s": round(concluded_s, 4)}
-        self.events.add("end", it=number, row=phase.label, **said)
+        seconds = {"work_s": round(work_s, 4), "then_s": round(concluded_s, 4)}
+        self.events.add("end", it=number, row=phase.label, **seconds)
         iteration.phase_s[phase.label] = time.monotonic() - started_s
         iteration.ended_in[phase.label] = self.record.epoch
         if phase is Phase.ITERATION_START:

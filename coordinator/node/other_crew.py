@@ -31,7 +31,7 @@ class OtherCrew:
 
     def __init__(self, identity: Identity) -> None:
         crews = run_dirs(identity.root)
-        (self._run_dir,) = [of for of in crews if of.crew != identity.run_dir.crew]
+        (self._run_dir,) = [run_dir for run_dir in crews if run_dir.crew != identity.run_dir.crew]
         self.crew = self._run_dir.crew
         self._leads = crews[0] is self._run_dir
         self._records = Records(self._run_dir)
@@ -53,8 +53,8 @@ class OtherCrew:
         for flag in self._look().calls:
             if flag.rank != MASTER or flag in self._old:
                 continue
-            if flag.kind == NOT_STARTED and (said := self._failed_starts.new(flag)):
-                log.error("%s. Then, on that machine: %s", said, self._command())
+            if flag.kind == NOT_STARTED and (error_text := self._failed_starts.new(flag)):
+                log.error("%s. Then, on that machine: %s", error_text, self._command())
             if flag.kind in CALLS:
                 text = f"the {self.crew} crew has ended: {read_call(self._run_dir, flag)}"
                 raise Ended(CALLS[flag.kind], text, flag.kind if self._identity.is_master else "left")

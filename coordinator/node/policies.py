@@ -32,7 +32,7 @@ class Policies:
         self._fetched: dict[int, str] = {}
         """Iteration -> digest of the policy whose model was read and compared with its checksums."""
 
-    def of(self, iteration: int) -> Policy:
+    def policy_of(self, iteration: int) -> Policy:
         """Return the policy that training of `iteration` made; of 0: the model that the run started from."""
         if iteration > 0:
             return published.policy_of(self._identity.run_dir, iteration)
@@ -46,18 +46,18 @@ class Policies:
         Of a checkpoint it is the model, without the trainer's state and what describes the training. Where
         the trainer has written deltas to a policy that this machine has, these are read in place of it.
         """
-        wanted, before = self._base_files, None
+        model, before = self._base_files, None
         if policy.iteration > 0:
             result = policy.result or published.read_result(policy.directory)
-            wanted, before = _model_files(result), self._files_before(policy, result)
-        directory = self._store.hold(policy.directory.absolute(), wanted, moved, before, threads)
+            model, before = _model_files(result), self._files_before(policy, result)
+        directory = self._store.hold(policy.directory.absolute(), model, moved, before, threads)
         return replace(policy, directory=directory)
 
     def size_of(self, iteration: int) -> int:
         """Return the bytes of a policy's model; of the next one it has about the same."""
-        policy = self.of(iteration)
-        wanted = _model_files(policy.result) if policy.result is not None else self._base_files
-        return sum(facts["bytes"] for facts in (wanted or {}).values())
+        policy = self.policy_of(iteration)
+        model = _model_files(policy.result) if policy.result is not None else self._base_files
+        return sum(facts["bytes"] for facts in (model or {}).values())
 
     def _files_before(self, policy: Policy, result: TrainResult) -> Mapping[str, Path]:
         """Return, by name, the files of this machine that deltas in this policy's checkpoint belong to."""
@@ -78,7 +78,7 @@ class Policies:
         It is verified while it is copied. If nothing has to be copied, a crew that only generates reads it to
         verify it: no other row of its own does. Raises as Store.hold.
         """
-        policy = self.of(iteration)
+        policy = self.policy_of(iteration)
         copies = self._identity.settings.engine.url is None
         held = self.hold(policy, moved, threads) if copies else policy
         is_copied = held.directory.absolute() != policy.directory.absolute()
@@ -100,7 +100,7 @@ class Policies:
             return
         if self._identity.run_dir.crew != "rollout":
             self.verify_now(iteration, moved)
-        elif self._fetched.get(iteration) != self.of(iteration).digest:
+        elif self._fetched.get(iteration) != self.policy_of(iteration).digest:
             self.fetch(iteration, moved)
 
     def verify_now(self, iteration: int, moved: Moved = unheard) -> None:

@@ -73,9 +73,9 @@ class Position:
         """Say which ranks are waited for."""
         self._place.waiting_for = ranks
 
-    def lack(self, what: str) -> None:
+    def lack(self, text: str) -> None:
         """Say what the other crew has to publish before this one goes on; an empty text: nothing."""
-        self._place.lacking = what
+        self._place.lacking = text
 
     @property
     def lacking(self) -> str:
@@ -156,24 +156,29 @@ class Position:
         """Return what goes on: a value that is equal while it is the same, and a line (`37 of 128 tasks, 40 s
         so far`). `work`: what the node does now, if that is not what the row is for.
         """
-        said, waits = self.describe(), self.waiting_for
-        phase, unit = said["phase"], UNITS.get(said["phase"])
-        doing, seconds = work or phase or STATES.get(said["state"], said["state"]), said["row_s"]
-        if phase == Phase.TRAINING.label and not said["total"]:
+        description, waits = self.describe(), self.waiting_for
+        phase, unit = description["phase"], UNITS.get(description["phase"])
+        doing, seconds = (
+            work or phase or STATES.get(description["state"], description["state"]),
+            description["row_s"],
+        )
+        if phase == Phase.TRAINING.label and not description["total"]:
             doing = "starting the trainer"
         if waits:
-            doing, seconds = f"waiting for {self._names(waits)}", said["waiting_s"]
-        elif said["waits_for"]:
-            doing = f"waiting for {said['waits_for']}"
-        same = (said["state"], said["iteration"], phase, doing)
-        if unit and not work and not waits and said["done"] < said["total"]:
-            doing = f"{said['done']} of {said['total']} {unit}"
-            if said["samples_total"]:
-                doing += f" ({said['samples']} of {said['samples_total']} samples)"
-            if said["tokens_per_s"]:
-                doing += f", {said['tokens_per_s']:,.0f} tokens/s"
-        is_known = unit and not waits and (said["left_s"] or 0.0) >= 0.5  # before, nothing was timed yet
-        left = f", about {said['left_s']:.0f} s left" if is_known else ""
+            doing, seconds = f"waiting for {self._names(waits)}", description["waiting_s"]
+        elif description["waits_for"]:
+            doing = f"waiting for {description['waits_for']}"
+        same = (description["state"], description["iteration"], phase, doing)
+        if unit and not work and not waits and description["done"] < description["total"]:
+            doing = f"{description['done']} of {description['total']} {unit}"
+            if description["samples_total"]:
+                doing += f" ({description['samples']} of {description['samples_total']} samples)"
+            if description["tokens_per_s"]:
+                doing += f", {description['tokens_per_s']:,.0f} tokens/s"
+        is_known = (
+            unit and not waits and (description["left_s"] or 0.0) >= 0.5
+        )  # before, nothing was timed yet
+        left = f", about {description['left_s']:.0f} s left" if is_known else ""
         return same, f"{doing}, {seconds:.0f} s so far{left}"
 
     def describe(self) -> dict[str, Any]:

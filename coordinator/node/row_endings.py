@@ -54,14 +54,14 @@ class RowEndings:
     def check(self) -> None:
         """Raise what has ended the present row, if anything has."""
         self.check_self()
-        end = self.of(self._watch.verdict) if self._watch.verdict is not None else None
+        end = self.ending_of(self._watch.verdict) if self._watch.verdict is not None else None
         if self._watch.fence.tripped and not isinstance(end, Ended):
             raise Fenced
         if end is not None:
             raise end
         self._say_whether_master_is_lost()
 
-    def of(self, verdict: Verdict) -> Exception:
+    def ending_of(self, verdict: Verdict) -> Exception:
         """Return what a verdict does to this node."""
         me = self._identity
         text = self._messages.of_verdict(verdict)

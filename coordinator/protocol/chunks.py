@@ -78,7 +78,7 @@ class Chunks:
         }
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return what `as_json` has described."""
         return cls(
             [Chunk(*chunk) for chunk in document["chunks"]],
@@ -98,8 +98,8 @@ class Chunks:
 
 def paces_of(document: Mapping[str, Any]) -> dict[int, Pace]:
     """Return paces by rank, as JSON has them, without those of ranks that have made nothing."""
-    found = {int(rank): Pace(*pace) for rank, pace in document.items()}
-    return {rank: pace for rank, pace in found.items() if pace.work > 0 and pace.busy_s > 0}
+    paces = {int(rank): Pace(*pace) for rank, pace in document.items()}
+    return {rank: pace for rank, pace in paces.items() if pace.work > 0 and pace.busy_s > 0}
 
 
 class Made(NamedTuple):
@@ -122,7 +122,7 @@ NOTHING_S = 1e-6
 
 
 def measured(
-    made: Mapping[int, Made], tokens: Mapping[int, int], expected: Mapping[int, float]
+    timings: Mapping[int, Made], tokens: Mapping[int, int], expected: Mapping[int, float]
 ) -> tuple[dict[int, float], dict[int, Pace]]:
     """Return what the groups of a row have cost, by slot, and the paces of the ranks that have made them.
 
@@ -130,13 +130,13 @@ def measured(
     whose task had been made before. Of the others is expected what their tokens say, and so it is taken for
     the cost of a group whose seconds nobody knows.
     """
-    seconds = {slot: s for rank in made.values() for slot, s in rank.seconds.items()}
+    seconds = {slot: s for rank in timings.values() for slot, s in rank.seconds.items()}
     known = expected.keys() & tokens.keys()
     slots, unit = (known, expected) if known else (seconds.keys() & tokens.keys(), seconds)
     per_token = sum(unit[slot] for slot in slots) / max(1, sum(tokens[slot] for slot in slots))
     costs = {slot: expected.get(slot, per_token * n) for slot, n in tokens.items()}
     paces: dict[int, Pace] = {}
-    for rank, (of_rank, width) in made.items():
+    for rank, (of_rank, width) in timings.items():
         counted = {slot: s for slot, s in of_rank.items() if min(costs.get(slot, 0.0), s) > NOTHING_S}
         if counted:  # one group that took very long says little of its rank: so not the mean
             pace = geometric_mean(costs[slot] / s for slot, s in counted.items())
@@ -146,16 +146,16 @@ def measured(
     return costs, paces
 
 
-def carried(before: Mapping[int, Pace], made: Mapping[int, Pace]) -> dict[int, Pace]:
-    """Return what is known of the ranks after a row, in which those of `made` have made groups.
+def carried(before: Mapping[int, Pace], latest: Mapping[int, Pace]) -> dict[int, Pace]:
+    """Return what is known of the ranks after a row, in which those of `latest` have made groups.
 
     A rank that has made nothing is believed to be faster by and by, until it is the fastest or gets a group
     again: what was measured in a bad moment would else keep work from it for ever.
     """
-    known = dict(made or before)
+    known = dict(latest or before)
     for rank, pace in before.items():
         if rank not in known:
-            best = max(pace.per_group, *(other.per_group for other in made.values()))
+            best = max(pace.per_group, *(other.per_group for other in latest.values()))
             busy_s = max(pace.busy_s / FORGIVEN, pace.work / best)
             known[rank] = Pace(pace.work, round(busy_s, 3), pace.width)
     return known
@@ -269,7 +269,7 @@ def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list
     ordered += [number for number in free if number < chunks.first[rank]]
     ordered = [number for number in ordered if has_room(chunks.chunks[number])]
     pace = me.pace or pace_of(rank, chunks.paces)
-    others = {other: of for other, of in rate.items() if other != rank}
+    others = {other: speed for other, speed in rate.items() if other != rank}
     if not chunks.paces.keys() & others.keys():
         return ordered
     best = max(pace_of(other, chunks.paces) for other in others)

@@ -84,15 +84,15 @@ class FreshListing:
 
     def _refreshed(self, directory: Path) -> list[str]:
         self.refreshed += 1
-        own = directory / self._name
+        path = directory / self._name
         try:
-            files.mark(own)
+            files.mark(path)
         except (
             OSError
         ) as error:  # a full disk, or one that may only be read: the listing is worth it all the same
-            log.debug("%s cannot be made: %s", own, error)
+            log.debug("%s cannot be made: %s", path, error)
         else:
-            files.remove(own)
+            files.remove(path)
         return files.listing(directory)
 
 

@@ -116,10 +116,10 @@ class Standstill:
         """Return whether progress is to be observed again at `now_s` (monotonic)."""
         return now_s - self._observed_s >= self._interval_s
 
-    def observe(self, said: Mapping[int, Mapping[str, Any]], now_s: float) -> None:
+    def observe(self, heartbeats: Mapping[int, Mapping[str, Any]], now_s: float) -> None:
         """Take in what the newest beat of each rank says, at `now_s` (monotonic)."""
         self._observed_s, passed_s = now_s, self._ticks.passed_s(now_s)
-        for rank, content in said.items():
+        for rank, content in heartbeats.items():
             place = tuple(content.get(name) for name in ("state", "iteration", "phase", "done", "steps"))
             moves = place != self._places.get(rank) or bool(content.get("waiting_for"))
             self._places[rank] = place

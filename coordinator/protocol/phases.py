@@ -73,5 +73,5 @@ def spent_s(rows: Mapping[str, float], idle: Mapping[str, float]) -> float:
     """
     if not idle:
         return sum(rows.values())
-    own = {phase.label for phase in rows_of("update")}
-    return sum(seconds for name, seconds in rows.items() if name in own) + idle.get("train", 0.0)
+    update_rows = {phase.label for phase in rows_of("update")}
+    return sum(seconds for name, seconds in rows.items() if name in update_rows) + idle.get("train", 0.0)

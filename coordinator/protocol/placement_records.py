@@ -67,30 +67,30 @@ def publish_devices(root: Path, machine: int, host: str, count: int) -> None:
     files.make_directory(path.parent)
     if once.create_once(path, json.dumps({"host": host, "devices": count}).encode()):
         return
-    said = published.read_json(path) or {"devices": count}
-    if said["devices"] > count:
+    document = published.read_json(path) or {"devices": count}
+    if document["devices"] > count:
         raise SettingsError(
-            f"rank {machine} ({host}) has {count} devices, but had {said['devices']} when the run began, and "
-            "devices keep their numbers; look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or start anew"
+            f"rank {machine} ({host}) has {count} devices, but had {document['devices']} when the run began, "
+            "and devices keep their numbers; look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or start anew"
         )
 
 
 def device_counts(root: Path) -> dict[int, int]:
     """Return how many devices each machine has, of those that have said it."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     directory = _devices(root)
     for name in published.names(directory):
-        if (match := _DEVICES.fullmatch(name)) and (said := published.read_json(directory / name)):
-            found[int(match[1])] = said["devices"]
-    return found
+        if (match := _DEVICES.fullmatch(name)) and (document := published.read_json(directory / name)):
+            counts[int(match[1])] = document["devices"]
+    return counts
 
 
-def check(root: Path, placement: Placement, own: Mapping[int, int]) -> None:
+def check(root: Path, placement: Placement, unpublished: Mapping[int, int]) -> None:
     """Raise SettingsError for devices that are not there, if all machines are known.
 
-    `own`: devices of machines that have not said so yet.
+    `unpublished`: devices of machines that have not said so yet.
     """
-    _crews_of(placement, {**own, **device_counts(root)})
+    _crews_of(placement, {**unpublished, **device_counts(root)})
 
 
 def placed_crews(root: Path, placement: Placement) -> Crews | None:
@@ -125,10 +125,10 @@ def run_dirs(root: Path, placement: Placement | None = None) -> Sequence[RunDir]
 
 def run_dir(root: Path, crew: Crew, placement: Placement | None = None) -> RunDir:
     """Return the run directory as `crew` sees it. SettingsError if the placement has no such crew."""
-    found = {of.crew: of for of in run_dirs(root, placement)}
-    if crew not in found:
+    by_crew = {candidate.crew: candidate for candidate in run_dirs(root, placement)}
+    if crew not in by_crew:
         raise SettingsError(f"--crew {crew}: {root} has no such crew now; leave it out")
-    return found[crew]
+    return by_crew[crew]
 
 
 def _placement(root: Path) -> Path:

@@ -63,8 +63,8 @@ def parse(names: Iterable[str], before: Board | None = None) -> Board:
     for name in names:
         entry = known.get(name) or parse_protocol_name(name)
         if entry is None:
-            if (asked := parse_profile_name(name)) is not None:
-                profiles.append(asked)
+            if (request := parse_profile_name(name)) is not None:
+                profiles.append(request)
             continue
         entries[name] = entry
         if isinstance(entry, Flag):

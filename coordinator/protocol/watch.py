@@ -259,8 +259,8 @@ class Watch:
         limit_s, silent_s = self._cluster.node_timeout_s, self.silence.silent_s
         beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
         self.standstill.forget(judged - beating)
-        said = read_beats(self.run_dir, {rank: board.beats[rank] for rank in beating})
-        self.standstill.observe({rank: content for rank, content in said.items() if content}, now_s)
+        heartbeats = read_beats(self.run_dir, {rank: board.beats[rank] for rank in beating})
+        self.standstill.observe({rank: content for rank, content in heartbeats.items() if content}, now_s)
 
     def _is_held(self, verdict: Verdict) -> bool:
         """Return whether the row's work goes on: the master may finish its share first."""
@@ -314,7 +314,7 @@ class Watch:
         """Return the highest epoch record that parses."""
         return self.records.newest(self.look(whole=True).records)
 
-    def said(self, rank: int) -> dict[str, Any]:
+    def heartbeat(self, rank: int) -> dict[str, Any]:
         """Return what `rank`'s newest beat says; {} if it has none, or just now none that is whole."""
         for _attempt in range(3):  # the beat that was listed may have given way to the next
             beat = self.look().beats.get(rank)

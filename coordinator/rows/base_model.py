@@ -36,11 +36,11 @@ def prepare_base_model(node: Node) -> None:
 
         node.watch.wait(is_there, node.check, lambda: "the rollout crew to make the built-in model")
         return
-    made = _from_cache(node)
+    cached = _from_cache(node)
     staging = target.with_name(f".{target.name}.n{node.watch.incarnation}")
     files.remove_tree(staging)
     files.make_directory(staging)
-    for file in sorted(made.iterdir()):
+    for file in sorted(cached.iterdir()):
         files.publish(staging / file.name, file.read_bytes())
     try:
         files.rename(staging, target)
@@ -66,22 +66,22 @@ def _from_cache(node: Node) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home at all
         root = own_folder("models")
         log.info("no cache (%s): keeping the built-in model in %s", error, root)
-    made = root / name
-    lock = lock_of(made.with_suffix(".lock"))
+    model = root / name
+    lock = lock_of(model.with_suffix(".lock"))
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S
     while time.monotonic() < deadline_s:
         node.check()
         try:
             with lock.acquire(timeout=0.5):
-                if not made.is_dir():
-                    _build(node, made, tasks, seed, steps)
-                return made
+                if not model.is_dir():
+                    _build(node, model, tasks, seed, steps)
+                return model
         except Timeout:
             continue
-    raise Ended(Exit.FAILED, f"another process builds {made} and does not end; end it", "failed")
+    raise Ended(Exit.FAILED, f"another process builds {model} and does not end; end it", "failed")
 
 
-def _build(node: Node, made: Path, tasks: str, seed: int, steps: int) -> None:
+def _build(node: Node, target: Path, tasks: str, seed: int, steps: int) -> None:
     log.info("making the built-in model: %d warm-up steps, once for this seed", steps)
     argv = [
         node.children.python,
@@ -91,14 +91,14 @@ def _build(node: Node, made: Path, tasks: str, seed: int, steps: int) -> None:
         *("--tasks", tasks),
         *("--seed", str(seed)),
         *("--steps", str(steps)),
-        *("--out", str(made)),
+        *("--out", str(target)),
     ]
     path = node.run_dir.logs(node.rank) / "base_model.log"
     env = {"OMP_NUM_THREADS": str(cores())}  # it runs alone, whatever the nodes share later
     child = node.children.start("base-model", argv, env=env, log=path, echo=_echo)
     while child.wait(0.2) is None:
         node.check()
-    if child.poll() != 0 or not made.is_dir():
+    if child.poll() != 0 or not target.is_dir():
         raise Ended(Exit.FAILED, f"the built-in model could not be made:\n{child.tail(20)}", "failed")
 
 

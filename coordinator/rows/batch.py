@@ -42,16 +42,16 @@ def begin_batch(node: Node, iteration: Iteration) -> None:
     run_dir, number, settings = node.run_dir, iteration.number, node.settings
     if iteration.has(Phase.TRAIN_DATA, settings):
         digest = published.manifest_digest(run_dir, number)
-        wanted = _wanted(digest, settings)
-        node.ahead.begin((number, wanted), partial(_make, run_dir, number, settings, digest))
+        expected = _wanted(digest, settings)
+        node.ahead.begin((number, expected), partial(_make, run_dir, number, settings, digest))
 
 
 def write_batch(node: Node, iteration: Iteration) -> None:
     """Compute advantages and write the batch, unless one that verifies is there."""
     number = iteration.number
 
-    def take(wanted: Mapping[str, Any]) -> Made | None:
-        return node.ahead.take((number, wanted), node.check)
+    def take(expected: Mapping[str, Any]) -> Made | None:
+        return node.ahead.take((number, expected), node.check)
 
     ensure_batch(node.run_dir, number, node.settings, take)
 
@@ -68,12 +68,14 @@ def ensure_batch(
     is gone or altered: then its manifest is set aside, and the iteration is taken up at its rollout.
     """
     digest = published.manifest_digest(run_dir, iteration)
-    about = published.read_json(run_dir.batch(iteration) / "batch.json") or {}
-    wanted = _wanted(digest, settings)
-    if {name: about.get(name) for name in wanted} == wanted and _verifies(run_dir, iteration, about):
+    batch_json = published.read_json(run_dir.batch(iteration) / "batch.json") or {}
+    expected = _wanted(digest, settings)
+    if {name: batch_json.get(name) for name in expected} == expected and _verifies(
+        run_dir, iteration, batch_json
+    ):
         return
     try:
-        made = take(wanted) or _make(run_dir, iteration, settings, digest)
+        result = take(expected) or _make(run_dir, iteration, settings, digest)
     except Incomplete:
         # Without it the iteration is taken up at its rollout: what is whole stays, the rest is made anew.
         path = run_dir.manifest("train", iteration)
@@ -81,7 +83,7 @@ def ensure_batch(
         raise
     except ValueError as error:  # these samples and these settings do not go together
         raise Ended(Exit.FAILED, f"iteration {iteration}: {error}", "failed") from error
-    _publish(run_dir, iteration, made, wanted)
+    _publish(run_dir, iteration, result, expected)
 
 
 def _wanted(manifest_sha256: str, settings: RunSettings) -> dict[str, Any]:
@@ -122,13 +124,13 @@ def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str) -
     return Made(batch, batch.encode(), [*older, iteration])
 
 
-def _verifies(run_dir: RunDir, iteration: int, about: dict[str, Any]) -> bool:
+def _verifies(run_dir: RunDir, iteration: int, batch_json: dict[str, Any]) -> bool:
     try:
         data = files.read(run_dir.batch(iteration) / "batch.safetensors")
         Batch.decode(data)
     except (FileNotFoundError, DamagedBatch):
         return False
-    return hashlib.sha256(data).hexdigest() == about["sha256"]
+    return hashlib.sha256(data).hexdigest() == batch_json["sha256"]
 
 
 def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
@@ -136,7 +138,7 @@ def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
 
     An iteration whose trajectories are gone or damaged is left out, with a warning.
     """
-    found: dict[int, Older] = {}
+    by_iteration: dict[int, Older] = {}
     for older in range(max(1, iteration - window + 1), iteration):
         manifest = published.read_manifest(run_dir, "train", older)
         try:
@@ -145,22 +147,22 @@ def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
             groups = parts.read_groups(run_dir.trajectories("train", older), manifest, decoded)
             origin = Origin.of(manifest["origin"])
             sampling, policy = origin.sampling, origin.policy_iteration
-            found[older] = Older(groups, sampling.temperature, sampling.max_tokens, policy)
+            by_iteration[older] = Older(groups, sampling.temperature, sampling.max_tokens, policy)
         except Incomplete as error:
             log.warning("iteration %d is not replayed in iteration %d: %s", older, iteration, error)
-    return found
+    return by_iteration
 
 
-def _publish(run_dir: RunDir, iteration: int, made: Made, wanted: Mapping[str, Any]) -> None:
+def _publish(run_dir: RunDir, iteration: int, result: Made, expected: Mapping[str, Any]) -> None:
     """Write the batch, then batch.json, which vouches for it."""
     counted = ("reward", "truncated", "groups_used", "samples_used", "samples_replayed")
-    about = {
-        **wanted,
-        "window": made.window,
-        "sha256": hashlib.sha256(made.data).hexdigest(),
-        "sequences": len(made.batch),
-        **{name: getattr(made.batch.counts, name) for name in counted},
+    batch_json = {
+        **expected,
+        "window": result.window,
+        "sha256": hashlib.sha256(result.data).hexdigest(),
+        "sequences": len(result.batch),
+        **{name: getattr(result.batch.counts, name) for name in counted},
     }
     directory = run_dir.batch(iteration)
-    files.publish(directory / "batch.safetensors", made.data)
-    files.publish(directory / "batch.json", json.dumps(about, indent=1).encode())
+    files.publish(directory / "batch.safetensors", result.data)
+    files.publish(directory / "batch.json", json.dumps(batch_json, indent=1).encode())

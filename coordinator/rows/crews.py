@@ -67,9 +67,9 @@ def _say_news(node: Node) -> None:
     if node.run_dir.crew != "rollout" or not node.identity.leads_run:
         return
     line = node.finished.look().newest or {"iteration": 0}
-    if node.said is not None and line["iteration"] > node.said:
+    if node.announced is not None and line["iteration"] > node.announced:
         log.info("%s", summary(line, node.settings.iterations))
-    node.said = line["iteration"]
+    node.announced = line["iteration"]
 
 
 def lacks(node: Node, number: int | None) -> str:

@@ -70,8 +70,8 @@ def collect_eval(node: Node, iteration: Iteration) -> Payload | None:
         return None
     inputs, functions = node.identity.inputs, agreed_functions(node, iteration)
     sets = [
-        NamedSet(one, inputs.eval_sets[one.name].tasks, functions[one.name])
-        for one in eval_sets.of_opened(iteration.opened)
+        NamedSet(eval_set, inputs.eval_sets[eval_set.name].tasks, functions[eval_set.name])
+        for eval_set in eval_sets.of_opened(iteration.opened)
     ]
     share = Share(
         kind="eval",
@@ -94,7 +94,7 @@ def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload
     """Publish the evaluation's manifest, once all have generated."""
     slots = iteration.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
-        made = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)
+        totals = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)
         origin, quota = made_with(iteration, "eval"), Quota(slots, slots)
         scores = partial(
             eval_sets.scores,
@@ -102,4 +102,4 @@ def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload
             settings=node.settings,
             inputs=node.identity.inputs,
         )
-        trajectories.aggregate(node, iteration, "eval", quota, origin, made, {}, range(slots), scores)
+        trajectories.aggregate(node, iteration, "eval", quota, origin, totals, {}, range(slots), scores)

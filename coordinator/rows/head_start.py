@@ -116,12 +116,12 @@ def _generate(node: Node, iteration: Iteration, policy: Policy) -> None:
 
 def _following(iteration: Iteration, policy: Policy) -> Iteration:
     """Return the next iteration as row 0 will open it, with this policy."""
-    about: dict[str, Any] = iteration.documents[Phase.TRAIN_CONFIG]["next"]
+    upcoming: dict[str, Any] = iteration.documents[Phase.TRAIN_CONFIG]["next"]
     following = Iteration(iteration.number + 1)
     named = {"policy": policy.digest, "policy_iteration": policy.iteration}
     following.documents = {
-        Phase.ITERATION_START: {**about, **named, "opened": {**about["opened"], **named}},
-        Phase.TRAIN_PLAN: about["plan"],
+        Phase.ITERATION_START: {**upcoming, **named, "opened": {**upcoming["opened"], **named}},
+        Phase.TRAIN_PLAN: upcoming["plan"],
     }
     return following
 

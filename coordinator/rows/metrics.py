@@ -75,8 +75,8 @@ def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]
         before = node.finished.newest  # a master may have died without sending it
         node.sinks.write([line] if before is None else [before, line])
         log.info("%s", summary(line, node.settings.iterations))
-        if said := disagreement(line, node.settings):
-            log.warning("%s", said)
+        if warning := disagreement(line, node.settings):
+            log.warning("%s", warning)
     old = [*retire_checkpoints(node, iteration), *retire_states(node.run_dir)]
     node.remover.remove([*old, *retire_iterations(node, iteration)], node.check)
 
@@ -97,7 +97,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         idle_s = {"rollout": theirs.get("idle_seconds", 0.0), "train": times["idle_seconds"]}
         times = _both(theirs, times)
     rollout_s = times["phase_seconds"].get(Phase.TRAIN_ROLLOUT.label, 0.0)
-    ahead_s = max((said.get("ahead_s", 0.0) for said in payloads.values()), default=0.0)
+    ahead_s = max((payload.get("ahead_s", 0.0) for payload in payloads.values()), default=0.0)
     # After a fault the row may have found groups that took their time in an epoch before.
     is_of_now = bool(train) and all(part["epoch"] == rollout_epoch for part in train["parts"])
     return {
@@ -136,15 +136,20 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
 def _by_set(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores of the named sets; nothing for an evaluation without any."""
     sets: dict[str, dict[str, Any]] = evaluation.get("sets", {})
-    found = {name: {key: of for key, of in about.items() if key != "slots"} for name, about in sets.items()}
-    return {"eval": found} if found else {}
+    scores = {
+        name: {key: value for key, value in entry.items() if key != "slots"} for name, entry in sets.items()
+    }
+    return {"eval": scores} if scores else {}
 
 
 def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) -> dict[str, Any]:
     """Return how long the iteration took this crew, and what its nodes did meanwhile."""
     idle_s, names = node.idle_s, {rank: str(node.run_dir.machine(rank)) for rank in payloads}
-    waited_s = {rank: said["wait_s"] + idle_s for rank, said in payloads.items()}
-    busy = [said["work_s"] / max(said["work_s"] + waited_s[rank], 1e-9) for rank, said in payloads.items()]
+    waited_s = {rank: payload["wait_s"] + idle_s for rank, payload in payloads.items()}
+    busy = [
+        payload["work_s"] / max(payload["work_s"] + waited_s[rank], 1e-9)
+        for rank, payload in payloads.items()
+    ]
     # The last row, which verifies the last checkpoint, is no row of `phase_seconds`: it has not ended.
     ended_s = iteration.row_begun_s or time.monotonic()
     train = published.read_manifest(node.run_dir, "train", iteration.number) or {}
@@ -171,7 +176,7 @@ def _both(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     waits = Counter[str](theirs["wait_seconds"])
     waits.update(ours["wait_seconds"])  # a machine may have a node in both
     nodes = theirs["nodes"] + ours["nodes"]
-    busy = sum(of["busy_fraction"] * of["nodes"] for of in (theirs, ours)) / nodes
+    busy = sum(crew["busy_fraction"] * crew["nodes"] for crew in (theirs, ours)) / nodes
     return {
         "measured_weights": theirs.get("measured_weights"),
         "seconds": ours["seconds"],
@@ -193,7 +198,7 @@ def _rewards_by_source(
     eval_tasks = inputs.eval_tasks.tasks if inputs.eval_tasks else ()
     rewards: dict[str, float] = evaluation.get("rewards", {})
     if sets := evaluation.get("sets"):  # their slots come behind
-        begin = min(about["slots"][0] for about in sets.values())
+        begin = min(entry["slots"][0] for entry in sets.values())
         rewards = {slot: reward for slot, reward in rewards.items() if int(slot) < begin}
     return {
         "reward_by_source": by_source(train.get("rewards", {}), tasks, field),
@@ -229,13 +234,17 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
 
     Rows that were broken off, and the time until the run went on, are in the seconds alone.
     """
-    of = f"/{iterations}" if iterations else ""
-    text = [f"iteration {line['iteration']}{of}"]
+    total = f"/{iterations}" if iterations else ""
+    text = [f"iteration {line['iteration']}{total}"]
     text += [f"reward {line['reward']:.3f}"] if line["reward"] is not None else []
     text += [f"eval {line['eval_reward']:.3f}"] if line["eval_reward"] is not None else []
     sets: dict[str, dict[str, Any]] = line.get("eval") or {}
     # `run eval` has all tasks in sets; the one of --eval-tasks is called like their mean.
-    text += [f"{name} {of['reward']:.3f}" for name, of in sets.items() if "reward" in of and name != "eval"]
+    text += [
+        f"{name} {scores['reward']:.3f}"
+        for name, scores in sets.items()
+        if "reward" in scores and name != "eval"
+    ]
     pass_at: dict[str, float] = line.get("eval_pass_at") or {}
     text += [f"pass@{k} {value:.3f}" for k, value in pass_at.items() if k != "1"]
     if line.get("length") is not None:

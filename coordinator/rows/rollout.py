@@ -87,7 +87,7 @@ def described(opened: Mapping[str, Any], generates: bool) -> Payload:
     return {
         # The average of a curriculum is long, and for the master alone.
         "opened": {name: value for name, value in opened.items() if name != "success"},
-        "code": {key: asdict(of) for key, of in code.items()},
+        "code": {key: asdict(function) for key, function in code.items()},
     }
 
 
@@ -198,7 +198,7 @@ def new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str,
         **_chosen(node),
         **drawn,
         "tasks": [*going_on, *drawn["tasks"]],
-        "begun": [asdict(one) for one in begun],
+        "begun": [asdict(group) for group in begun],
         "eval_slots": evaluation.count_slots(node) if evaluation.is_due(node, iteration) else 0,
         "eval_tasks": evaluation.digest(node),
     }
@@ -271,7 +271,7 @@ def write_manifest(node: Node, iteration: Iteration) -> None:
     """Verify every part against its flag and its own checksum, and publish the manifest over them."""
     opened, documents = iteration.opened, iteration.documents
     origin = made_with(iteration, "train")
-    made, named = documents[Phase.TRAIN_ROLLOUT], documents[Phase.TRAIN_FILES_READY]
+    totals, named = documents[Phase.TRAIN_ROLLOUT], documents[Phase.TRAIN_FILES_READY]
     quota = resume.quota(opened)
-    trajectories.aggregate(node, iteration, "train", quota, origin, made, named, opened["tasks"])
+    trajectories.aggregate(node, iteration, "train", quota, origin, totals, named, opened["tasks"])
     batch.begin_batch(node, iteration)

@@ -81,8 +81,8 @@ def _older(run_dir: RunDir, iteration: int) -> Iterator[int]:
     if iteration == 1:
         return
     yield iteration - 1
-    found = map(parse_iteration_name, published.names(run_dir.trajectories("train", 0).parent))
-    yield from sorted((n for n in found if n is not None and n < iteration - 1), reverse=True)
+    numbers = map(parse_iteration_name, published.names(run_dir.trajectories("train", 0).parent))
+    yield from sorted((n for n in numbers if n is not None and n < iteration - 1), reverse=True)
 
 
 def _rewards(run_dir: RunDir, iteration: int) -> dict[int, float]:

@@ -33,9 +33,9 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
     staging = node.run_dir.staging(number, record.epoch)
     files.make_directory(staging)
     members = sorted(record.members.items())
-    about = published.read_json(node.run_dir.batch(number) / "batch.json")
+    batch_json = published.read_json(node.run_dir.batch(number) / "batch.json")
     manifest = published.read_manifest(node.run_dir, "train", number)
-    if about is None or manifest is None:
+    if batch_json is None or manifest is None:
         raise Incomplete(f"iteration {number} has no batch.json, or no manifest.json")
     state = None
     if saves_in_background(number, node.settings.trainer.state_interval):
@@ -43,7 +43,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
         files.make_directory(state)
     resume = Resume()
     if not node.trainer.is_alive():  # else the job has the policy at hand
-        base = node.policies.of(iteration.header["base_iteration"])
+        base = node.policies.policy_of(iteration.header["base_iteration"])
         resume = trainer_states.resume_from(node.run_dir, base)
     weights = [member.weight / member.processes for _, member in members for _ in range(member.processes)]
     return {
@@ -51,7 +51,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
         "processes": {str(rank): member.processes for rank, member in members},
         "node_ranks": {str(rank): number for number, (rank, _) in enumerate(members)},
         "rank_weights": weights,
-        "batch_sha256": about["sha256"],
+        "batch_sha256": batch_json["sha256"],
         "max_tokens": manifest["origin"]["sampling"]["max_tokens"],
         "staging": staging.name,
         "state": state and state.name,
@@ -65,7 +65,7 @@ def train(node: Node, iteration: Iteration) -> None:
     config = iteration.documents[Phase.TRAIN_CONFIG]
     settings, number, run_dir = node.settings, iteration.number, node.run_dir
     published_settings = RunSettings.published(node.record.settings)  # the same on every node
-    start, base = node.policies.of(0), node.policies.of(iteration.header["base_iteration"])
+    start, base = node.policies.policy_of(0), node.policies.policy_of(iteration.header["base_iteration"])
     model_name, resume = str(start.directory.absolute()), Resume()
     if not node.trainer.holds(config["job"], base.iteration):
         resume = trainer_states.located(run_dir, base, Resume.model_validate(config["resume"]))
@@ -112,9 +112,9 @@ def _profile(node: Node, iteration: int) -> str | None:
     The watch lists requests beside the master's flags, so nothing is looked up where nobody asks. A request
     whose command was killed stays there: it has an answer, and gets no other.
     """
-    asked = [request for request in node.watch.board.profiles if request.rank == node.rank]
-    names = published.names(node.run_dir.logs(node.rank)) if asked else []
-    for request in asked:
+    requests = [request for request in node.watch.board.profiles if request.rank == node.rank]
+    names = published.names(node.run_dir.logs(node.rank)) if requests else []
+    for request in requests:
         if not any(map(request.is_answer, names)):
             return str(node.run_dir.profile(request, iteration).absolute())
     return None
@@ -147,9 +147,9 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
     except Incomplete:  # to be trained again: what is set aside is no staging directory any more
         published.set_aside(staging, "damaged")
         raise
-    about = published.read_json(run_dir.batch(number) / "batch.json") or {}
-    wanted = (iteration.header["base"], about.get("sha256"))
-    if (result.base_policy, result.batch_sha256) != wanted:
+    batch_json = published.read_json(run_dir.batch(number) / "batch.json") or {}
+    expected = (iteration.header["base"], batch_json.get("sha256"))
+    if (result.base_policy, result.batch_sha256) != expected:
         published.set_aside(staging, "foreign")
         raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
     if not any(name.startswith(f"{published.STATE_DIR}/") for name in result.files):

@@ -32,28 +32,28 @@ def parse_weights(text: str) -> list[float]:
     return weights
 
 
-def _weights(given: Any) -> Any:
-    return parse_weights(given) if isinstance(given, str) else given
+def _weights(value: Any) -> Any:
+    return parse_weights(value) if isinstance(value, str) else value
 
 
-def _gpus(given: Any) -> Any:
+def _gpus(value: Any) -> Any:
     """Parse `32` or `8,4,4` into a list of numbers."""
-    if isinstance(given, int):
-        return [given]
-    if not isinstance(given, str):
-        return given
-    items = [item.strip() for item in given.split(",")]
+    if isinstance(value, int):
+        return [value]
+    if not isinstance(value, str):
+        return value
+    items = [item.strip() for item in value.split(",")]
     for item in items:
         if not item.isdecimal():
             raise ValueError(
-                f"--expect-gpus {given}: '{item}' is no number of GPUs; give the total, e.g. 32, or one "
+                f"--expect-gpus {value}: '{item}' is no number of GPUs; give the total, e.g. 32, or one "
                 "number per node, e.g. 8,8,4"
             )
     return [int(item) for item in items]
 
 
-def _texts(given: Any) -> Any:
-    return given.split() if isinstance(given, str) else given
+def _texts(value: Any) -> Any:
+    return value.split() if isinstance(value, str) else value
 
 
 class ClusterSettings(Settings):

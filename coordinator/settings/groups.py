@@ -30,20 +30,20 @@ whatever a group says. torchrun has more, which begin with TORCHELASTIC_.
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def _ranks_text(given: Any) -> Any:
+def _ranks_text(value: Any) -> Any:
     """Return `2,4-7` as it is; also for 2 and [2, 4], which `nodes=2` and `nodes=2,4` become."""
-    items: Sequence[Any] = [given]
-    if isinstance(given, list | tuple):
-        items = cast("Sequence[Any]", given)
+    items: Sequence[Any] = [value]
+    if isinstance(value, list | tuple):
+        items = cast("Sequence[Any]", value)
     is_text = all(type(item) in {int, str} for item in items)
-    return ",".join(map(str, items)) if is_text else cast("Any", given)
+    return ",".join(map(str, items)) if is_text else cast("Any", value)
 
 
-def _texts(given: Any) -> Any:
+def _texts(table: Any) -> Any:
     """Take a whole number for its digits: `NCCL_DEBUG = 1`."""
-    if not isinstance(given, Mapping):
-        return given
-    items = cast("Mapping[str, Any]", given)
+    if not isinstance(table, Mapping):
+        return table
+    items = cast("Mapping[str, Any]", table)
     return {key: str(value) if type(value) is int else value for key, value in items.items()}
 
 
@@ -96,8 +96,8 @@ def refuse_misfits(groups: Mapping[str, GroupSettings]) -> None:
     for name, group in groups.items():
         if not NAME.fullmatch(name):
             raise ValueError(f"cluster.groups.{name}: name a group with letters, digits, _ and - only")
-        for what, why in group.problems():
-            raise ValueError(f"cluster.groups.{name}.{what}: {why}")
+        for setting, why in group.problems():
+            raise ValueError(f"cluster.groups.{name}.{setting}: {why}")
         for rank in sorted(group.ranks):
             if rank in group_of:
                 raise ValueError(

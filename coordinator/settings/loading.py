@@ -94,11 +94,11 @@ def parse_value(value: str) -> Any:
     return value
 
 
-def build(given: Mapping[str, Any]) -> RunSettings:
+def build(overrides: Mapping[str, Any]) -> RunSettings:
     """Build settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
-    refuse_unknown(given)
-    base = TINY_DEFAULTS if given.get("model", TINY) == TINY else {}
-    settings = _validate({**base, **given})
+    refuse_unknown(overrides)
+    base = TINY_DEFAULTS if overrides.get("model", TINY) == TINY else {}
+    settings = _validate({**base, **overrides})
     try:  # not by the settings themselves: a crew of the run has fewer nodes
         refuse_absent(settings.cluster.groups, settings.cluster.num_nodes)
     except ValueError as error:
@@ -106,43 +106,44 @@ def build(given: Mapping[str, Any]) -> RunSettings:
     return settings
 
 
-def overlay(published: RunSettings, given: Mapping[str, Any]) -> RunSettings:
-    """Put `given` over what the master published; the result equals `published` if nothing contradicts."""
-    refuse_unknown(given)
-    return _validate({**dict(flatten(published.model_dump(mode="json"))), **given})
+def overlay(published: RunSettings, overrides: Mapping[str, Any]) -> RunSettings:
+    """Put `overrides` over what the master published; that is the result if nothing contradicts."""
+    refuse_unknown(overrides)
+    return _validate({**dict(flatten(published.model_dump(mode="json"))), **overrides})
 
 
-def contradictions(published: RunSettings, given: Mapping[str, Any]) -> list[str]:
+def contradictions(published: RunSettings, overrides: Mapping[str, Any]) -> list[str]:
     """List what a worker was given that differs from what the master published, one line each."""
     actual = dict(flatten(published.model_dump(mode="json")))
     for name in OPEN:
         actual |= _by_name(actual[name], f"{name}.")
     return [
         f"{option_name(key)} is {show(here)} here, but the master published {show(actual.get(key))}"
-        for key, here in check_each(given).items()
+        for key, here in check_each(overrides).items()
         if here != actual.get(key)
     ]
 
 
 def _by_name(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return the values of a tree by dotted name, its inner trees too."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
-        found[f"{prefix}{key}"] = value
+        values[f"{prefix}{key}"] = value
         if isinstance(value, Mapping):
-            found |= _by_name(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
-    return found
+            values |= _by_name(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+    return values
 
 
-def check_each(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_each(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Check each given setting by itself and return it as the settings hold it; SettingsError if it is wrong.
 
     A worker uses this before it knows the other settings, to refuse what no master can have published.
     """
-    refuse_unknown(given)
+    refuse_unknown(overrides)
     fields = dict(_fields(RunSettings))
     return {
-        key: value if _opened(key) else _check_one(key, fields[key], value) for key, value in given.items()
+        key: value if _opened(key) else _check_one(key, fields[key], value)
+        for key, value in overrides.items()
     }
 
 
@@ -235,21 +236,21 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         if table and first["type"] == "extra_forbidden":
             return f"unknown setting {key}; {table[1]} has {', '.join(table[0].model_fields)}"
         if table and first["type"] in ("missing", "model_type"):
-            wanted = key if first["type"] == "missing" else f"{key}.{table[2]}"
-            return f"{wanted} is missing; give {table[3].format(wanted)}"
+            missing_key = key if first["type"] == "missing" else f"{key}.{table[2]}"
+            return f"{missing_key} is missing; give {table[3].format(missing_key)}"
         key = key if key in known_keys() or table else key.rpartition(".")[0] or key
     if first["type"] == "tuple_type":
-        wanted = f"{key}={json.dumps([first['input']])}"
-        return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(wanted)}"
+        example = f"{key}={json.dumps([first['input']])}"
+        return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(example)}"
     return f"{option_name(key)}={show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
-def refuse_unknown(given: Mapping[str, Any]) -> None:
+def refuse_unknown(overrides: Mapping[str, Any]) -> None:
     """Raise SettingsError for a key that is not a setting; the text names the one that was meant. Also for a
     secret, whose value it does not tell.
     """
     known = known_keys()
-    for key, value in given.items():
+    for key, value in overrides.items():
         _refuse_secret(key, value)
         if key not in known and not _opened(key):
             raise SettingsError(f"unknown setting {key}; {suggestions.meant(key, known)}")

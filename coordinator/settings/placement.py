@@ -17,31 +17,31 @@ CREWS: tuple[Crew, ...] = ("main", "rollout", "train")
 HALVES: tuple[Crew, Crew] = ("rollout", "train")
 
 
-def parse_place(given: Sequence[str]) -> dict[Crew, frozenset[int]]:
+def parse_place(texts: Sequence[str]) -> dict[Crew, frozenset[int]]:
     """Parse `rollout=0-3,8` and `train=4-7` into sets of device numbers; ranges are inclusive.
 
     ValueError for another name, a missing or repeated one, what is no range, and sets that overlap but are
     not equal.
     """
-    found: dict[Crew, frozenset[int]] = {}
-    for text in given:
+    place: dict[Crew, frozenset[int]] = {}
+    for text in texts:
         name, _, ranges = text.partition("=")
         crew: Crew | None = next((crew for crew in HALVES if crew == name.strip()), None)
-        if crew is None or not ranges.strip() or crew in found:
+        if crew is None or not ranges.strip() or crew in place:
             raise ValueError(
                 f"--place {text}: give --place rollout=DEVICES and --place train=DEVICES once each, e.g. "
                 "--place rollout=0-5 --place train=6,7"
             )
-        found[crew] = frozenset(_devices(text, ranges))
-    if missing := [crew for crew in HALVES if crew not in found]:
-        raise ValueError(f"--place {' --place '.join(given)}: add --place {missing[0]}=DEVICES")
-    both = found["rollout"] & found["train"]
-    if both and found["rollout"] != found["train"]:
+        place[crew] = frozenset(_devices(text, ranges))
+    if missing := [crew for crew in HALVES if crew not in place]:
+        raise ValueError(f"--place {' --place '.join(texts)}: add --place {missing[0]}=DEVICES")
+    both = place["rollout"] & place["train"]
+    if both and place["rollout"] != place["train"]:
         raise ValueError(
             f"--place: {_text(both)} would generate and train, but others do one of them; let the two have "
             "the same devices, or none in common"
         )
-    return found
+    return place
 
 
 def _devices(text: str, ranges: str) -> list[int]:
@@ -76,16 +76,18 @@ def crews_of(place: Mapping[Crew, frozenset[int]] | None, device_counts: Sequenc
     """
     total = sum(device_counts)
     if place is None or place["rollout"] == place["train"]:
-        wanted: dict[Crew, frozenset[int]] = {"main": place["train"] if place else frozenset(range(total))}
+        devices_by_crew: dict[Crew, frozenset[int]] = {
+            "main": place["train"] if place else frozenset(range(total))
+        }
     else:
-        wanted = dict(place)
-    if unknown := frozenset[int]().union(*wanted.values()) - frozenset(range(total)):
+        devices_by_crew = dict(place)
+    if unknown := frozenset[int]().union(*devices_by_crew.values()) - frozenset(range(total)):
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(device_counts))
         raise ValueError(
             f"--place: there is no {_text(unknown)}; the machines have {total} devices ({counts}), numbered "
             f"from 0 to {total - 1}"
         )
-    crews: Crews = {crew: _places(devices, device_counts) for crew, devices in wanted.items()}
+    crews: Crews = {crew: _places(devices, device_counts) for crew, devices in devices_by_crew.items()}
     working = {place.machine for places in crews.values() for place in places}
     if idle := sorted(set(range(len(device_counts))) - working):
         raise ValueError(
@@ -99,7 +101,7 @@ def _places(devices: frozenset[int], device_counts: Sequence[int]) -> tuple[Plac
     places: list[Place] = []
     first = 0
     for machine, count in enumerate(device_counts):
-        own = tuple(device - first for device in range(first, first + count) if device in devices)
-        places += [Place(machine, own)] if own else []
+        local_devices = tuple(device - first for device in range(first, first + count) if device in devices)
+        places += [Place(machine, local_devices)] if local_devices else []
         first += count
     return tuple(places)

@@ -165,8 +165,8 @@ def meant(typed: str, known: Sequence[str]) -> str:
         return f"did you mean a setting in it: {', '.join(inside[:SHOWN])}{more}?"
     if instead := answer(typed):
         return instead
-    found = known_as(typed, known) or spelled_like(typed, known)
-    return f"did you mean {found}?" if found else "run --dry-run shows all settings"
+    suggestion = known_as(typed, known) or spelled_like(typed, known)
+    return f"did you mean {suggestion}?" if suggestion else "run --dry-run shows all settings"
 
 
 def answer(typed: str) -> str | None:

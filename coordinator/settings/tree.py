@@ -72,8 +72,8 @@ class TrajectorySettings(Settings):
 SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
-def _names(given: Any) -> Any:
-    return [name for name in given.split(",") if name] if isinstance(given, str) else given
+def _names(value: Any) -> Any:
+    return [name for name in value.split(",") if name] if isinstance(value, str) else value
 
 
 class MetricsSettings(Settings):
@@ -128,15 +128,15 @@ class RunSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _answers_are_written(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _answers_are_written(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Fine-tuning and DPO train on what the tasks have, unless the rollout says otherwise."""
-        trainer, rollout = (given.get(name, {}) for name in ("trainer", "rollout"))
+        trainer, rollout = (values.get(name, {}) for name in ("trainer", "rollout"))
         written: dict[Any, tuple[str, int]] = {"sft": ("demonstration", 1), "dpo": ("preference", 2)}
         algorithm = trainer.get("algorithm") if isinstance(trainer, Mapping) else None  # pyright: ignore
         if algorithm not in written:
-            return given
+            return values
         environment, samples = written[algorithm]
-        return {**given, "rollout": {"environment": environment, "samples_per_task": samples, **rollout}}
+        return {**values, "rollout": {"environment": environment, "samples_per_task": samples, **rollout}}
 
     @model_validator(mode="after")
     def _columns_are_of_data(self) -> "RunSettings":
@@ -153,13 +153,13 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _sets_have_names(self) -> "RunSettings":
-        for name, one in self.eval.sets.items():
+        for name, eval_set in self.eval.sets.items():
             if not NAME.fullmatch(name):
                 raise ValueError(f"eval.sets.{name}: name a set with letters, digits, _ and - only")
-            if one.columns and one.tasks.startswith(GENERATED):
+            if eval_set.columns and eval_set.tasks.startswith(GENERATED):
                 raise ValueError(
-                    f"eval.sets.{name}.columns.{next(iter(one.columns))} names a column of data, but "
-                    f"eval.sets.{name}.tasks is {one.tasks}, which has none; leave it out"
+                    f"eval.sets.{name}.columns.{next(iter(eval_set.columns))} names a column of data, but "
+                    f"eval.sets.{name}.tasks is {eval_set.tasks}, which has none; leave it out"
                 )
         best_by = self.checkpoints.best_by
         if best_by is not None and best_by not in self.eval.sets:
@@ -174,7 +174,7 @@ class RunSettings(Settings):
         """The named sets of the evaluation, by name in this order, each with what it inherits."""
         columns = self.eval.columns or self.columns
         sets = sorted(self.eval.sets.items())
-        return {name: one.filled(self.eval, self.rollout, columns) for name, one in sets}
+        return {name: eval_set.filled(self.eval, self.rollout, columns) for name, eval_set in sets}
 
     @property
     def eval_columns(self) -> dict[str, str]:
@@ -274,8 +274,12 @@ class RunSettings(Settings):
         ):  # fmt: skip
             if is_given:
                 raise ValueError(f"rollout.thinking_tokens={rollout.thinking_tokens} {other}: {reason}")
-        sets = {f"eval.sets.{name}.max_tokens": one for name, one in self.eval_sets.items()}
-        longest = {name: one.max_tokens for name, one in sets.items() if one.environment == "single_turn"}
+        sets = {f"eval.sets.{name}.max_tokens": eval_set for name, eval_set in self.eval_sets.items()}
+        longest = {
+            name: eval_set.max_tokens
+            for name, eval_set in sets.items()
+            if eval_set.environment == "single_turn"
+        }
         for name, most in {"eval.max_tokens": self.eval.max_tokens, **longest}.items():
             if most is not None and most <= rollout.thinking_tokens:
                 raise ValueError(
@@ -394,8 +398,8 @@ class RunSettings(Settings):
         half = {"rollout": "rollout", "train": "update"}[crew]
         weights, cluster = self.cluster.rank_weights, self.cluster
         if machines:
-            own = tuple(weights[machine] for machine in machines) if weights else None
-            cluster = cluster.model_copy(update={"num_nodes": len(machines), "rank_weights": own})
+            crew_weights = tuple(weights[machine] for machine in machines) if weights else None
+            cluster = cluster.model_copy(update={"num_nodes": len(machines), "rank_weights": crew_weights})
         return self.model_copy(update={"rl_phase": half, "cluster": cluster})
 
     @property

@@ -31,8 +31,8 @@ def announcement(start: Start, first: int | None) -> list[str]:
     """
     settings, inputs = start.of_run, start.inputs
     gpus = count_gpus()
-    said = {
-        "demo": "" if start.given else "nothing was given: the built-in model learns to add",
+    texts = {
+        "demo": "" if start.overrides else "nothing was given: the built-in model learns to add",
         "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
         "engine": _engine(settings, gpus, python_of(settings, start.run_dir.machine(start.rank))),
         "algorithm": _algorithm(settings),
@@ -47,7 +47,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "": "(run logs and run report take the same --log-path)",
     }
     odd = [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
-    return [f"{title:<10}{text}" for title, text in said.items() if text] + odd
+    return [f"{title:<10}{text}" for title, text in texts.items() if text] + odd
 
 
 def _reward(settings: RunSettings) -> str:
@@ -81,11 +81,12 @@ def _algorithm(settings: RunSettings) -> str:
 
 def _tasks(settings: RunSettings, inputs: Inputs) -> str:
     evaluation = "no evaluation"
-    own = [("", inputs.eval_tasks, settings.eval.max_tasks)] if inputs.eval_tasks else []
+    unnamed = [("", inputs.eval_tasks, settings.eval.max_tasks)] if inputs.eval_tasks else []
     named = [
-        (f" {name}", inputs.eval_sets[name].tasks, of.max_tasks) for name, of in settings.eval_sets.items()
+        (f" {name}", inputs.eval_sets[name].tasks, eval_set.max_tasks)
+        for name, eval_set in settings.eval_sets.items()
     ]
-    counts = [f"{min(len(those.tasks), most or 0)}{name}" for name, those, most in (*own, *named)]
+    counts = [f"{min(len(those.tasks), most or 0)}{name}" for name, those, most in (*unnamed, *named)]
     if evaluates(settings) and counts:
         interval = settings.eval.interval if settings.rollout_split is None else 1
         every = "every iteration" if interval == 1 else f"every {interval} iterations"

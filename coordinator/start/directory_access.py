@@ -37,23 +37,23 @@ def refuse_strangers(root: Path, allowed: bool) -> None:
     """
     if allowed or not files.is_directory(root):
         return
-    about, me = _look(root), os.geteuid()
-    if about.st_uid not in (0, me):
-        fault = f"belongs to user {about.st_uid}, and this process to user {me}"
-    elif about.st_mode & stat.S_IWOTH:
-        fault = f"can be written by every user (mode {stat.S_IMODE(about.st_mode):04o})"
+    root_stat, me = _look(root), os.geteuid()
+    if root_stat.st_uid not in (0, me):
+        fault = f"belongs to user {root_stat.st_uid}, and this process to user {me}"
+    elif root_stat.st_mode & stat.S_IWOTH:
+        fault = f"can be written by every user (mode {stat.S_IMODE(root_stat.st_mode):04o})"
     else:
         return
-    made = files.write_temporary(root / "owner", b"", durable=False)
-    found = _look(made)
-    files.drop(made)
+    probe = files.write_temporary(root / "owner", b"", durable=False)
+    probe_stat = _look(probe)
+    files.drop(probe)
     umask = os.umask(OTHERS)
     os.umask(umask)
-    if (found.st_uid, stat.S_IMODE(found.st_mode)) != (me, files.MODE & ~umask):
+    if (probe_stat.st_uid, stat.S_IMODE(probe_stat.st_mode)) != (me, files.MODE & ~umask):
         log.warning(
             "%s %s, it seems; but this mount shows a new file as of user %d with mode %04o: "
             "it does not tell who can write there",
-            root, fault, found.st_uid, stat.S_IMODE(found.st_mode),
+            root, fault, probe_stat.st_uid, stat.S_IMODE(probe_stat.st_mode),
         )  # fmt: skip
         return
     raise SettingsError(

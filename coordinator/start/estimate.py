@@ -59,8 +59,8 @@ def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int) -> flo
 def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:
     """Yield the sum of both widths of each matrix that gets an adapter."""
     names = "|".join(map(re.escape, re.split(r"\s*,\s*", targets.strip())))
-    wanted = re.compile(r"\.\d+\." if targets == "all-linear" else rf"\b(?:{names})\.")
-    return (sum(shape) for name, shape in tensors.items() if len(shape) == 2 and wanted.search(name))
+    pattern = re.compile(r"\.\d+\." if targets == "all-linear" else rf"\b(?:{names})\.")
+    return (sum(shape) for name, shape in tensors.items() if len(shape) == 2 and pattern.search(name))
 
 
 def _lower(trainer: TrainerSettings, count: int, sharded: bool) -> Iterator[dict[str, Any]]:
@@ -88,11 +88,11 @@ def time_text(parameters: int, settings: RunSettings, count: int, names: Sequenc
     Generation is bound by reading the weights, once for a token of each sample in flight. Training computes
     8 FLOP a parameter and token: forward, again for the backward pass, and that.
     """
-    found = [peak for word, peak in PEAKS.items() for name in names if re.search(rf"\b{word}\b", name)]
-    if len(found) < len(names) or not names:
+    peaks = [peak for word, peak in PEAKS.items() for name in names if re.search(rf"\b{word}\b", name)]
+    if len(peaks) < len(names) or not names:
         return ""
     rollout, samples = settings.rollout, _samples(settings)
-    flops, bytes_per_s = (min(one) for one in zip(*found, strict=True))
+    flops, bytes_per_s = (min(values) for values in zip(*peaks, strict=True))
     rounds = max(1.0, samples / ((rollout.concurrency or IN_FLIGHT) * count))
     rollout_s = rollout.max_tokens * rounds * HALF_BYTES * parameters / bytes_per_s
     return _time_text(settings, rollout_s, _train_s(parameters, settings, flops * count))

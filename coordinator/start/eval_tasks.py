@@ -49,20 +49,20 @@ def load_eval_tasks(settings: RunSettings) -> TaskSet | None:
 
 def load_eval_sets(settings: RunSettings) -> dict[str, EvalSet]:
     """Load the named sets; SettingsError says what is wrong with which."""
-    found: dict[str, EvalSet] = {}
-    for name, one in settings.eval_sets.items():
+    loaded: dict[str, EvalSet] = {}
+    for name, eval_set in settings.eval_sets.items():
         section = f"{SECTION}{name}"
-        functions = load_functions(str(one.reward), str(one.environment), section)
-        tasks = _load(one.tasks, settings, one.columns, f"{section}.tasks=")
-        found[name] = EvalSet(name, tasks, functions)
-    return found
+        functions = load_functions(str(eval_set.reward), str(eval_set.environment), section)
+        tasks = _load(eval_set.tasks, settings, eval_set.columns, f"{section}.tasks=")
+        loaded[name] = EvalSet(name, tasks, functions)
+    return loaded
 
 
 def refuse_training_tasks(training: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets) -> None:
     """Warn of tasks to evaluate on that are training tasks too, whatever their ids are. SettingsError if all
     tasks of a named set's file are. Beside more than MOST_COMPARED training tasks nothing is compared.
     """
-    compared = {f"{SECTION}{name}": one.tasks for name, one in sets.items()}
+    compared = {f"{SECTION}{name}": eval_set.tasks for name, eval_set in sets.items()}
     compared |= {"--eval-tasks": eval_tasks} if eval_tasks else {}
     if not compared or len(training.tasks) > MOST_COMPARED:
         return
@@ -111,13 +111,13 @@ def digest_of(tasks: TaskSet | None, sets: EvalSets) -> str | None:
     """Return a digest (hex) of all tasks that a policy is evaluated on; None if there are none. Without named
     sets it is that of the tasks.
     """
-    return joined_digest(tasks, {name: one.tasks.digest for name, one in sets.items()})
+    return joined_digest(tasks, {name: eval_set.tasks.digest for name, eval_set in sets.items()})
 
 
 def joined_digest(tasks: TaskSet | None, sets: Mapping[str, str]) -> str | None:
     """Return what digest_of returns of sets whose tasks have these digests, by name."""
-    own = tasks.digest if tasks else None
+    unnamed = tasks.digest if tasks else None
     if not sets:
-        return own
+        return unnamed
     named = "".join(f"{name} {digest}\n" for name, digest in sets.items())
-    return hashlib.sha256(f"{own}\n{named}".encode()).hexdigest()
+    return hashlib.sha256(f"{unnamed}\n{named}".encode()).hexdigest()

@@ -52,7 +52,7 @@ def load_functions(reward: str, environment: str, section: str = "") -> Function
     if (reward, environment) in _loaded:
         return _loaded[reward, environment]
     names: dict[Kind, str] = {"reward": reward, "environment": environment}
-    found: dict[Kind, Description] = {}
+    descriptions: dict[Kind, Description] = {}
     pool = None
     if any(":" in name for name in names.values()):
         read = {module: text for functions in _loaded.values() for module, text in functions.sources.items()}
@@ -60,19 +60,25 @@ def load_functions(reward: str, environment: str, section: str = "") -> Function
     try:
         for kind, name in names.items():
             try:
-                given = pool.call(kind, name, deadline_s=LOAD_TIMEOUT_S) if pool else describe(kind, name)
+                description = (
+                    pool.call(kind, name, deadline_s=LOAD_TIMEOUT_S) if pool else describe(kind, name)
+                )
             except (CallFailed, CallLost) as error:
-                given = {"refused": f"while it is loaded: {' '.join(str(error).split())}"}
-            if "refused" in given:
+                description = {"refused": f"while it is loaded: {' '.join(str(error).split())}"}
+            if "refused" in description:
                 option = f"{section}.{kind}=" if section else f"--{kind} "
-                raise SettingsError(f"{option}{name}: {given['refused']}")
-            found[kind] = given
+                raise SettingsError(f"{option}{name}: {description['refused']}")
+            descriptions[kind] = description
     finally:
         if pool is not None:
             pool.close()
-    codes = {kind: Code(name, found[kind]["digest"]) for kind, name in names.items()}
-    texts = {module: tuple(text) for one in found.values() for module, text in one["sources"].items()}
-    functions = Functions(**codes, demonstrates=found["environment"]["demonstrates"], sources=texts)
+    codes = {kind: Code(name, descriptions[kind]["digest"]) for kind, name in names.items()}
+    texts = {
+        module: tuple(text)
+        for description in descriptions.values()
+        for module, text in description["sources"].items()
+    }
+    functions = Functions(**codes, demonstrates=descriptions["environment"]["demonstrates"], sources=texts)
     return _loaded.setdefault((reward, environment), functions)
 
 

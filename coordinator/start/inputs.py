@@ -75,8 +75,8 @@ class Inputs:
         """Return what lies behind the settings that may change between two starts, by setting."""
         tasks, source = self.eval_tasks, self.loaded_for.evaluation_tasks
         evaluation = {"eval_tasks": Code(source, tasks.digest)} if tasks and source else {}
-        for one in self.eval_sets.values():
-            evaluation |= one.codes()
+        for eval_set in self.eval_sets.values():
+            evaluation |= eval_set.codes()
         return {**self.functions.codes(), **evaluation}
 
     def renewed(self, settings: RunSettings, theirs: Mapping[str, Code]) -> "Inputs":
@@ -126,7 +126,7 @@ def python_of(settings: RunSettings, machine: int) -> str:
     return group.program
 
 
-def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 0) -> Inputs:
+def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: int = 0) -> Inputs:
     """Tasks, reward, environment; SettingsError says what is wrong with which. `machine`: its number, as in
     --worker.
     """
@@ -167,7 +167,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
         if settings.rollout.environment == "preference":
             check_preferences(tasks)
         eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
-        refusals.refuse_no_evaluation(settings, given, bool(eval_tasks or eval_sets))
+        refusals.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
         refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
         refusals.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
         base_files: dict[str, FileFacts] = {}
@@ -191,7 +191,7 @@ def load_inputs(settings: RunSettings, given: Mapping[str, Any], machine: int = 
             base_files = known_files.checksums(model, model_files(model))
             model_digest = policy_digest(base_files)
         return Inputs(
-            local={key: value for key, value in given.items() if key in NODE_LOCAL},
+            local={key: value for key, value in overrides.items() if key in NODE_LOCAL},
             tasks=tasks,
             eval_tasks=eval_tasks,
             eval_sets=eval_sets,

@@ -34,7 +34,9 @@ class Change(NamedTuple):
         return f"{self.name} is {self.now}, at the last start it was {self.then}"
 
 
-def with_kept(given: Mapping[str, Any], last: EpochRecord | None, reset: Collection[str]) -> dict[str, Any]:
+def with_kept(
+    overrides: Mapping[str, Any], last: EpochRecord | None, reset: Collection[str]
+) -> dict[str, Any]:
     """Return what this start is given, over what the last one was given.
 
     `reset`: settings, or sections, that go back to their defaults; ALL: every one. What says something of one
@@ -46,13 +48,13 @@ def with_kept(given: Mapping[str, Any], last: EpochRecord | None, reset: Collect
     kept = {
         key: value
         for key, value in then.settings.items()
-        if not _is_named(key, reset) and not _is_named(key, given) and (is_here or key not in NODE_LOCAL)
+        if not _is_named(key, reset) and not _is_named(key, overrides) and (is_here or key not in NODE_LOCAL)
     }
     for (name, default), followers in GO_WITH.items():
-        now = {**kept, **given}.get(name, default)
+        now = {**kept, **overrides}.get(name, default)
         if str(now) != str(then.settings.get(name, default)):
             kept = {key: value for key, value in kept.items() if key not in followers}
-    merged = {**kept, **given}
+    merged = {**kept, **overrides}
     try:
         loading.build(merged)
     except SettingsError as error:

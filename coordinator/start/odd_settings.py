@@ -24,18 +24,19 @@ WORKS_WITH = {
 """Settings that are read only with certain values of another; the first of them is advised."""
 
 
-def odd_settings(settings: RunSettings, given: Mapping[str, Any], inputs: Inputs) -> Iterator[str]:
-    """Yield a line for each setting that hardly anybody means as it stands. `given`: what a person typed."""
+def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: Inputs) -> Iterator[str]:
+    """Yield a line for each setting that hardly anybody means as it stands. `overrides`: the typed ones."""
     for key, (other, values) in WORKS_WITH.items():
         value = attrgetter(other)(settings)
-        if key in given and value not in values:
+        if key in overrides and value not in values:
             first = f"{other}={str(values[0]).lower()}"
-            yield f"{key}={given[key]} does nothing with {other}={str(value).lower()}; give {first} as well"
+            typed, actual = overrides[key], str(value).lower()
+            yield f"{key}={typed} does nothing with {other}={actual}; give {first} as well"
     if settings.rl_phase != "rollout":
         yield from _warm_up(settings)
-    sets = {f"{SECTION}{name}": one for name, one in settings.eval_sets.items()}
-    for section, one in {"eval": settings.eval, **sets}.items():
-        if (count := one.samples_per_task or 1) > 1 and one.temperature == 0:
+    sets = {f"{SECTION}{name}": eval_set for name, eval_set in settings.eval_sets.items()}
+    for section, evaluation in {"eval": settings.eval, **sets}.items():
+        if (count := evaluation.samples_per_task or 1) > 1 and evaluation.temperature == 0:
             yield (
                 f"{section}.temperature=0: all {count} samples of a task are the same, so pass@k is pass@1"
             )

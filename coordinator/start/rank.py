@@ -55,14 +55,14 @@ def _refuse_leftovers(ranks: Mapping[str, str], environment: Mapping[str, str]) 
     pairs = [f"{name}={ranks[name]}" for name in values]
     world, nodes = environment.get("WORLD_SIZE", ""), environment.get(NODES_VARIABLE, "")
     if len(set(values.values())) > 1:
-        what = f"{' and '.join(pairs)} name different ranks"
+        conflict = f"{' and '.join(pairs)} name different ranks"
     elif {"RANK", "SLURM_NODEID"} <= ranks.keys() and world.isdecimal() and 0 < int(world) < int(nodes or 0):
-        what = f"WORLD_SIZE={world} and {NODES_VARIABLE}={nodes} name different numbers of nodes"
+        conflict = f"WORLD_SIZE={world} and {NODES_VARIABLE}={nodes} name different numbers of nodes"
     else:
         return
     raise SettingsError(
-        f"{what}: one is left over from another launcher; unset it, e.g. `unset RANK WORLD_SIZE`, or give "
-        "--master or --worker RANK"
+        f"{conflict}: one is left over from another launcher; unset it, e.g. `unset RANK WORLD_SIZE`, or "
+        "give --master or --worker RANK"
     )
 
 

@@ -68,18 +68,18 @@ def _played(
     settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
 ) -> list[Played]:
     """Return the task sets of which the run makes samples."""
-    found: list[Played] = []
+    played: list[Played] = []
     environment, reward = settings.rollout.environment, settings.rollout.reward
     if settings.rl_phase != "update" and settings.rollout_split != "eval-only":
-        found.append(Played(tasks, environment, reward))
+        played.append(Played(tasks, environment, reward))
     if evaluates(settings) and eval_tasks is not None:
         answered = "single_turn" if environment in WRITTEN else environment
-        found.append(Played(eval_tasks, answered, reward))
+        played.append(Played(eval_tasks, answered, reward))
     if evaluates(settings):
-        for name, one in settings.eval_sets.items():
+        for name, eval_set in settings.eval_sets.items():
             section = f"{SECTION}{name}"
-            found.append(Played(sets[name].tasks, str(one.environment), str(one.reward), section))
-    return found
+            played.append(Played(sets[name].tasks, str(eval_set.environment), str(eval_set.reward), section))
+    return played
 
 
 def refuse_wrong_teacher(settings: RunSettings) -> None:
@@ -265,16 +265,16 @@ def has_end(settings: RunSettings, marks: Marks) -> bool:
     return False
 
 
-def refuse_no_evaluation(settings: RunSettings, given: Mapping[str, Any], has_tasks: bool) -> None:
-    """Raise SettingsError if evaluation is asked for in `given`, what was typed, without tasks for it."""
+def refuse_no_evaluation(settings: RunSettings, overrides: Mapping[str, Any], has_tasks: bool) -> None:
+    """Raise SettingsError if evaluation is asked for in `overrides`, what was typed, without tasks for it."""
     if has_tasks:
         return
-    asked = f"--eval-interval {settings.eval.interval}" if given.get("eval.interval") else ""
-    asked = "--rollout-split eval-only" if settings.rollout_split == "eval-only" else asked
-    if asked and evaluates(settings):
+    option = f"--eval-interval {settings.eval.interval}" if overrides.get("eval.interval") else ""
+    option = "--rollout-split eval-only" if settings.rollout_split == "eval-only" else option
+    if option and evaluates(settings):
         raise SettingsError(
-            f"{asked} needs tasks to evaluate on, and --tasks {settings.tasks} has none for it; add "
-            f"--eval-tasks FILE, or leave {asked.split()[0]} out"
+            f"{option} needs tasks to evaluate on, and --tasks {settings.tasks} has none for it; add "
+            f"--eval-tasks FILE, or leave {option.split()[0]} out"
         )
 
 
@@ -287,10 +287,10 @@ def refuse_absent_server(settings: RunSettings) -> None:
     try:
         admin.check()
     except EngineError as error:
-        said = " ".join(str(error).split())
+        error_text = " ".join(str(error).split())
         raise SettingsError(
-            f"--engine-url {url}: no engine answers there ({said}); start it, and wait until it is ready, or "
-            "leave --engine-url out: then each node starts its own"
+            f"--engine-url {url}: no engine answers there ({error_text}); start it, and wait until it is "
+            "ready, or leave --engine-url out: then each node starts its own"
         ) from None
 
 
@@ -300,16 +300,16 @@ def context_of(settings: RunSettings, model_dir: Path) -> int | None:
     SettingsError if engines of the run would compute positions otherwise than its trainers.
     """
     args = _engine_args(settings)
-    steady, asked = steady_tokens(model_dir), args.get("max-model-len")
-    if settings.engine.url is None and steady and type(asked) is int and asked > steady:
+    steady, max_model_len = steady_tokens(model_dir), args.get("max-model-len")
+    if settings.engine.url is None and steady and type(max_model_len) is int and max_model_len > steady:
         raise SettingsError(
-            f"engine.args.max_model_len={asked}: beyond {steady} tokens --model {settings.model} computes "
-            "positions otherwise, in all sequences, and the trainer would not agree; "
+            f"engine.args.max_model_len={max_model_len}: beyond {steady} tokens --model {settings.model} "
+            "computes positions otherwise, in all sequences, and the trainer would not agree; "
             f"give {steady} or less"
         )
     if settings.engine.url is not None or args.keys() & CONTEXT_ARGS:
-        given = args.get("max-model-len")
-        return given if settings.engine.url is None and type(given) is int and given > 0 else None
+        is_certain = settings.engine.url is None and type(max_model_len) is int and max_model_len > 0
+        return max_model_len if is_certain else None
     return context_tokens(model_dir)
 
 
@@ -317,22 +317,25 @@ def _engine_args(settings: RunSettings) -> dict[str, Any]:
     return {name.replace("_", "-"): value for name, value in settings.engine.args.items()}
 
 
-def fit_max_tokens(settings: RunSettings, given: Mapping[str, Any], context: int | None) -> RunSettings:
+def fit_max_tokens(settings: RunSettings, overrides: Mapping[str, Any], context: int | None) -> RunSettings:
     """Return the settings with a default of rollout.max_tokens that leaves room for a prompt in the model's
     context (tokens; None: not known). SettingsError for a number that was given and leaves none.
     """
     if context is None or settings.rl_phase == "update" or settings.rollout.environment in WRITTEN:
         return settings
     most = context - 1
-    for key, wanted in (
+    for key, max_tokens in (
         ("rollout.max_tokens", settings.rollout.max_tokens),
         ("eval.max_tokens", settings.eval.max_tokens),
-        *((f"{SECTION}{name}.max_tokens", one.max_tokens) for name, one in settings.eval.sets.items()),
+        *(
+            (f"{SECTION}{name}.max_tokens", eval_set.max_tokens)
+            for name, eval_set in settings.eval.sets.items()
+        ),
     ):
-        is_given = key in given or key.startswith(SECTION)
-        if is_given and wanted is not None and wanted > most:
+        is_given = key in overrides or key.startswith(SECTION)
+        if is_given and max_tokens is not None and max_tokens > most:
             raise SettingsError(
-                f"{key}={wanted} leaves no room for a prompt: --model {settings.model} has a context of "
+                f"{key}={max_tokens} leaves no room for a prompt: --model {settings.model} has a context of "
                 f"{context} tokens; give less, by the length of the longest prompt"
             )
     if settings.rollout.max_tokens <= most:

@@ -28,10 +28,10 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any]:
         raise SettingsError(
             f"{run_dir.run_json} is damaged ({error}); restore it or use another log path"
         ) from None
-    found = run.get("format") if isinstance(run, dict) else None  # pyright: ignore
-    if found != FORMAT:
+    run_format = run.get("format") if isinstance(run, dict) else None  # pyright: ignore
+    if run_format != FORMAT:
         raise SettingsError(
-            f"--log-path {run_dir.root} holds a run of format {found}, this version writes "
+            f"--log-path {run_dir.root} holds a run of format {run_format}, this version writes "
             f"format {FORMAT}; use another log path"
         )
     return run  # pyright: ignore[reportUnknownVariableType]

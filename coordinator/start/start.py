@@ -66,7 +66,7 @@ class Start:
     """The one in which this node found the master whose settings it takes; 0 for that master itself."""
     left_behind: tuple[Path, ...] = ()
     """Heartbeats and flags of earlier processes of this rank."""
-    given: Mapping[str, Any] | None = None
+    overrides: Mapping[str, Any] | None = None
     """Of the master: what this start was given, over what the last one was given."""
     changes: Sequence[Change] = ()
     """Of the master: settings that are not what they were at the last start."""
@@ -81,78 +81,78 @@ def last_start(root: Path) -> EpochRecord | None:
     if not files.is_directory(root) or run_dir.run_json.name not in files.listing(root):
         return None
     read_run_json(run_dir)
-    of_crews = [RunDir(root, crew) for crew in CREWS]
-    found = [Records(of).newest(whole_board(of, published.names).records) for of in of_crews]
+    crews = [RunDir(root, crew) for crew in CREWS]
+    records = [Records(crew).newest(whole_board(crew, published.names).records) for crew in crews]
     # The leader of another crew takes its settings from the master's: it was not given any.
-    return max((record for record in found if record and record.given), key=lambda r: r.epoch, default=None)
+    return max((record for record in records if record and record.given), key=lambda r: r.epoch, default=None)
 
 
-def resume_given(root: Path, given: Mapping[str, Any], reset: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings that a start of the master at `root` goes by: `given` over what is kept."""
-    return with_kept(absolute(given), last_start(root), reset)
+def resume_given(root: Path, overrides: Mapping[str, Any], reset: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings that a start of the master at `root` goes by: `overrides` over what is kept."""
+    return with_kept(absolute(overrides), last_start(root), reset)
 
 
 @dataclass(frozen=True)
 class Checked:
     """What a start of the master goes by, of which nothing is refused. Nothing is written yet."""
 
-    given: Mapping[str, Any]
+    overrides: Mapping[str, Any]
     settings: RunSettings
     inputs: Inputs
     changes: Sequence[Change]
 
 
 def check_master(
-    root: Path, given: Mapping[str, Any], allow_shared_dir: bool = False, reset: Collection[str] = ()
+    root: Path, overrides: Mapping[str, Any], allow_shared_dir: bool = False, reset: Collection[str] = ()
 ) -> Checked:
     """Check everything that can be checked before the master writes; SettingsError says what is wrong.
 
-    What `given` leaves out is as at the last start, but for the settings in `reset`.
+    What `overrides` leaves out is as at the last start, but for the settings in `reset`.
     """
     check_log_path(root)
     last = last_start(root)
     refuse_strangers(root, allow_shared_dir)
-    given = with_kept(absolute(given), last, reset)
-    settings = loading.build(given)
+    overrides = with_kept(absolute(overrides), last, reset)
+    settings = loading.build(overrides)
     run_dir = RunDir(root)
-    inputs = load_inputs(settings, given, MASTER)
-    settings = fit_max_tokens(settings, given, inputs.context)
+    inputs = load_inputs(settings, overrides, MASTER)
+    settings = fit_max_tokens(settings, overrides, inputs.context)
     if settings.model != TINY and settings.rl_phase != "update":
         model = base_model_dir(settings, run_dir)
         look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets)
-    own = inputs.eval_tasks if settings.eval_tasks else None
-    refuse_training_tasks(inputs.tasks, own, inputs.eval_sets)
+    unnamed_tasks = inputs.eval_tasks if settings.eval_tasks else None
+    refuse_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
     check_sinks(settings.metrics)
-    for text in odd_settings(settings, given, inputs):
+    for text in odd_settings(settings, overrides, inputs):
         log.warning("%s", text)
     if files.is_directory(root) and run_dir.run_json.name in files.listing(root):
         refuse_changes(read_run_json(run_dir), fixed_of(settings, inputs))
-    return Checked(given, settings, inputs, changes(last, settings))
+    return Checked(overrides, settings, inputs, changes(last, settings))
 
 
 def start_master(
     root: Path,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     allow_shared_dir: bool = False,
     reset: Collection[str] = (),
     crew: Crew = "main",
     placement: Placement | None = None,
 ) -> Start:
     """Check everything as `check_master`, then make the directory and run.json."""
-    checked = check_master(root, given, allow_shared_dir, reset)
+    checked = check_master(root, overrides, allow_shared_dir, reset)
     run_dir, inputs = placement_records.run_dir(root, crew, placement), checked.inputs
     run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
     settings = with_save_interval(checked.settings, run, inputs.state_bytes)
     for directory in run_dir.fixed_directories:
         files.make_directory(directory)
     start = _begin(MASTER, run_dir, run["run_id"], settings, inputs, settings)
-    return replace(start, given=checked.given, changes=checked.changes)
+    return replace(start, overrides=checked.overrides, changes=checked.changes)
 
 
 def start_worker(
     root: Path,
     machine: int,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     allow_shared_dir: bool = False,
     crew: Crew = "main",
     placement: Placement | None = None,
@@ -167,11 +167,11 @@ def start_worker(
     if run_dir.machines and machine not in run_dir.machines:
         raise SettingsError(f"--crew {crew}: rank {machine} of {root} is not in that crew now; leave it out")
     rank = run_dir.rank(machine)
-    given = absolute(given)
-    mine = loading.check_each(given)
+    overrides = absolute(overrides)
+    mine = loading.check_each(overrides)
     refuse_rank(machine, mine.get("cluster.num_nodes", machine + 1), "")
     defaults = ClusterSettings()
-    found = await_master(
+    master_record = await_master(
         run_dir if rank else placement_records.run_dirs(root, placement)[0],
         placement,
         mine.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
@@ -179,12 +179,12 @@ def start_worker(
     )
     check_log_path(root)
     refuse_strangers(root, allow_shared_dir)
-    of_run = RunSettings.published(found.settings)
+    of_run = RunSettings.published(master_record.settings)
     refuse_rank(machine, of_run.cluster.num_nodes, "the master's ")
-    shared = {key: value for key, value in given.items() if key not in NODE_LOCAL}
+    shared = {key: value for key, value in overrides.items() if key not in NODE_LOCAL}
     if differences := loading.contradictions(of_run, shared):
         raise SettingsError(f"{differences[0]}; leave it out: a worker takes its settings from the master")
-    local = {key: value for key, value in given.items() if key in NODE_LOCAL}
+    local = {key: value for key, value in overrides.items() if key in NODE_LOCAL}
     settings = loading.overlay(of_run, local)
     run = read_run_json(run_dir)
     for directory in () if rank else run_dir.fixed_directories:
@@ -192,25 +192,25 @@ def start_worker(
     try:
         inputs = load_inputs(settings.of_crew(crew), local, machine)
         refuse_changes(run, fixed_of(settings, inputs))
-        if text := difference(inputs.codes(), found.inputs, found.master_host):
+        if text := difference(inputs.codes(), master_record.inputs, master_record.master_host):
             raise SettingsError(text)
     except Exception as error:  # the master waits for this worker
         host = socket.gethostname()
         with contextlib.suppress(OSError):
             text = f"{run_dir.name(rank)} ({host}) could not start: {error}"
-            report_failed_start(run_dir, found.epoch, rank, host, text)
+            report_failed_start(run_dir, master_record.epoch, rank, host, text)
         raise
     start = _begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
-    return replace(start, followed_epoch=found.epoch)
+    return replace(start, followed_epoch=master_record.epoch)
 
 
-def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+def absolute(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return paths as every node finds them, whatever directory it was started in."""
 
     def resolved(key: str, value: Any) -> Any:
         if key.startswith(SETS) and isinstance(value, Mapping):  # a table of a settings file
             table = cast("Mapping[str, Any]", value)
-            return {name: resolved(f"{key}.{name}", of) for name, of in table.items()}
+            return {name: resolved(f"{key}.{name}", entry) for name, entry in table.items()}
         is_path = key in {"model", "tasks", "eval_tasks", "data_path", "cluster.local_dir"}
         is_path = is_path or (key.startswith(f"{SETS}.") and key.endswith(".tasks"))
         if not is_path or not is_there(str(value)):
@@ -220,7 +220,7 @@ def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
             raise SettingsError(f"{key} {path} is not written in UTF-8: give a link to it that is (ln -s)")
         return str(path)
 
-    return {key: resolved(key, value) for key, value in given.items()}
+    return {key: resolved(key, value) for key, value in overrides.items()}
 
 
 def refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
@@ -279,7 +279,7 @@ def _begin(
     left_behind = _left_behind(run_dir.protocol_of(rank), rank)
     # Where the devices were placed otherwise before, another crew's numbers are used up.
     others = [RunDir(run_dir.root, crew) for crew in CREWS]
-    epoch = max(whole_board(of, published.names).newest_epoch() for of in others)
+    epoch = max(whole_board(other, published.names).newest_epoch() for other in others)
     return Start(
         rank=rank,
         run_dir=run_dir,
@@ -295,9 +295,9 @@ def _begin(
 
 def _left_behind(directory: Path, rank: int) -> tuple[Path, ...]:
     """Return the heartbeats and flags of `rank`, also those that were never published."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in files.listing(directory):
         entry = parse_protocol_name(files.published_name(name))
         if isinstance(entry, Beat | Flag) and entry.rank == rank:
-            found.append(directory / name)
-    return tuple(found)
+            paths.append(directory / name)
+    return tuple(paths)

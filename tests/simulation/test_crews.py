@@ -83,7 +83,7 @@ def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
     def newest(node: Node, iteration: Iteration) -> Policy:
         if node.run_dir.crew != "rollout":
             return real(node, iteration)
-        return node.policies.of(published.latest_before(node.run_dir, iteration.number))
+        return node.policies.policy_of(published.latest_before(node.run_dir, iteration.number))
 
     patch.setattr(policy_choice, "base_of", newest)
 

@@ -94,7 +94,7 @@ def _place_devices(typed: Typed) -> Mapping[str, Any]:
         for crew in CREWS:  # first: killed in between, this is done again, and no node stays in an old crew
             move_away(RunDir(root, crew))
         placement_records.publish_placement(root, placement)
-    return checked.given
+    return checked.overrides
 
 
 def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> int:

@@ -66,7 +66,7 @@ def test_other_settings_make_other_groups(node: Any, iteration: Iteration) -> No
 def test_engine_may_force_a_form_where_the_loss_corrects_for_it(
     node: Any, algorithm: str, kind: str, may_force: bool, tmp_path: Path
 ) -> None:
-    node.policies = SimpleNamespace(of=lambda _iteration: SimpleNamespace(directory=tmp_path))
+    node.policies = SimpleNamespace(policy_of=lambda _iteration: SimpleNamespace(directory=tmp_path))
     node.settings = build({"model": "any", "trainer.algorithm": algorithm})
     node.engine = SimpleNamespace(
         url="http://127.0.0.1:1", model=None, facts=EngineFacts(9), restart_patience_s=lambda _: 1.0

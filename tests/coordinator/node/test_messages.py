@@ -46,7 +46,7 @@ def messages(
         is_master=True, settings=settings, of_run=settings,
     )  # fmt: skip
     watch = SimpleNamespace(
-        said=lambda rank: SAID if rank == 2 else {},
+        heartbeat=lambda rank: SAID if rank == 2 else {},
         current=record(),
         silence=SimpleNamespace(silent_s={2: silent_s}),
         standstill=SimpleNamespace(still_s={2: 1900.0}),

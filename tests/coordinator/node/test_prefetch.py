@@ -91,7 +91,7 @@ def test_crew_that_generates_reads_the_model_once_and_nothing_else(
     policies.verify(1)
     assert sorted(read) == weights("1")
     policies.verify(1)
-    copy = policies.hold(policies.of(1), unheard)
+    copy = policies.hold(policies.policy_of(1), unheard)
     assert (
         sorted(read) == weights("1") and (copy.directory / "model.safetensors").read_bytes() == b"weights 1"
     )
@@ -101,7 +101,9 @@ def test_crew_that_generates_reads_in_place_what_is_on_this_machine(root: RunDir
     policies = policies_at(root)
     policies.verify(1)
     policies.verify(1)
-    assert sorted(read) == weights("1") and policies.hold(policies.of(1), unheard) == policies.of(1)
+    assert sorted(read) == weights("1") and policies.hold(
+        policies.policy_of(1), unheard
+    ) == policies.policy_of(1)
     policies_at(root, engine__url="http://127.0.0.1:8000").verify(2)
     assert sorted(read) == [*weights("1"), *weights("2")], "a server of the user loads it from there"
 
@@ -150,9 +152,9 @@ def test_policy_is_made_of_the_copy_of_the_one_before_and_the_delta(
     root: RunDir, local: Path, read: list[str]
 ) -> None:
     policies = policies_at(root, below=local)
-    policies.hold(policies.of(1), unheard)
+    policies.hold(policies.policy_of(1), unheard)
     read.clear()
-    copy = policies.hold(policies.of(2), unheard).directory
+    copy = policies.hold(policies.policy_of(2), unheard).directory
     assert (copy / "model.safetensors").read_bytes() == b"weights 2" and not list(copy.glob(".*"))
     assert "2/.model.safetensors.delta" in read and "2/model.safetensors" not in read
 
@@ -161,10 +163,10 @@ def test_delta_of_a_copy_that_an_earlier_process_has_left_is_used(
     root: RunDir, local: Path, read: list[str]
 ) -> None:
     earlier = policies_at(root, below=local)
-    earlier.hold(earlier.of(1), unheard)
+    earlier.hold(earlier.policy_of(1), unheard)
     policies = policies_at(root, below=local)
     read.clear()
-    policies.hold(policies.of(2), unheard)
+    policies.hold(policies.policy_of(2), unheard)
     assert "2/model.safetensors" not in read
 
 
@@ -176,19 +178,19 @@ def test_whole_policy_is_read_where_the_one_before_is_of_no_use(
 ) -> None:
     policies = policies_at(root, below=local)
     if what != "no copy":
-        held = policies.hold(policies.of(1), unheard).directory / "model.safetensors"
+        held = policies.hold(policies.policy_of(1), unheard).directory / "model.safetensors"
         if what == "damaged copy":
             held.write_bytes(b"WEIGHTS 1")
         elif what == "other base":
             files.remove_tree(root.checkpoint(1))
             write_checkpoint(root.checkpoint(1), 1, b"others..1")
-            policies.hold(policies.of(1), unheard)
+            policies.hold(policies.policy_of(1), unheard)
         elif what == "no checkpoint before":
             files.remove_tree(root.checkpoint(1))
         else:
             (root.checkpoint(1) / "result.json").unlink()
     read.clear()
-    copy = policies.hold(policies.of(2), unheard).directory
+    copy = policies.hold(policies.policy_of(2), unheard).directory
     assert (copy / "model.safetensors").read_bytes() == b"weights 2" and "2/model.safetensors" in read
     assert ("is of no use" in caplog.text) == (what == "damaged copy")
 
@@ -235,7 +237,7 @@ def test_policy_is_fetched_as_soon_as_it_is_published(
     wait_until(lambda: is_there(root, local, 3))
     beside.prefetch.begin(3, 0.01)  # an epoch later
     beside.policies.verify(3)
-    beside.policies.hold(beside.policies.of(3), unheard)
+    beside.policies.hold(beside.policies.policy_of(3), unheard)
     assert sorted(read) == weights("3")
 
 
@@ -342,4 +344,4 @@ def test_nobody_of_the_crew_that_generates_reads_a_checkpoint_back(root: RunDir)
     node: Any = SimpleNamespace(
         run_dir=RunDir(root.root, "rollout"), policies=policies, record=SimpleNamespace(members={0: 0, 1: 0})
     )
-    assert rollout._verifier(node, Iteration(2), policies.of(1)) is None
+    assert rollout._verifier(node, Iteration(2), policies.policy_of(1)) is None

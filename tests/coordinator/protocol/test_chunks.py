@@ -34,7 +34,7 @@ def test_every_slot_is_in_one_chunk(slots: set[int], ranks: set[int], data: st.D
     made = cut(sorted(slots), costs, sorted(ranks), known)
     chunked = [slot for chunk in made.chunks for slot in chunk.slots]
     assert sorted(chunked) == sorted(slots) and all(chunk.slots for chunk in made.chunks)
-    assert made.first.keys() == ranks and Chunks.of(made.as_json()) == made
+    assert made.first.keys() == ranks and Chunks.from_json(made.as_json()) == made
     if costs:
         usual = sum(costs.values()) / len(costs)
         expected = [costs.get(slot, usual) for slot in chunked]

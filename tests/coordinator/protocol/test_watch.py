@@ -424,16 +424,16 @@ def test_beat_of_the_master_says_how_long_it_has_heard_nothing(make: Make, run_d
 
 def test_newest_beat_of_a_peer_is_read(make: Make, run_dir: RunDir) -> None:
     reader = make(rank=0)
-    assert reader.said(2) == {}
+    assert reader.heartbeat(2) == {}
     (run_dir.entry(Beat(2, 2, 1, 8))).write_text('{"done": 8}')
     (run_dir.entry(Beat(2, 2, 1, 9))).write_text('{"done": 9}')
-    assert reader.said(2) == {"done": 9}
+    assert reader.heartbeat(2) == {"done": 9}
 
 
 @pytest.mark.parametrize("content", ["", '{"done": '])
 def test_torn_beat_of_a_peer_says_nothing(make: Make, run_dir: RunDir, content: str) -> None:
     (run_dir.entry(Beat(2, 2, 1, 8))).write_text(content)
-    assert make(rank=0).said(2) == {}
+    assert make(rank=0).heartbeat(2) == {}
 
 
 # ---- verdicts

@@ -82,7 +82,7 @@ def is_copy(path: Path | str, local: Path) -> bool:
 
 def test_engine_of_the_node_loads_a_copy_of_the_model_alone(run_dir: RunDir, local: Path) -> None:
     node = node_at(run_dir, local)
-    policy = node.policies.of(1)
+    policy = node.policies.policy_of(1)
     serve(node, policy)
     [(served, adapters)] = node.served
     assert is_copy(served.directory, local) and adapters is None
@@ -93,7 +93,7 @@ def test_engine_of_the_node_loads_a_copy_of_the_model_alone(run_dir: RunDir, loc
 
 def test_server_of_the_user_loads_from_the_shared_directory(run_dir: RunDir, local: Path) -> None:
     node = node_at(run_dir, local, "engine.url=http://127.0.0.1:8000", "trainer.lora.rank=4")
-    serve(node, node.policies.of(1))
+    serve(node, node.policies.policy_of(1))
     [(served, adapters)] = node.served
     assert served.directory == run_dir.checkpoint(1) and adapters.base.directory == run_dir.base_model
     assert list(local.iterdir()) == []
@@ -101,7 +101,7 @@ def test_server_of_the_user_loads_from_the_shared_directory(run_dir: RunDir, loc
 
 def test_engine_of_the_node_adds_adapters_to_a_copy_of_their_model(run_dir: RunDir, local: Path) -> None:
     node = node_at(run_dir, local, "trainer.lora.rank=4")
-    serve(node, node.policies.of(1))
+    serve(node, node.policies.policy_of(1))
     [(served, adapters)] = node.served
     assert is_copy(served.directory, local) and is_copy(adapters.base.directory, local)
     assert adapters.base.directory != served.directory
@@ -137,6 +137,6 @@ def test_trainers_are_asked_for_a_delta_if_the_run_wants_one(run_dir: RunDir, lo
 
 def test_policy_itself_stays_in_the_shared_directory(run_dir: RunDir, local: Path) -> None:
     policies = node_at(run_dir, local).policies
-    before = policies.of(1)
+    before = policies.policy_of(1)
     assert is_copy(policies.hold(before, unheard).directory, local)
-    assert policies.of(1) == before == Policy(1, run_dir.checkpoint(1), before.digest)
+    assert policies.policy_of(1) == before == Policy(1, run_dir.checkpoint(1), before.digest)

@@ -35,6 +35,7 @@ from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals import fit_max_tokens, look_at_text
 from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
 from coordinator.start.wait_for_master import await_master
+from coordinator.start.whole_model import refuse_incomplete
 from rollout.environment_variables import is_utf8
 from rollout.storage import files
 from rollout.tasks.rows import is_there
@@ -117,9 +118,11 @@ def check_master(
     run_dir = RunDir(root)
     inputs = load_inputs(settings, overrides, MASTER)
     settings = fit_max_tokens(settings, overrides, inputs.context)
-    if settings.model != TINY and settings.rl_phase != "update":
+    if settings.model != TINY:
         model = base_model_dir(settings, run_dir)
-        look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets)
+        refuse_incomplete(settings, model)
+        if settings.rl_phase != "update":
+            look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets)
     unnamed_tasks = inputs.eval_tasks if settings.eval_tasks else None
     refuse_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
     check_sinks(settings.metrics)

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,18 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
 def checksums(directory: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     """As files.checksums, of which only unknown files are read."""
     return files.checksums(directory, file_facts, names)
+
+
+def remembered(mark: list[Any], find: Callable[[], Any]) -> Any:
+    """Return what `find` tells of `mark`, asked once on this machine, unless it is None."""
+    place = _place(mark)
+    known = _read(place) if place else None
+    if isinstance(known, dict) and known.get("mark") == mark:
+        return known["told"]
+    told = find()
+    if place and told is not None:
+        _remember(place, {"mark": mark, "told": told})
+    return told
 
 
 def _mark(path: Path) -> list[Any]:

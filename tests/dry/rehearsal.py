@@ -49,8 +49,8 @@ def patch() -> None:
 
         return call
 
-    def load_model(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-        blank = slices.blank_model(directory, dtype)[0].to_empty(device=device)
+    def load_model(directory: Path, dtype: torch.dtype) -> Any:
+        blank = slices.blank_model(directory, dtype)[0].to_empty(device=DEVICE)
         blank.tie_weights()
         return blank
 

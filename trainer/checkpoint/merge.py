@@ -15,6 +15,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.engines.admin import CONTENT, PROBE
+from rollout.engines.embedded.weights import load_model
 from rollout.engines.hub import fetch_model
 from rollout.engines.model_dir import ADAPTER_CONFIG, companions
 from trainer.checkpoint.checkpoint import RESULT, STATE_DIR
@@ -24,16 +25,19 @@ NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README
 
 
 def merge(adapter: Path, out: Path) -> None:
-    """Write the sum of an adapter and its base. Raises what transformers and peft raise."""
-    from peft import AutoPeftModelForCausalLM  # here: most programs that import this room do without
+    """Write the sum of an adapter and its base. Raises what transformers and peft raise, and WeightsError or
+    UserWarning if tensors of the one or the other are missing.
+    """
+    from peft import PeftConfig, PeftModel  # here: most programs that import this room do without
 
-    with warnings.catch_warnings():  # peft asks transformers for what will be called otherwise
-        warnings.simplefilter("ignore", FutureWarning)
-        model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
-    base = Path(model.peft_config["default"].base_model_name_or_path)
+    base = str(PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path)
+    base_dir = Path(base) if Path(base).is_dir() else fetch_model(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for what has another name now
+        warnings.filterwarnings("error", "Found missing adapter keys")  # they would add nothing
+        model = PeftModel.from_pretrained(load_model(base_dir, "auto"), str(adapter))
     _untie(model)
     model.merge_and_unload().save_pretrained(out)
-    base_dir = base if base.is_dir() else fetch_model(str(base), weights=False)
     for directory in (base_dir, adapter):  # what an adapter has of its own takes the place of its base's
         for name in set(companions(directory)) - NOT_OF_THE_SUM:
             if not name.startswith(f"{STATE_DIR}/"):
@@ -63,7 +67,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"needs peft ({error}): pip install -e '.[lora]'", file=sys.stderr)
         return 1
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, UserWarning) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
     return 0

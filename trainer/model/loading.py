@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
+from rollout.engines.embedded.weights import load_model
 from rollout.engines.model_dir import ADAPTER_CONFIG
 from rollout.engines.model_facts import keep_frequencies
 from rollout.storage import files
@@ -17,19 +17,6 @@ from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
 from trainer.progress import SILENT, Progress
 from trainer.settings import TrainerSettings
-
-
-def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Load the whole causal LM of a Hugging Face directory, as `dtype`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=dtype,
-        local_files_only=True,
-        # The attention is transformers' choice: sdpa, or eager where a model has none. Its
-        # flash_attention_2 would ignore restarting positions where there are several rows.
-    )
-    keep_frequencies(model)
-    return model.to(device)
 
 
 def count_parameters(model_dir: Path) -> int:
@@ -57,7 +44,8 @@ def build_scorer(
     rounding = _rounding(settings, layout, on_gpu)
     directory = model_directory(base_dir, model_dir)
     if not layout.sharded:
-        model = _with_adapters(load_model(directory, device, dtype), base_dir, settings)
+        whole: Any = load_model(directory, dtype)
+        model = _with_adapters(whole.to(device), base_dir, settings)
         _round_frozen(model, settings, on_gpu)
         scorer = Scorer(model, device, rounding)
         if on_gpu and settings.activation_checkpointing:

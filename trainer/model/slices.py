@@ -21,9 +21,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.auto_factory import _get_model_class
 
-from rollout.engines.model_dir import WeightsError, tensor_names, weight_files
+from rollout.engines.embedded.weights import refuse_incomplete
+from rollout.engines.model_dir import tensor_names, weight_files
 from trainer.model.parallel import local_part
 
+TensorNames = Mapping[str, tuple[str, tuple[int, ...]]]
+"""As rollout.engines.model_dir.tensor_names gives them."""
 Read = Callable[[str], Any]
 """Gives the slice of a tensor in the files: index it to read it."""
 
@@ -50,24 +53,32 @@ def blank_model(model_dir: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Sou
     shape.
     """
     found = tensor_names(model_dir)
+    model, _ = blank_of_files(model_dir, found, dtype)
+    sources = _sources(model, found)
+    _tie(model, sources, model_dir)
+    return model, sources
+
+
+def blank_of_files(model_dir: Path, found: TensorNames, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """Return the causal LM on meta, and which of the tensors that were found in its files it does not know.
+    Raises WeightsError as `blank_model`.
+    """
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     model_class = _get_model_class(config, AutoModelForCausalLM._model_mapping)
     if model_class.config_class is config.sub_configs.get("text_config"):  # the decoder of a multimodal model
         config = config.get_text_config()
     shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, shape) in found.items()}
-    model, said = model_class.from_pretrained(
-        None, config=config, state_dict=shapes, dtype=dtype, device_map="meta", output_loading_info=True
+    model, info = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=shapes,
+        dtype=dtype,
+        device_map="meta",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
-    missing = sorted({*said["missing_keys"], *(name for name, *_ in said["mismatched_keys"])})
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if lacking := [name for name in missing if name in parameters]:
-        raise WeightsError(
-            f"{model_dir}: has no values for {len(lacking)} tensors of a {model_class.__name__}, e.g. "
-            f"{lacking[0]!r}; give a model that is whole"
-        )
-    sources = _sources(model, found)
-    _tie(model, sources, model_dir)
-    return model, sources
+    refuse_incomplete(model_dir, model, info)
+    return model, sorted(info["unexpected_keys"])
 
 
 def _sources(model: Any, found: Mapping[str, Any]) -> dict[str, Source]:

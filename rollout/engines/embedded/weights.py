@@ -2,8 +2,9 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -76,9 +77,9 @@ class ModelWeights:
         return True
 
 
-def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model, ready to generate. Raises WeightsError if files are damaged, or if tensors are
-    missing or have other shapes.
+def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
+    """Return the model, ready to generate, or to be trained. Raises WeightsError if files are damaged, or if
+    tensors are missing or have other shapes.
     """
     check_model_dir(model_dir)
     if is_adapter(model_dir):
@@ -90,19 +91,36 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> PreTrai
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            # The attention is transformers' choice: sdpa, or eager where a model has none. Its
+            # flash_attention_2 would ignore restarting positions where there are several rows.
             # The default for mixtures of experts, torch's grouped matrix product, knows no float64.
             **({"experts_implementation": "eager"} if dtype == torch.float64 else {}),
         )
     except Exception as error:  # a library's loader: ValueError, RuntimeError, OSError, SafetensorError, ...
         raise WeightsError(f"{model_dir}: cannot be loaded: {type(error).__name__}: {error}") from error
     model, info = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        if info[problem]:
-            raise WeightsError(
-                f"{model_dir}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))[:5]}"
-            )
+    refuse_incomplete(model_dir, model, info)
     keep_frequencies(model)
     return model.eval()
+
+
+def refuse_incomplete(model_dir: str | os.PathLike[str], model: Any, info: Mapping[str, Any]) -> None:
+    """Raise WeightsError unless the files hold all tensors of the model, in their shapes: transformers fills
+    the others at random. `info`: what `from_pretrained` tells of the loading.
+    """
+    whole, kind = model.state_dict().keys(), type(model).__name__
+    for name, in_files, in_model in sorted(info["mismatched_keys"]):
+        raise WeightsError(
+            f"{model_dir}: tensor {name!r} has shape {tuple(in_files)} in its files, and {tuple(in_model)} "
+            f"in a {kind} of its config.json; give the weights and the config.json of one model"
+        )
+    if lacking := sorted(whole & set(info["missing_keys"])):
+        unknown = sorted(info["unexpected_keys"])
+        others = f"; it does not know {len(unknown)} that are there, e.g. {unknown[0]!r}" if unknown else ""
+        raise WeightsError(
+            f"{model_dir}: has no values for {len(lacking)} tensors of a {kind}, e.g. "
+            f"{', '.join(map(repr, lacking[:3]))}{others}; give a model that is whole"
+        )
 
 
 def _config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from rollout.engines.embedded.weights import load_model
 from rollout.engines.servers import server_command
 from rollout.settings import EngineSettings
 from scripts.tiny_models import make_tiny_model
-from trainer.model.loading import load_model as load_for_training
 
 STEADY = 16
 LONGROPE = {
@@ -37,13 +36,8 @@ def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("loads", ["engine", "trainer"])
-def test_neighbour_that_is_long_changes_nothing(model_dir: Path, loads: str) -> None:
-    model: Any
-    if loads == "engine":
-        model = load_model(model_dir, torch.float32)
-    else:
-        model = load_for_training(model_dir, torch.device("cpu"))
+def test_neighbour_that_is_long_changes_nothing(model_dir: Path) -> None:
+    model: Any = load_model(model_dir, torch.float32)
     ids = torch.arange(2, 2 + 3 * STEADY)[None]
 
     def first(length: int) -> torch.Tensor:

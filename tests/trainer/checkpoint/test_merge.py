@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.console.commands import evaluate
 from coordinator.settings.tree import SettingsError
+from rollout.engines.model_dir import WeightsError
 from tests.models import make_model
 from trainer.checkpoint import merge
 from trainer.model import lora
@@ -90,3 +91,24 @@ def test_without_peft_it_says_what_to_install(adapter: Path, tmp_path: Path) -> 
     argv = [sys.executable, "-c", program, str(adapter), str(tmp_path / "out")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stderr.endswith("pip install -e '.[lora]'\n")
+
+
+def test_sum_with_tensors_that_are_missing_is_refused(adapter: Path, base_dir: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    def without(path: Path, part: str) -> None:
+        tensors = load_file(path)
+        del tensors[next(name for name in sorted(tensors) if part in name)]
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    without(adapter / "adapter_model.safetensors", "q_proj.lora_B")
+    with pytest.raises(UserWarning, match=r"missing adapter keys .*q_proj.lora_B"):
+        merge.merge(adapter, tmp_path / "out")
+    base = Path(shutil.copytree(base_dir, tmp_path / "base"))
+    without(base / "model.safetensors", "up_proj")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(base)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=r"no values for 1 tensors .*up_proj"):
+        merge.merge(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.engines.model_dir import WeightsError
+from scripts.tiny_models import make_tiny_model
 from tests.models import GPT2_LIKE, LLAMA_LIKE
 from tests.paths import REPOSITORY
+from trainer.model.loading import build_scorer
+from trainer.model.parallel import Layout
 from trainer.model.slices import blank_model
+from trainer.settings import TrainerSettings
 
 JOB = Path(__file__).with_name("slices_job.py")
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -104,10 +108,16 @@ def test_adapters_are_the_same_on_every_rank_and_in_every_layout(models: Path, t
         assert rank["adapters/qwen3"]["differs"] == rank["adapters/qwen3_moe"]["differs"] == []
 
 
-def test_model_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:
-    path = make(tmp_path / "model", "llama") / "model.safetensors"
+@pytest.mark.parametrize(
+    ("family", "part"), [("llama", "up_proj"), ("deepseek_v3", "e_score_correction_bias")]
+)
+def test_model_without_one_of_its_tensors_is_refused(tmp_path: Path, family: str, part: str) -> None:
+    path = make_tiny_model(family, tmp_path / "model") / "model.safetensors"
     tensors = load_file(path)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    name = next(name for name in sorted(tensors) if part in name)
+    del tensors[name]
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=r"no values for 1 tensors .*'model.layers.1.mlp.up_proj.weight'"):
+    with pytest.raises(WeightsError, match=rf"no values for 1 tensors .*'{name}'"):
         blank_model(tmp_path / "model", torch.float32)
+    with pytest.raises(WeightsError, match=rf"no values for 1 tensors .*'{name}'"):
+        build_scorer(tmp_path / "model", torch.device("cpu"), TrainerSettings(), Layout(), torch.float32)

@@ -72,9 +72,9 @@ def test_damaged_checkpoint_is_refused_and_the_model_serves_on_unchanged(
     (larger / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
     for path, reason in (
         (truncated, "its header describes"),
-        (missing, "missing keys: ['model.norm.weight']"),
-        (renamed, "missing keys"),
-        (shape, "mismatched keys"),
+        (missing, "no values for 1 tensors of a Qwen3ForCausalLM, e.g. 'model.norm.weight'"),
+        (renamed, "; it does not know 1 that are there, e.g. "),
+        (shape, "has shape "),
         (larger, "another architecture"),
         (tmp_path / "nowhere", "is no directory"),
     ):

@@ -1,0 +1,58 @@
+"""Before the start: does the model have a value for each of its tensors?"""
+
+import hashlib
+import json
+import logging
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.layout import MASTER
+from coordinator.machine.gpus import count_gpus
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.inputs import python_of
+from rollout.engines.model_dir import read_json, tensor_names
+from rollout.engines.servers import server_kind
+from rollout.storage import known_files
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 300.0
+
+
+def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
+    """Raise SettingsError if tensors of the model are not in its files, or have other shapes there:
+    transformers would fill them at random. Warn of tensors in the files that are none of the model's.
+
+    A process finds out, as this takes torch; what it says is remembered on this machine.
+    """
+    python = python_of(settings, MASTER)
+    is_served_here = not settings.engine.url and server_kind(settings.engine, count_gpus(), python) == "torch"
+    if settings.rl_phase == "rollout" and not is_served_here:
+        return  # nothing of it is loaded by transformers
+    described = json.dumps([read_json(model_dir / "config.json"), tensor_names(model_dir)], sort_keys=True)
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    mark = [python, f"transformers {version('transformers')}: {digest}"]
+    answer: dict[str, Any] = known_files.remembered(mark, lambda: _answer(python, model_dir)) or {}
+    if "refusal" in answer:
+        raise SettingsError(f"--model {settings.model}: {answer['refusal'].removeprefix(f'{model_dir}: ')}")
+    if unknown := answer.get("unknown"):
+        log.warning(
+            "--model %s: its files hold %d tensors that transformers leaves out of the model, as those of "
+            "other parts of it, e.g. %r; no checkpoint will have them",
+            settings.model,
+            len(unknown),
+            unknown[0],
+        )
+
+
+def _answer(python: str, model_dir: Path) -> dict[str, Any] | None:
+    """Return what trainer.model.check says; None if it cannot tell, which the trainer will explain."""
+    argv = [python, "-P", "-m", "trainer.model.check", str(model_dir)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        log.debug("cannot tell whether %s has all tensors: %s", model_dir, error)
+        return None

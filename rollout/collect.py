@@ -344,8 +344,8 @@ class Collector:
             raise AllGivenUp(
                 f"all {len(self._held)} groups were given up, e.g. {first.task_id}: {first.given_up}"
             )
-        for group in self._held:
-            self._on_group(group)
+        while self._held:  # each once, also if `run` is called again
+            self._on_group(self._held.pop(0))
         if self._given_up or self._failed:
             made = self._finished + self._given_up
             log.warning(

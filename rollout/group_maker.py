@@ -167,11 +167,13 @@ class GroupMaker:
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> T | BaseException:
     """Return what user code returns, or what it has raised: anything, also the CancelledError of tasks of
-    its own.
+    its own, a SystemExit, a KeyboardInterrupt, or what a test library raises.
     """
     try:
         return await work
-    except (Exception, asyncio.CancelledError, SystemExit) as error:
+    except GeneratorExit:  # it is cut off
+        raise
+    except BaseException as error:
         return error
 
 
@@ -179,6 +181,6 @@ def _first_cause(error: BaseException) -> BaseException:
     """Return the first error in the exception groups of asyncio.TaskGroup; an engine's failure comes before
     all others.
     """
-    if isinstance(error, ExceptionGroup):
+    if isinstance(error, BaseExceptionGroup):
         return _first_cause((error.subgroup(EngineError) or error).exceptions[0])
     return error

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rollout import blocking
-from rollout.collect import Stopped, collect
+from rollout.collect import Collector, Stopped, collect
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient, EngineFacts
 from rollout.engines.completion import Completion
@@ -27,7 +27,7 @@ from rollout.origin import Code, Sampling
 from rollout.part_file import PartHeader, decode_part, encode_part
 from rollout.rewards.builtin import Reward, RewardError
 from rollout.settings import RolloutSettings
-from rollout.slots import Slot
+from rollout.slots import Listed, Slot
 from rollout.storage.retry import retry
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, Sample, line_for_people
@@ -375,18 +375,49 @@ def test_request_that_the_engine_refuses_costs_its_group_only() -> None:
     }
 
 
-@pytest.mark.parametrize("failure", [asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize("in_task", [False, True])
+@pytest.mark.parametrize(
+    "failure", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, pytest.fail.Exception]
+)
 def test_environment_that_cancels_itself_or_exits_costs_its_group_only(
-    failure: type[BaseException],
+    failure: type[BaseException], in_task: bool
 ) -> None:
+    async def fails() -> None:
+        raise failure
+
     async def leaks(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
-        if task["id"] == "t1":
-            raise failure
+        if task["id"] == "t1" and in_task and not issubclass(failure, SystemExit | KeyboardInterrupt):
+            async with asyncio.TaskGroup() as group:  # those two end the loop, and main() takes it up again
+                group.create_task(fails())
+                await asyncio.sleep(0.1)
+                raise failure
+        elif task["id"] == "t1":
+            await fails()
         return await single_turn(task, policy, sampling)
 
     groups, error = run(FakeClient(), slots(3), environment=leaks)
     assert error is None
     assert {group.slot for group in groups if group.given_up} == {1}
+
+
+def test_group_that_is_given_up_is_handed_over_once_however_often_the_collector_runs() -> None:
+    """As one that is made alone, since it may end its process."""
+    groups: list[Group] = []
+
+    async def picky(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        if task["id"] == "t0":
+            raise ValueError("not that one")
+        return await single_turn(task, policy, sampling)
+
+    async def main() -> None:
+        made_with = {"reward": EXACT, "sampling": Sampling(n=4), "settings": RolloutSettings()}
+        collector = Collector(client=FakeClient(), environment=picky, **made_with)
+        for slot in slots(2):
+            await collector.run(Listed([slot]), groups.append, threading.Event())
+        await collector.end()
+
+    asyncio.run(main())
+    assert [group.slot for group in groups] == [0, 1]
 
 
 def test_environment_that_swallows_its_cancellation_is_named(

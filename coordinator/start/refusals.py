@@ -185,7 +185,9 @@ def look_at_text(
     """Warn of tasks whose tokens hardly anybody means. SettingsError for one that the model cannot take."""
     has_other_template = settings.engine.url is not None or "chat-template" in _engine_args(settings)
     sampling = Sampling(
-        chat_template=settings.rollout.chat_template, tool_parser=settings.rollout.tool_parser
+        chat_template=settings.rollout.chat_template,
+        tool_parser=settings.rollout.tool_parser,
+        stop=tuple(settings.rollout.stop),
     )
     try:
         for played in _played(settings, tasks, eval_tasks, sets):

@@ -18,6 +18,7 @@ from rollout.engines.client import EngineClient
 from rollout.engines.marks import read_marks
 from rollout.engines.model_facts import context_tokens, template_text, vocabulary_size
 from rollout.environments.demonstration import check_vocabulary, demonstration
+from rollout.environments.left_out import template_warnings
 from rollout.environments.policy import Policy, opening
 from rollout.environments.preference import preference
 from rollout.origin import Sampling
@@ -66,7 +67,8 @@ def try_tasks(
     limits = {"end_ids": known.end_ids, "context": look.context, "vocabulary": rows}
 
     async def render() -> None:
-        for index in [*look.shapes.values(), *look.suspects]:
+        shown = list(look.shapes.values())
+        for index in dict.fromkeys([*shown, *look.suspects]):
             task = tasks.tasks[index]
             policy = Policy(tokenizer, sampling, 0)
             try:
@@ -74,8 +76,12 @@ def try_tasks(
             except (TaskError, RequestRefused) as error:
                 text = str(error).removeprefix(f"task {task['id']!r}: ").removeprefix(f"task {task['id']!r} ")
                 raise TaskError(f"{tasks.place(index)}: task {task['id']!r}: {text}") from None
-            if index not in look.suspects:
+            if index in shown:
                 warnings.extend(f"{tasks.place(index)}: {text}" for text in _odd(task, prompt, look, limits))
+        is_chat = environment == "python" or any("messages" in task for task in tasks.tasks)
+        if is_chat:
+            policy = Policy(tokenizer, sampling, 0)
+            warnings.extend(await template_warnings(tasks, shown, policy, known, environment in _WRITTEN))
 
     asyncio.run(render())
     return list({text.partition(": ")[2]: text for text in reversed(warnings)}.values())[::-1]

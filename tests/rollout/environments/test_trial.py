@@ -105,3 +105,63 @@ def test_what_the_model_cannot_take_is_an_error_that_names_the_task(
 ) -> None:
     with pytest.raises(TaskError, match=rf"tasks\.jsonl:1: task 'odd': .*{reason}"):
         tried(tmp_path, task, environment, **model)
+
+
+CALL = {"function": {"name": "add", "arguments": "{}"}}
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi", "name": "eve"},
+    {"role": "assistant", "content": "well", "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+    {"role": "user", "content": "so"},
+]
+NO_SYSTEM = CHATML.replace("messages %}", "messages if m.role != 'system' %}", 1)
+READS_ALL = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{{ m.name }}{{ m.reasoning_content }}{{ m.tool_calls }}"
+)
+
+
+@pytest.mark.parametrize("environment", ["single_turn", "demonstration"])
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        (CHATML, ["`name` of user messages (in 2 tasks)", "`tool_calls` of assistant messages (in 1 tasks)",
+                  "`reasoning_content` of assistant messages (in 1 tasks)"]),
+        (NO_SYSTEM, ["system messages (in 1 tasks)"]),
+        (READS_ALL, []),
+        (READS_ALL.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"),
+         ["`content` of assistant messages with calls (in 1 tasks)"]),
+    ],
+)  # fmt: skip
+def test_parts_of_messages_that_the_template_leaves_out_are_one_warning(
+    tmp_path: Path, template: str, left_out: list[str], environment: str
+) -> None:
+    named = {"messages": [{"role": "user", "content": "hi", "name": "bob"}], "answer": "1"}
+    path = write_lines(tmp_path / "tasks.jsonl", named, {"messages": TALK, "answer": "2"})
+    tasks = load_tasks(str(path), seed=0, split="train")
+    directory = model_of(tmp_path / "model", template=template)
+    said = try_tasks(tasks, environment, directory, Sampling(), LocalTokenizer(directory))
+    assert len(said) == bool(left_out) and all(part in said[0] for part in left_out), said
+
+
+@pytest.mark.parametrize(
+    ("environment", "way_out"), [("single_turn", "rollout.stop="), ("demonstration", "add its id, 3,")]
+)
+def test_mark_of_the_template_that_ends_nothing_is_a_warning(
+    tmp_path: Path, environment: str, way_out: str
+) -> None:
+    path = write_lines(tmp_path / "tasks.jsonl", {**ASK, "answer": "7"})
+    tasks = load_tasks(str(path), seed=0, split="train")
+    directory = model_of(tmp_path / "model")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "</s>"}))
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": 1, "vocab_size": 400}))
+
+    def said(sampling: Sampling) -> list[str]:
+        return try_tasks(tasks, environment, directory, sampling, LocalTokenizer(directory))
+
+    (text,) = said(Sampling())
+    assert "ends an answer with <|im_end|>, which neither" in text and way_out in text
+    assert said(Sampling(stop=("<|im_end|>",))) == []
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
+    assert said(Sampling()) == []

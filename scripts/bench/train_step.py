@@ -46,6 +46,7 @@ from training_data import (
     draw_lengths,
     draw_sequences,
     flops_of,
+    make_batch,
     make_model,
     parameters,
 )
@@ -65,7 +66,6 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
     """Train with Flagpost; return (wall, CPU) seconds of the steps except the first."""
     import torch
 
-    from trainer.batch.batch import Batch, Counts
     from trainer.batch.packing import plan_step
     from trainer.model.model import build_learner
     from trainer.settings import TrainerSettings
@@ -73,23 +73,7 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
 
     token_ids, advantages = draw_sequences(options)
     count = len(token_ids)
-    loss_mask = [np.arange(len(ids)) >= options.prompt_tokens for ids in token_ids]
-    trained = np.concatenate(loss_mask)
-    batch = Batch(
-        token_ids=np.concatenate(token_ids),
-        loss_mask=trained.astype(np.uint8),
-        logprobs=np.where(trained, -np.log(SHAPES[options.shape]["vocab_size"]), 0).astype(np.float32),
-        offsets=np.concatenate([[0], np.cumsum(options.tokens)]).astype(np.int64),
-        advantages=advantages,
-        rewards=np.zeros(count, np.float32),
-        slots=np.arange(count, dtype=np.int32),
-        temperatures=np.ones(count, np.float32),
-        ages=np.zeros(len(trained), np.int32),
-        counts=Counts(count, count, count, count, 0, 0.0, 0.0),
-        manifest_sha256="",
-        policy="",
-        seed=0,
-    )
+    batch = make_batch(options.shape, token_ids, advantages, options.prompt_tokens)
     device = torch.device("cuda" if options.gpu else "cpu")
     settings = TrainerSettings(
         global_batch_size=count, learning_rate=LEARNING_RATE, max_tokens_per_microbatch=options.microbatch

@@ -2,10 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from trainer.batch.batch import Batch
 
 _QWEN3 = {
     "vocab_size": 151_936,
@@ -26,6 +29,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
     "1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+    "4b": {
+        **_QWEN3,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+    },
 }
 """Shapes of Qwen3 with tied embeddings."""
 SHORTEST, LONGEST = 16, 1024
@@ -55,8 +65,33 @@ def draw_sequences(options: argparse.Namespace) -> tuple[list[NDArray[np.int32]]
     return token_ids, random.choice(np.array([-0.5, 0.5], np.float32), len(token_ids))
 
 
-def make_model(shape: str, directory: Path) -> Path:
-    """Write a model directory of the shape, with random weights."""
+def make_batch(
+    shape: str, token_ids: list[NDArray[np.int32]], advantages: NDArray[np.float32], prompt_tokens: int
+) -> "Batch":
+    """Return the batch of these sequences, as if an engine had found all tokens equally likely."""
+    from trainer.batch.batch import Batch, Counts
+
+    count, lengths = len(token_ids), [len(ids) for ids in token_ids]
+    trained = np.concatenate([np.arange(length) >= prompt_tokens for length in lengths])
+    return Batch(
+        token_ids=np.concatenate(token_ids),
+        loss_mask=trained.astype(np.uint8),
+        logprobs=np.where(trained, -np.log(SHAPES[shape]["vocab_size"]), 0).astype(np.float32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        advantages=advantages,
+        rewards=np.zeros(count, np.float32),
+        slots=np.arange(count, dtype=np.int32),
+        temperatures=np.ones(count, np.float32),
+        ages=np.zeros(len(trained), np.int32),
+        counts=Counts(count, count, count, count, 0, 0.0, 0.0),
+        manifest_sha256="",
+        policy="",
+        seed=0,
+    )
+
+
+def make_model(shape: str, directory: Path, device: str = "cpu") -> Path:
+    """Write a model directory of the shape, with random weights; those of a GPU are in bfloat16."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -64,7 +99,9 @@ def make_model(shape: str, directory: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPES[shape], max_position_embeddings=2 * LONGEST, tie_word_embeddings=True)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    (model.bfloat16() if device == "cuda" else model).save_pretrained(directory)
     tiny.make_tokenizer().save_pretrained(directory)
     return directory
 

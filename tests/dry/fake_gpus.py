@@ -18,7 +18,8 @@ from typing import Any
 _spec = importlib.util.find_spec("torch")
 assert _spec is not None and _spec.submodule_search_locations
 ctypes.CDLL(str(Path(_spec.submodule_search_locations[0]) / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
-ctypes.CDLL(os.environ["GUARD"], ctypes.RTLD_GLOBAL)
+if "GUARD" in os.environ:  # a build for GPUs has what it adds
+    ctypes.CDLL(os.environ["GUARD"], ctypes.RTLD_GLOBAL)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

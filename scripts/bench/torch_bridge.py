@@ -1,0 +1,19 @@
+"""What torch 2.11 lacks of the torch that Flagpost needs, as far as one GPU needs it. Import this first.
+
+torchrun's --shutdown-timeout is left out: training jobs over processes need the torch of pyproject.toml.
+"""
+
+import inspect
+from typing import Any
+
+import torch.nn.attention.varlen as varlen
+from torch.distributed.fsdp import FSDPModule
+
+lacking: Any = FSDPModule
+if not hasattr(lacking, "set_reduce_scatter_unused_params"):  # of experts that were idle on this rank alone
+    lacking.set_reduce_scatter_unused_params = lambda _self, _do: None
+
+compute: Any = varlen.varlen_attn
+if "enable_gqa" not in inspect.signature(compute).parameters:  # its kernel groups queries without being asked
+    patched: Any = varlen
+    patched.varlen_attn = lambda *bounds, enable_gqa=False, **more: compute(*bounds, **more)

@@ -79,15 +79,15 @@ def node(
         return 0
     if worker is not None and worker.startswith("--"):
         raise SettingsError(f"--worker {worker}: give the rank of this machine, e.g. --worker 1 {worker}")
-    given = _given(words or [], config, debug_mode, typed)
+    overrides = _given(words or [], config, debug_mode, typed)
     for_the_master = {"--accept-code-change": accept_code_change, RESET: reset_settings}
     for name in [name for name, is_given in for_the_master.items() if is_given and worker is not None]:
         # Slurm gives all nodes the same command, without --worker
         raise SettingsError(f"{name} is for the master; leave it out beside --worker {worker}")
     root, reset = log_path.absolute(), reset_settings or []
-    rank = _rank(root, given, reset, master, worker)
+    rank = _rank(root, overrides, reset, master, worker)
     if dry_run:
-        return _show(root, given, reset)
+        return _show(root, overrides, reset)
     hold_up_nobody()
     from coordinator.console.commands.machine import Typed, run_machine
     from coordinator.console.views.terminal import live_view
@@ -100,11 +100,11 @@ def node(
     def as_node(placed_as: str | None, crew: Any = "main") -> int:
         prefix = logs.set_up(rank, crew)
         start = (accept_code_change, allow_shared_dir, reset)
-        return run_node(root, rank, given, prefix, *start, crew, placed_as, live_view)
+        return run_node(root, rank, overrides, prefix, *start, crew, placed_as, live_view)
 
     if crew is not None:  # by run_machine
         return as_node(placed_as, crew)
-    machine = Typed(root, rank, given, reset, accept_code_change, allow_shared_dir)
+    machine = Typed(root, rank, overrides, reset, accept_code_change, allow_shared_dir)
     return run_machine(machine, as_node)
 
 
@@ -130,10 +130,10 @@ def local(
 
     if master or worker is not None:
         raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
-    given = _given(words or [], config, debug_mode, typed)
+    overrides = _given(words or [], config, debug_mode, typed)
     root, reset = log_path.absolute(), reset_settings or []
     if dry_run:
-        return _show(root, given, reset)
+        return _show(root, overrides, reset)
     hold_up_nobody()
     from coordinator.machine.children import Children
     from coordinator.machine.oddities import need_temporary
@@ -147,7 +147,7 @@ def local(
         from coordinator.start.start import ready_machine
 
         root = ready_machine(root)
-        return run_local(children, root, given, reset, accept_code_change, allow_shared_dir)
+        return run_local(children, root, overrides, reset, accept_code_change, allow_shared_dir)
 
 
 def _given(
@@ -158,35 +158,37 @@ def _given(
     from coordinator.console.commands.typos import refuse_word
     from coordinator.settings.loading import parse_override, read_file
 
-    given: dict[str, Any] = read_file(config) if config else {}
-    given |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
-    given |= given_options(typed)
+    overrides: dict[str, Any] = read_file(config) if config else {}
+    overrides |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
+    overrides |= given_options(typed)
     for word in words:
         refuse_word(word)
-    return given | dict(parse_override(word) for word in words)
+    return overrides | dict(parse_override(word) for word in words)
 
 
-def _rank(root: Path, given: dict[str, Any], reset: Sequence[str], master: bool, worker: str | None) -> int:
-    """Return which rank this is; add to `given` the number of nodes that a scheduler says."""
+def _rank(
+    root: Path, overrides: dict[str, Any], reset: Sequence[str], master: bool, worker: str | None
+) -> int:
+    """Return which rank this is; add to `overrides` the number of nodes that a scheduler says."""
     from coordinator.machine.network import own_names
     from coordinator.settings.loading import build
     from coordinator.start.rank import nodes_from, resolve_rank
     from coordinator.start.start import resume_given
 
-    if "cluster.num_nodes" not in given and worker is None and (nodes := nodes_from(os.environ)):
-        given["cluster.num_nodes"] = nodes
-    num_nodes = build(resume_given(root, given, reset)).cluster.num_nodes if worker is None else 0
+    if "cluster.num_nodes" not in overrides and worker is None and (nodes := nodes_from(os.environ)):
+        overrides["cluster.num_nodes"] = nodes
+    num_nodes = build(resume_given(root, overrides, reset)).cluster.num_nodes if worker is None else 0
     return resolve_rank(master, worker, num_nodes, os.environ, own_names())
 
 
-def _show(root: Path, given: dict[str, Any], reset: Sequence[str]) -> int:
+def _show(root: Path, overrides: dict[str, Any], reset: Sequence[str]) -> int:
     """Print the settings that a start of the master would go by, and on stderr what that changes."""
     from coordinator.settings.loading import build
     from coordinator.start.last_settings import changes, with_kept
     from coordinator.start.start import absolute, last_start
 
     last = last_start(root)
-    settings = build(with_kept(absolute(given), last, reset))
+    settings = build(with_kept(absolute(overrides), last, reset))
     print(json.dumps(settings.model_dump(mode="json"), indent=2))
     for change in changes(last, settings):
         print(change, file=sys.stderr)
@@ -248,9 +250,9 @@ def main() -> int:
     from coordinator.settings.tree import SettingsError
     from rollout.storage.files import SharedFsError
 
-    said = " ".join([PROGRAM, *names])
+    command = " ".join([PROGRAM, *names])
     installs = {"--install-completion", "--show-completion"} & set(arguments)
-    shown = program if installs else said
+    shown = program if installs else command
     try:
         app, rest = _app(name if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
         return app(rest, prog_name=shown, standalone_mode=False) or 0
@@ -259,7 +261,7 @@ def main() -> int:
     except typer.TyperException as error:
         from coordinator.console.commands.typos import of_option
 
-        print(f"run: {plain(of_option(error))}; see {said} --help", file=sys.stderr)
+        print(f"run: {plain(of_option(error))}; see {command} --help", file=sys.stderr)
     except SharedFsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
         return 1

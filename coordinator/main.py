@@ -203,8 +203,8 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     node.flags.tell("trainer_failed", node.messages.failure(error), comes_again=error.comes_again)
 
     def all_told(board: Board) -> bool | None:
-        told = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
-        return True if node.is_master and told >= set(node.record.members) - {MASTER} else None
+        ranks = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
+        return True if node.is_master and ranks >= set(node.record.members) - {MASTER} else None
 
     cluster = node.settings.cluster
     patience_s = cluster.node_timeout_s + 2 * cluster.beat_interval_s
@@ -212,9 +212,11 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
     node.watch.wait(all_told, node.check, lambda: "all nodes to end the training job", patience_s)
     calls = node.watch.look(whole=True).called(node.record.epoch, "trainer_failed")
-    said = [call_document(node.run_dir, flag) for flag in calls]
-    final = [document["text"] for document in said if document.get("comes_again")]
-    text = first_cause(final or [document["text"] for document in said] or [node.messages.failure(error)])
+    documents = [call_document(node.run_dir, flag) for flag in calls]
+    final = [document["text"] for document in documents if document.get("comes_again")]
+    text = first_cause(
+        final or [document["text"] for document in documents] or [node.messages.failure(error)]
+    )
     if not node.is_master:
         text = f"{text}; the master did not say how to go on. {node.messages.repair()}"
         raise Ended(Exit.LOST, text, "left")
@@ -267,7 +269,7 @@ def _say(end: Ended) -> int:
 def run_node(
     root: Path,
     machine: int,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     prefix: Prefix,
     accept_code_change: bool = False,
     allow_shared_dir: bool = False,
@@ -292,9 +294,9 @@ def run_node(
                 raise Ended(Exit.MOVED, PLACED)
             leads = machine == MASTER and (crew == "main" or run_dirs(root, placement)[0].crew == crew)
             if leads:
-                start = start_master(root, given, allow_shared_dir, reset, crew, placement)
+                start = start_master(root, overrides, allow_shared_dir, reset, crew, placement)
             else:
-                start = start_worker(root, machine, given, allow_shared_dir, crew, placement)
+                start = start_worker(root, machine, overrides, allow_shared_dir, crew, placement)
             if leads and not accept_code_change:
                 refuse_changed_code(start.run_dir, start.of_run)
         except Ended as end:

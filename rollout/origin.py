@@ -1,4 +1,4 @@
-"""What samples are made with: a policy, how it is sampled, and the code of an environment and a reward."""
+"""The origin of samples: a policy, how it is sampled, and the code of an environment and a reward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

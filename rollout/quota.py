@@ -1,4 +1,4 @@
-"""How many groups an iteration needs, and which count. Pure."""
+"""The quota of an iteration: how many groups it needs, and which count. Pure."""
 
 import math
 from collections.abc import Iterable

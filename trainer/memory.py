@@ -1,4 +1,4 @@
-"""How much memory the trainer needs on a GPU: the arithmetic behind the table of docs/gpus.md. Pure."""
+"""The memory that the trainer needs on a GPU: the arithmetic behind the table of docs/gpus.md. Pure."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a rank says while it works: the parts it has done, and a state that it could not save. Torch-free."""
+"""A rank's progress while it works: the parts it has done, and a state that it could not save. Torch-free."""
 
 import threading
 from collections.abc import Callable

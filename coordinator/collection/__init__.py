@@ -1,1 +1,1 @@
-"""How a node makes its share of the groups of a rollout, and what they are made with."""
+"""A node's share of the groups of a rollout: how it is made, and what with."""

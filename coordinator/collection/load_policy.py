@@ -1,4 +1,4 @@
-"""What makes a policy answer: of this node's engine, or of the server that the user runs."""
+"""Make a policy answer: by this node's engine, or of the server that the user runs."""
 
 from coordinator.directory.published import Policy
 from coordinator.machine.weights import Adapters

@@ -1,4 +1,4 @@
-"""What a node is to generate in row 2 or 6, and what each of its slots is."""
+"""The share of a node in row 2 or 6, and its slots with their tasks and seeds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

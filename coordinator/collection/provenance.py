@@ -1,4 +1,4 @@
-"""What an iteration's samples are made with: fixed when it is opened, whatever later starts are given."""
+"""The origin of an iteration's samples: fixed when it is opened, whatever later starts are given."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the rollouts of training and evaluation have in common: plan slots, collect a share, aggregate."""
+"""Steps that the rollouts of training and evaluation share: plan slots, collect a share, aggregate."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a node orders of its collector, and how errors come back from it. Both cross as JSON."""
+"""Orders of a node to its collector, and errors that come back from it. Both cross as JSON."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What is left of an order when a collector has ended in it. Pure."""
+"""The rest of an order when a collector has ended in it. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,1 +1,1 @@
-"""What a person types and reads: commands, views, the report, the doctor, the plan, the server of jobs."""
+"""All that a person types and reads: commands, views, the report, the doctor, the plan, the jobs server."""

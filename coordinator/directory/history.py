@@ -1,4 +1,4 @@
-"""What earlier rollouts say of the next one: what a group of a task costs, and how fast each rank is.
+"""Lessons of earlier rollouts for the next one: what a group of a task costs, and how fast each rank is.
 
 All of it is expectation: it decides who makes a group and when, never what is in it.
 """

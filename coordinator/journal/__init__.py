@@ -1,1 +1,1 @@
-"""What a node writes down of itself: events, logs, and metrics for trackers."""
+"""A node's records of itself: events, logs, and metrics for trackers."""

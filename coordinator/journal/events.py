@@ -1,4 +1,4 @@
-"""What happened on a node and when, for `run report`: events/rank_0001.jsonl, one JSON object a line.
+"""Events of a node, each with its time, for `run report`: events/rank_0001.jsonl, one JSON object a line.
 
 Every line has `t` (seconds of this node's monotonic clock), `n` (incarnation), `e` (epoch, 0 before the
 first) and `what`. Rows are `begin` and `end` (with `work_s`; the rest of the row was waiting for others,

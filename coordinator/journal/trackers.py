@@ -1,4 +1,4 @@
-"""Where the metrics, and samples, go beside metrics.jsonl.
+"""Hand the metrics, and samples, to trackers, beside metrics.jsonl.
 
 A tracker that is slow, unreachable or broken must not hold a run. A thread feeds it; an error of it is logged
 once and ends that tracker alone. metrics.jsonl has every line whatever happens here.

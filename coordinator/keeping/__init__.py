@@ -1,1 +1,1 @@
-"""What a run keeps of checkpoints, states and trajectories, and where it goes on from them."""
+"""Keep checkpoints, states and trajectories, and find where a run goes on from them."""

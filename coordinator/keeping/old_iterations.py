@@ -1,4 +1,4 @@
-"""Which trajectories and batches are kept, once they have been trained on (trajectories.keep_last)."""
+"""Choose which trajectories and batches are kept, once they have been trained on (trajectories.keep_last)."""
 
 import contextlib
 from pathlib import Path

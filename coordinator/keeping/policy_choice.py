@@ -1,4 +1,4 @@
-"""Which policy an iteration is trained from, and which one samples it.
+"""Choose the policy that an iteration is trained from, and the one that samples it.
 
 Training of iteration i starts from the policy that iteration i - 1 has made. The samples come from the policy
 of iteration max(0, i - 1 - K), K being cluster.max_async_level: from exactly that one, so that a run which

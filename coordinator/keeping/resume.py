@@ -1,4 +1,4 @@
-"""Where a run goes on, from what is published: the next iteration, and its first row that is not done."""
+"""Find where a run goes on, from what is published: the next iteration, and its first row not done."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Choose the checkpoints that are kept."""
 
 import re
 from collections.abc import Callable, Collection, Sequence

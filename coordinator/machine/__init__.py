@@ -1,1 +1,1 @@
-"""What runs on this machine: child processes, the engine, the trainer, the network, the GPUs."""
+"""Everything that runs on this machine: child processes, the engine, the trainer, the network, the GPUs."""

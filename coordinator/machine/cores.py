@@ -1,4 +1,4 @@
-"""How fast this machine computes without a GPU."""
+"""The speed of this machine without a GPU."""
 
 import time
 

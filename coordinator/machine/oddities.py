@@ -1,4 +1,4 @@
-"""What a machine lacks that others have: containers and sandboxes leave out this and that.
+"""Oddities of a machine, which lacks what others have: containers and sandboxes leave out this and that.
 
 A run goes on without it. `oddities` says in a line each what that costs, for the start and for `run doctor`.
 """

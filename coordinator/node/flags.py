@@ -1,4 +1,4 @@
-"""What nodes say to each other: flags that are raised, waited for and read."""
+"""The words of nodes to each other: flags that are raised, waited for and read."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Who a node is, and what it is told: the facts that its parts share."""
+"""The identity of a node: the facts that its parts share."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What belongs to one iteration, and to no other; every row's function is given it."""
+"""The state of one iteration, and of no other; every row's function is given it."""
 
 import time
 from dataclasses import dataclass, field

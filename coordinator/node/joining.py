@@ -1,4 +1,4 @@
-"""How the nodes of an epoch come together: the master gathers them, a worker waits until it is let in."""
+"""Bring the nodes of an epoch together: the master gathers them, a worker waits until it is let in."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""What a node says to a person: who is waited for, what was lost, and the command that repairs it."""
+"""Messages of a node to a person: who is waited for, what was lost, and the command that repairs it."""
 
 import os
 import shlex

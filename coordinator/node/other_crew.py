@@ -1,4 +1,4 @@
-"""What a node sees of the other crew of its run: whether that has ended, and whether its master beats."""
+"""The other crew of the run, as a node sees it: whether that has ended, and whether its master beats."""
 
 import logging
 import shlex

@@ -1,4 +1,4 @@
-"""What a node does while the shared directory does not answer, or is full: it waits, and loses no finished
+"""An outage: while the shared directory does not answer, or is full, a node waits, and loses no finished
 work.
 """
 

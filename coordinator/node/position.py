@@ -1,4 +1,4 @@
-"""Where a node is in the run, as its heartbeat says."""
+"""The position of a node in the run, as its heartbeat says."""
 
 import time
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""What ends a node's row: its verdict on the others, a signal, its fence, an error of its watch."""
+"""The endings of a node's row: by its verdict on the others, a signal, its fence, an error of its watch."""
 
 import contextlib
 import logging

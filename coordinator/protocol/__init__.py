@@ -1,1 +1,1 @@
-"""Who is there and what they have said; decisions from that are pure functions."""
+"""The nodes that are there and what they have said; decisions from that are pure functions."""

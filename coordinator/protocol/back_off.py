@@ -1,4 +1,4 @@
-"""How long a rank that is lost again and again stays out, where the others go on without it.
+"""The time for which a rank that is lost again and again stays out, where the others go on without it.
 
 Each time that a rank is let in or lost a new epoch begins, which ends the training of all nodes. So a process
 that a supervisor starts again and again, and that fails each time, would hold up everybody.

@@ -1,4 +1,4 @@
-"""How a node ends, and what sends it to another epoch: exceptions, since they end whatever the node does."""
+"""Exceptions that end a node, or send it to another epoch: these end whatever the node does."""
 
 from enum import IntEnum
 

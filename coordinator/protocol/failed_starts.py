@@ -1,5 +1,5 @@
-"""What a worker says that ends before it is in an epoch. The master, which waits for it, passes that on; no
-verdict heeds it.
+"""The last word of a worker that ends before it is in an epoch. The master, which waits for it, passes that
+on; no verdict heeds it.
 """
 
 import json

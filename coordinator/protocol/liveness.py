@@ -1,4 +1,4 @@
-"""Who still beats, and who still gets on, by this node's own clock.
+"""Watch who still beats, and who still gets on, by this node's own clock.
 
 No two machines' clocks are compared. No timer here counts the time in which this process was suspended, or in
 which its filesystem did not answer: such a node declares no other node lost.

@@ -1,4 +1,4 @@
-"""What nodes do when one of them is lost: a class for each value of cluster.on_node_failure."""
+"""The policy when a node is lost: a class for each value of cluster.on_node_failure."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the machines of a run have said of its devices, on disk: the placement, and how many each has.
+"""The devices of a run, as its machines have said on disk: the placement, and how many each has.
 
     protocol/placement.json             by the master's machine at each start: {"num_nodes": 3, "place":
                                         ["rollout=0-1", "train=2"]}; missing, or nothing in `place`: one crew

@@ -1,4 +1,4 @@
-"""What a snapshot of protocol/ means for a node: one pure decision."""
+"""The meaning of a snapshot of protocol/ for a node: one pure decision."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a node sees of the others and shows of itself: one thread beats, lists the directory, and judges.
+"""Watch the other nodes, and show this one: one thread beats, lists the directory, and judges.
 
 The main thread lists it too while it waits; both go through `look`. A verdict sets `stop`, at which actions
 end; the node turns the verdict into the exception that ends its row.

@@ -1,4 +1,4 @@
-"""What couples a crew that generates and one that trains: manifests and checkpoints that are published.
+"""Couple a crew that generates and one that trains, by manifests and checkpoints that are published.
 
 The rollout crew opens iteration r once the policy that samples it is there, that of max(0, r - 1 - K); the
 train crew opens iteration t once its manifest is there. So at most K + 1 iterations wait to be trained.

@@ -1,4 +1,4 @@
-"""What rows 5 and 6 do: evaluate the policy, if it is due. Each row's function is short, as in `rollout`."""
+"""Rows 5 and 6: evaluate the policy, if it is due. Each row's function is short, as in `rollout`."""
 
 import logging
 from functools import partial

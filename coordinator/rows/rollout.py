@@ -1,4 +1,4 @@
-"""What rows 0 to 4 do: one short function for each, in the order of the protocol table.
+"""Rows 0 to 4: one short function for each, in the order of the protocol table.
 
 A row adopts a durable output that is there, and leaves nothing in memory that a later row needs.
 """

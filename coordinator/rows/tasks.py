@@ -1,4 +1,4 @@
-"""Which tasks an iteration is made of: a function of what the iterations before have left."""
+"""Draw the tasks of an iteration: a function of what the iterations before have left."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

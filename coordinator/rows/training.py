@@ -1,4 +1,4 @@
-"""What rows 7 to 12 do, one short function for each: from the manifest to an engine with the new policy."""
+"""Rows 7 to 12, one short function for each: from the manifest to an engine with the new policy."""
 
 import os
 from pathlib import Path

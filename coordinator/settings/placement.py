@@ -1,4 +1,4 @@
-"""Which devices generate and which train (cluster.place), and the crews that this makes. Pure.
+"""The devices that generate and those that train (cluster.place), and the crews that this makes. Pure.
 
 A device is a GPU; a machine without GPUs counts as one. Devices are numbered through the machines, in rank
 order.

@@ -1,4 +1,4 @@
-"""What a start starts, in a few lines for the master's terminal."""
+"""Announce what a start starts, in a few lines for the master's terminal."""
 
 import shlex
 import socket

@@ -1,4 +1,4 @@
-"""Who else may write in the run directory: the group if it is wanted, nobody else."""
+"""Let nobody else write in the run directory, but for its group where that is wanted."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What an iteration will need, in memory, time and on the disk: before it starts, from the settings. Pure."""
+"""Estimate what an iteration will need, in memory, time and disk: before it starts, from settings. Pure."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

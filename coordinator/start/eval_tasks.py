@@ -1,4 +1,4 @@
-"""What a policy is evaluated on: the tasks of --eval-tasks, and the named sets of `eval.sets`."""
+"""Load what a policy is evaluated on: the tasks of --eval-tasks, and the named sets of `eval.sets`."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What the settings name, loaded or found on this machine: tasks, reward, environment, model, GPUs."""
+"""Inputs that the settings name, loaded or found on this machine: tasks, reward, environment, model, GPUs."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Which rank this process is: from options, else from what schedulers put into the environment. Pure."""
+"""Find which rank this process is: from options, else from what schedulers put into the environment. Pure."""
 
 from collections.abc import Collection, Mapping
 

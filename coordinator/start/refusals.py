@@ -1,4 +1,4 @@
-"""What is refused before the start because it certainly cannot work: each in one line, with what to do.
+"""Refuse before the start what certainly cannot work: each in one line, with what to do.
 
 What may work passes: an environment of the user's may score and render by itself, a server may know more.
 """

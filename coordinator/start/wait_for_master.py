@@ -1,4 +1,4 @@
-"""What a starting node waits for: a living master."""
+"""Wait, as a starting node, for a living master."""
 
 import logging
 import time

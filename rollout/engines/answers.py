@@ -1,4 +1,4 @@
-"""What a server is asked at, and what its answer or its error says; for each kind of call."""
+"""The address that a server is asked at, and what its answer or its error says; for each kind of call."""
 
 from typing import Any
 

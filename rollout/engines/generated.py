@@ -1,4 +1,4 @@
-"""How much a server has generated since it was started, as vLLM says it to Prometheus (GET /metrics)."""
+"""Count what a server has generated since it was started, as vLLM says it to Prometheus (GET /metrics)."""
 
 import re
 from typing import NamedTuple, Self

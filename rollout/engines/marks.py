@@ -1,4 +1,4 @@
-"""What the files of a model directory say of its special tokens, and of those that end a sequence.
+"""Read what the files of a model directory say of its special tokens, and of those that end a sequence.
 
 Without torch or transformers. Engines leave special tokens out of a text, so a setting that names one must
 work by its id.

@@ -1,4 +1,4 @@
-"""What the files of a model directory say of the model: its parameters, its context, its chat template.
+"""Read what the files of a model directory say of the model: its parameters, its context, its chat template.
 
 Without torch. What they do not say for certain is unknown.
 """

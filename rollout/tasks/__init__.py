@@ -1,1 +1,1 @@
-"""Where tasks come from, and which of them an iteration draws."""
+"""Sources of tasks, and the choice of those that an iteration draws."""

@@ -1,4 +1,4 @@
-"""What mkdocs shows: README, docs/ and what they link to, each at its place in the repository.
+"""The pages that mkdocs shows: README, docs/ and what they link to, each at its place in the repository.
 
 So a relative link leads to the same file here as on GitHub, and mkdocs finds the ones that are broken.
 """

@@ -1,4 +1,4 @@
-"""Where the files of a new policy go: into the checkpoint, and into a copy on each node for its engine."""
+"""The places of a new policy's files: into the checkpoint, and into a copy on each node for its engine."""
 
 import logging
 from collections.abc import Sequence

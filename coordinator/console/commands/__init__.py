@@ -1,1 +1,1 @@
-"""What a person types beside `run`: each command parses, then calls what does the work."""
+"""The commands beside `run`: each parses, then calls what does the work."""

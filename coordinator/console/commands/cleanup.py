@@ -121,8 +121,8 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
     """Return the published manifest, or a new one over finished groups, with these. Ended if none is
     finished.
     """
-    if found := published.read_manifest(run_dir, "train", iteration):
-        return found, []
+    if manifest := published.read_manifest(run_dir, "train", iteration):
+        return manifest, []
     opened = published.read_json(run_dir.iteration_json(iteration))
     directory = run_dir.trajectories("train", iteration)
     document: dict[str, Any] = {"groups": 0}
@@ -143,9 +143,9 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
 
 def _named(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> set[Path]:
     """Return the manifest with its groups.jsonl, and its sources."""
-    found = [run_dir.trajectories("train", iteration) / part["file"] for part in manifest["parts"]]
+    paths = [run_dir.trajectories("train", iteration) / part["file"] for part in manifest["parts"]]
     beside = (run_dir.manifest("train", iteration), run_dir.groups("train", iteration))
-    return {*beside, run_dir.iteration_json(iteration), *found}
+    return {*beside, run_dir.iteration_json(iteration), *paths}
 
 
 def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -193,12 +193,12 @@ def _refuse_beats(before: Boards, now: Boards) -> None:
     nodes = [(crew, rank) for crew, board in now.items() for rank in moved(before[crew], board)]
     if not nodes:
         return
-    said = {node: _said(*node) for node in nodes}
-    hosts = {node: content.get("host", "host unknown") for node, content in said.items()}
+    contents = {node: _said(*node) for node in nodes}
+    hosts = {node: content.get("host", "host unknown") for node, content in contents.items()}
     who = ", ".join(f"{crew.name(rank)} ({hosts[crew, rank]})" for crew, rank in nodes)
     masters = [node for node in nodes if node[1] == MASTER]
-    asked = masters[:1] or nodes  # stopping a master stops all
-    how = ", ".join(f"kill -INT {said[node].get('pid', 'PID')} on {hosts[node]}" for node in asked)
+    stopped = masters[:1] or nodes  # stopping a master stops all
+    how = ", ".join(f"kill -INT {contents[node].get('pid', 'PID')} on {hosts[node]}" for node in stopped)
     beat = "beats" if len(nodes) == 1 else "beat"
     raise Ended(Exit.FAILED, f"{who} still {beat}: stop the run first: {how}, or Ctrl+C there")
 
@@ -263,7 +263,7 @@ def _remove_all(
         if not dry_run:
             _remove(run_dir, leftover)
         where = one_line(str(leftover.path.relative_to(run_dir.root)))
-        print(f"{verb} {where} ({leftover.what}, {size:,} bytes)", flush=True)
+        print(f"{verb} {where} ({leftover.kind}, {size:,} bytes)", flush=True)
     for path in planned.unknown:
         print(f"stays: {one_line(str(path.relative_to(run_dir.root)))} (not a file of flagpost)")
     print(f"{verb} {len(planned.leftovers)} paths, {total:,} bytes")
@@ -271,8 +271,8 @@ def _remove_all(
 
 def _remove(run_dir: RunDir, leftover: Leftover) -> None:
     path = leftover.path
-    if leftover.what not in {What.STAGING, What.STATE}:
-        (files.remove_any if leftover.what is What.TEMPORARY else files.remove)(path)
+    if leftover.kind not in {What.STAGING, What.STATE}:
+        (files.remove_any if leftover.kind is What.TEMPORARY else files.remove)(path)
         return
     if staged := parse_staging_name(path.name):
         # Rename it first: a master that wakes must not publish a half removed checkpoint.

@@ -55,24 +55,24 @@ OWN = "eval"
 
 
 def evaluate(
-    checkpoint: str | None, root: Path | None, given: Mapping[str, Any], out: Path | None, as_json: bool
+    checkpoint: str | None, root: Path | None, overrides: Mapping[str, Any], out: Path | None, as_json: bool
 ) -> int:
     """Evaluate, and print a table (or JSON); return the exit code. SettingsError: nothing was written.
 
     `checkpoint`: the number of an iteration of the run at `root` (0: what it started from; None: its newest
     one), or a directory. `out`: a new directory that keeps the samples; None: they are not kept.
     """
-    settings = _settings(root, given)
+    settings = _settings(root, overrides)
     model = _model(checkpoint, root, settings)
     sets = _sets(settings)
     if out is not None and (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise SettingsError(f"-o {out}: is there already; give a new directory")
     kept = dict(loading.flatten(settings.model_dump(mode="json")))
-    asked = {
+    settled = {
         **{key: kept[key] for key in KEPT},
-        **{key: given[key] for key in given if key.startswith("engine.")},
+        **{key: overrides[key] for key in overrides if key.startswith("engine.")},
         # The default of a model without a run is fitted to its context.
-        **{key: kept[key] for key in LONGEST if root is not None or key in given},
+        **{key: kept[key] for key in LONGEST if root is not None or key in overrides},
         "model": str(model),
         "rl_phase": "rollout",
         "rollout_split": "eval-only",
@@ -81,18 +81,18 @@ def evaluate(
     }
     with _directory(out) as directory:
         if is_adapter(model):
-            asked["model"] = str(_merged(model, directory / "model"))
+            settled["model"] = str(_merged(model, directory / "model"))
         # Tasks to train on are asked for, and never used here: those of the run may be large.
         tasks = directory / "no_training.jsonl"
         tasks.write_text('{"prompt": "none"}\n')
         log_path = directory / "run"
-        code = _run(log_path, {**asked, "tasks": str(tasks)})
+        code = _run(log_path, {**settled, "tasks": str(tasks)})
         if code != Exit.DONE:
             if code == Exit.USAGE and out is not None:
                 shutil.rmtree(out)
             return code
         line = Run(log_path).metrics()[-1]
-    scores: dict[str, Any] = {name: _with_interval(of) for name, of in line[SCORES].items()}
+    scores: dict[str, Any] = {name: _with_interval(entry) for name, entry in line[SCORES].items()}
     where = str(log_path) if out is not None else None
     if as_json:
         print(json.dumps({"checkpoint": str(model), "sets": scores, "log_path": where}))
@@ -103,49 +103,49 @@ def evaluate(
     return code
 
 
-def _settings(root: Path | None, given: Mapping[str, Any]) -> RunSettings:
-    """Return the settings of the run's last start, with `given` over them; without a run the defaults."""
-    given = absolute(given)
+def _settings(root: Path | None, overrides: Mapping[str, Any]) -> RunSettings:
+    """Return the settings of the run's last start, with `overrides` over them; without a run the defaults."""
+    overrides = absolute(overrides)
     if root is None:
-        return loading.build({"model": "any", "tasks": "none", **given})  # the defaults, but no tasks
+        return loading.build({"model": "any", "tasks": "none", **overrides})  # the defaults, but no tasks
     last = last_start(root)
     if last is None:
         raise SettingsError(f"--log-path {root}: no run has been started here; give the directory of a run")
-    return loading.overlay(RunSettings.published(last.settings), given)
+    return loading.overlay(RunSettings.published(last.settings), overrides)
 
 
 def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> Path:
     """Return the directory of the model, or of an adapter; SettingsError if there is none."""
     if checkpoint is not None and not checkpoint.isdecimal():
-        found = Path(checkpoint).absolute()
-        if not found.is_dir():
-            what = "no such directory; give the directory of a model, or the number of an iteration"
-            raise SettingsError(f"--checkpoint {checkpoint}: {what}")
+        directory = Path(checkpoint).absolute()
+        if not directory.is_dir():
+            problem = "no such directory; give the directory of a model, or the number of an iteration"
+            raise SettingsError(f"--checkpoint {checkpoint}: {problem}")
     elif root is None:
         raise SettingsError(
             f"--checkpoint {checkpoint or '(the newest)'} is of a run; add --log-path DIR, or give the "
             "directory of a model"
         )
     elif checkpoint is not None and int(checkpoint) == 0:
-        found = RunDir(root).base_model if settings.model == TINY else Path(settings.model)
-        if not found.is_dir():
+        directory = RunDir(root).base_model if settings.model == TINY else Path(settings.model)
+        if not directory.is_dir():
             raise SettingsError(
-                f"--checkpoint 0: {found}, which the run started from, is not on this machine (yet); "
+                f"--checkpoint 0: {directory}, which the run started from, is not on this machine (yet); "
                 "give one as --checkpoint DIR"
             )
     else:
-        found = Run(root).checkpoint(None if checkpoint is None else int(checkpoint))
-    return found
+        directory = Run(root).checkpoint(None if checkpoint is None else int(checkpoint))
+    return directory
 
 
-def _merged(adapter: Path, made: Path) -> Path:
+def _merged(adapter: Path, target: Path) -> Path:
     """Make a model of an adapter and its base, for any engine; SettingsError if that cannot be."""
-    argv = [sys.executable, "-P", "-m", "trainer.checkpoint.merge", str(adapter), str(made)]
+    argv = [sys.executable, "-P", "-m", "trainer.checkpoint.merge", str(adapter), str(target)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.splitlines() or ["it ended without a word"])[-1]
         raise SettingsError(f"{adapter} is an adapter, and could not be added to its base model: {reason}")
-    return made
+    return target
 
 
 def _sets(settings: RunSettings) -> dict[str, Any]:
@@ -153,16 +153,17 @@ def _sets(settings: RunSettings) -> dict[str, Any]:
     sets = settings.eval_sets
     if settings.evaluation_tasks is not None:
         name = OWN if OWN not in sets else "eval_tasks"
-        own = EvalSetSettings(tasks=settings.evaluation_tasks, columns=settings.eval_columns)
-        with_own = settings.eval.model_copy(update={"sets": {name: own}})
+        unnamed = EvalSetSettings(tasks=settings.evaluation_tasks, columns=settings.eval_columns)
+        with_own = settings.eval.model_copy(update={"sets": {name: unnamed}})
         sets = {**settings.model_copy(update={"eval": with_own}).eval_sets, **sets}
     if not sets:
         raise SettingsError(
             "there are no tasks to evaluate on; give --eval-tasks FILE, or eval.sets.NAME.tasks=FILE"
         )
-    longest = {name: one.max_tokens for name, one in settings.eval.sets.items()}
+    longest = {name: eval_set.max_tokens for name, eval_set in settings.eval.sets.items()}
     return {
-        name: {**one.model_dump(mode="json"), "max_tokens": longest.get(name)} for name, one in sets.items()
+        name: {**eval_set.model_dump(mode="json"), "max_tokens": longest.get(name)}
+        for name, eval_set in sets.items()
     }
 
 
@@ -173,41 +174,43 @@ def _directory(out: Path | None) -> Generator[Path]:
         out.mkdir(parents=True, exist_ok=True)
         yield out
         return
-    with tempfile.TemporaryDirectory(prefix="flagpost-eval-") as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="flagpost-eval-") as temporary:
+        yield Path(temporary)
 
 
-def _run(log_path: Path, asked: Mapping[str, Any]) -> int:
+def _run(log_path: Path, overrides: Mapping[str, Any]) -> int:
     """Run the one node of the evaluation; its lines go to stderr."""
     interrupts = Interrupts()
-    argv = [*run_command("--master", "--log-path", str(log_path)), *as_overrides(asked)]
+    argv = [*run_command("--master", "--log-path", str(log_path)), *as_overrides(overrides)]
     with Children() as children:
-        said = {STARTED_BY: shlex.join(["run", *sys.argv[1:]])}
-        node = children.start("node-0", argv, env=said, echo=lambda line: print(plain(line), file=sys.stderr))
+        environment = {STARTED_BY: shlex.join(["run", *sys.argv[1:]])}
+        node = children.start(
+            "node-0", argv, env=environment, echo=lambda line: print(plain(line), file=sys.stderr)
+        )
         (code,) = follow([node], interrupts)
         children.close()
     return code if code >= 0 else Exit.LOST
 
 
-def _with_interval(of: Mapping[str, Any]) -> dict[str, Any]:
+def _with_interval(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores of a set with `interval`: the score on all such tasks is in it with 95 %."""
-    if of.get("error") is None:
-        return dict(of)
-    half = INTERVAL * of["error"]
-    return {**of, "interval": [of["reward"] - half, of["reward"] + half]}
+    if scores.get("error") is None:
+        return dict(scores)
+    half = INTERVAL * scores["error"]
+    return {**scores, "interval": [scores["reward"] - half, scores["reward"] + half]}
 
 
 def _table(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the lines of the table, a set in each, and one for each source of a set."""
     rows = [("set", "tasks", "samples", "score", "length", "truncated")]
-    for name, of in scores.items():
-        score = str(Score(name, of["reward"], of.get("error"))) if "reward" in of else "none"
-        length = f"{of['length']:.1f}" if "length" in of else ""
-        cut = f"{100 * of['truncated']:.1f} %" if "truncated" in of else ""
-        rows.append((name, str(of["tasks"]), str(of["samples"]), score, length, cut))
-        for source, reward in of.get("reward_by_source", {}).items():
+    for name, entry in scores.items():
+        score = str(Score(name, entry["reward"], entry.get("error"))) if "reward" in entry else "none"
+        length = f"{entry['length']:.1f}" if "length" in entry else ""
+        cut = f"{100 * entry['truncated']:.1f} %" if "truncated" in entry else ""
+        rows.append((name, str(entry["tasks"]), str(entry["samples"]), score, length, cut))
+        for source, reward in entry.get("reward_by_source", {}).items():
             rows.append((f"  {source}", "", "", f"{reward:.3f}", "", ""))
-        for k, rate in of["pass_at"].items():
+        for k, rate in entry["pass_at"].items():
             if k != "1":
                 rows.append((f"  pass@{k}", "", "", f"{rate:.3f}", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

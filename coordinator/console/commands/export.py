@@ -33,23 +33,23 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
     there = published.checkpoints(run_dir)
     iteration = iteration or max(there, default=0)
     if iteration not in there:
-        found = f"there are {', '.join(map(str, there))}" if there else "there is none yet"
-        raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {found}")
+        choices = f"there are {', '.join(map(str, there))}" if there else "there is none yet"
+        raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {choices}")
     if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
         raise SettingsError(f"-o {target}: is there already; give a new directory")
     source = run_dir.checkpoint(iteration)
     try:
-        wanted = published.read_result(source).files
+        facts = published.read_result(source).files
     except Incomplete as error:
         reason = str(error).splitlines()[0].rstrip(":")
         raise SettingsError(f"--iteration {iteration}: {reason}; export another one") from None
-    names = sorted(name for name in wanted if is_part_of_model(name) and name not in {PROBE, CONTENT, CARD})
+    names = sorted(name for name in facts if is_part_of_model(name) and name not in {PROBE, CONTENT, CARD})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
-            inside = Path(made) / target.name
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+            inside = Path(temporary) / target.name
             inside.mkdir()
-            _copy(source, inside, {name: wanted[name] for name in names})
+            _copy(source, inside, {name: facts[name] for name in names})
             _name_base(inside, run)
             (inside / CARD).write_text(_card(run_dir, run, iteration))
             os.replace(inside, target)
@@ -58,14 +58,14 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
     return [*names, CARD]
 
 
-def _copy(source: Path, target: Path, wanted: Mapping[str, Any]) -> None:
-    """Copy the files `wanted`; SettingsError for one that is missing or does not have these facts."""
-    there = [name for name in wanted if (source / name).is_file()]
+def _copy(source: Path, target: Path, expected: Mapping[str, Any]) -> None:
+    """Copy the files `expected`; SettingsError for one that is missing or does not have these facts."""
+    there = [name for name in expected if (source / name).is_file()]
     for name in there:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / name, target / name)
-    found = files.checksums(target, names=there)
-    if damaged := [name for name, facts in wanted.items() if found.get(name) != facts]:
+    copied = files.checksums(target, names=there)
+    if damaged := [name for name, facts in expected.items() if copied.get(name) != facts]:
         raise SettingsError(
             f"{source / damaged[0]} is missing or damaged; nothing was exported, export another iteration"
         )

@@ -1,4 +1,4 @@
-"""What stands before all commands: the page of `run --help`, and the completion of what is typed."""
+"""Help before all commands: the page of `run --help`, and the completion of what is typed."""
 
 from collections.abc import Mapping
 from typing import Any

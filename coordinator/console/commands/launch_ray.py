@@ -131,8 +131,8 @@ class RayNode:
             if not self._comes_back(code) or restarts == MAX_RESTARTS:
                 return code
             restarts += 1
-            what = "its machine or its actor died" if code is None else f"it ended with {code}"
-            say(f"{self.name}: {what}; starting it again ({restarts} of {MAX_RESTARTS})")
+            reason = "its machine or its actor died" if code is None else f"it ended with {code}"
+            say(f"{self.name}: {reason}; starting it again ({restarts} of {MAX_RESTARTS})")
             self._cluster.ray.kill(self._actor)
             self._has_begun = False
             self._words.clear()
@@ -178,8 +178,8 @@ class RayNode:
         all others have.
         """
         cluster = self._cluster
-        asked, said_s = self._actor.host.remote(), time.monotonic()
-        while not cluster.ray.wait([asked], timeout=LOOK_S)[0]:
+        answer, said_s = self._actor.host.remote(), time.monotonic()
+        while not cluster.ray.wait([answer], timeout=LOOK_S)[0]:
             others = set(range(len(cluster.names))) - cluster.away
             is_over = bool(cluster.ended) and others <= cluster.ended.keys()
             if self._is_ending or (self._was_started and is_over):
@@ -187,8 +187,8 @@ class RayNode:
             if time.monotonic() - said_s >= SAY_AGAIN_S:
                 said_s = time.monotonic()
                 there = ", ".join(map(str, machines(cluster.ray)))
-                say(f"{self.name}: waits for a machine with {cluster.wanted(self._rank)}; alive: {there}")
-        host, run_json = cluster.ray.get(asked), str(RunDir(cluster.root).run_json)
+                say(f"{self.name}: waits for a machine with {cluster.needs(self._rank)}; alive: {there}")
+        host, run_json = cluster.ray.get(answer), str(RunDir(cluster.root).run_json)
         # On the first machines the directory was tried before. A master that died early has made no run.
         if self._was_started and cluster.others_see(self._rank, run_json):
             while not cluster.ray.get(self._actor.sees.remote(run_json, SEEN_S)):

@@ -50,7 +50,7 @@ class Leftover(NamedTuple):
     """A file or directory to remove."""
 
     path: Path
-    what: What
+    kind: What
 
 
 class Plan(NamedTuple):
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
     def has_nothing(self) -> bool:
         """Return whether the iteration itself has left nothing."""
-        return all(leftover.what in BY_THE_WAY for leftover in self.leftovers)
+        return all(leftover.kind in BY_THE_WAY for leftover in self.leftovers)
 
 
 def look(crews: Sequence[RunDir], iteration: int) -> dict[Path, list[str]]:
@@ -97,21 +97,21 @@ def plan(
     leftovers: list[Leftover] = []
     unknown: list[Path] = []
     for directory, names in listed.items():
-        found: list[Leftover] = []
+        leftovers_here: list[Leftover] = []
         for path in sorted(directory / name for name in names):
             if path in keep or directory in keep:
                 continue
             if crew := crew_of.get(directory):
-                what = _in_protocol(path.name, iteration, claimed[crew], boards[crew])
+                kind = _in_protocol(path.name, iteration, claimed[crew], boards[crew])
             elif directory == run_dir.checkpoints:
-                what = _in_checkpoints(path.name, iteration)
+                kind = _in_checkpoints(path.name, iteration)
             elif directory == run_dir.trainer_states:
                 saved = parse_state_name(path.name.removeprefix(REMOVED))
-                what = What.STATE if saved and saved[0] == iteration else None
-            elif (what := _in_own_directory(path.name)) is None:
+                kind = What.STATE if saved and saved[0] == iteration else None
+            elif (kind := _in_own_directory(path.name)) is None:
                 unknown.append(path)
-            found += [Leftover(path, what)] if what else []
-        leftovers += sorted(found, key=lambda leftover: list(What).index(leftover.what))
+            leftovers_here += [Leftover(path, kind)] if kind else []
+        leftovers += sorted(leftovers_here, key=lambda leftover: list(What).index(leftover.kind))
     return Plan(leftovers, unknown)
 
 

@@ -40,7 +40,7 @@ GRACE_S = 15.0
 def run_local(
     children: Children,
     root: Path,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     reset: Sequence[str] = (),
     accept_code_change: bool = False,
     allow_shared_dir: bool = False,
@@ -51,7 +51,7 @@ def run_local(
     SettingsError if another `run local` has nodes in the directory: it would end when they are superseded.
     """
     with _alone(root):
-        return _run_local(children, root, given, reset, accept_code_change, allow_shared_dir)
+        return _run_local(children, root, overrides, reset, accept_code_change, allow_shared_dir)
 
 
 @contextlib.contextmanager
@@ -81,17 +81,17 @@ def _alone(root: Path) -> Generator[None]:
 def _run_local(
     children: Children,
     root: Path,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     reset: Sequence[str],
     accept_code_change: bool,
     allow_shared_dir: bool,
 ) -> int:
     check_log_path(root)
     refuse_strangers(root, allow_shared_dir)  # what is kept there says which code is loaded here
-    given = resume_given(root, given, reset)
-    settings = build(given)
+    overrides = resume_given(root, overrides, reset)
+    settings = build(overrides)
     with progress_reminders(lambda: ("start", "run: reading the tasks and the model"), say=print):
-        fit_max_tokens(settings, given, load_inputs(settings, given).context)
+        fit_max_tokens(settings, overrides, load_inputs(settings, overrides).context)
     nodes = settings.cluster.num_nodes
     threads = str(max(1, cores() // nodes))
     if omp_threads(os.environ):  # it may be a list, which OpenMP reads by itself
@@ -99,8 +99,8 @@ def _run_local(
     again = f"run local --log-path {shlex.quote(str(root))}"
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", STARTED_BY: again}
     interrupts = Interrupts()
-    overrides = ["--reset-settings=all", *as_overrides({**given, "cluster.num_nodes": nodes})]
-    overrides += ["--accept-code-change"] if accept_code_change else []
+    arguments = ["--reset-settings=all", *as_overrides({**overrides, "cluster.num_nodes": nodes})]
+    arguments += ["--accept-code-change"] if accept_code_change else []
     shared = ["--allow-shared-dir"] if allow_shared_dir else []
     started: list[Child] = []
     with LiveView(root, sys.stdout) as shown:
@@ -109,7 +109,7 @@ def _run_local(
             shown.say_line(plain(line))
 
         for rank in range(nodes):
-            role = ["--worker", str(rank)] if rank else ["--master", *overrides]
+            role = ["--worker", str(rank)] if rank else ["--master", *arguments]
             argv = [sys.executable, "-P", "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
         codes = follow(started, interrupts)
@@ -175,6 +175,6 @@ def _say_report(root: Path) -> None:
         print(f"report     none: {error}")
 
 
-def as_overrides(given: Mapping[str, Any]) -> list[str]:
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     """Write settings as the arguments of `run` that say the same."""
-    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]

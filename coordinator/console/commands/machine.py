@@ -1,4 +1,4 @@
-"""What a machine is to a run: one node; or, where devices are placed, a node in each crew that has some here.
+"""A machine of a run: one node; or, where devices are placed, a node in each crew that has some here.
 
 A node of a crew is a process of its own, which sees its crew's devices alone. This one starts it, passes on
 its lines and signals, and starts it in another crew when the master's machine has placed the devices anew.
@@ -51,7 +51,7 @@ class Typed:
 
     root: Path
     rank: int
-    given: Mapping[str, Any]
+    overrides: Mapping[str, Any]
     reset: Sequence[str]
     accept_code_change: bool
     allow_shared_dir: bool
@@ -66,9 +66,9 @@ def run_machine(typed: Typed, as_node: Callable[[str], int]) -> int:
     if typed.rank == MASTER:
         check_log_path(typed.root)
     while True:
-        given = _place_devices(typed) if typed.rank == MASTER else typed.given
+        overrides = _place_devices(typed) if typed.rank == MASTER else typed.overrides
         placement = placement_records.read_placement(typed.root)
-        code = _run_crews(typed, given, placement) if placement.place else as_node(placement.to_json())
+        code = _run_crews(typed, overrides, placement) if placement.place else as_node(placement.to_json())
         if code != Exit.MOVED:
             return code
         if typed.rank == MASTER:
@@ -82,11 +82,11 @@ def _place_devices(typed: Typed) -> Mapping[str, Any]:
     Nodes of another placement are told to look again.
     """
     root, before = typed.root, placement_records.read_placement(typed.root)
-    cluster = loading.build(resume_given(root, typed.given, typed.reset)).cluster
+    cluster = loading.build(resume_given(root, typed.overrides, typed.reset)).cluster
     placement = Placement(cluster.num_nodes, cluster.place)
     if not placement.place and not before.place:
-        return typed.given
-    checked = check_master(root, typed.given, typed.allow_shared_dir, typed.reset)
+        return typed.overrides
+    checked = check_master(root, typed.overrides, typed.allow_shared_dir, typed.reset)
     if placement.place:
         placement_records.check(root, placement, {MASTER: _count_devices()})
         placement_records.publish_devices(root, MASTER, socket.gethostname(), _count_devices())
@@ -97,16 +97,19 @@ def _place_devices(typed: Typed) -> Mapping[str, Any]:
     return checked.overrides
 
 
-def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> int:
+def _run_crews(typed: Typed, overrides: Mapping[str, Any], placement: Placement) -> int:
     """Start this machine's nodes, and follow them to their end."""
     logs.set_up(typed.rank)
     refuse_rank(typed.rank, placement.num_nodes, "the master's ")
     placement_records.publish_devices(typed.root, typed.rank, socket.gethostname(), _count_devices())
-    crews = _await_crews(typed, given, placement)
+    crews = _await_crews(typed, overrides, placement)
     if isinstance(crews, Exit):
         return crews
     places: dict[Crew, Place] = {
-        crew: place for crew, of in crews.items() for place in of if place.machine == typed.rank
+        crew: place
+        for crew, all_places in crews.items()
+        for place in all_places
+        if place.machine == typed.rank
     }
     leading = placement_records.run_dirs(typed.root, placement)[0].crew
     interrupts = Interrupts()
@@ -117,7 +120,7 @@ def _run_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> 
         with Children() as children:
 
             def start(crew: Crew) -> Child:
-                argv = _command(typed, given if crew == leading or typed.rank else {}, crew, placement)
+                argv = _command(typed, overrides if crew == leading or typed.rank else {}, crew, placement)
                 env = {"PYTHONUNBUFFERED": "1", **_visible(places[crew])}
                 return children.start(crew, argv, env=env, echo=shown.say_line)
 
@@ -143,10 +146,10 @@ def _outcome(codes: Sequence[int], is_interrupted: bool) -> int:
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
-def _await_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -> Crews | Exit:
+def _await_crews(typed: Typed, overrides: Mapping[str, Any], placement: Placement) -> Crews | Exit:
     """Wait until each machine has said which devices it has; returns an exit code if one does not come."""
     said_s, who, default_s = float("-inf"), "", ClusterSettings().rejoin_timeout_s
-    timeout_s = loading.check_each(given).get("cluster.rejoin_timeout_s", default_s)
+    timeout_s = loading.check_each(overrides).get("cluster.rejoin_timeout_s", default_s)
     for waited_s in patience(timeout_s):
         if placement_records.read_placement(typed.root) != placement:
             return Exit.MOVED
@@ -164,14 +167,14 @@ def _await_crews(typed: Typed, given: Mapping[str, Any], placement: Placement) -
     return Exit.LOST
 
 
-def _command(typed: Typed, given: Mapping[str, Any], crew: Crew, placement: Placement) -> list[str]:
+def _command(typed: Typed, overrides: Mapping[str, Any], crew: Crew, placement: Placement) -> list[str]:
     """Return what starts this machine's node of a crew."""
     role = ["--worker", str(typed.rank)] if typed.rank else ["--master"]
-    role += ["--reset-settings=all"] if given and not typed.rank else []
-    role += ["--accept-code-change"] if typed.accept_code_change and given and not typed.rank else []
+    role += ["--reset-settings=all"] if overrides and not typed.rank else []
+    role += ["--accept-code-change"] if typed.accept_code_change and overrides and not typed.rank else []
     role += ["--allow-shared-dir"] if typed.allow_shared_dir else []
-    own = ["--log-path", str(typed.root), "--crew", crew, "--placed-as", placement.to_json()]
-    return [sys.executable, "-P", "-m", "coordinator.cli", *own, *role, *as_overrides(given)]
+    options = ["--log-path", str(typed.root), "--crew", crew, "--placed-as", placement.to_json()]
+    return [sys.executable, "-P", "-m", "coordinator.cli", *options, *role, *as_overrides(overrides)]
 
 
 def _count_devices() -> int:
@@ -192,7 +195,7 @@ def _visible(place: Place) -> dict[str, str]:
 def _follow(start: Callable[[Crew], Child], crews: Sequence[Crew], interrupts: Interrupts) -> list[int]:
     """Pass on signals until the nodes of all crews have ended; return their exit codes."""
     nodes: dict[Crew, Child] = {crew: start(crew) for crew in crews}
-    restarts, told, moved_s = Counter[Crew](), False, float("inf")
+    restarts, is_ending, moved_s = Counter[Crew](), False, float("inf")
     while any(node.poll() is None for node in nodes.values()) and not interrupts.end_waiting:
         if interrupts.has_new():
             _signal(nodes, interrupts.received[-1])
@@ -201,8 +204,8 @@ def _follow(start: Callable[[Crew], Child], crews: Sequence[Crew], interrupts: I
             others = [other for other in nodes.values() if other.poll() is None]
             if code == Exit.MOVED:
                 moved_s = min(moved_s, time.monotonic())
-            if not told and (code == Exit.USAGE or time.monotonic() >= moved_s + MOVE_S):
-                told = True
+            if not is_ending and (code == Exit.USAGE or time.monotonic() >= moved_s + MOVE_S):
+                is_ending = True
                 _signal(nodes, signal.SIGTERM)  # once: at a second one a node ends out of order
             if code is not None and code < 0 and others and not interrupts.received:
                 restarts[crew] += 1

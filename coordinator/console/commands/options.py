@@ -22,18 +22,18 @@ def with_options(function: Callable[..., int]) -> Callable[..., int]:
     """
 
     @wraps(function)
-    def command(**given: Any) -> int:
-        return function(**given)
+    def command(**arguments: Any) -> int:
+        return function(**arguments)
 
     signature = inspect.signature(function)
-    *own, _typed = signature.parameters.values()
-    made = [
+    *parameters, _typed = signature.parameters.values()
+    options = [
         inspect.Parameter(
             _parameter(key), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(key)
         )
         for key in OPTIONS
     ]
-    command.__signature__ = signature.replace(parameters=[*own, *made])  # pyright: ignore
+    command.__signature__ = signature.replace(parameters=[*parameters, *options])  # pyright: ignore
     return command
 
 
@@ -61,7 +61,7 @@ def _annotation(key: str) -> Any:
     default += f"  [with {TINY}: {show(TINY_DEFAULTS[key])}]" if key in TINY_DEFAULTS else ""
     text = docstrings(model)[name] + default
     choices = metavar.split("|") if "|" in metavar else []
-    made = typer.Option(
+    option = typer.Option(
         option_name(key),
         metavar=metavar,
         help=text,
@@ -70,7 +70,7 @@ def _annotation(key: str) -> Any:
     )
     is_tuple = get_origin(field.annotation) is tuple and get_args(field.annotation)[0] is str
     several = is_tuple or key in REPEATED
-    return Annotated[list[str] | None, made] if several else Annotated[str | None, made]
+    return Annotated[list[str] | None, option] if several else Annotated[str | None, option]
 
 
 def _find(key: str) -> tuple[type[BaseModel], str]:

@@ -46,12 +46,12 @@ def evaluate(
     from coordinator.console.commands.evaluate import evaluate as score
     from coordinator.settings.loading import parse_override, read_file
 
-    given: dict[str, Any] = read_file(config) if config else {}
+    overrides: dict[str, Any] = read_file(config) if config else {}
     named = {"eval_tasks": eval_tasks, "rollout.reward": reward, "rollout.environment": environment}
-    given |= {key: value for key, value in named.items() if value}
-    given |= dict(parse_override(word) for word in words or [])
+    overrides |= {key: value for key, value in named.items() if value}
+    overrides |= dict(parse_override(word) for word in words or [])
     root = log_path.absolute() if log_path else None
-    return score(checkpoint, root, given, out.absolute() if out else None, as_json)
+    return score(checkpoint, root, overrides, out.absolute() if out else None, as_json)
 
 
 @command_in(APPS, "doctor")
@@ -110,9 +110,9 @@ def export(
     return 0
 
 
-def _iteration(given: str) -> int:
+def _iteration(text: str) -> int:
     from coordinator.settings.tree import SettingsError
 
-    if not (given.isdecimal() and int(given)):
-        raise SettingsError(f"--iteration {given}: give the number of an iteration, e.g. --iteration 5")
-    return int(given)
+    if not (text.isdecimal() and int(text)):
+        raise SettingsError(f"--iteration {text}: give the number of an iteration, e.g. --iteration 5")
+    return int(text)

@@ -126,10 +126,10 @@ def profile(
     return profile_next_step(log_path.absolute(), rank)
 
 
-def _rank(given: str) -> int:
+def _rank(text: str) -> int:
     from coordinator.settings.tree import SettingsError
 
-    if not given.isdecimal():
+    if not text.isdecimal():
         example = "e.g. run logs 1, and the run directory as --log-path"
-        raise SettingsError(f"run logs {given}: give the number of a rank, {example}")
-    return int(given)
+        raise SettingsError(f"run logs {text}: give the number of a rank, {example}")
+    return int(text)

@@ -67,8 +67,8 @@ def _wait(run: Run, run_dir: RunDir, request: ProfileRequest) -> Path:
     said_s = float("-inf")
     while True:
         crew = _crew(run, run_dir)  # before the listing: a run that ends may have answered
-        if found := [listed for listed in published.names(logs) if request.is_answer(listed)]:
-            return logs / found[0]
+        if answers := [listed for listed in published.names(logs) if request.is_answer(listed)]:
+            return logs / answers[0]
         if crew["state"] not in GOING:
             raise SettingsError(
                 f"{run_dir.root}: the run is {crew['state']}, and {name} has taken no step since you asked"

@@ -39,9 +39,9 @@ def connect(address: str) -> Any:
         if not ray.is_initialized():
             ray.init(real, namespace="flagpost", log_to_driver=False, logging_level="CRITICAL")
     except (OSError, ValueError, RuntimeError, SystemExit) as error:  # the last: Ray gives up
-        said = " ".join(str(error).split())[:SAID_CHARACTERS] or "no answer"
+        error_text = " ".join(str(error).split())[:SAID_CHARACTERS] or "no answer"
         raise SettingsError(
-            f"--ray {address}: {said}; start a cluster (ray start --head), or name one: HOST:PORT"
+            f"--ray {address}: {error_text}; start a cluster (ray start --head), or name one: HOST:PORT"
         ) from None
     return ray
 
@@ -83,8 +83,8 @@ class Cluster:
         """The present actor of each rank."""
         self._group: Any = None
         self._actor: Any = None
-        given = {"--gpus-per-node": gpus, "--cpus-per-node": cpus}
-        more = [word for option, value in given.items() if value is not None for word in (option, value)]
+        options = {"--gpus-per-node": gpus, "--cpus-per-node": cpus}
+        more = [word for option, value in options.items() if value is not None for word in (option, value)]
         self.options = ["--ray", address, "--num-nodes", str(nodes), *more]
 
     def connect(self, root: Path) -> None:
@@ -122,13 +122,13 @@ class Cluster:
     def others_see(self, rank: int, path: str) -> bool:
         """Return whether the machine of another rank lists a file."""
         others = [self.relays[other] for other in range(len(self.names)) if other not in {rank, *self.away}]
-        for asked in [other.sees.remote(path, 0.0) for other in others]:
+        for answer in [other.sees.remote(path, 0.0) for other in others]:
             with contextlib.suppress(self.ray.exceptions.RayError):  # it has just died, or does not answer
-                if self.ray.get(asked, timeout=SEEN_S):
+                if self.ray.get(answer, timeout=SEEN_S):
                     return True
         return False
 
-    def wanted(self, rank: int) -> str:
+    def needs(self, rank: int) -> str:
         """Return what the machine of a rank must have."""
         return ", ".join(f"{number:g} {name}s" for name, number in self._bundles[rank].items())
 
@@ -147,16 +147,18 @@ class Cluster:
             hosts = self.ray.get([node.host.remote() for node in self.relays], timeout=PLACE_S)
             mark = self.ray.get(first.mark.remote(str(self.root)), timeout=PLACE_S)
             try:
-                asked = [node.sees.remote(mark, SEEN_S) for node in others]
+                answers = [node.sees.remote(mark, SEEN_S) for node in others]
                 answered: Any = []
-                if asked:  # a mount may hang
-                    answered, _ = self.ray.wait(asked, num_returns=len(asked), timeout=2 * SEEN_S)
-                seen = [one in answered and self.ray.get(one) for one in asked]
+                if answers:  # a mount may hang
+                    answered, _ = self.ray.wait(answers, num_returns=len(answers), timeout=2 * SEEN_S)
+                seen = [answer in answered and self.ray.get(answer) for answer in answers]
             finally:
                 self.ray.get(first.unmark.remote(mark), timeout=PLACE_S)
         except self.ray.exceptions.RayError as error:
-            said = str(error.__cause__ or error).strip().splitlines()[-1]
-            raise SettingsError(f"--log-path {self.root}: cannot try it on the machines: {said}") from None
+            error_text = str(error.__cause__ or error).strip().splitlines()[-1]
+            raise SettingsError(
+                f"--log-path {self.root}: cannot try it on the machines: {error_text}"
+            ) from None
         blind = [f"rank {rank} ({hosts[rank]})" for rank, saw in enumerate(seen, 1) if not saw]
         if blind:
             raise SettingsError(

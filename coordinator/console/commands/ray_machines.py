@@ -1,4 +1,4 @@
-"""Which machines of a Ray cluster are asked for, and what is missing; nothing here needs Ray."""
+"""The machines that are asked of a Ray cluster, and what it lacks; nothing here needs Ray."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,23 +34,23 @@ def parse_asked(nodes: int, gpus: str | None, cpus: str | None) -> Asked:
     return Asked(_numbers("--gpus-per-node", gpus, nodes, 0), _numbers("--cpus-per-node", cpus, nodes, 1))
 
 
-def _numbers(option: str, given: str | None, nodes: int, least: int) -> list[float | None]:
-    if given is None:
+def _numbers(option: str, text: str | None, nodes: int, least: int) -> list[float | None]:
+    if text is None:
         return [None] * nodes
-    words = [word.strip() for word in given.split(",")]
+    words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) >= least for word in words) or len(words) not in {1, nodes}:
         raise SettingsError(
-            f"{option} {given}: give a number from {least}, or one for each of {nodes} nodes, e.g. 8,8,4"
+            f"{option} {text}: give a number from {least}, or one for each of {nodes} nodes, e.g. 8,8,4"
         )
     return [float(word) for word in words] * (nodes // len(words))
 
 
-def bundles(machines: Sequence[Machine], asked: Asked, address: str) -> list[Bundle]:
+def bundles(machines: Sequence[Machine], demand: Asked, address: str) -> list[Bundle]:
     """Return what to ask for each node; SettingsError names what the cluster lacks, by host.
 
     A node that asks for all gets the largest machine that is left, the others the smallest that is enough.
     """
-    nodes = len(asked.gpus)
+    nodes = len(demand.gpus)
     left = sorted((m for m in machines if m.cpus), key=lambda machine: (machine.gpus, machine.cpus))
     there = ", ".join(map(str, machines)) or "none"
     if len(left) < nodes:
@@ -58,11 +58,11 @@ def bundles(machines: Sequence[Machine], asked: Asked, address: str) -> list[Bun
             f"--num-nodes {nodes}: the Ray cluster at {address} has {len(left)} machines with CPUs: {there}; "
             f"start Ray on {nodes - len(left)} more, or give a smaller number"
         )
-    found: dict[int, Bundle] = {}
-    wanted = list(zip(asked.gpus, asked.cpus, strict=True))
+    by_rank: dict[int, Bundle] = {}
+    needs = list(zip(demand.gpus, demand.cpus, strict=True))
     # those that ask for a number first, the most first
-    for rank in sorted(range(nodes), key=lambda rank: tuple(-(number or 0.0) for number in wanted[rank])):
-        gpus, cpus = wanted[rank]
+    for rank in sorted(range(nodes), key=lambda rank: tuple(-(number or 0.0) for number in needs[rank])):
+        gpus, cpus = needs[rank]
         fits = [m for m in left if m.gpus >= (gpus or 0) and m.cpus >= (cpus or 0)]
         if not fits:
             ask = f"{gpus or 0:g} GPUs and {cpus or 0:g} CPUs"
@@ -73,5 +73,5 @@ def bundles(machines: Sequence[Machine], asked: Asked, address: str) -> list[Bun
         machine = fits[-1] if gpus is None and cpus is None else fits[0]
         left.remove(machine)
         numbers = {"GPU": machine.gpus if gpus is None else gpus, "CPU": cpus or machine.cpus}
-        found[rank] = {name: number for name, number in numbers.items() if number}
-    return [found[rank] for rank in range(nodes)]
+        by_rank[rank] = {name: number for name, number in numbers.items() if number}
+    return [by_rank[rank] for rank in range(nodes)]

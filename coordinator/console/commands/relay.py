@@ -1,4 +1,4 @@
-"""What runs as an actor on each machine of a Ray cluster: it starts the node, and passes words and lines.
+"""The actor on each machine of a Ray cluster: it starts the node, and passes words and lines.
 
 The actor is sent to the machine by value, and its Python is that of Ray. So this file uses the standard
 library alone, and flagpost need not be installed in that Python.

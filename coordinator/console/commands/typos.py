@@ -27,14 +27,14 @@ def refuse_word(word: str) -> None:
     commands, known = [LOCAL, *COMMANDS], known_keys()
     near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, commands, n=1)
     if word in commands:
-        said = f"a command comes first: run {word} ..."
+        advice = f"a command comes first: run {word} ..."
     elif near:
-        said = f"did you mean run {near[0]}?"
-    elif found := suggestions.known_as(word, known) or suggestions.spelled_like(word, known):
-        said = f"did you mean {_typed(found)}?"
+        advice = f"did you mean run {near[0]}?"
+    elif setting := suggestions.known_as(word, known) or suggestions.spelled_like(word, known):
+        advice = f"did you mean {_typed(setting)}?"
     else:
-        said = "e.g. trainer.learning_rate=1e-6"
-    raise SettingsError(f"'{word}' is neither a command, nor an option, nor KEY=VALUE; {said}")
+        advice = "e.g. trainer.learning_rate=1e-6"
+    raise SettingsError(f"'{word}' is neither a command, nor an option, nor KEY=VALUE; {advice}")
 
 
 def of_option(error: typer.TyperException) -> str:
@@ -54,8 +54,8 @@ def of_option(error: typer.TyperException) -> str:
         return f"{text}; {instead}"
     known = known_keys()
     near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1)
-    found = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
-    meant = _typed(found) if found else "".join(near)
+    setting = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
+    meant = _typed(setting) if setting else "".join(near)
     meant = "".join(near) if meant == typed else meant  # an option of `run` that this command lacks
     return f"{text}; did you mean {meant}?" if meant else text
 

@@ -61,8 +61,8 @@ def _lead(
 ) -> int:
     """Wait for the others, then run the command and pass on signals; return its exit code."""
     if (there := _gather(head, nodes, address, deadline_s)) < nodes:
-        said = plain(head.tail(3)) if there == 0 else "start the same command on the others"
-        say(f"with-ray: {there} of {nodes} machines are there at {address}; {said}")
+        hint = plain(head.tail(3)) if there == 0 else "start the same command on the others"
+        say(f"with-ray: {there} of {nodes} machines are there at {address}; {hint}")
         return Exit.LOST
     interrupts = Interrupts()
     try:

@@ -120,10 +120,10 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def judge_directory(made: bool, mode: int, file_mode: int, owner: str) -> Check:
+def judge_directory(is_new: bool, mode: int, file_mode: int, owner: str) -> Check:
     """Judge `mode` of the run directory, and `file_mode` of a file made in it, as a run makes its files."""
-    figure = f"{'made' if made else 'there'}, mode {mode:04o}; a new file {file_mode:04o}, {owner}"
-    values = {"made": made, "mode": f"{mode:04o}", "file_mode": f"{file_mode:04o}"}
+    figure = f"{'made' if is_new else 'there'}, mode {mode:04o}; a new file {file_mode:04o}, {owner}"
+    values = {"made": is_new, "mode": f"{mode:04o}", "file_mode": f"{file_mode:04o}"}
     if file_mode & 0o007:
         advice = "this mount opens new files to every user; mount it with a umask, e.g. umask=007"
         return Check("directory", figure, "warn", advice, values)
@@ -217,9 +217,9 @@ def judge_create(names: int, doubled: int, orphaned: int, hard_links: bool, node
     return Check(name, figure, values=values)
 
 
-def judge_visible(name: str, delays: Latency, mount: Mount, what: str) -> Check:
+def judge_visible(name: str, delays: Latency, mount: Mount, subject: str) -> Check:
     """Judge the delay from publishing until another process sees it; a run tolerates VISIBLE_S."""
-    figure = f"{what}: median {duration(delays.p50)}, longest {duration(delays.worst)}"
+    figure = f"{subject}: median {duration(delays.p50)}, longest {duration(delays.worst)}"
     values = delays.values()
     if delays.worst > VISIBLE_S:
         allowed = f"a run allows {VISIBLE_S:.0f} s with cluster.node_timeout_s={_CLUSTER.node_timeout_s:g}"
@@ -231,12 +231,12 @@ def judge_visible(name: str, delays: Latency, mount: Mount, what: str) -> Check:
     return Check(name, figure, values=values)
 
 
-def judge_stale(name: str, delays: Latency, limit_s: float, mount: Mount, what: str) -> Check:
+def judge_stale(name: str, delays: Latency, limit_s: float, mount: Mount, subject: str) -> Check:
     """Judge how long outdated state is seen that no run relies on; `inf` for longer than `limit_s`."""
     worst = duration(delays.worst) if math.isfinite(delays.worst) else f"more than {duration(limit_s)}"
     verdict: Verdict = "slow" if delays.worst > PROMPT_S else "ok"
     advice = f"a run does not rely on it, but it shows a cache; {cache_advice(mount)}"
-    return Check(name, f"{what} {worst}", verdict, advice if verdict == "slow" else "", delays.values())
+    return Check(name, f"{subject} {worst}", verdict, advice if verdict == "slow" else "", delays.values())
 
 
 def judge_write(count: int, seconds: float) -> Check:

@@ -1,4 +1,4 @@
-"""How the nodes of `run doctor --peers N` meet: through files, in a directory beside those of the run.
+"""The meeting of the nodes of `run doctor --peers N`: through files, in a directory beside those of the run.
 
     <log-path>/doctor/
       0f3da7c1.work/                  only for rank 0
@@ -110,8 +110,8 @@ class Host:
         """Look for nodes that have come; return the ranks that have not."""
         for name in self.listings.names(self._directory):
             rank = _rank_of_hello(name, self._session)
-            if rank in self._expected and (said := hear(self._directory / name)):
-                self.members[rank] = said
+            if rank in self._expected and (member := hear(self._directory / name)):
+                self.members[rank] = member
         return self._expected - self.members.keys()
 
     def gather(self, limit_s: float) -> set[int]:
@@ -119,26 +119,26 @@ class Host:
         for _ in poll(limit_s):
             if not self.absent():
                 break
-        self._begin("members", {"members": {rank: said["token"] for rank, said in self.members.items()}})
+        self._begin("members", {"members": {rank: member["token"] for rank, member in self.members.items()}})
         return self._expected - self.members.keys()
 
     def step(
-        self, do: str, arguments: Mapping[str, Any] | None = None, own: Callable[[], Any] = lambda: None
+        self, do: str, arguments: Mapping[str, Any] | None = None, meanwhile: Callable[[], Any] = lambda: None
     ) -> dict[int, Answer]:
         """Let all members do `do`, and this node `own()` meanwhile; return the answers.
 
         A rank that does not answer within `STEP_S` is `lost`, and no later step waits for it.
         """
         self._begin(do, arguments or {})
-        own()
+        meanwhile()
         answers: dict[int, Answer] = {}
         awaited = self.members.keys() - {MASTER}
         for _ in poll(STEP_S):
             names = self.listings.names(self._directory)
             for rank in awaited - answers.keys():
                 name = f"{self._session}.s{self._step:04d}.r{rank:04d}"
-                if name in names and (said := hear(self._directory / name)) is not None:
-                    answers[rank] = Answer(said, time.monotonic(), time.time())
+                if name in names and (content := hear(self._directory / name)) is not None:
+                    answers[rank] = Answer(content, time.monotonic(), time.time())
             if awaited == answers.keys():
                 break
         for rank in awaited - answers.keys():
@@ -216,14 +216,14 @@ class Guest:
             self._step += 1
             for _ in poll(2 * STEP_S):
                 names = self._names()
-                said = self._hear_listed(f"{self._session}.s{self._step:04d}", names)
-                if said is not None:
+                step = self._hear_listed(f"{self._session}.s{self._step:04d}", names)
+                if step is not None:
                     break
                 if self._session not in _open_sessions(names):
                     raise DoctorError("rank 0 has ended its doctor; see its terminal")
             else:
                 raise DoctorError(f"rank 0 has said nothing for {2 * STEP_S:.0f} s; see its terminal")
-            yield said.pop("do"), said
+            yield step.pop("do"), step
 
     def work_directory(self) -> Path:
         """Return a directory only for this process; rank 0 removes it if this process is killed."""

@@ -156,14 +156,14 @@ def judge_equal_versions(versions: Mapping[int, Mapping[str, str | None]]) -> Ch
     """Compare the packages of all ranks."""
     first = versions[min(versions)]
     names = {name: [versions[rank].get(name) for rank in sorted(versions)] for name in first}
-    differ = {name: found for name, found in names.items() if len(set(found)) > 1}
+    differ = {name: by_rank for name, by_rank in names.items() if len(set(by_rank)) > 1}
     values = {str(rank): dict(installed) for rank, installed in versions.items()}
     if not differ:
         return Check("same versions", f"equal on {len(versions)} nodes", values=values)
     figure = "; ".join(
         f"{name} "
-        + ", ".join(f"{rank}: {text or 'none'}" for rank, text in zip(sorted(versions), found, strict=True))
-        for name, found in differ.items()
+        + ", ".join(f"{rank}: {text or 'none'}" for rank, text in zip(sorted(versions), by_rank, strict=True))
+        for name, by_rank in differ.items()
     )
     advice = "install the same on all nodes: trainers of different versions may not find each other"
     return Check("same versions", figure, "warn", advice, values)

@@ -50,11 +50,11 @@ def checks_between(
 
 
 def _their_checks(host: Host) -> list[Check]:
-    found: list[Check] = []
+    judged: list[Check] = []
     for rank, answer in sorted(host.step("checks").items()):
         checks = [Check.from_dict(data) for data in answer.result["checks"]]
-        found += judge.judge_their_checks(rank, host.members[rank]["host"], checks)
-    return found
+        judged += judge.judge_their_checks(rank, host.members[rank]["host"], checks)
+    return judged
 
 
 def _ping(host: Host, mount: Mount) -> list[Check]:
@@ -92,9 +92,9 @@ def _round_trip(began_s: float, began_at: float, answer: Answer) -> RoundTrip:
 def _race(host: Host, directory: Path) -> Check:
     """Let all nodes create the same names, each with its own content."""
     paths = [host.claim_path(number) for number in range(CLAIMS)]
-    own: list[bool] = []
-    answers = host.step("claim", {"paths": paths}, lambda: own.extend(_create(paths, MASTER)))
-    everybody = [own, *(answer.result["won"] for answer in answers.values())]
+    won_here: list[bool] = []
+    answers = host.step("claim", {"paths": paths}, lambda: won_here.extend(_create(paths, MASTER)))
+    everybody = [won_here, *(answer.result["won"] for answer in answers.values())]
     winners = [sum(won) for won in zip(*everybody, strict=True)]
     doubled, orphaned = sum(count > 1 for count in winners), winners.count(0)
     return judge_create(CLAIMS, doubled, orphaned, has_hard_links(directory), nodes=len(everybody))
@@ -106,25 +106,27 @@ def _create(paths: Sequence[str], rank: int) -> list[bool]:
 
 def _ports(host: Host) -> list[Check]:
     """Let every node listen on the address that it would train on, and every other node connect to it."""
-    peers = {str(rank): said["peer"] for rank, said in host.members.items()}
-    own: dict[str, str] = {}
+    peers = {str(rank): member["peer"] for rank, member in host.members.items()}
+    reached_here: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         doors = {MASTER: open_door(stack, MASTER, peers, host.members[MASTER]["token"])}
         doors |= {rank: answer.result for rank, answer in host.step("listen", {"peers": peers}).items()}
-        told = {
+        addresses = {
             str(rank): {**door, "token": host.members[rank]["token"]}
             for rank, door in doors.items()
             if not door["problem"]
         }
-        answers = host.step("connect", {"doors": told}, lambda: own.update(try_doors(MASTER, told)))
-    reached = {MASTER: own} | {rank: answer.result for rank, answer in answers.items()}
+        answers = host.step(
+            "connect", {"doors": addresses}, lambda: reached_here.update(try_doors(MASTER, addresses))
+        )
+    reached = {MASTER: reached_here} | {rank: answer.result for rank, answer in answers.items()}
     return [judge.judge_training_addresses(doors), judge.judge_ports(doors, reached)]
 
 
 def _compare(host: Host) -> list[Check]:
     return [
-        judge.judge_equal_versions({rank: said["versions"] for rank, said in host.members.items()}),
-        judge.judge_all_gpus({rank: said["gpus"] for rank, said in host.members.items()}),
+        judge.judge_equal_versions({rank: member["versions"] for rank, member in host.members.items()}),
+        judge.judge_all_gpus({rank: member["gpus"] for rank, member in host.members.items()}),
     ]
 
 
@@ -137,17 +139,17 @@ def attend(guest: Guest, rank: int, own_checks: Callable[[], list[Check]]) -> bo
         actions: dict[str, Callable[[Any], dict[str, Any]]] = {
             "checks": lambda _: {"checks": [check.to_dict() for check in own_checks()]},
             "ping": lambda _: {"at": time.time(), "listings": guest.listings.facts()},
-            "claim": lambda told: {"won": _create(told["paths"], rank)},
-            "listen": lambda told: open_door(doors, rank, told["peers"], guest.token),
-            "connect": lambda told: try_doors(rank, told["doors"]),
+            "claim": lambda arguments: {"won": _create(arguments["paths"], rank)},
+            "listen": lambda arguments: open_door(doors, rank, arguments["peers"], guest.token),
+            "connect": lambda arguments: try_doors(rank, arguments["doors"]),
             "end": lambda _: {},
         }
-        for do, told in guest.steps():
+        for do, arguments in guest.steps():
             if do not in actions:
                 raise DoctorError(f"rank 0 asks for {do!r}; install the same version on all nodes")
-            guest.answer(actions[do](told))
+            guest.answer(actions[do](arguments))
             if do == "end":
-                return told["fit"]
+                return arguments["fit"]
     return False
 
 

@@ -73,12 +73,12 @@ def check_addresses() -> Check:
 # ---- the directory
 
 
-def check_directory(root: Path, made: bool, directory: Path) -> Check:
+def check_directory(root: Path, is_new: bool, directory: Path) -> Check:
     """Check which modes and owner this mount gives to the files of a run."""
     files.publish(directory / "mode", b"", durable=False)
-    found = _stat(directory / "mode")
-    owner = f"{_name(pwd.getpwuid, found.st_uid)}:{_name(grp.getgrgid, found.st_gid)}"
-    return judge.judge_directory(made, _stat(root).st_mode & 0o7777, found.st_mode & 0o7777, owner)
+    file_stat = _stat(directory / "mode")
+    owner = f"{_name(pwd.getpwuid, file_stat.st_uid)}:{_name(grp.getgrgid, file_stat.st_gid)}"
+    return judge.judge_directory(is_new, _stat(root).st_mode & 0o7777, file_stat.st_mode & 0o7777, owner)
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -94,10 +94,10 @@ def _name(look_up: Callable[[int], Any], number: int) -> str:
 
 def check_space(directory: Path) -> list[Check]:
     """Check how many bytes and inodes this user may still use."""
-    found = retry("ask for the space of", directory, lambda: os.statvfs(directory), directory)
+    space = retry("ask for the space of", directory, lambda: os.statvfs(directory), directory)
     return [
-        judge.judge_space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize),
-        judge.judge_inodes(found.f_favail, found.f_files),
+        judge.judge_space(space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize),
+        judge.judge_inodes(space.f_favail, space.f_files),
     ]
 
 
@@ -148,7 +148,7 @@ def has_hard_links(directory: Path) -> bool:
 
 def check_visibility(directory: Path, partner: Partner, mount: Mount) -> list[Check]:
     """Measure when this process sees what the partner publishes and removes."""
-    seen, gone, found = list[float](), list[float](), list[float]()
+    seen, gone, stale = list[float](), list[float](), list[float]()
     started_s = time.monotonic()
     while not seen or (len(seen) < ROUNDS and time.monotonic() < started_s + BUDGET_S):
         name = f"seen_{len(seen):03d}"
@@ -160,12 +160,12 @@ def check_visibility(directory: Path, partner: Partner, mount: Mount) -> list[Ch
         early = directory / f"early_{len(seen):03d}"
         os.path.exists(early)  # from now on the mount may remember that there is no such file
         published_s = partner.ask("publish", path=str(early))
-        found.append(_until(lambda e=early: os.path.exists(e), published_s, STALE_S))
+        stale.append(_until(lambda e=early: os.path.exists(e), published_s, STALE_S))
     gone_for, found_for = "a removed name was shown for", "a name sought too early was hidden for"
     return [
         judge.judge_visible("visibility", Latency(tuple(seen)), mount, "another's file"),
         judge.judge_stale("stale listing", Latency(tuple(gone)), STALE_S, mount, gone_for),
-        judge.judge_stale("stale lookup", Latency(tuple(found)), STALE_S, mount, found_for),
+        judge.judge_stale("stale lookup", Latency(tuple(stale)), STALE_S, mount, found_for),
     ]
 
 
@@ -266,10 +266,10 @@ def check_gpus() -> Check:
 
 def versions() -> dict[str, str | None]:
     """Return the versions that should be equal on all nodes, None for a missing package; imports none."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    by_package: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            by_package[package] = None
+    return by_package

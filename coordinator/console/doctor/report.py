@@ -58,10 +58,10 @@ class Report:
         """Do each check and add its rows; a check that cannot be done has failed."""
         for self.current, check in checks:
             try:
-                found = check()
+                rows = check()
             except OSError as error:
-                found = [failed(self.current, error)]
-            for row in found:
+                rows = [failed(self.current, error)]
+            for row in rows:
                 self.add(row)
 
     def add(self, check: Check) -> None:

@@ -79,11 +79,11 @@ def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
     """As rank 0, do the own checks, then those with the other nodes."""
     mount = find_mount(root.resolve())
     site = doctor_directory(root)
-    with _site(root) as made, contextlib.ExitStack() as stack:
+    with _site(root) as is_new, contextlib.ExitStack() as stack:
         report.take(_leftovers(site))
         work = stack.enter_context(_work_in(site / f"{secrets.token_hex(4)}{WORK}"))
         host = stack.enter_context(contextlib.closing(Host(site, nodes))) if nodes > 1 else None
-        report.take(_own_checks(root, made, work, mount))
+        report.take(_own_checks(root, is_new, work, mount))
         if host:
             if absent := host.absent():
                 typed = [command(root, nodes, rank) for rank in sorted(absent)]
@@ -118,9 +118,9 @@ def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report
     return Exit.DONE if fit else Exit.FAILED
 
 
-def _own_checks(root: Path, made: bool, work: Path, mount: Mount) -> Checks:
+def _own_checks(root: Path, is_new: bool, work: Path, mount: Mount) -> Checks:
     """Return the checks that a node does by itself."""
-    yield "directory", lambda: [probe.check_directory(root, made, work), judge_mount(mount)]
+    yield "directory", lambda: [probe.check_directory(root, is_new, work), judge_mount(mount)]
     yield from probe.node_checks(work, mount)
 
 

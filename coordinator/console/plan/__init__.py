@@ -25,14 +25,14 @@ ASSUMPTION = (
 
 def show_plan(root: Path, devices: int | None, as_json: bool) -> None:
     """Print what was measured, the options and the best of them; with `devices`, for that many of them."""
-    found = measure(root)
-    measured = found.measured if devices is None else _resized(found.measured, devices)
-    options = propose(measured, _refuse(found, measured))
-    words = command(found, measured, options[0])
+    findings = measure(root)
+    measured = findings.measured if devices is None else _resized(findings.measured, devices)
+    options = propose(measured, _refuse(findings, measured))
+    words = command(findings, measured, options[0])
     if as_json:
-        print(json.dumps(_document(found, measured, options, words), indent=1))
+        print(json.dumps(_document(findings, measured, options, words), indent=1))
         return
-    for line in _text(found, measured, options, words):
+    for line in _text(findings, measured, options, words):
         print(line)
 
 
@@ -49,9 +49,9 @@ def _resized(measured: Measured, count: int) -> Measured:
     return replace(measured, devices=tuple(Device(number // size, rate) for number in range(count)))
 
 
-def _refuse(found: Findings, measured: Measured) -> Callable[[Sequence[int], Sequence[int]], str]:
+def _refuse(findings: Findings, measured: Measured) -> Callable[[Sequence[int], Sequence[int]], str]:
     """Return what says why a split cannot be: it does not divide as it is set, or does not fit."""
-    engine, trainer = found.settings.engine, found.settings.trainer
+    engine, trainer = findings.settings.engine, findings.settings.trainer
 
     def undivided(devices: Sequence[int], size: int) -> bool:
         counts = Counter(measured.devices[number].machine for number in devices)
@@ -62,29 +62,29 @@ def _refuse(found: Findings, measured: Measured) -> Callable[[Sequence[int], Seq
             return f"engine.tensor_parallel_size={engine.tensor_parallel_size} does not divide its devices"
         if undivided(train, trainer.tensor_parallel_size):
             return f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} does not divide its devices"
-        if found.shape is not None and found.gpu_bytes:
-            needed = least_bytes(found.shape, trainer, len(train))
-            if needed > found.gpu_bytes:
-                has = found.gpu_bytes / 1e9
+        if findings.shape is not None and findings.gpu_bytes:
+            needed = least_bytes(findings.shape, trainer, len(train))
+            if needed > findings.gpu_bytes:
+                has = findings.gpu_bytes / 1e9
                 return f"training takes at least {needed / 1e9:.0f} GB a GPU, which has {has:.0f}"
         return ""
 
     return refuse
 
 
-def command(found: Findings, measured: Measured, best: Option) -> str:
+def command(findings: Findings, measured: Measured, best: Option) -> str:
     """Return what to type on the master's machine for an option; empty: the run goes on as it is."""
-    cluster, words = found.settings.cluster, list[str]()
+    cluster, words = findings.settings.cluster, list[str]()
     machines = max(device.machine for device in measured.devices) + 1
     if machines != cluster.num_nodes:
         words += ["--num-nodes", str(machines)]
     if not best.is_collocated:
         words += ["--place", f"rollout={','.join(spread(best.rollout))}"]
         words += ["--place", f"train={','.join(spread(best.train))}", "--max-async-level", str(best.level)]
-        trainer = found.settings.trainer
+        trainer = findings.settings.trainer
         if trainer.engine_correction == "off" and trainer.clip != "likelihood":
             words.append("trainer.engine_correction=truncated")
-    elif found.in_crews:
+    elif findings.in_crews:
         words += ["--reset-settings", "cluster.place", "--reset-settings", "cluster.max_async_level"]
     weights = rank_weights(measured, best)
     now = cluster.rank_weights if machines == cluster.num_nodes else None
@@ -92,18 +92,18 @@ def command(found: Findings, measured: Measured, best: Option) -> str:
     crews = (best.rollout, best.train)
     if any(slowness(measured, crew, now) > WORTH * slowness(measured, crew, then) for crew in crews):
         words += ["--rank-weights", ",".join(f"{weight:g}" for weight in weights)]
-    return shlex.join(["run", "--master", "--log-path", str(found.root), *words]) if words else ""
+    return shlex.join(["run", "--master", "--log-path", str(findings.root), *words]) if words else ""
 
 
-def _text(found: Findings, measured: Measured, options: Sequence[Option], words: str) -> list[str]:
-    best, crews = options[0], "two crews" if found.in_crews else "one crew"
-    same = len(measured.devices) == len(found.measured.devices)
+def _text(findings: Findings, measured: Measured, options: Sequence[Option], words: str) -> list[str]:
+    best, crews = options[0], "two crews" if findings.in_crews else "one crew"
+    same = len(measured.devices) == len(findings.measured.devices)
     lines = [
-        f"measured: {iterations_text(found.numbers)} of {found.root}, in {crews} of "
-        f"{_count(found.measured)}; {_seconds(found.now_s)} s from begin to end of one"
+        f"measured: {iterations_text(findings.numbers)} of {findings.root}, in {crews} of "
+        f"{_count(findings.measured)}; {_seconds(findings.now_s)} s from begin to end of one"
     ]
     lines += [
-        f"  rank {rank}: {rate:,.0f} tokens a busy second" for rank, rate in found.machine_rates.items()
+        f"  rank {rank}: {rate:,.0f} tokens a busy second" for rank, rate in findings.machine_rates.items()
     ]
     rest = {"sleep": measured.sleep_s, "load": measured.load_s, "other": measured.other_s}
     lines.append("  " + ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in rest.items()))
@@ -118,11 +118,13 @@ def _text(found: Findings, measured: Measured, options: Sequence[Option], words:
         lines.append(_row(_name(option), *map(_seconds, seconds)))
     if len(options) > len(shown):
         lines.append(f"and {len(options) - len(shown)} more: --json")
-    lines += ["", *ASSUMPTION.splitlines(), "", _verdict(found, measured, options)]
-    if found.shares_cores and not best.is_collocated:
+    lines += ["", *ASSUMPTION.splitlines(), "", _verdict(findings, measured, options)]
+    if findings.shares_cores and not best.is_collocated:
         lines.append("But these nodes share the cores of one host, for which two crews would compete.")
     if words:
-        others = "" if len(found.machine_rates) < 2 and not found.in_crews else ", on the others as before"
+        others = (
+            "" if len(findings.machine_rates) < 2 and not findings.in_crews else ", on the others as before"
+        )
         lines += [f"stop the run, then type on the master's machine{others}:", f"  {words}"]
     return lines
 
@@ -145,14 +147,14 @@ def _name(option: Option) -> str:
     return f"{' '.join(map('='.join, zip(('rollout', 'train'), ranges, strict=True)))}, level {option.level}"
 
 
-def _verdict(found: Findings, measured: Measured, options: Sequence[Option]) -> str:
+def _verdict(findings: Findings, measured: Measured, options: Sequence[Option]) -> str:
     best = options[0]
     together = next(option for option in options if option.is_collocated)
     if not best.is_collocated:
         times = together.seconds / best.seconds
         return f"best: two crews, {times:.2f} times as fast as one crew on the same devices"
     others = [option for option in options[1:] if not option.refused]
-    if found.in_crews:
+    if findings.in_crews:
         return (
             f"go back to one crew: {_seconds(others[0].seconds)} s in two"
             if others
@@ -168,18 +170,18 @@ def _verdict(found: Findings, measured: Measured, options: Sequence[Option]) -> 
 def _count(measured: Measured) -> str:
     devices, machines = len(measured.devices), len({device.machine for device in measured.devices})
     parts = ((devices, "device"), (machines, "machine"))
-    return " on ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in parts)
+    return " on ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in parts)
 
 
 def _document(
-    found: Findings, measured: Measured, options: Sequence[Option], words: str
+    findings: Findings, measured: Measured, options: Sequence[Option], words: str
 ) -> dict[str, object]:
     """Return what --json prints; options from the best one on."""
     return {
-        "iterations": found.numbers,
-        "in_crews": found.in_crews,
-        "seconds": found.now_s,
-        "tokens_per_busy_s": found.machine_rates,
+        "iterations": findings.numbers,
+        "in_crews": findings.in_crews,
+        "seconds": findings.now_s,
+        "tokens_per_busy_s": findings.machine_rates,
         "measured": asdict(measured),
         "options": [asdict(option) for option in options],
         "rank_weights": rank_weights(measured, options[0]),

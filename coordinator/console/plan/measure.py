@@ -62,7 +62,7 @@ class _Side:
         self.devices = devices
         """How many each machine has here."""
         self.events = {run_dir.machine(rank): _events(run_dir, rank) for rank in range(len(devices))}
-        self.spans = {machine: spans_of(machine, found) for machine, found in self.events.items()}
+        self.spans = {machine: spans_of(machine, events) for machine, events in self.events.items()}
 
 
 def measure(root: Path) -> Findings:
@@ -72,7 +72,7 @@ def measure(root: Path) -> Findings:
     if record is None:
         raise SettingsError(f"{root}: no run has begun here; give its --log-path")
     settings = RunSettings.published(record.settings)
-    said = [
+    heartbeats = [
         heartbeat_values(run_dir, beat)
         for run_dir in crews_at
         for beat in whole_board(run_dir, published.names).beats.values()
@@ -96,7 +96,7 @@ def measure(root: Path) -> Findings:
     speeds = {
         machine: count * each.get(machine, average) / average for machine, count in trainer.devices.items()
     }
-    rows = [numbers(lines[one.number], "phase_seconds") for one in rollouts]
+    rows = [numbers(lines[rollout.number], "phase_seconds") for rollout in rollouts]
     evaluated = [row.get(Phase.EVAL_ROLLOUT.label, 0.0) * sum(rates.values()) for row in rows]
     trained_s = [row[_T] * _slowness(speeds, settings) for row in rows]
 
@@ -104,31 +104,34 @@ def measure(root: Path) -> Findings:
         return median(sum(row.get(phase.label, 0.0) for phase in phases) for row in rows)
 
     in_crews = len(sides) > 1
-    overhead_s = [row.get(_R, 0.0) - one.longest_s for row, one in zip(rows, rollouts, strict=True)]
+    overhead_s = [row.get(_R, 0.0) - rollout.longest_s for row, rollout in zip(rows, rollouts, strict=True)]
     measured = Measured(
         devices=tuple(devices),
         iterations=tuple(
-            Work(sum(one.tokens.values()) + more, train_s)
-            for one, more, train_s in zip(rollouts, evaluated, trained_s, strict=True)
+            Work(sum(rollout.tokens.values()) + more, train_s)
+            for rollout, more, train_s in zip(rollouts, evaluated, trained_s, strict=True)
         ),
         rollout_fixed_s=median(max(0.0, seconds) for seconds in overhead_s)
         + spent(Phase.TRAIN_PLAN, Phase.TRAIN_FILES_READY, Phase.TRAIN_AGGREGATE, Phase.EVAL_DECISION),
         train_fixed_s=spent(Phase.TRAIN_DATA, Phase.TRAIN_CONFIG, Phase.CHECKPOINT),
         sleep_s=spent(Phase.ENGINE_STOPPED),
-        load_s=median(max(one.load_s.values()) for one in rollouts) + spent(Phase.ENGINE_RESTARTED),
+        load_s=median(max(rollout.load_s.values()) for rollout in rollouts) + spent(Phase.ENGINE_RESTARTED),
         other_s=spent(Phase.ITERATION_START, Phase.ITERATION_END),
     )
-    hosts = Counter(one.get("host") for one in said)
+    hosts = Counter(beat.get("host") for beat in heartbeats)
     return Findings(
         root=root,
         settings=settings,
         in_crews=in_crews,
-        numbers=tuple(one.number for one in rollouts),
-        now_s=fmean(seconds_of(lines[one.number], "seconds") for one in rollouts),
+        numbers=tuple(rollout.number for rollout in rollouts),
+        now_s=fmean(seconds_of(lines[rollout.number], "seconds") for rollout in rollouts),
         measured=measured,
         machine_rates=rates,
-        gpu_bytes=min((gpu["total_bytes"] for one in said for gpu in one.get("gpus", [])), default=0.0),
-        shares_cores=max(hosts.values(), default=0) > 1 and not any(one.get("gpu_count") for one in said),
+        gpu_bytes=min(
+            (gpu["total_bytes"] for beat in heartbeats for gpu in beat.get("gpus", [])), default=0.0
+        ),
+        shares_cores=max(hosts.values(), default=0) > 1
+        and not any(beat.get("gpu_count") for beat in heartbeats),
         shape=_shape(crews_at[0], settings),
     )
 
@@ -163,7 +166,7 @@ class _Rollout:
 
 def _rollouts(side: _Side, steady: Container[int], lines: Mapping[int, Mapping[str, Any]]) -> list[_Rollout]:
     """Return the last rollouts that were trained on; SettingsError if they are too few."""
-    found: list[_Rollout] = []
+    rollouts: list[_Rollout] = []
     reloads = {machine: _reloads(events) for machine, events in side.events.items()}
     for number, work_s in sorted(rollout_work(side.spans, side.devices, len(lines)).items()):
         line = lines.get(number)
@@ -171,24 +174,24 @@ def _rollouts(side: _Side, steady: Container[int], lines: Mapping[int, Mapping[s
             load_s = {machine: min(reloads[machine].get(number, 0.0), work_s[machine]) for machine in work_s}
             busy_s = {machine: work_s[machine] - load_s[machine] for machine in work_s}
             if tokens := _tokens(side.run_dir, number, line):
-                found.append(_Rollout(number, busy_s, load_s, tokens))
-    if len(found) < LEAST or not any(sum(one.busy_s.values()) for one in found[-RECENT:]):
+                rollouts.append(_Rollout(number, busy_s, load_s, tokens))
+    if len(rollouts) < LEAST or not any(sum(rollout.busy_s.values()) for rollout in rollouts[-RECENT:]):
         raise SettingsError(
             f"{side.run_dir.root}: iterations that sampled and trained, without the first one after a start: "
-            f"{len(found)}; run plan needs {LEAST}, let it run on"
+            f"{len(rollouts)}; run plan needs {LEAST}, let it run on"
         )
-    return found[-RECENT:]
+    return rollouts[-RECENT:]
 
 
 def _rates(side: _Side, rollouts: Sequence[_Rollout]) -> dict[int, float]:
     """Return the tokens a busy second of each machine that made some."""
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     for machine in side.devices:
-        tokens = sum(one.tokens.get(machine, 0.0) for one in rollouts)
-        seconds = sum(one.busy_s[machine] for one in rollouts)
+        tokens = sum(rollout.tokens.get(machine, 0.0) for rollout in rollouts)
+        seconds = sum(rollout.busy_s[machine] for rollout in rollouts)
         if tokens and seconds:
-            found[machine] = tokens / seconds
-    return found
+            rates[machine] = tokens / seconds
+    return rates
 
 
 def _events(run_dir: RunDir, rank: int) -> list[dict[str, Any]]:
@@ -210,23 +213,23 @@ def _parsed(text: bytes) -> Any:
 
 def _steady(side: _Side, row: str) -> set[int]:
     """Return the iterations whose row followed one of the same epoch on every node: nothing was started."""
-    found: list[set[int]] = []
+    by_node: list[set[int]] = []
     for spans in side.spans.values():
         epochs = {span.iteration: span.epoch for span in spans if span.row == row}
-        found.append({number for number in epochs if epochs.get(number - 1) == epochs[number]})
-    return set[int].intersection(*found)
+        by_node.append({number for number in epochs if epochs.get(number - 1) == epochs[number]})
+    return set[int].intersection(*by_node)
 
 
 def _reloads(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return the seconds in which an engine loaded weights inside of a rollout, by iteration."""
-    found: dict[int, float] = {}
+    by_iteration: dict[int, float] = {}
     row, number = "", 0
     for line in lines:
         if line["what"] == "begin":
             row, number = line["row"], line["it"]
         elif line["what"] == "reload" and row == _R:
-            found[number] = found.get(number, 0.0) + seconds_of(line, "seconds")
-    return found
+            by_iteration[number] = by_iteration.get(number, 0.0) + seconds_of(line, "seconds")
+    return by_iteration
 
 
 def _tokens(run_dir: RunDir, number: int, line: Mapping[str, Any]) -> dict[int, float]:
@@ -248,8 +251,8 @@ def _slowness(speeds: Mapping[int, float], settings: RunSettings) -> float:
 
     Each machine gets tokens by its weight, and all wait for the last one.
     """
-    given = settings.cluster.rank_weights or ()
-    weights = {machine: given[machine] if machine < len(given) else 1.0 for machine in speeds}
+    configured = settings.cluster.rank_weights or ()
+    weights = {machine: configured[machine] if machine < len(configured) else 1.0 for machine in speeds}
     return sum(weights.values()) / max(weights[machine] / speeds[machine] for machine in speeds)
 
 

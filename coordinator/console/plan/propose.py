@@ -1,4 +1,4 @@
-"""Which devices should generate and which train: from measurements to a proposal. Pure.
+"""Propose which devices should generate and which train, from measurements. Pure.
 
 Nodes that take turns need R + T + swap for an iteration; a crew that generates beside one that trains, each
 with its own devices, max(R, T). Both are computed for every split of the devices, as if work divided evenly
@@ -98,8 +98,8 @@ def propose(measured: Measured, refuse: Refuse) -> tuple[Option, ...]:
     """Return all options, the best first: the one of fewest seconds that is not refused. Where a split is as
     fast, to six digits, the nodes stay one crew.
     """
-    found = [_collocated(measured), *_splits(measured, refuse)]
-    return tuple(sorted(found, key=lambda option: (bool(option.refused), float(f"{option.seconds:.6g}"))))
+    options = [_collocated(measured), *_splits(measured, refuse)]
+    return tuple(sorted(options, key=lambda option: (bool(option.refused), float(f"{option.seconds:.6g}"))))
 
 
 def _collocated(measured: Measured) -> Option:
@@ -154,11 +154,11 @@ def slowness(measured: Measured, devices: Sequence[int], weights: Mapping[int, f
 
 def machine_rates(measured: Measured, devices: Sequence[int]) -> dict[int, float]:
     """Return what the devices of each machine generate together."""
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     for number in devices:
         device = measured.devices[number]
-        found[device.machine] = found.get(device.machine, 0.0) + device.tokens_per_s
-    return found
+        rates[device.machine] = rates.get(device.machine, 0.0) + device.tokens_per_s
+    return rates
 
 
 def rank_weights(measured: Measured, option: Option) -> tuple[float, ...]:

@@ -80,11 +80,15 @@ def render(root: Path, status: dict[str, Any]) -> str:
 def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
     """Return the values that the template shows."""
     crews = read_crews(crew_dirs(root))
-    told, trainers = crews[0], crews[-1].run_dir
-    run_dir = told.run_dir
+    leading, trainers = crews[0], crews[-1].run_dir
+    run_dir = leading.run_dir
     lines = published.metrics_lines(run_dir)
-    spans = {crew.run_dir.name(rank): own for crew in crews for rank, own in sorted(crew.spans.items())}
-    weights = _balance(run_dir, told.spans, status) if len(crews) == 1 else None
+    spans = {
+        crew.run_dir.name(rank): node_spans
+        for crew in crews
+        for rank, node_spans in sorted(crew.spans.items())
+    }
+    weights = _balance(run_dir, leading.spans, status) if len(crews) == 1 else None
     checkpoint = max(published.checkpoints(run_dir), default=None)
     happened = _faults(crews)
     return {
@@ -116,9 +120,9 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
         "faults": happened[-faults.SHOWN :],
         "faults_left_out": max(0, len(happened) - faults.SHOWN),
         "retries": [
-            replace(one, rank=crew.run_dir.machine(one.rank), crew=crew.crew)
+            replace(retry, rank=crew.run_dir.machine(retry.rank), crew=crew.crew)
             for crew in crews
-            for one in faults.retries(crew.events.lines)
+            for retry in faults.retries(crew.events.lines)
         ],
         "readings": _readings(run_dir, lines),
         **_about(crews, status),
@@ -127,12 +131,12 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
 
 def _faults(crews: Sequence[Told]) -> list[faults.Fault]:
     """Return the faults of all crews, in order; of two crews, by iteration."""
-    found = [
+    listed = [
         replace(fault, rank=crew.run_dir.machine(fault.rank), crew=crew.crew)
         for crew in crews
         for fault in faults.all_faults(crew.events.lines)
     ]
-    return found if len(crews) == 1 else sorted(found, key=lambda fault: fault.iteration)
+    return listed if len(crews) == 1 else sorted(listed, key=lambda fault: fault.iteration)
 
 
 def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, Any]) -> figures.Balance | None:
@@ -144,19 +148,19 @@ def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, An
     seconds, tasks = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0)
     for iteration, by_rank in worked.items():
         manifest = published.read_manifest(run_dir, "train", iteration) or {}
-        made = {rank: 0 for rank in weights}
+        groups = {rank: 0 for rank in weights}
         for entry in manifest.get("parts", []):
-            made[entry["rank"]] = made.get(entry["rank"], 0) + len(entry["slots"])
+            groups[entry["rank"]] = groups.get(entry["rank"], 0) + len(entry["slots"])
         for rank, work_s in by_rank.items():
             seconds[rank] += work_s / len(worked)
-            tasks[rank] += (made[rank] if manifest else 1000 * weights[rank]) / len(worked)
+            tasks[rank] += (groups[rank] if manifest else 1000 * weights[rank]) / len(worked)
     return figures.balance(seconds, tasks)
 
 
 def _hosts(crews: Sequence[Told], status: dict[str, Any]) -> dict[str, str]:
     """Return the host of each node that was ever in the run, by name; it may have fewer nodes now."""
-    told = {crew.run_dir.name(rank): host for crew in crews for rank, host in crew.hosts.items()}
-    return told | {node["name"]: node["host"] for node in status["nodes"] if node["host"]}
+    hosts = {crew.run_dir.name(rank): host for crew in crews for rank, host in crew.hosts.items()}
+    return hosts | {node["name"]: node["host"] for node in status["nodes"] if node["host"]}
 
 
 def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.Reading]:
@@ -172,9 +176,9 @@ def _about(crews: Sequence[Told], status: dict[str, Any]) -> dict[str, Any]:
     settings = dict(flatten(record.settings)) if record else {}
     usual = dict(flatten(build({"model": settings.get("model") or "any"}).model_dump(mode="json")))
     nodes = {
-        crew.run_dir.name(rank): _about_node(found)
+        crew.run_dir.name(rank): _about_node(events)
         for crew in crews
-        for rank, found in crew.events.lines.items()
+        for rank, events in crew.events.lines.items()
     }
     return {
         "settings": [
@@ -190,16 +194,16 @@ def _about_node(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the facts that the newest process of a rank has told, with the GPUs it had when it entered an
     epoch.
     """
-    about: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for line in lines:
         if line["what"] in {"process", "epoch"}:
-            about = dict(line) if line["what"] == "process" else {**about, "gpus": line.get("gpus", [])}
-    return about
+            facts = dict(line) if line["what"] == "process" else {**facts, "gpus": line.get("gpus", [])}
+    return facts
 
 
 def _subject(fixed: dict[str, Any]) -> str:
     """`Qwen/Qwen3-4B on sums.jsonl, `."""
-    names = [fixed[what]["name"] for what in ("model", "tasks") if fixed.get(what)]
+    names = [fixed[key]["name"] for key in ("model", "tasks") if fixed.get(key)]
     return " on ".join(names) + (", " if names else "")
 
 

@@ -82,7 +82,7 @@ def chart(
     """Return a chart of the lines (label, [(iteration, value)]). Lines without a value to draw
     are left out.
     """
-    lines = [(label, found) for label, points in lines if (found := _drawable(points))]
+    lines = [(label, drawable) for label, points in lines if (drawable := _drawable(points))]
     iterations = [iteration for _, points in lines for iteration, _ in points] or [0]
     values = [value for _, points in lines for _, value in points] or [0.0]
     first, last = min(iterations), max(iterations)
@@ -273,8 +273,8 @@ def _blocks(bar: Bar, lane: int, scale: float, name: str, several: bool) -> list
     seconds = bar.end_s - bar.begin_s
     row = f"{span.row}, iteration {span.iteration}" if several else span.row
 
-    def block(begin_s: float, end_s: float, style: str, what: str) -> Block:
-        text = f"{name} {row}: {what}"
+    def block(begin_s: float, end_s: float, style: str, note: str) -> Block:
+        text = f"{name} {row}: {note}"
         begin_s, end_s = min(begin_s, bar.end_s), min(end_s, bar.end_s)
         width = round((end_s - begin_s) * scale, 1)
         return Block(round(begin_s * scale, 1), width, lane, f"{category} {style}".strip(), text)
@@ -284,8 +284,8 @@ def _blocks(bar: Bar, lane: int, scale: float, name: str, several: bool) -> list
         text = f"{name}: {span.wait_s:.1f} s of waiting for the other crew before iteration {span.iteration}"
         return [Block(idle.x, idle.width, lane, IDLE, text)]
     if span.state != "whole":
-        said = "broken off after" if span.state == "broken" else "so far"
-        return [block(bar.begin_s, bar.end_s, span.state, f"{said} {seconds:.1f} s")]
+        ending = "broken off after" if span.state == "broken" else "so far"
+        return [block(bar.begin_s, bar.end_s, span.state, f"{ending} {seconds:.1f} s")]
     lead_s = span.work_s - span.then_s
     loaded_s = bar.begin_s + min(span.load_s, lead_s)
     worked_s = min(bar.begin_s + lead_s, bar.end_s)

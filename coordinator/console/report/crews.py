@@ -21,7 +21,7 @@ WORTH = 0.05
 
 def idle_fraction(nodes: Iterable[Sequence[Span]]) -> float:
     """Return which part of their time the nodes of a crew waited for the other crew, between iterations."""
-    spans = [span for found in nodes for span in found]
+    spans = [span for node in nodes for span in node]
     idle_s = sum(span.wait_s for span in spans if span.row == IDLE)
     return idle_s / max(sum(span.end_s - span.begin_s for span in spans), 1e-9)
 
@@ -80,13 +80,13 @@ def what_would_balance(rollout: Crew, train: Crew, max_async_level: int) -> str:
             f"{text}If both scale linearly with their devices, {_devices(best)} for generation and "
             f"{total - best} for training would be best: {_seconds(cost_s(best))}."
         )
-    slower, what = (rollout, "generation") if rollout.seconds >= train.seconds else (train, "training")
+    slower, work = (rollout, "generation") if rollout.seconds >= train.seconds else (train, "training")
     other_s = min(rollout.seconds, train.seconds)
     if slower.seconds < (1 + WORTH) * other_s:
         return f"{text}The crews are balanced."
     more_s = max(slower.with_devices(slower.devices + 1), other_s)
     return (
-        f"{text}No other split of the {_devices(total)} is faster; one more for {what} would make it "
+        f"{text}No other split of the {_devices(total)} is faster; one more for {work} would make it "
         f"{_seconds(more_s)}, if that scales linearly."
     )
 
@@ -110,9 +110,9 @@ def ahead_s(
     if clocks[0] == clocks[1]:
         return 0.0
     most = [
-        begun.begin_s - made.end_s
+        begun.begin_s - last.end_s
         for number in train.iterations
-        for made in _only(rollout, number, _last_row(rollout, number), clocks[0])
+        for last in _only(rollout, number, _last_row(rollout, number), clocks[0])
         for begun in _only(train, number, Phase.ITERATION_START.label, clocks[1])
     ]
     least = [
@@ -150,15 +150,15 @@ def side_by_side(
     zero_s, end_s = train.stretch(shown)
     seconds = end_s - zero_s
     clocks = {rollout.clock(number) for number in rollout.iterations}
-    ahead = {one: ahead_s(rollout, train, (one, clock), level, trusted) for one in clocks}
-    found: dict[int, list[Bar]] = {}
+    ahead = {other: ahead_s(rollout, train, (other, clock), level, trusted) for other in clocks}
+    joined: dict[int, list[Bar]] = {}
     numbers: list[int] = []
     for number in rollout.iterations:
         known_s = ahead[rollout.clock(number)]
         for rank, bars in rollout.bars([number], zero_s - (known_s or 0.0)).items():
             inside = [bar._replace(end_s=min(bar.end_s, seconds)) for bar in bars if bar.begin_s < seconds]
             inside = inside if known_s is not None else []
-            found[rank] = found.get(rank, []) + inside
+            joined[rank] = joined.get(rank, []) + inside
             numbers += [number] if inside and number not in numbers else []
-    above = Timeline(tuple(numbers), seconds, dict(sorted(found.items())))
+    above = Timeline(tuple(numbers), seconds, dict(sorted(joined.items())))
     return above, Timeline(tuple(shown), seconds, train.bars(shown, zero_s))

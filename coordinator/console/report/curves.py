@@ -94,20 +94,20 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
     measured = by_policy(lines)
     axis = "iteration" if measured is None else "policy of iteration"
     measuring = lines if measured is None else measured
-    found: list[Chart] = []
+    drawn_charts: list[Chart] = []
     for title, note, unit, fields in CHARTS:
         is_of_policy = fields[0][0] in OF_THE_POLICY
-        of = measuring if is_of_policy else lines
-        drawn = [(label, data) for field, label in fields if (data := points(of, field))]
+        source = measuring if is_of_policy else lines
+        drawn = [(label, data) for field, label in fields if (data := points(source, field))]
         if drawn:
-            found.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
+            drawn_charts.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
     if passed := _pass_at(measuring, axis):
-        found.insert(1, passed)
-    found += _of_sets(measuring, axis)
+        drawn_charts.insert(1, passed)
+    drawn_charts += _of_sets(measuring, axis)
     if sources := _curves(measuring, "reward_by_source"):
         drawn = list(sources.items())[:SOURCES]
-        found.append(chart("Reward by source", "mean of the groups", "", drawn, axis))
-    return [*found, *_of_the_users(measuring, axis)]
+        drawn_charts.append(chart("Reward by source", "mean of the groups", "", drawn, axis))
+    return [*drawn_charts, *_of_the_users(measuring, axis)]
 
 
 def _of_sets(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
@@ -125,12 +125,12 @@ def _of_sets(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
 def _of_the_users(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
     """Return a chart for each metric that the reward or the environment has given, by its name."""
     train, evaluation = _curves(lines, "sample_metrics"), _curves(lines, "eval_sample_metrics")
-    found: list[Chart] = []
+    user_charts: list[Chart] = []
     for name in sorted({*train, *evaluation})[:METRICS]:
-        of = (("training", train.get(name)), ("evaluation", evaluation.get(name)))
-        drawn = [(label, data) for label, data in of if data]
-        found.append(chart(name, "metric of the reward or the environment, mean", "", drawn, axis))
-    return found
+        candidates = (("training", train.get(name)), ("evaluation", evaluation.get(name)))
+        drawn = [(label, data) for label, data in candidates if data]
+        user_charts.append(chart(name, "metric of the reward or the environment, mean", "", drawn, axis))
+    return user_charts
 
 
 def _curves(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, list[tuple[int, float]]]:

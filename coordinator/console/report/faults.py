@@ -29,7 +29,7 @@ class Fault:
     row: str
     rank: int
     host: str
-    what: str
+    kind: str
     """lost, error, warning, started again, changed (a setting), new epoch, ended."""
     text: str
     times: int = 1
@@ -57,44 +57,44 @@ class Retries:
 
 def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
     """Return the faults in a rank's events, in order."""
-    found: list[Fault] = []
+    faults: list[Fault] = []
     host, place, processes, epochs = "", (0, ""), 0, 0
     went_on, entered = _went_on(lines), _entered(lines)
     for index, line in enumerate(lines):
-        what, text = line["what"], str(line.get("text", ""))
-        if what in {"begin", "end"}:
+        event, text = line["what"], str(line.get("text", ""))
+        if event in {"begin", "end"}:
             place = (line["it"], line["row"])
             continue
-        said = ""
-        if what == "process":
+        kind = ""
+        if event == "process":
             host, processes = str(line.get("host", "")), processes + 1
-            said = AGAIN if processes > 1 else ""
+            kind = AGAIN if processes > 1 else ""
             text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}"
-        elif what == "epoch" and rank == MASTER:
+        elif event == "epoch" and rank == MASTER:
             epochs += 1
-            said = "new epoch" if epochs > 1 else ""
+            kind = "new epoch" if epochs > 1 else ""
             text = f"epoch {line['e']} begins with {_ranks(line.get('members', []))}"
-        elif what == "exit" and line.get("code") not in (0, None):
-            said, text = "ended", f"exit code {line['code']}: {text}"
-        elif what in {"lost", "error", "warning", "changed"}:
-            said = what
-        if said:
-            stopped = said not in {"warning", "changed", "new epoch"}
-            whom = line["rank"] if what == "lost" and isinstance(line.get("rank"), int) else rank
+        elif event == "exit" and line.get("code") not in (0, None):
+            kind, text = "ended", f"exit code {line['code']}: {text}"
+        elif event in {"lost", "error", "warning", "changed"}:
+            kind = event
+        if kind:
+            stopped = kind not in {"warning", "changed", "new epoch"}
+            whom = line["rank"] if event == "lost" and isinstance(line.get("rank"), int) else rank
             seconds = went_on[index] if stopped else None
-            epoch = entered[index] if said == AGAIN else line["e"]
-            found.append(Fault(epoch, *place, whom, host, said, text, went_on_s=seconds))
-    return found
+            epoch = entered[index] if kind == AGAIN else line["e"]
+            faults.append(Fault(epoch, *place, whom, host, kind, text, went_on_s=seconds))
+    return faults
 
 
 def _entered(lines: Sequence[Line]) -> list[int]:
     """For each line, the epoch that is entered next; where none is, one more than the last."""
     epoch = max((line["e"] for line in lines), default=0) + 1
-    found: list[int] = []
+    epochs: list[int] = []
     for line in reversed(lines):
         epoch = line["e"] if line["what"] == "epoch" else epoch
-        found.append(epoch)
-    return found[::-1]
+        epochs.append(epoch)
+    return epochs[::-1]
 
 
 def _went_on(lines: Sequence[Line]) -> list[float | None]:
@@ -118,23 +118,23 @@ def _host_after(host: str, line: Line) -> str:
 
 def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
     """Return the faults of all ranks, in order. Warnings that differ only in numbers are one fault."""
-    hosts = {rank: host_of(found) for rank, found in lines.items()}
+    hosts = {rank: host_of(events) for rank, events in lines.items()}
     faults = [
-        replace(fault, host=hosts.get(fault.rank, "")) if fault.what == "lost" else fault
-        for rank, found in lines.items()
-        for fault in faults_of(rank, found)
+        replace(fault, host=hosts.get(fault.rank, "")) if fault.kind == "lost" else fault
+        for rank, events in lines.items()
+        for fault in faults_of(rank, events)
     ]
     # A process that has started again comes before what happens in the epoch that it enters.
     faults.sort(
-        key=lambda fault: (fault.epoch, fault.what != AGAIN, fault.iteration, _ROWS.get(fault.row, 0))
+        key=lambda fault: (fault.epoch, fault.kind != AGAIN, fault.iteration, _ROWS.get(fault.row, 0))
     )
-    repeated = {f"holding: {fault.text}" for fault in faults if fault.what == "lost"}
+    repeated = {f"holding: {fault.text}" for fault in faults if fault.kind == "lost"}
     merged: dict[object, Fault] = {}
     for fault in faults:
         key: object = fault
-        if fault.what == "warning":
+        if fault.kind == "warning":
             key = (fault.rank, re.sub(r"\d+", "0", fault.text))
-        if fault.what == "lost":
+        if fault.kind == "lost":
             fault = replace(fault, text=fault.text.partition(". To ")[0])
         if fault.text in repeated:  # every worker says again which node the master has lost
             continue
@@ -146,13 +146,15 @@ def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
 
 def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:
     """Return the calls that had to be repeated, by rank."""
-    found: list[Retries] = []
+    by_rank: list[Retries] = []
     for rank, events in sorted(lines.items()):
-        said = [line for line in events if line["what"] == "retry"]
-        if said:
-            seconds = sum(seconds_of(line, "seconds") for line in said)
-            found.append(Retries(rank, host_of(events), len(said), seconds, str(said[-1].get("text", ""))))
-    return found
+        calls = [line for line in events if line["what"] == "retry"]
+        if calls:
+            seconds = sum(seconds_of(line, "seconds") for line in calls)
+            by_rank.append(
+                Retries(rank, host_of(events), len(calls), seconds, str(calls[-1].get("text", "")))
+            )
+    return by_rank
 
 
 def host_of(lines: Sequence[Line]) -> str:

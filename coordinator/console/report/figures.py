@@ -60,18 +60,18 @@ def held_up(spans: Sequence[Span]) -> float:
 def time_shares(spans: Mapping[Any, Sequence[Span]]) -> list[TimeShare]:
     """Return how all nodes together spent their time."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
-    for found in spans.values():
-        for span in found:
+    for node in spans.values():
+        for span in node:
             seconds[CATEGORIES.get(span.row, "other")] += span.work_s - min(span.load_s, span.work_s)
             seconds["load"] += min(span.load_s, span.work_s)
             seconds[OTHER_CREW if span.row == IDLE else WAITING] += span.wait_s
-        seconds[BROKEN] += held_up(found)
+        seconds[BROKEN] += held_up(node)
     return _shares(seconds)
 
 
 def node_iterations(spans: Mapping[Any, Sequence[Span]]) -> int:
     """Return the number of iterations, counted once for each node that took part."""
-    return sum(len({span.iteration for span in found}) for found in spans.values())
+    return sum(len({span.iteration for span in node}) for node in spans.values())
 
 
 def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[TimeShare]:
@@ -92,8 +92,8 @@ def row_times(spans: Mapping[Any, Sequence[Span]]) -> list[RowTime]:
     """Work and waiting by row, in the table's order."""
     work: dict[str, float] = defaultdict(float)
     wait: dict[str, float] = defaultdict(float)
-    for found in spans.values():
-        for span in found:
+    for node in spans.values():
+        for span in node:
             work[span.row] += span.work_s
             wait[span.row] += span.wait_s
     rows = [phase.label for phase in Phase if phase.label in work]
@@ -122,8 +122,8 @@ def waiting(
     """
     if any(spans.values()):
         return [
-            Waiting(node, sum(span.work_s for span in found), sum(span.wait_s for span in found))
-            for node, found in spans.items()
+            Waiting(node, sum(span.work_s for span in node_spans), sum(span.wait_s for span in node_spans))
+            for node, node_spans in spans.items()
         ]
     waited: dict[int, float] = defaultdict(float)
     present: dict[int, float] = defaultdict(float)
@@ -143,21 +143,22 @@ def rollout_work(
     """{iteration: {rank: seconds of train_rollout}} without engine starts and the master's conclusion. Takes
     the `last` iterations in which each of `ranks` made its share in one piece.
     """
-    found: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    rollouts: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
         for span in spans.get(rank, []):
             if span.row == Phase.TRAIN_ROLLOUT.label:
-                found[span.iteration][rank].append(span)
-    wanted = set(ranks)
+                rollouts[span.iteration][rank].append(span)
+    expected = set(ranks)
     whole = [
         iteration
-        for iteration, by_rank in sorted(found.items())
-        if by_rank.keys() == wanted
+        for iteration, by_rank in sorted(rollouts.items())
+        if by_rank.keys() == expected
         and all(len(pieces) == 1 and pieces[0].state == "whole" for pieces in by_rank.values())
     ]
     return {
         iteration: {
-            rank: max(0.0, one.work_s - one.load_s - one.then_s) for rank, (one,) in found[iteration].items()
+            rank: max(0.0, span.work_s - span.load_s - span.then_s)
+            for rank, (span,) in rollouts[iteration].items()
         }
         for iteration in whole[-last:]
     }

@@ -27,13 +27,13 @@ def timelines(
     last iterations in one figure, a crew above the other.
     """
     running = status["state"] in {"running", "holding"}
-    told: list[Timelines] = []
-    for crew, said in zip(crews, status["crews"], strict=True):
-        here_s = {rank: seconds_of(node, "row_s") for rank, node in enumerate(said["nodes"])}
-        told.append(Timelines(crew.spans, here_s if running else {}))
-    numbers = told[-1].iterations
+    by_crew: list[Timelines] = []
+    for crew, crew_status in zip(crews, status["crews"], strict=True):
+        here_s = {rank: seconds_of(node, "row_s") for rank, node in enumerate(crew_status["nodes"])}
+        by_crew.append(Timelines(crew.spans, here_s if running else {}))
+    numbers = by_crew[-1].iterations
     if not numbers:  # those who train have to wait for the first groups
-        crews, told, numbers = crews[:1], told[:1], told[0].iterations
+        crews, by_crew, numbers = crews[:1], by_crew[:1], by_crew[0].iterations
     finished = {line["iteration"] for line in lines}
     last = [number for number in numbers if number in finished][-1:]
     present = [number for number in numbers[-1:] if number not in finished]
@@ -48,20 +48,23 @@ def timelines(
         first = [(f"Iteration {number}, {now}", [number]) for number in present]
         first += [(f"Iteration {number}, the last that was finished", [number]) for number in last]
     rest = set(numbers) - {number for _, shown in first for number in shown}
-    slowest = sorted(rest, key=told[-1].seconds, reverse=True)[:SLOWEST]
+    slowest = sorted(rest, key=by_crew[-1].seconds, reverse=True)[:SLOWEST]
     figures = [*first, *((f"Iteration {number}, among the slowest", [number]) for number in slowest)]
     if len(crews) > 1:
-        return [_of_both(crews, told, title, shown) for title, shown in figures]
+        return [_of_both(crews, by_crew, title, shown) for title, shown in figures]
     return [
-        [lanes(told[0].of(number), title, _nodes(crews[0]), crews[0].crew)] for title, (number,) in figures
+        [lanes(by_crew[0].timeline_of(number), title, _nodes(crews[0]), crews[0].crew)]
+        for title, (number,) in figures
     ]
 
 
-def _of_both(crews: Sequence[Told], told: Sequence[Timelines], title: str, shown: list[int]) -> list[Lanes]:
+def _of_both(
+    crews: Sequence[Told], by_crew: Sequence[Timelines], title: str, shown: list[int]
+) -> list[Lanes]:
     idle = [idle_fraction(crew.spans.values()) for crew in crews]
     # Where nobody waits, the one that trains has waited for the first groups.
     trusted = "rollout" if idle[0] > max(idle[1], HARDLY) else "train"
-    both = side_by_side(told[0], told[1], shown, _level(crews), trusted)
+    both = side_by_side(by_crew[0], by_crew[1], shown, _level(crews), trusted)
     return [
         lanes(timeline, title, _nodes(crew), crew.crew) for timeline, crew in zip(both, crews, strict=True)
     ]
@@ -82,7 +85,7 @@ def comparison(crews: Sequence[Told]) -> list[str]:
     if len(crews) == 1:
         return []
     idle = [idle_fraction(crew.spans.values()) for crew in crews]
-    found = [
+    sentences = [
         f"From its first iteration to its last, the rollout crew waited for the train crew for "
         f"{100 * idle[0]:.0f} % of the time, the train crew for the rollout crew for {100 * idle[1]:.0f} %."
     ]
@@ -94,7 +97,7 @@ def comparison(crews: Sequence[Told]) -> list[str]:
         for crew in crews
     )
     if rollout[0] is not None and train[0] is not None:
-        found.append(
+        sentences.append(
             what_would_balance(Crew(rollout[0], rollout[1]), Crew(train[0], train[1]), _level(crews))
         )
-    return found
+    return sentences

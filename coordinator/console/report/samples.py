@@ -94,15 +94,15 @@ def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int,
         texts = files.read(path).splitlines() if path.name in published.names(path.parent) else []
     except OSError:
         return {}
-    found: dict[int, dict[str, Any]] = {}
+    by_slot: dict[int, dict[str, Any]] = {}
     for text in texts:
         try:
             line = json.loads(text)
         except ValueError:
             continue
         if isinstance(line, dict) and line.get("slot") in slots:  # pyright: ignore[reportUnknownMemberType]
-            found[line["slot"]] = line
-    return found
+            by_slot[line["slot"]] = line
+    return by_slot
 
 
 def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:
@@ -111,7 +111,7 @@ def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupTex
     samples.sort(key=_worse)
     last = len(samples) - 1
     count = min(SAMPLES, len(samples))
-    wanted = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+    indices = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
     texts = [
         SampleText(
             shortened(str(sample.get("text", "")), TEXT_CHARACTERS),
@@ -121,15 +121,15 @@ def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupTex
             numbers(sample, "metrics"),
             _turns(sample),
         )
-        for sample in (samples[index] for index in wanted)
+        for sample in (samples[index] for index in indices)
     ]
     prompt = shortened(str(record.get("prompt", "")), PROMPT_CHARACTERS)
     return GroupText(place, str(record.get("task_id", "")), prompt, reward, len(samples), texts)
 
 
 def _listed(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    said: Any = record.get(name)
-    return [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []  # pyright: ignore
+    entries: Any = record.get(name)
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []  # pyright: ignore
 
 
 def _turns(sample: Mapping[str, Any]) -> list[TurnText]:

@@ -47,7 +47,7 @@ class Told(NamedTuple):
     @property
     def hosts(self) -> dict[int, str]:
         """The host of each rank that was ever in the crew."""
-        return {rank: host_of(found) for rank, found in self.events.lines.items()}
+        return {rank: host_of(events) for rank, events in self.events.lines.items()}
 
     @property
     def crew(self) -> str:
@@ -57,14 +57,14 @@ class Told(NamedTuple):
 
 def read_crews(run_dirs: Sequence[RunDir]) -> list[Told]:
     """Read what the nodes of each crew have told."""
-    found: list[Told] = []
+    crews: list[Told] = []
     for run_dir in run_dirs:
         events = read_events(run_dir, BUDGET_BYTES // len(run_dirs))
         spans = {rank: spans_of(rank, lines) for rank, lines in events.lines.items()}
         if len(run_dirs) > 1:
-            spans = {rank: with_idle(own) for rank, own in spans.items()}
-        found.append(Told(run_dir, events, spans))
-    return found
+            spans = {rank: with_idle(node_spans) for rank, node_spans in spans.items()}
+        crews.append(Told(run_dir, events, spans))
+    return crews
 
 
 def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> EventLines:
@@ -86,8 +86,8 @@ def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> EventLines
             unreadable.append(path.name)
             continue
         skipped = skipped or not all_of_it
-        if found := list(_events(texts)):
-            lines[rank] = found
+        if events := list(_events(texts)):
+            lines[rank] = events
     return EventLines(lines, skipped, unreadable)
 
 
@@ -97,10 +97,10 @@ def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
     """
 
     def read() -> tuple[list[str], bool]:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # opening a pipe waits for its writer
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):  # opening a pipe waits for its writer
             raise OSError(f"{path} is no file")
-        skip, place = about.st_size - budget_bytes, 0
+        skip, place = facts.st_size - budget_bytes, 0
         texts: list[str] = []
         with path.open("rb") as file:
             for text in file:
@@ -121,9 +121,9 @@ def _events(texts: list[str]) -> Iterator[Line]:
 def _parsed(texts: list[str]) -> list[Any]:
     """Return the parsed lines, without torn ones."""
     try:
-        found = json.loads(f"[{','.join(texts)}]")  # parsing many together takes half the time
-        if len(found) == len(texts):
-            return found
+        parsed = json.loads(f"[{','.join(texts)}]")  # parsing many together takes half the time
+        if len(parsed) == len(texts):
+            return parsed
     except ValueError:
         pass
     if len(texts) <= 1:

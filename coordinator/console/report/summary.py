@@ -42,17 +42,17 @@ class Advice:
 
 def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
     """Rewards, iterations, hours, how busy the nodes were; missing figures are left out."""
-    found = [
+    shown = [
         _change("Reward", points(lines, "reward")),
         *_evaluations(lines),
     ]
     done = len({line["iteration"] for line in lines})
-    of = f" of {status['iterations']}" if status["iterations"] else ""
-    found.append(Tile("Iterations", f"{done}{of}", f"with {nodes_text(status['num_nodes'])}"))
+    planned = f" of {status['iterations']}" if status["iterations"] else ""
+    shown.append(Tile("Iterations", f"{done}{planned}", f"with {nodes_text(status['num_nodes'])}"))
     seconds = [value for _, value in points(lines, "seconds")]
     if seconds:
         each = f"median {duration(sorted(seconds)[len(seconds) // 2])} an iteration"
-        found.append(Tile("Time", duration(sum(seconds)), each))
+        shown.append(Tile("Time", duration(sum(seconds)), each))
     busy = [(line["busy_fraction"], rows_s(line)) for line in lines if _has(line, "busy_fraction")]
     if total := sum(spent for _, spent in busy):
         share = sum(fraction * spent for fraction, spent in busy) / total
@@ -62,23 +62,23 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
         is_worth_saying = held_s > HELD_FRACTION * sum(seconds)
         without = f", without {duration(held_s)} of interruptions" if is_worth_saying else ""
         note = f"of the time{without}; the rest they waited"
-        found.append(Tile("Nodes busy", f"{100 * share:.0f} %", note))
+        shown.append(Tile("Nodes busy", f"{100 * share:.0f} %", note))
     if speeds := points(lines, "tokens_per_s"):
-        found.append(Tile("Generated", f"{speeds[-1][1]:,.0f}", "tokens a second, last iteration"))
-    return [tile for tile in found if tile is not None]
+        shown.append(Tile("Generated", f"{speeds[-1][1]:,.0f}", "tokens a second, last iteration"))
+    return [tile for tile in shown if tile is not None]
 
 
 def _evaluations(lines: Lines) -> list[Tile | None]:
     """Return a tile for each score of the evaluations, with the interval of the last one."""
-    found: dict[str, list[tuple[int, Score]]] = {}
+    by_name: dict[str, list[tuple[int, Score]]] = {}
     for line in lines:
         for score in scores(line):
             if is_number(score.reward):
-                found.setdefault(score.name, []).append((line["iteration"], score))
+                by_name.setdefault(score.name, []).append((line["iteration"], score))
     names = {"eval_reward": "Evaluation"}
     return [
-        _change(names.get(name, name), [(number, one.reward) for number, one in of], of[-1][1].margin)
-        for name, of in found.items()
+        _change(names.get(name, name), [(n, score.reward) for n, score in history], history[-1][1].margin)
+        for name, history in by_name.items()
     ]
 
 
@@ -110,54 +110,54 @@ def advice(
     root: Path, status: status_text.Status, lines: Lines, weights: Balance | None, checkpoint: int | None
 ) -> list[Advice]:
     """Return what to do next."""
-    found: list[Advice] = []
+    advices: list[Advice] = []
     path = shlex.quote(str(root))
     if status["state"] == "holding":
-        found += _holding(root, status)
+        advices += _holding(root, status)
     elif status["state"] == "stopped":
         where = f"iteration {status['iteration']}" if status["iteration"] else "the start"
-        found.append(Advice(f"It stopped in {where}. What the nodes said:", f"run logs --log-path {path}"))
-        found.append(_again(status, path))
+        advices.append(Advice(f"It stopped in {where}. What the nodes said:", f"run logs --log-path {path}"))
+        advices.append(_again(status, path))
     elif status["state"] == "finished" and checkpoint:
         command = f"run export --iteration {checkpoint} --log-path {path} -o DIR"
-        found.append(
+        advices.append(
             Advice("It is done. A copy of the newest model, verified, for the Hub or a server:", command)
         )
     if weights is not None and weights.worth_it:
         saved = weights.now_s - weights.then_s
-        found.append(
+        advices.append(
             Advice(
                 f"The rollout waits for its slowest node. These weights, from the next start on, would save "
                 f"about {duration(saved)} of {duration(weights.now_s)} an iteration:",
                 weights.option,
             )
         )
-    return found + _of_learning(lines)
+    return advices + _of_learning(lines)
 
 
 def _of_learning(lines: Lines) -> list[Advice]:
     """Return what the means of the last RECENT iterations advise."""
-    found: list[Advice] = []
+    advices: list[Advice] = []
     if _recent(lines, "truncated") > MUCH_TRUNCATED:
         text = "of the samples of late are cut before they end; if their answers should be longer, give them"
-        found.append(
+        advices.append(
             Advice(f"{_recent(lines, 'truncated'):.0%} {text} more tokens:", "rollout.max_tokens=...")
         )
     if (flat := _recent(lines, "flat_groups")) > MOST_FLAT:
         text = "of the tasks of late score the same in all their samples and teach nothing: they are too "
         text += "easy or too hard (run samples --flat). Replace such tasks as they come:"
-        found.append(Advice(f"{flat:.0%} {text}", "rollout.dynamic_sampling=true"))
+        advices.append(Advice(f"{flat:.0%} {text}", "rollout.dynamic_sampling=true"))
     if (kl := _recent(lines, "kl_engine")) > MUCH_KL:
         text = (
             f"Engine and trainer differ by {kl:.2g} (kl_engine): they should compute with the same numbers:"
         )
-        found.append(Advice(text, "trainer.save_dtype=..."))
+        advices.append(Advice(text, "trainer.save_dtype=..."))
     entropies = [value for _, value in points(lines, "entropy")]
     if len(entropies) > RECENT and _recent(lines, "entropy") < LOST_ENTROPY * max(entropies[:RECENT]):
         text = "The entropy has fallen to nothing: the samples of a task are nearly the same. Go back to an "
         text += "earlier checkpoint with a lower learning rate, or a KL penalty:"
-        found.append(Advice(text, "trainer.kl=k3 trainer.kl_coefficient=..."))
-    return found
+        advices.append(Advice(text, "trainer.kl=k3 trainer.kl_coefficient=..."))
+    return advices
 
 
 def _recent(lines: Lines, name: str) -> float:
@@ -179,12 +179,12 @@ def _again(status: status_text.Status, path: str) -> Advice:
 def _holding(root: Path, status: status_text.Status) -> list[Advice]:
     """Return the commands that bring missing nodes back; if there are many, the first ones."""
     command = f"run status --log-path {shlex.quote(str(root))} --watch"
-    found = [line.partition(": ") for line in status_text.repairs(status, root)]
-    if not found:
+    commands = [line.partition(": ") for line in status_text.repairs(status, root)]
+    if not commands:
         return [Advice("It holds until its nodes are there.", command)]
     shown = [
-        Advice(f"It holds. {what[:1].upper()}{what[1:]}:", repair)
-        for what, _, repair in found[: status_text.NAMED]
+        Advice(f"It holds. {reason[:1].upper()}{reason[1:]}:", repair)
+        for reason, _, repair in commands[: status_text.NAMED]
     ]
-    more = len(found) - len(shown)
+    more = len(commands) - len(shown)
     return [*shown, Advice(f"It holds for {nodes_text(more)} more:", command)] if more else shown

@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
 def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
     """Return the rows of a rank from its events. Events of superseded processes are left out."""
-    found: list[Span] = []
+    spans: list[Span] = []
     clocks: dict[str, int] = defaultdict(int)
     host, process, newest, last_s, load_s = "", 0, 0, 0.0, 0.0
     begun: Mapping[str, Any] | None = None
@@ -70,41 +70,41 @@ def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
     for line in lines:
         if line["n"] < newest:
             continue
-        newest, what = line["n"], line["what"]
-        if begun is not None and what in BREAKS:
-            found.append(span(last_s if what == "process" else line["t"], "broken"))
+        newest, event = line["n"], line["what"]
+        if begun is not None and event in BREAKS:
+            spans.append(span(last_s if event == "process" else line["t"], "broken"))
             begun = None
-        if what == "process":
+        if event == "process":
             process += 1
             clocks[str(line.get("host", ""))] += line["t"] < last_s and line.get("host") == host
             host = str(line.get("host", ""))
-        elif what == "begin":
+        elif event == "begin":
             begun, load_s = line, 0.0
         elif (
-            what == "end" and begun is not None and line["it"] == begun["it"] and line["row"] == begun["row"]
+            event == "end" and begun is not None and line["it"] == begun["it"] and line["row"] == begun["row"]
         ):
             seconds = max(0.0, line["t"] - begun["t"])
             work_s = min(line["work_s"], seconds)
-            found.append(span(line["t"], "whole", work_s, min(seconds_of(line, "then_s"), work_s)))
+            spans.append(span(line["t"], "whole", work_s, min(seconds_of(line, "then_s"), work_s)))
             begun = None
-        elif what == "engine_ready" and begun is not None:
+        elif event == "engine_ready" and begun is not None:
             load_s += max(0.0, min(seconds_of(line, "seconds"), line["t"] - begun["t"]))
         last_s = line["t"]
-    return [*found, span(last_s, "open")] if begun is not None else found
+    return [*spans, span(last_s, "open")] if begun is not None else spans
 
 
 def with_idle(spans: Sequence[Span]) -> list[Span]:
     """Return the spans of a node of one of two crews, with one for each time between two iterations: then the
     crew waits until the other one has published what the next iteration needs.
     """
-    found = list(spans[:1])
+    filled = list(spans[:1])
     for before, after in itertools.pairwise(spans):
         same = (before.clock, before.process, before.epoch) == (after.clock, after.process, after.epoch)
         if same and before.state == "whole" and before.iteration < after.iteration:
             between = {"row": IDLE, "begin_s": before.end_s, "end_s": max(before.end_s, after.begin_s)}
-            found.append(after._replace(**between, work_s=0.0, load_s=0.0, then_s=0.0, state="whole"))
-        found.append(after)
-    return found
+            filled.append(after._replace(**between, work_s=0.0, load_s=0.0, then_s=0.0, state="whole"))
+        filled.append(after)
+    return filled
 
 
 class Bar(NamedTuple):
@@ -133,8 +133,8 @@ class Timelines:
     ) -> None:
         """`here_s`: how long ranks have been in their open rows, where it is known."""
         self._spans: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-        for rank, found in spans.items():
-            for span in found:
+        for rank, node in spans.items():
+            for span in node:
                 if span.state == "open":
                     span = span._replace(end_s=max(span.end_s, span.begin_s + (here_s or {}).get(rank, 0.0)))
                 self._spans[span.iteration][rank].append(span)
@@ -164,10 +164,10 @@ class Timelines:
         spans = [span for number in iterations for span in self._masters(number)]
         return min(span.begin_s for span in spans), max(span.end_s for span in spans)
 
-    def of(self, iteration: int) -> Timeline:
+    def timeline_of(self, iteration: int) -> Timeline:
         """Return the timeline of all nodes. If the master moved to another machine, it begins there."""
         bars = self.bars([iteration], self.stretch([iteration])[0])
-        seconds = max((bar.end_s for found in bars.values() for bar in found), default=0.0)
+        seconds = max((bar.end_s for node in bars.values() for bar in node), default=0.0)
         return Timeline((iteration,), seconds, bars)
 
     def bars(self, iterations: Sequence[int], zero_s: float) -> dict[int, list[Bar]]:

@@ -27,7 +27,7 @@ def rows_s(line: Mapping[str, Any]) -> float:
 
 def numbers(line: Mapping[str, Any], name: str) -> dict[str, float]:
     """Return the numbers in a field that maps names to numbers; {} if it is missing."""
-    found: Any = line.get(name)
-    if not isinstance(found, dict):
+    field: Any = line.get(name)
+    if not isinstance(field, dict):
         return {}
-    return {str(key): float(value) for key, value in found.items() if is_number(value)}  # pyright: ignore
+    return {str(key): float(value) for key, value in field.items() if is_number(value)}  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Who may ask: a token always, compared in constant time."""
+"""Access to the server: by a token always, compared in constant time."""
 
 import contextlib
 import hashlib
@@ -50,11 +50,11 @@ def find_token(root: Path, file: Path | None) -> tuple[str, str]:
         return _checked(token, TOKEN_VARIABLE), TOKEN_VARIABLE
     path = file or root / FILE
     if file is None and not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=root, prefix=FILE) as made:  # for this user alone
-            made.write(f"{secrets.token_urlsafe(32)}\n")
-            made.flush()
+        with tempfile.NamedTemporaryFile("w", dir=root, prefix=FILE) as temporary:  # for this user alone
+            temporary.write(f"{secrets.token_urlsafe(32)}\n")
+            temporary.flush()
             with contextlib.suppress(FileExistsError):  # another server was faster
-                os.link(made.name, path)
+                os.link(temporary.name, path)
     try:
         mode = path.stat().st_mode
         token = path.read_text().strip()

@@ -160,16 +160,16 @@ class Service:
 
     async def submit(self, request: web.Request) -> web.Response:
         """Make a job, or find that it was made before."""
-        asked = submission.parse(await _body(request, self.max_body_bytes))
+        parsed = submission.parse(await _body(request, self.max_body_bytes))
         async with self.checks:
-            await asyncio.to_thread(self._check, asked)
-        job = await asyncio.to_thread(jobs.submit, self.root, asked)
+            await asyncio.to_thread(self._check, parsed)
+        job = await asyncio.to_thread(jobs.submit, self.root, parsed)
         self.wake.set()
         return web.json_response(await asyncio.to_thread(self.readings.tell, job), status=201)
 
-    def _check(self, asked: submission.Submission) -> None:
-        self.launcher.refuse(asked.options)
-        submission.check(asked, self.launcher.decided, self.allow_code)
+    def _check(self, parsed: submission.Submission) -> None:
+        self.launcher.refuse(parsed.options)
+        submission.check(parsed, self.launcher.decided, self.allow_code)
 
     async def _job(self, request: web.Request) -> Job:
         return await asyncio.to_thread(Job, self.root, request.match_info["name"])
@@ -249,8 +249,8 @@ class Service:
         after = submission.parse_object(await _body(request, SMALL_BODY), {"after"}).get("after")
         if not isinstance(after, int) or isinstance(after, bool):
             raise SettingsError("after: give the number of the start that has ended, as `start` in the job")
-        told = await asyncio.to_thread(self.readings.tell, job)
-        if told["start"] == after and told["state"] in jobs.GOING:
+        status = await asyncio.to_thread(self.readings.tell, job)
+        if status["start"] == after and status["state"] in jobs.GOING:
             raise Conflict(f"{job.name} has not ended: nothing to resume")
         await asyncio.to_thread(job.resume, after)
         self.readings.forget(job)
@@ -301,13 +301,13 @@ class Service:
 
 
 def _listed(service: Service) -> "list[dict[str, Any]]":
-    found: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
     for job in jobs.all_jobs(service.root):
         try:
-            found.append(service.readings.list(job))
+            listed.append(service.readings.list(job))
         except Exception:  # a job whose files are damaged hides no other
             log.exception("job %s", job.name)
-    return found
+    return listed
 
 
 def begin_next(service: Service) -> None:
@@ -343,10 +343,10 @@ def _look_after(service: Service, job: Job) -> bool:
 
 
 def _number(request: web.Request, key: str, otherwise: int) -> int:
-    given = request.query.get(key, str(otherwise))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10):
-        raise SettingsError(f"{key}={given[:40]}: give a number from 0")
-    return int(given)
+    text = request.query.get(key, str(otherwise))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise SettingsError(f"{key}={text[:40]}: give a number from 0")
+    return int(text)
 
 
 async def _body(request: web.Request, most: int) -> bytes:

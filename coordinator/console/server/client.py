@@ -101,8 +101,8 @@ class Server:
                 files[str(path)] = base64.b64encode(Path(path).read_bytes()).decode()
             except OSError as error:
                 raise ServerError(f"--upload {path}: {error.strerror}") from None
-        said = self.ask("POST", "/jobs", {"name": name, "options": list(options), "files": files})
-        return Job(self, said["name"])
+        answer = self.ask("POST", "/jobs", {"name": name, "options": list(options), "files": files})
+        return Job(self, answer["name"])
 
     def jobs(self) -> list[dict[str, Any]]:
         """Return name, state, iteration, rewards and nodes of each job, in the order of their submission."""
@@ -234,9 +234,9 @@ class Job:
 
     def logs(self, lines: int = 20, follow: bool = False, rank: int | None = None) -> Iterator[str]:
         """Yield what the job prints, or one of its nodes (`rank`); `follow`: until it has ended."""
-        asked: dict[str, Any] = {"lines": lines, "follow": int(follow)}
-        asked |= {} if rank is None else {"rank": rank}
-        place, decoder = f"{self._path}/logs?{urllib.parse.urlencode(asked)}", _DECODER("replace")
+        query: dict[str, Any] = {"lines": lines, "follow": int(follow)}
+        query |= {} if rank is None else {"rank": rank}
+        place, decoder = f"{self._path}/logs?{urllib.parse.urlencode(query)}", _DECODER("replace")
         for piece in self.server.stream("GET", place, timeout_s=None if follow else TIMEOUT_S):
             yield decoder.decode(piece)
         yield decoder.decode(b"", final=True)
@@ -268,18 +268,18 @@ class Job:
 
         Each is verified by its checksum. What an earlier call has left there is not fetched again.
         """
-        asked = "" if iteration is None else f"?iteration={iteration}"
-        said = self.server.ask("GET", f"{self._path}/checkpoint{asked}")
+        query = "" if iteration is None else f"?iteration={iteration}"
+        answer = self.server.ask("GET", f"{self._path}/checkpoint{query}")
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
-        found: list[Path] = []
-        for name, facts in sorted(said["files"].items()):
+        paths: list[Path] = []
+        for name, facts in sorted(answer["files"].items()):
             if not all(map(_FILE.fullmatch, name.split("/"))):
                 raise ServerError(f"the server names a file {name!r}, which is no name for one here")
-            place = f"{self._path}/checkpoint/{said['iteration']}/{name}"
+            place = f"{self._path}/checkpoint/{answer['iteration']}/{name}"
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            found.append(self._fetch(place, out / name, facts, say))
-        return found
+            paths.append(self._fetch(place, out / name, facts, say))
+        return paths
 
     def _fetch(self, place: str, path: Path, facts: Mapping[str, Any], say: Callable[[str], None]) -> Path:
         """Fetch one file, from where an earlier attempt has ended."""
@@ -403,8 +403,8 @@ def _table(listed: Sequence[Mapping[str, Any]]) -> str:
     rows = [("job", "state", "iteration", "reward", "")]
     for job in listed:
         points: list[list[float]] = job["points"].get("reward") or []
-        of = f"/{job['iterations']}" if job.get("iterations") else ""
-        iteration = f"{job['iteration']}{of}" if job.get("iteration") else ""
+        total = f"/{job['iterations']}" if job.get("iterations") else ""
+        iteration = f"{job['iteration']}{total}" if job.get("iteration") else ""
         reward = f"{points[-1][1]:.3f}" if points else ""
         rows.append((job["name"], job["state"], iteration, reward, job["error"] or job["waiting"]))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -76,8 +76,8 @@ class Start:
         """Return what the process that was started has said of itself; None if none was, or if that is
         damaged.
         """
-        found = published.read_json(self.folder / PROCESS)
-        return found if found is not None and _is_claim(found) else None
+        claim = published.read_json(self.folder / PROCESS)
+        return claim if claim is not None and _is_claim(claim) else None
 
     def exit_code(self) -> int | None:
         """Return how it has ended; None while it runs, if nobody was there to see it, and if what they wrote
@@ -88,38 +88,41 @@ class Start:
 
     def is_alive(self) -> bool | None:
         """Return whether the process is there; None if that cannot be seen from this machine."""
-        said = self.process()
-        if said is None:
+        claim = self.process()
+        if claim is None:
             return False
-        if said["pid_space"] != pid_space():
+        if claim["pid_space"] != pid_space():
             return None
-        return _process(said) is not None or _process(said["runner"]) is not None
+        return _process(claim) is not None or _process(claim["runner"]) is not None
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is there; Conflict if it is on another machine."""
-        said = self.process()
-        if said is not None and said["pid_space"] != pid_space():
-            raise Conflict(f"it was started on {said['host']}: stop it from a server there, or there by hand")
-        process = _process(said) if said else None
+        claim = self.process()
+        if claim is not None and claim["pid_space"] != pid_space():
+            raise Conflict(
+                f"it was started on {claim['host']}: stop it from a server there, or there by hand"
+            )
+        process = _process(claim) if claim else None
         with contextlib.suppress(psutil.NoSuchProcess):
             if process is not None:
                 process.send_signal(number)
 
 
-def _is_claim(said: Mapping[str, Any]) -> bool:
+def _is_claim(document: Mapping[str, Any]) -> bool:
     """Return whether a document says all that a process says of itself when it is started."""
-    runner: Any = said.get("runner")
-    processes: list[Mapping[str, Any]] = [said, runner if isinstance(runner, dict) else {}]
-    return all(isinstance(said.get(name), str) for name in ("pid_space", "host")) and all(
-        isinstance(of.get("pid"), int) and isinstance(of.get("created_s"), int | float) for of in processes
+    runner: Any = document.get("runner")
+    processes: list[Mapping[str, Any]] = [document, runner if isinstance(runner, dict) else {}]
+    return all(isinstance(document.get(name), str) for name in ("pid_space", "host")) and all(
+        isinstance(entry.get("pid"), int) and isinstance(entry.get("created_s"), int | float)
+        for entry in processes
     )
 
 
-def _process(said: Mapping[str, Any]) -> psutil.Process | None:
+def _process(claim: Mapping[str, Any]) -> psutil.Process | None:
     """Return the process of this machine that has said so; None if it has ended (ids are used again)."""
     try:
-        process = psutil.Process(said["pid"])
-        is_same = abs(process.create_time() - said["created_s"]) < 1.0
+        process = psutil.Process(claim["pid"])
+        is_same = abs(process.create_time() - claim["created_s"]) < 1.0
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.Error:
         return None
@@ -133,17 +136,17 @@ class Job:
         self.log_path = root / name
         self.name = name
         self.folder = self.log_path / FOLDER
-        found = published.read_json(self.folder / JOB) if JOB_NAME.fullmatch(name) else None
-        if found is None or not found.keys() >= {"at", "digest", "options", "files"}:
+        document = published.read_json(self.folder / JOB) if JOB_NAME.fullmatch(name) else None
+        if document is None or not document.keys() >= {"at", "digest", "options", "files"}:
             raise UnknownJob(
                 f"no job {name if JOB_NAME.fullmatch(name) else 'of this name'}; run jobs lists all"
             )
-        self.said = found
+        self.document = document
 
     @property
     def directory(self) -> Path:
         """Where the uploaded files are."""
-        return self.folder / "files" / str(self.said["digest"])
+        return self.folder / "files" / str(self.document["digest"])
 
     def start(self) -> Start:
         """Return the newest start, whether it has begun or not."""
@@ -159,7 +162,7 @@ class Job:
         start = self.start()
         if start.has(PROCESS) or start.has(STOP):
             return
-        command = launcher.command(self.log_path, self.said["options"], self.output())
+        command = launcher.command(self.log_path, self.document["options"], self.output())
         files.make_directory(start.folder)
         process = subprocess.Popen(
             [
@@ -276,26 +279,26 @@ def submit(root: Path, submission: Submission) -> Job:
         files.make_directory(directory)
         for name, data in submission.files.items():
             files.publish(directory / name, data)
-        about = {
+        document = {
             "name": submission.name,
             "digest": submission.digest,
             "options": submission.options,
             "files": {name: files.facts_of(data) for name, data in submission.files.items()},
         }
-        once.create_once(folder / JOB, _document(about))
+        once.create_once(folder / JOB, _document(document))
     job = Job(root, submission.name)
-    if job.said["digest"] != submission.digest:
+    if job.document["digest"] != submission.digest:
         raise Conflict(f"there is a job {job.name} with other options or files; give another name")
     return job
 
 
 def all_jobs(root: Path) -> list[Job]:
     """Return the jobs, in the order in which they were submitted."""
-    found: list[Job] = []
+    jobs: list[Job] = []
     for name in published.names(root):
         with contextlib.suppress(UnknownJob, OSError):  # something else lies there
-            found.append(Job(root, name))
-    return sorted(found, key=lambda job: (job.said["at"], job.name))
+            jobs.append(Job(root, name))
+    return sorted(jobs, key=lambda job: (job.document["at"], job.name))
 
 
 def _document(content: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""How a job is started: a command line, which ends when the run has ended; and how it is cancelled."""
+"""Launch a job by a command line, which ends when the run has ended; and cancel it."""
 
 import hashlib
 import shutil
@@ -55,8 +55,8 @@ class Launcher:
             case "ray":
                 return run_command("launch", "--ray", self.address, *words)
             case "slurm":
-                given = [f"--job-name={_slurm_name(log_path)}", f"--output={output}"]
-                return ["sbatch", "--wait", *given, str(self.script), *words]
+                options_of_job = [f"--job-name={_slurm_name(log_path)}", f"--output={output}"]
+                return ["sbatch", "--wait", *options_of_job, str(self.script), *words]
             case _:
                 return run_command("local", *words)
 

@@ -1,4 +1,4 @@
-"""What a server says of its jobs: each reading comes from their directories."""
+"""Readings of a server's jobs: each comes from their directories."""
 
 import io
 import threading
@@ -44,11 +44,11 @@ class Readings:
         before there is a run; `text` says the same to a person.
         """
         with self._lock:
-            at_s, told = self._told.get(job.log_path, (-FRESH_S, {}))
-            if not told or time.monotonic() - at_s >= FRESH_S:
-                told = self._read(job)
-                self._told[job.log_path] = time.monotonic(), told
-            return told
+            at_s, status = self._told.get(job.log_path, (-FRESH_S, {}))
+            if not status or time.monotonic() - at_s >= FRESH_S:
+                status = self._read(job)
+                self._told[job.log_path] = time.monotonic(), status
+            return status
 
     def list(self, job: Job) -> dict[str, Any]:
         """Return what a list of jobs shows of one. Of a job that has ended it is not read again."""
@@ -56,10 +56,10 @@ class Readings:
         of_start, listed = self._ended.get(job.log_path, (0, {}))
         if of_start == number:
             return listed
-        told = self.tell(job)
-        points: Any = told["points"]
-        run: dict[str, Any] = told["run"] or {}
-        listed = {key: told[key] for key in ("name", "state", "at", "start", "error")}
+        status = self.tell(job)
+        points: Any = status["points"]
+        run: dict[str, Any] = status["run"] or {}
+        listed = {key: status[key] for key in ("name", "state", "at", "start", "error")}
         listed |= {
             **{key: run.get(key) for key in ("iteration", "iterations", "phase", "num_nodes")},
             "waiting": "; ".join(filter(None, map(status_text.waiting, run.get("crews", [])))),
@@ -69,7 +69,7 @@ class Readings:
                 for node in run.get("nodes", [])[:NODES]
             ],
         }
-        if told["exit_code"] is not None:
+        if status["exit_code"] is not None:
             self._ended[job.log_path] = number, listed
         return listed
 
@@ -94,11 +94,11 @@ class Readings:
         return {
             "name": job.name,
             "state": state,
-            "at": job.said["at"],
+            "at": job.document["at"],
             "start": start.number,
             "exit_code": start.exit_code(),
-            "options": job.said["options"],
-            "files": sorted(job.said["files"]),
+            "options": job.document["options"],
+            "files": sorted(job.document["files"]),
             "log_path": str(job.log_path),
             "error": error,
             "run": run,
@@ -109,12 +109,12 @@ class Readings:
 
 def _points(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Return the curves of a run, thinned: [iteration, value] by name."""
-    found: dict[str, list[list[float]]] = {}
+    curves: dict[str, list[list[float]]] = {}
     for name in ("reward", "eval_reward"):
         known = [[line["iteration"], line[name]] for line in lines if is_measured(line.get(name))]
         step = max(1, -(-len(known) // POINTS))
-        found[name] = [point for place, point in enumerate(known) if (len(known) - 1 - place) % step == 0]
-    return found
+        curves[name] = [point for place, point in enumerate(known) if (len(known) - 1 - place) % step == 0]
+    return curves
 
 
 def _last_words(job: Job) -> str:
@@ -215,14 +215,14 @@ def checkpoint_of(job: Job, iteration: int | None) -> dict[str, Any]:
     there = published.checkpoints(run_dir)
     iteration = max(there, default=0) if iteration is None else iteration
     if iteration not in there:
-        found = f"there are checkpoints of {', '.join(map(str, there))}" if there else "there is none yet"
-        raise UnknownJob(f"{job.name} has no checkpoint of iteration {iteration}; {found}")
+        choices = f"there are checkpoints of {', '.join(map(str, there))}" if there else "there is none yet"
+        raise UnknownJob(f"{job.name} has no checkpoint of iteration {iteration}; {choices}")
     try:
         result = published.read_result(run_dir.checkpoint(iteration))
     except Incomplete as error:
         raise UnknownJob(str(error).splitlines()[0]) from None
-    wanted = {name: facts for name, facts in result.files.items() if published.is_part_of_model(name)}
-    model = {name: facts for name, facts in wanted.items() if name not in {PROBE, CONTENT}}
+    parts = {name: facts for name, facts in result.files.items() if published.is_part_of_model(name)}
+    model = {name: facts for name, facts in parts.items() if name not in {PROBE, CONTENT}}
     return {"iteration": iteration, "iterations": there, "policy": result.policy, "files": model}
 
 

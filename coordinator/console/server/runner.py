@@ -53,7 +53,7 @@ def _become(folder: Path, directory: str, command: Sequence[str], runner: dict[s
     """Claim the start, and become the command. `runner`: who will say how it has ended."""
     # A server that a script has started with & ignores it, and so would the command, which it is to stop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    about = {
+    claim = {
         **_about(psutil.Process()),
         "runner": runner,
         "pid_space": pid_space(),
@@ -61,7 +61,7 @@ def _become(folder: Path, directory: str, command: Sequence[str], runner: dict[s
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(command),
     }
-    claimed = once.create_once(folder / PROCESS, json.dumps(about).encode())
+    claimed = once.create_once(folder / PROCESS, json.dumps(claim).encode())
     if not claimed or STOP in files.listing(folder):
         os._exit(INTERRUPTED)
     output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, files.MODE)

@@ -1,4 +1,4 @@
-"""What a client submits: a name, options of `run`, files. Checked before anything is written."""
+"""The submission of a client: a name, options of `run`, files. Checked before anything is written."""
 
 import base64
 import binascii
@@ -77,10 +77,10 @@ def parse_object(body: bytes, known: set[str]) -> dict[str, Any]:
     """Read a JSON object that has no other keys than `known`, and none twice; SettingsError."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        values = dict(pairs)
+        if len(values) < len(pairs):
             raise SettingsError("the body has a key twice; give each once")
-        return found
+        return values
 
     try:
         document = json.loads(body.decode("utf-8"), object_pairs_hook=once)
@@ -88,12 +88,12 @@ def parse_object(body: bytes, known: set[str]) -> dict[str, Any]:
         raise SettingsError(f"the body is no JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(document, dict):
         raise SettingsError("the body is no JSON object")
-    found = cast("dict[str, Any]", document)
-    if strange := sorted(found.keys() - known):
+    values = cast("dict[str, Any]", document)
+    if strange := sorted(values.keys() - known):
         raise SettingsError(
             f"{_shown(strange[0])} is not known; give {', '.join(sorted(known)) or 'nothing'}"
         )
-    return found
+    return values
 
 
 def _shown(value: Any) -> str:
@@ -197,7 +197,7 @@ def _refuse_taken(name: str) -> None:
 def _refuse_absent(settings: RunSettings, directory: Path) -> None:
     """Raise SettingsError for a task file that is neither uploaded nor at the server."""
     below = Path(settings.data_path) if settings.data_path else directory
-    sets = [(f"eval.sets.{name}.tasks", one.tasks) for name, one in settings.eval_sets.items()]
+    sets = [(f"eval.sets.{name}.tasks", eval_set.tasks) for name, eval_set in settings.eval_sets.items()]
     for option, source in (("--tasks", settings.tasks), ("--eval-tasks", settings.eval_tasks), *sets):
         if source and is_file(source) and not any(exists(at / source) for at in (directory, below)):
             raise SettingsError(
@@ -208,12 +208,12 @@ def _refuse_absent(settings: RunSettings, directory: Path) -> None:
 def _refuse_code(settings: RunSettings) -> None:
     """Raise SettingsError for a setting by which a client could have its own code run."""
     named = [
-        (f"eval.sets.{name}.{field}", str(getattr(one, field)))
-        for name, one in settings.eval_sets.items()
+        (f"eval.sets.{name}.{field}", str(getattr(eval_set, field)))
+        for name, eval_set in settings.eval_sets.items()
         for field in ("reward", "environment")
     ]
     sources = [("--tasks", settings.tasks), ("--eval-tasks", settings.eval_tasks or "")]
-    sources += [(f"eval.sets.{name}.tasks", one.tasks) for name, one in settings.eval_sets.items()]
+    sources += [(f"eval.sets.{name}.tasks", eval_set.tasks) for name, eval_set in settings.eval_sets.items()]
     for option, name in (
         ("--reward", settings.rollout.reward),
         ("--environment", settings.rollout.environment),
@@ -226,7 +226,7 @@ def _refuse_code(settings: RunSettings) -> None:
                 "(run serve --allow-code)"
             )
     accounts = sorted({"wandb", "trackio", "mlflow"} & set(settings.metrics.sinks))
-    for name, given, what in (
+    for name, is_set, effect in (
         ("engine.args", settings.engine.args, "can name programs"),
         ("cluster.groups", settings.cluster.groups, "can name programs"),
         ("cluster.local_dir", settings.cluster.local_dir, "names a directory that is emptied"),
@@ -234,7 +234,7 @@ def _refuse_code(settings: RunSettings) -> None:
         ("rollout.teacher", settings.rollout.teacher, "asks another server"),
         (f"metrics.sinks={','.join(accounts)}", accounts, "uses the account of the server's user"),
     ):
-        if given:
+        if is_set:
             raise SettingsError(
-                f"{name} {what}, and this server lets no client do so (run serve --allow-code)"
+                f"{name} {effect}, and this server lets no client do so (run serve --allow-code)"
             )

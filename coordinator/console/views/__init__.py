@@ -1,1 +1,1 @@
-"""What a person reads of a run: the Python API, the status, the live terminal, logs, the report."""
+"""Views of a run for people: the Python API, the status, the live terminal, logs, the report."""

@@ -62,7 +62,7 @@ class Seen:
     board: Board
     record: EpochRecord | None
     settings: RunSettings
-    said: Said
+    contents: Said
     gone: set[int]
     """Ranks that are known to have ended, or are silent for too long."""
     silent_s: Mapping[int, float]
@@ -71,7 +71,7 @@ class Seen:
     @property
     def master(self) -> Mapping[str, Any]:
         """What the newest heartbeat of the master says; nothing if there is none."""
-        return self.said.get(MASTER, {})
+        return self.contents.get(MASTER, {})
 
     @property
     def has_ended(self) -> bool:
@@ -87,12 +87,12 @@ class Seen:
         """running, holding (for nodes), finished or stopped."""
         record = self.record
         if record is None:  # its master has just started, or ended before it was in an epoch
-            return "holding" if self.said.keys() - self.gone else "stopped"
+            return "holding" if self.contents.keys() - self.gone else "stopped"
         if self.has_ended:
             return "finished" if record.kind == "finished" else "stopped"
         if MASTER in self.gone:  # its workers wait for it, unless they end with it or have ended too
-            members = record.members.keys() or self.said.keys()  # a lobby has no members yet
-            held = (self.said.keys() & members) - self.gone
+            members = record.members.keys() or self.contents.keys()  # a lobby has no members yet
+            held = (self.contents.keys() & members) - self.gone
             return "holding" if held and not self._ends_with_master() else "stopped"
         is_lost = any(flag.rank == MASTER for flag in self.board.called(record.epoch, "lost"))
         return "holding" if record.kind == "lobby" or is_lost else "running"
@@ -111,7 +111,7 @@ class Seen:
         self._add_complaints(nodes)
         master, state = self.master, self.state
         phase = master.get("phase", "") or master.get("state", "")
-        wanted = [MASTER] if MASTER in self.gone else master.get("waiting_for", [])
+        awaited = [MASTER] if MASTER in self.gone else master.get("waiting_for", [])
         since_s = master.get("waiting_s", 0.0)
         if MASTER in self.gone:
             since_s = self.silent_s.get(MASTER, 0.0)
@@ -119,7 +119,7 @@ class Seen:
         if waits_for:
             since_s = since_s or master.get("row_s", 0.0)
         if state == "stopped" and is_awaited and not self.has_ended:
-            state, wanted = "holding", [rank for rank in ranks if nodes[rank]["state"] != "alive"]
+            state, awaited = "holding", [rank for rank in ranks if nodes[rank]["state"] != "alive"]
         left_s = [node["left_s"] for node in nodes if node["left_s"] is not None and node["phase"] == phase]
         return {
             "crew": self.run_dir.crew,
@@ -129,7 +129,7 @@ class Seen:
             "iterations": self.settings.iterations,
             "phase": phase,
             "master": nodes[MASTER]["name"],
-            "waiting_for": list(map(self.run_dir.machine, wanted)) if state in GOING else [],
+            "waiting_for": list(map(self.run_dir.machine, awaited)) if state in GOING else [],
             "waits_for": waits_for,
             "waiting_s": float(since_s) if state in GOING else 0.0,
             "left_s": max(left_s, default=None) if phase in ESTIMATED else None,
@@ -142,8 +142,8 @@ class Seen:
         calls = self.board.called(self.record.epoch, NOT_STARTED) if self.record else []
         for rank, node in enumerate(nodes):
             flags = [flag for flag in calls if flag.rank == rank and node["state"] != "alive"]
-            found = read_failed_start(self.run_dir, flags[0]) if flags else None
-            host, node["error"] = found or (node["host"], "")
+            complaint = read_failed_start(self.run_dir, flags[0]) if flags else None
+            host, node["error"] = complaint or (node["host"], "")
             node["host"] = node["host"] or host
 
     def _last_iteration(self, finished: int) -> int:
@@ -152,7 +152,7 @@ class Seen:
 
     def _node(self, rank: int) -> dict[str, Any]:
         """Describe a node by its last heartbeat and by what the master last observed."""
-        content, cluster = self.said.get(rank, {}), self.settings.cluster
+        content, cluster = self.contents.get(rank, {}), self.settings.cluster
         member = self.record.members.get(rank) if self.record else None
         beat, silent_s = self.board.beats.get(rank), self.silent_s.get(rank, 0.0)
         state = "alive"
@@ -213,21 +213,21 @@ class CrewReader:
         """Return what the crew shows now."""
         board = whole_board(self.run_dir, _names)
         record = self._records.newest(board.records)
-        said: Said = {rank: heartbeat_values(self.run_dir, beat) for rank, beat in board.beats.items()}
+        contents: Said = {rank: heartbeat_values(self.run_dir, beat) for rank, beat in board.beats.items()}
         settings = RunSettings.published(record.settings) if record else RunSettings()
         settings = settings.of_crew(self.run_dir.crew)
         still_s = self._observe(board, settings)
         timeout_s = settings.cluster.node_timeout_s
-        ended = {rank for rank, content in said.items() if _is_gone(content)}
-        gone = ended | {rank for rank in said if still_s.get(rank, 0.0) >= timeout_s}
-        gone |= {rank for rank in said if _has_left(board, record, rank)}
-        silent_s = _silent_s(said, ended, still_s, settings.cluster.beat_interval_s)
+        ended = {rank for rank, content in contents.items() if _is_gone(content)}
+        gone = ended | {rank for rank in contents if still_s.get(rank, 0.0) >= timeout_s}
+        gone |= {rank for rank in contents if _has_left(board, record, rank)}
+        silent_s = _silent_s(contents, ended, still_s, settings.cluster.beat_interval_s)
         # What was seen to change here needs nobody else's observation.
         changed = {rank for rank, beat in board.beats.items() if beat != self._first_beats.get(rank)}
         silent_s |= {rank: still_s[rank] for rank in changed - ended if rank in still_s}
         if record is not None:
-            said = _with_flags(board, record, settings, said, gone)
-        return Seen(self.run_dir, board, record, settings, said, gone, silent_s)
+            contents = _with_flags(board, record, settings, contents, gone)
+        return Seen(self.run_dir, board, record, settings, contents, gone, silent_s)
 
     def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:
         """Return for how many seconds each rank's heartbeat has not changed since it was first read here."""
@@ -262,25 +262,29 @@ def _age_s(content: Mapping[str, Any]) -> float | None:
     return max(0.0, time.monotonic() - content["monotonic_s"])
 
 
-def _silent_s(said: Said, ended: set[int], still_s: Mapping[int, float], beat_s: float) -> dict[int, float]:
+def _silent_s(
+    contents: Said, ended: set[int], still_s: Mapping[int, float], beat_s: float
+) -> dict[int, float]:
     """Seconds of silence by rank: the larger of what the master last observed, up to now, and our own.
 
     `ended`: ranks of which it is known that their process has ended.
     """
-    observed: dict[int, float] = said.get(MASTER, {}).get("silent_s", {})
-    since_s = min(_age_s(said.get(MASTER, {})) or 0.0, 2 * beat_s)
-    found: dict[int, float] = {}
+    observed: dict[int, float] = contents.get(MASTER, {}).get("silent_s", {})
+    since_s = min(_age_s(contents.get(MASTER, {})) or 0.0, 2 * beat_s)
+    silences: dict[int, float] = {}
     for rank in {*observed, *still_s}:
-        content = said.get(rank, {})
+        content = contents.get(rank, {})
         seconds = observed[rank] + since_s if rank in observed else 0.0
         if (age_s := _age_s(content)) is not None:
             seconds = age_s if rank in ended else min(seconds, age_s)
         own_s = 0.0 if content.get("state") == ENDED else still_s.get(rank, 0.0)
-        found[rank] = round(max(seconds, own_s), 1)
-    return found
+        silences[rank] = round(max(seconds, own_s), 1)
+    return silences
 
 
-def _with_flags(board: Board, record: EpochRecord, settings: RunSettings, said: Said, gone: set[int]) -> Said:
+def _with_flags(
+    board: Board, record: EpochRecord, settings: RunSettings, contents: Said, gone: set[int]
+) -> Said:
     """Return what the nodes say, in the rows that their flags show: heartbeats are up to seconds older."""
     reached: dict[int, Place] = {}
     for flag in board.flags:
@@ -291,17 +295,17 @@ def _with_flags(board: Board, record: EpochRecord, settings: RunSettings, said: 
         reached[MASTER] = _after(reached[MASTER], settings)
         for rank in record.members.keys() - gone:
             reached[rank] = max(reached[MASTER], reached.get(rank, reached[MASTER]))
-    found = dict(said)
+    updated = dict(contents)
     for rank, (iteration, row) in reached.items():
-        content = said.get(rank, {})
+        content = contents.get(rank, {})
         place = (content.get("iteration", 0), ROWS.get(content.get("phase", ""), -1))
         is_newer = content.get("state") == "running" and (iteration, row) > place
-        if rank in said and (is_newer or board.beats[rank].epoch < record.epoch):
+        if rank in contents and (is_newer or board.beats[rank].epoch < record.epoch):
             # Between two iterations its heartbeat says what it waits for.
             waits = content.get("waits_for") and Phase(row) is Phase.ITERATION_START
             new = {} if waits else NEW_ROW
-            found[rank] = {**content, **new, "iteration": iteration, "phase": Phase(row).label}
-    return found
+            updated[rank] = {**content, **new, "iteration": iteration, "phase": Phase(row).label}
+    return updated
 
 
 def _after(place: Place, settings: RunSettings) -> Place:

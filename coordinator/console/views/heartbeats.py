@@ -1,4 +1,4 @@
-"""What heartbeats say, for those who only look on: whatever lies in the files, the types are right."""
+"""The content of heartbeats, for those who only look on: whatever lies in the files, the types are right."""
 
 import math
 from typing import Annotated, Any

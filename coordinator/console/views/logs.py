@@ -48,13 +48,13 @@ def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
     nodes = nodes_with_logs(crews)
     ranks = sorted({run_dir.machine(its_rank) for run_dir, its_rank in nodes})
     if not ranks or rank not in {None, *ranks}:
-        asked = "" if rank is None else f" of rank {rank}"
+        scope = "" if rank is None else f" of rank {rank}"
         there = f"there are logs of {', '.join(map(str, ranks))}" if ranks else "no node has written any yet"
-        raise SettingsError(f"{root / 'logs'}: no logs{asked}; {there}")
+        raise SettingsError(f"{root / 'logs'}: no logs{scope}; {there}")
     printer = LogPrinter(crews, rank, sys.stdout)
     try:
-        found = printer.begin(lines, whole=not follow)
-        if not (found or follow):
+        printed = printer.begin(lines, whole=not follow)
+        if not (printed or follow):
             first, of_it = next(node for node in nodes if rank in {None, node[0].machine(node[1])})
             raise SettingsError(f"{first.logs(of_it)}: no logs there yet; -f waits for them")
         polls = 0
@@ -69,9 +69,9 @@ def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
 def nodes_with_logs(crews: Sequence[RunDir]) -> list[Node]:
     """Return the nodes that have a directory for logs, by rank."""
     names = published.names(crews[0].logs(0).parent)
-    found = ((run_dir, run_dir.rank_of(name)) for run_dir in crews for name in names)
+    nodes = ((run_dir, run_dir.rank_of(name)) for run_dir in crews for name in names)
     return sorted(
-        [(run_dir, rank) for run_dir, rank in found if rank is not None],
+        [(run_dir, rank) for run_dir, rank in nodes if rank is not None],
         key=lambda node: (crews.index(node[0]), node[1]),
     )
 
@@ -164,13 +164,17 @@ def newest_process(directory: Path, names: Sequence[str], pid: int | None) -> li
     engines = _found(_ENGINE, names)
     if pid not in {*nodes, *(numbers[0] for numbers, _ in engines)}:
         pid = max(nodes, key=lambda number: _written_s(directory / nodes[number]), default=None)
-    own = sorted(
+    engine_logs = sorted(
         (_written_s(directory / name), numbers, name)
         for numbers, name in engines
         if pid in {numbers[0], None}
     )
     trainers = [name for _, name in _found(_TRAINER, names)]
-    return [*([nodes[pid]] if pid in nodes else []), *(name for _, _, name in own[-1:]), *trainers[-1:]]
+    return [
+        *([nodes[pid]] if pid in nodes else []),
+        *(name for _, _, name in engine_logs[-1:]),
+        *trainers[-1:],
+    ]
 
 
 def _found(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[tuple[int, ...], str]]:
@@ -191,13 +195,13 @@ def tail(path: Path, lines: int) -> tuple[bytes, int]:
     with open(path, "rb") as file:
         end = start = file.seek(0, os.SEEK_END)
         blocks: list[bytes] = []
-        found = 0
-        while start and found <= lines and end - start < MOST_BYTES:
+        newlines = 0
+        while start and newlines <= lines and end - start < MOST_BYTES:
             step = min(BLOCK_BYTES, start)
             start -= step
             file.seek(start)
             blocks.append(file.read(step))
-            found += blocks[-1].count(b"\n")
+            newlines += blocks[-1].count(b"\n")
     data = b"".join(reversed(blocks))
     pieces = data.split(b"\n")
     return b"\n".join(pieces[-lines - data.endswith(b"\n") :]), end

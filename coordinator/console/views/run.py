@@ -85,9 +85,9 @@ class Run:
         manifest = published.read_manifest(self.run_dir, kind, iteration)
         if manifest is None:
             there = self.collected(kind)
-            found = f"there are trajectories of {_listed(there)}" if there else "there are none yet"
+            choices = f"there are trajectories of {_listed(there)}" if there else "there are none yet"
             raise SettingsError(
-                f"{self.run_dir.root}: no {kind} trajectories of iteration {iteration}; {found}"
+                f"{self.run_dir.root}: no {kind} trajectories of iteration {iteration}; {choices}"
             )
         return iter(read_groups(self.run_dir.trajectories(kind, iteration), manifest))
 
@@ -101,12 +101,12 @@ class Run:
             PosixPath('/shared/exp1/checkpoints/iteration_000005')
         """
         there = published.checkpoints(self.run_dir)
-        wanted = list(reversed(there)) if iteration is None else [iteration]
+        candidates = list(reversed(there)) if iteration is None else [iteration]
         damage = ""
-        for number in wanted:
+        for number in candidates:
             if number not in there:
-                found = f"there are checkpoints of {_listed(there)}" if there else "there is none yet"
-                raise SettingsError(f"{self.run_dir.root}: no checkpoint of iteration {number}; {found}")
+                choices = f"there are checkpoints of {_listed(there)}" if there else "there is none yet"
+                raise SettingsError(f"{self.run_dir.root}: no checkpoint of iteration {number}; {choices}")
             directory = self.run_dir.checkpoint(number)
             try:
                 if verify:
@@ -114,8 +114,8 @@ class Run:
                 return directory
             except Incomplete as error:
                 damage = damage or f"; {str(error).splitlines()[0]}"
-        asked = "" if iteration is None else f" of iteration {iteration}"
-        raise SettingsError(f"{self.run_dir.root}: no whole checkpoint{asked}{damage}")
+        scope = "" if iteration is None else f" of iteration {iteration}"
+        raise SettingsError(f"{self.run_dir.root}: no whole checkpoint{scope}{damage}")
 
     def collected(self, kind: Kind = "train") -> list[int]:
         """Return the iterations that `trajectories` can read, in order."""

@@ -63,7 +63,9 @@ def choose(groups: Sequence[Group], order: Order) -> list[Chosen]:
     if order == "flat":
         flat = [group for group in groups if len({sample.reward for sample in group.samples}) == 1]
         return [Chosen(group, group.samples[0]) for group in flat if len(group.samples) > 1]
-    rows = [(number, Chosen(group, one)) for group in groups for number, one in enumerate(group.samples)]
+    rows = [
+        (number, Chosen(group, sample)) for group in groups for number, sample in enumerate(group.samples)
+    ]
     if order == "spread":
         rows.sort(key=lambda row: row[0])
     else:
@@ -72,7 +74,7 @@ def choose(groups: Sequence[Group], order: Order) -> list[Chosen]:
 
 
 def _title(iteration: int, group: Group, sample: Sample) -> str:
-    rewards = [one.reward for one in group.samples if one.reward is not None]
+    rewards = [other.reward for other in group.samples if other.reward is not None]
     mean = f" (mean of {len(rewards)}: {sum(rewards) / len(rewards):.3g})" if rewards else ""
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}{mean}"
     metrics = "".join(f", {name} {value:g}" for name, value in sample.metrics.items())

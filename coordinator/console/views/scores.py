@@ -34,12 +34,12 @@ def scores(line: Mapping[str, Any]) -> list[Score]:
     """
     sets: Any = line.get(SCORES)
     named = cast("dict[str, Any]", sets) if isinstance(sets, dict) else {}
-    found: list[tuple[str, Any, Any]] = [("eval_reward", line.get("eval_reward"), line.get("eval_error"))]
-    for name, of in named.items():
-        scored = cast("dict[str, Any]", of) if isinstance(of, dict) else {}
-        found.append((name, scored.get("reward"), scored.get("error")))
+    fields: list[tuple[str, Any, Any]] = [("eval_reward", line.get("eval_reward"), line.get("eval_error"))]
+    for name, entry in named.items():
+        scored = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        fields.append((name, scored.get("reward"), scored.get("error")))
     return [
         Score(name, reward, error if is_measured(error) else None)
-        for name, reward, error in found
+        for name, reward, error in fields
         if is_measured(reward)
     ]

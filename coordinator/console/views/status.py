@@ -44,8 +44,10 @@ class StatusReader:
             _refuse_unsaid(root, read_placement(root) if root.is_dir() else ONE_CREW)
             raise SettingsError(f"--log-path {root}: no run there (no run.json that can be read)")
         if run.get("format") != FORMAT:
-            found = run.get("format")
-            raise SettingsError(f"--log-path {root}: a run of format {found}; this version reads {FORMAT}")
+            run_format = run.get("format")
+            raise SettingsError(
+                f"--log-path {root}: a run of format {run_format}; this version reads {FORMAT}"
+            )
         self._run_id = str(run.get("run_id"))
 
     def read(self) -> dict[str, Any]:

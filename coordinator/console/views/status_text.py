@@ -76,8 +76,8 @@ def _place(crew: Status) -> str:
 
 def where(status: Status) -> str:
     """Say where a crew is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
-    of = f" of {status['iterations']}" if status["iterations"] else ""
-    text = f"iteration {status['iteration']}{of}"
+    total = f" of {status['iterations']}" if status["iterations"] else ""
+    text = f"iteration {status['iteration']}{total}"
     if status["waits_for"]:
         return text if status["iteration"] else "not begun"
     if status["state"] != "finished" and status["phase"]:
@@ -127,8 +127,8 @@ def repairs(status: Status, root: Path) -> list[str]:
             lines += [node["error"]] if node.get("error") else []
             place = f"on {node['host']}" if node["host"] else "on its machine"
             was_there = node["state"] != "never_seen"
-            what = f"to bring {node['name']} back" if was_there else f"to start {node['name']}"
-            lines.append(f"{what}, {place}: run {role} --log-path {path}")
+            purpose = f"to bring {node['name']} back" if was_there else f"to start {node['name']}"
+            lines.append(f"{purpose}, {place}: run {role} --log-path {path}")
     return lines
 
 
@@ -163,13 +163,13 @@ def tokens(node: Node) -> str:
 
 def gpus(node: Node) -> str:
     """`8 x 61/80 GiB 97 %`: number of GPUs, and the average of their memory and use."""
-    found: list[dict[str, Any]] = node["gpus"]
-    if not found:
+    listed: list[dict[str, Any]] = node["gpus"]
+    if not listed:
         return ""
-    used, total = (sum(gpu.get(key) or 0 for gpu in found) / len(found) / GIB for key in _MEMORY)
-    busy = [gpu["busy"] for gpu in found if gpu.get("busy") is not None]
+    used, total = (sum(gpu.get(key) or 0 for gpu in listed) / len(listed) / GIB for key in _MEMORY)
+    busy = [gpu["busy"] for gpu in listed if gpu.get("busy") is not None]
     use = f" {100 * sum(busy) / len(busy):.0f} %" if busy else ""
-    return f"{f'{len(found)} x ' if len(found) > 1 else ''}{used:.0f}/{total:.0f} GiB{use}"
+    return f"{f'{len(listed)} x ' if len(listed) > 1 else ''}{used:.0f}/{total:.0f} GiB{use}"
 
 
 _MEMORY = ("used_bytes", "total_bytes")
@@ -179,9 +179,9 @@ def rewards(line: dict[str, Any] | None) -> str:
     """Give the last metrics: `last finished: iteration 4, reward 0.612, eval_reward 0.900 ± 0.026`."""
     if line is None:
         return ""
-    found = [f"reward {line['reward']:.3f}"] if is_measured(line.get("reward")) else []
-    found += [f"{score.name} {score}" for score in scores(line)]
-    return ", ".join([f"last finished: iteration {line['iteration']}", *found])
+    texts = [f"reward {line['reward']:.3f}"] if is_measured(line.get("reward")) else []
+    texts += [f"{score.name} {score}" for score in scores(line)]
+    return ", ".join([f"last finished: iteration {line['iteration']}", *texts])
 
 
 def render(status: Status, root: Path) -> str:

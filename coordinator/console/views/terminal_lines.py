@@ -89,10 +89,10 @@ def view(
 def filled_columns(status: Status) -> set[str]:
     """Return the optional columns for which this run has something to show."""
     nodes = words.nodes_of(status)
-    found = {name for name, cell in OPTIONAL.items() if any(cell(node) for node in nodes)}
+    columns = {name for name, cell in OPTIONAL.items() if any(cell(node) for node in nodes)}
     if len({node["host"] for node in nodes} - {""}) > 1:
-        found.add("host")
-    return found | ({"phase"} if any(node["phase"] for node in nodes) else set[str]())
+        columns.add("host")
+    return columns | ({"phase"} if any(node["phase"] for node in nodes) else set[str]())
 
 
 OPTIONAL: dict[str, Callable[[Node], str]] = {
@@ -121,8 +121,8 @@ def _table(status: Status, width: int, room: int, names: Collection[str], signs:
     nodes = words.nodes_of(status)
     rest: list[Node] = []
     if len(nodes) + 1 > room:
-        wanted = words.missing(status)  # the sort is stable
-        nodes = sorted(nodes, key=lambda node: (node["state"] == "alive", node["name"] not in wanted))
+        missing = words.missing(status)  # the sort is stable
+        nodes = sorted(nodes, key=lambda node: (node["state"] == "alive", node["name"] not in missing))
         keep = max(1, room - 2)  # without the head and the line about the others
         nodes, rest = nodes[:keep], nodes[keep:]
     states = [_state(node, words.is_going(status)) for node in nodes]
@@ -198,8 +198,8 @@ def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[
     text = Text()
     if last is not None:
         names = {"eval_reward": "evaluation"}
-        said = [f"{names.get(score.name, score.name)} {score}" for score in scores(last)]
-        text.append(f"{', '.join(said)} in iteration {last['iteration']}")
+        texts = [f"{names.get(score.name, score.name)} {score}" for score in scores(last)]
+        text.append(f"{', '.join(texts)} in iteration {last['iteration']}")
     if rewards:
         room = width - text.cell_len - len("reward -0.000  -0.000    ")
         levels = sparkline(rewards[-max(1, min(HISTORY, room)) :], signs.levels)

@@ -212,7 +212,7 @@ def test_rank_whose_machine_died_waits_for_another_until_it_is_told_to_end(
     monkeypatch.setattr(module, "machines", lambda _ray: [Machine("a", 8, 64)])
     rank = begin("trap 'exit 130' TERM; while :; do sleep 0.02; done")
     rank.until(lambda: rank.starts)
-    rank.cluster.wanted = lambda _rank: "8 GPUs"  # type: ignore[attr-defined]
+    rank.cluster.needs = lambda _rank: "8 GPUs"  # type: ignore[attr-defined]
     rank.cluster.has_machine = False
     rank.cluster.actors[0].is_dead = True
     said = ""

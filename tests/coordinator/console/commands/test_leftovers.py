@@ -19,7 +19,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def test_plan_names_all_that_the_iteration_left_what_was_made_last_first(run_dir: RunDir) -> None:
     planned = plan({run_dir: 4}, N, look([run_dir], N))
-    assert [(str(left.path.relative_to(run_dir.root)), left.what) for left in planned.leftovers] == [
+    assert [(str(left.path.relative_to(run_dir.root)), left.kind) for left in planned.leftovers] == [
         ("protocol/main/workers/e0002.i000000.p00.r0001.enter", What.ENDED),
         ("protocol/main/master/e0003.i000002.p04.r0000.ok", What.FLAG),
         ("protocol/main/master/e0002.i000001.p04.r0000.ok", What.ENDED),

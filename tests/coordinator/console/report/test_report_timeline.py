@@ -39,7 +39,7 @@ def told(*tellers: Teller) -> Timelines:
 
 def drawn(timelines: Timelines, iteration: int = 1) -> Lanes:
     nodes = {rank: NodeTitle(f"rank {rank}", "") for rank in range(2)}
-    return lanes(timelines.of(iteration), "", nodes)
+    return lanes(timelines.timeline_of(iteration), "", nodes)
 
 
 def test_clock_of_a_worker_is_aligned_by_the_ends_of_rows() -> None:
@@ -47,7 +47,7 @@ def test_clock_of_a_worker_is_aligned_by_the_ends_of_rows() -> None:
     for teller, delays in ((master, (0.0, 0.0)), (worker, (0.3, 0.004))):
         teller.row(1.0, 4.0 + delays[0], 2.0, "train_rollout")
         teller.row(5.0, 9.0 + delays[1], 4.0, "training")
-    timeline = told(master, worker).of(1)
+    timeline = told(master, worker).timeline_of(1)
     assert [bar.begin_s for bar in timeline.bars[0]] == [0.0, 4.0]
     assert [bar.end_s for bar in timeline.bars[1]] == pytest.approx([3.296, 8.0])
     assert timeline.seconds == pytest.approx(8.0)
@@ -59,7 +59,7 @@ def test_clock_that_drifts_is_aligned_anew_in_each_iteration() -> None:
         master.row(10.0 * iteration, 10.0 * iteration + 4, 1.0, it=iteration)
         worker.row(10.0 * iteration + drift_s, 10.0 * iteration + 4 + drift_s, 1.0, it=iteration)
     for iteration in (1, 2):
-        timeline = told(master, worker).of(iteration)
+        timeline = told(master, worker).timeline_of(iteration)
         assert timeline.bars[0][0][:2] == timeline.bars[1][0][:2] == (0.0, 4.0)
 
 
@@ -69,7 +69,7 @@ def test_row_without_a_common_end_takes_its_clock_from_the_iteration_before() ->
         teller.row(1.0, 2.0, 1.0)
         teller.say(3.0, "begin", it=2, row="training")
         teller.say(5.0, "warning", text="slow")
-    timeline = told(master, worker).of(2)
+    timeline = told(master, worker).timeline_of(2)
     assert timeline.bars[1][0][:2] == (0.0, 2.0) and timeline.bars[1][0].span.state == "open"
 
 
@@ -166,7 +166,7 @@ def test_loss_of_a_node_is_told_with_the_time_until_the_run_went_on() -> None:
     worker.n = 2
     worker.say(50.0, "process", host="node-b", at="2026-11-21T20:00:00+00:00")
     worker.say(51.0, "exit", code=3, text="a node was lost")
-    told_of = {fault.what: fault for fault in all_faults({0: master.lines, 1: worker.lines})}
+    told_of = {fault.kind: fault for fault in all_faults({0: master.lines, 1: worker.lines})}
     assert told_of.keys() == {"lost", "new epoch", "started again", "ended"}
     lost = told_of["lost"]
     assert (lost.rank, lost.host, lost.iteration, lost.row) == (1, "node-b", 7, "training")
@@ -180,7 +180,7 @@ def test_loss_is_told_once_without_what_was_to_be_typed_then() -> None:
         node.say(1.0, "begin", it=7, row="training")
         node.say(31.0, what, rank=2, text=said)
     (lost,) = all_faults({0: master.lines, 1: worker.lines})
-    assert (lost.what, lost.text) == ("lost", "rank 2 is lost: no heartbeat for 30 s")
+    assert (lost.kind, lost.text) == ("lost", "rank 2 is lost: no heartbeat for 30 s")
 
 
 def test_process_that_started_again_comes_between_the_loss_and_the_epoch_that_it_enters() -> None:
@@ -193,7 +193,7 @@ def test_process_that_started_again_comes_between_the_loss_and_the_epoch_that_it
     master.e = worker.e = 2
     for node in (master, worker):
         node.say(60.0, "epoch", members=[0, 1])
-    told = [fault.what for fault in all_faults({0: master.lines, 1: worker.lines})]
+    told = [fault.kind for fault in all_faults({0: master.lines, 1: worker.lines})]
     assert told == ["lost", "started again", "new epoch"]
 
 
@@ -201,7 +201,7 @@ def test_setting_that_is_not_what_it_was_at_the_last_start_is_told() -> None:
     master = Teller()
     master.say(1.0, "changed", text="iterations is 3, at the last start it was 2")
     (changed,) = all_faults({0: master.lines})
-    assert (changed.what, changed.text) == ("changed", "iterations is 3, at the last start it was 2")
+    assert (changed.kind, changed.text) == ("changed", "iterations is 3, at the last start it was 2")
     assert changed.went_on_s is None
 
 

@@ -185,11 +185,11 @@ def test_submission_that_broke_off_is_no_job_until_it_is_sent_again(tmp_path: Pa
 
 def test_same_name_is_the_same_job_or_refused(tmp_path: Path, job: Job) -> None:
     again = jobs.submit(tmp_path, Submission("sums", ("--iterations=3",), {"x.jsonl": b"{}"}))
-    assert again.said == job.said
+    assert again.document == job.document
     for other in (("--iterations=4",), {"x.jsonl": b"{}"}), (("--iterations=3",), {"x.jsonl": b"[]"}):
         with pytest.raises(Conflict, match="other options or files"):
             jobs.submit(tmp_path, Submission("sums", *other))
-    assert Job(tmp_path, "sums").said == job.said
+    assert Job(tmp_path, "sums").document == job.document
 
 
 def test_directory_that_is_no_job_does_not_become_one(tmp_path: Path) -> None:

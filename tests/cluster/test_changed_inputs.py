@@ -83,7 +83,7 @@ def test_all_nodes_score_with_the_reward_of_the_master(
     cluster: Cluster, engine_url: str, tmp_path: Path
 ) -> None:
     prefix, engine = write_rewards(tmp_path / "code", "1.0"), ("--engine-url", engine_url)
-    given = ("--num-nodes", "2", "--iterations", "2", *SLOWLY, *engine)
+    given = ("--num-nodes", "2", "--rank-weights", "1,1", "--iterations", "2", *SLOWLY, *engine)
     cluster.start(0, *given, "rollout.reward=my_rewards:score", prefix=prefix)
 
     # A worker with another file of the same name ends before it takes part; the master goes on waiting.

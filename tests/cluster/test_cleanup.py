@@ -70,7 +70,8 @@ def clean(cluster: Cluster, *options: str, dies_at: str | None = None) -> subpro
 def start(cluster: Cluster, arguments: tuple[str, ...], slow_s: float = 0.0) -> None:
     """A master and one worker; `slow_s`: of each group."""
     prefix = ("env", f"SLOW_S={slow_s}")
-    cluster.start(0, "--num-nodes", "2", *arguments, prefix=prefix)
+    # A node that is slow to start would claim nothing.
+    cluster.start(0, "--num-nodes", "2", "--rank-weights", "1,1", *arguments, prefix=prefix)
     cluster.start(1, prefix=prefix)
 
 

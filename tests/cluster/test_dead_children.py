@@ -42,7 +42,8 @@ def test_engine_killed_in_mid_rollout_is_restarted_and_no_finished_group_is_made
     cluster: Cluster, undisturbed: Results, victim: int
 ) -> None:
     slow = ["rollout.environment=tests.cluster.plugins:slow", "rollout.concurrency=4"]
-    settings = ["--num-nodes", "2", "--iterations", str(ITERATIONS), *SETTINGS, *slow]
+    settings = ["--num-nodes", "2", "--rank-weights", "1,1", "--iterations", str(ITERATIONS)]
+    settings += [*SETTINGS, *slow]
     one_by_one = ["env", "SLOW_S=1.5"]
     cluster.start(0, *settings, prefix=one_by_one)
     cluster.start(1, prefix=one_by_one)

@@ -19,30 +19,24 @@ from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.cluster.conftest import SEPARATE
 from tests.faultfs import FaultFs, unavailable
 
-TOGETHER = {
-    "attributes_s": 3.0,
-    "negative_s": 3.0,
-    "lie_rate": 0.02,
-    "no_links": "EPERM",
-    "halves_s": 0.02,
-    "clock_offset_s": 3600.0,
-}
 FAULTS: dict[str, dict[str, Any]] = {
-    "stale attributes, absences and listings": {"attributes_s": 3.0, "negative_s": 3.0, "listing_s": 3.0},
-    "late publication": {"publishes_s": 2.0},
+    "stale attributes, absences and listings": {"attributes_s": 1.0, "negative_s": 1.0, "listing_s": 1.0},
+    "late publication": {"publishes_s": 0.5},
     "errors that pass": {"error_rate": 0.02},
-    "renames that lie": {"lie_rate": 0.3, "lies": ("rename",)},
-    "creations that lie": {"lie_rate": 0.05, "lies": ("link", "create", "mkdir", "write", "fsync")},
+    "calls that lie": {"lie_rate": 0.05, "lies": ("rename", "link", "create", "mkdir", "write", "fsync")},
     "no hard links, renames that copy, latency": {"no_links": "EPERM", "halves_s": 0.05, "latency_s": 0.002},
-    "together": TOGETHER,
 }
 SLOW = (
     "cluster.node_timeout_s=4",
     "rollout.environment=tests.cluster.plugins:slow",
     "rollout.concurrency=4",
     "rollout.tasks_per_iteration=24",
+    "--rank-weights",
+    "1,1",
 )
-"""A rollout that lasts long enough to be hit, and a timeout that a test can outwait."""
+"""A rollout that lasts long enough to be hit, and a timeout that a test can outwait. Each node has its share:
+one that is slow to start would claim nothing.
+"""
 
 
 @dataclass
@@ -119,9 +113,9 @@ def test_rollout_ends_with_the_same_trajectories(
 
 
 def test_training_goes_through_on_a_filesystem_with_all_of_it(nodes: Nodes) -> None:
+    nodes.shared.set(attributes_s=3.0, negative_s=3.0, no_links="EPERM", halves_s=0.02, clock_offset_s=3600.0)
     # Errors where the nodes meet, and lies of renames: what loads and saves models tries it all only once.
-    lies = {"lie_rate": 0.05, "lies": ("rename",)}
-    nodes.shared.set(**TOGETHER | lies, error_rate=0.02, errors_below="/run/protocol")
+    nodes.shared.set(lie_rate=0.05, lies=("rename",), error_rate=0.02, errors_below="/run/protocol")
     nodes.start(*FAST, "--iterations", "3", "--eval-interval", "2")
     assert nodes.cluster.wait() == [0, 0], nodes.said()
     assert [line["iteration"] for line in nodes.cluster.metrics()] == [1, 2, 3]
@@ -216,7 +210,7 @@ def test_nobody_is_lost_when_the_filesystem_stalls_for_all(nodes: Nodes, engine_
     assert sorted(nodes.cluster.groups(1)) == list(range(24))
 
 
-@pytest.mark.parametrize(("rank", "trouble"), [(0, "frozen"), (0, "read_only"), (1, "read_only")])
+@pytest.mark.parametrize(("rank", "trouble"), [(0, "frozen"), (1, "read_only")])
 def test_node_without_its_mount_comes_back_by_itself(
     nodes: Nodes, engine_url: str, rank: int, trouble: str
 ) -> None:

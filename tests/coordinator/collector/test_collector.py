@@ -380,7 +380,7 @@ def test_collector_that_does_not_react_is_killed_and_the_row_ends(
     began_s = time.monotonic()
     with pytest.raises(Stopped):
         collector.collect(order_for(run_dir, [0, 1], f"{HERE}:blocking"), listener)
-    assert time.monotonic() - began_s < 10.0 and collector.in_flight is None
+    assert time.monotonic() - began_s < 60.0 and collector.in_flight is None
     assert machine.children[0].poll() is not None
 
 

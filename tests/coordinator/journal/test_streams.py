@@ -3,33 +3,32 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 PROGRAM = """
-import sys, time
+import os, sys
 from coordinator.journal.streams import hold_up_nobody, repair_streams
 repair_streams()
 hold_up_nobody()
-began_s = time.monotonic()
 for i in range(20000):
     print("line", i)
     print("error", i, file=sys.stderr)
 opened = open("opened", "w")
 print("not for this file")
-opened.write(f"{time.monotonic() - began_s:.1f}")
+opened.write(f"{os.getpid()}")
 opened.close()
 sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(
-    "how", [">&- 2>&-", "<&- >&- 2>&-", "> /dev/full 2>&1", "2>&1 | head -3", "2>&1 | sleep 20"]
-)
+SLEEPS = '2>&1 | { until [ -s opened ]; do sleep 0.05; done; tail --pid="$(cat opened)" -f /dev/null; }'
+"""A reader that takes nothing, and lives for as long as the program."""
+
+
+@pytest.mark.parametrize("how", [">&- 2>&-", "<&- >&- 2>&-", "> /dev/full 2>&1", "2>&1 | head -3", SLEEPS])
 def test_output_that_nobody_takes_holds_up_nobody(tmp_path: os.PathLike[str], how: str) -> None:
-    began_s = time.monotonic()
     done = subprocess.run(
         ["bash", "-c", f'"$0" -c "$1" {how}; exit ${{PIPESTATUS[0]}}', sys.executable, PROGRAM],
         cwd=tmp_path,
@@ -37,12 +36,11 @@ def test_output_that_nobody_takes_holds_up_nobody(tmp_path: os.PathLike[str], ho
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert done.returncode == 3 and done.stderr == ""
-    opened = os.path.join(tmp_path, "opened")
-    with open(opened) as file:
-        assert float(file.read()) < 5.0
-    assert time.monotonic() - began_s < 40.0
+    with open(os.path.join(tmp_path, "opened")) as file:
+        assert file.read().isdigit(), "and what else was printed is not there"
 
 
 def test_a_reader_gets_everything_in_order(tmp_path: os.PathLike[str]) -> None:

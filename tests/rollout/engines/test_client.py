@@ -180,7 +180,7 @@ def test_server_that_is_not_there_is_an_error_within_the_retry_time() -> None:
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"tried again for 0\.3 s"):
         ask(f"http://127.0.0.1:{free_port()}", Sampling(), retry_s=0.3)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
 
 
 def test_server_that_never_answers_is_an_error_within_the_timeout() -> None:

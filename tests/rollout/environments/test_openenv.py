@@ -335,7 +335,7 @@ def test_group_that_is_cancelled_ends_its_sessions(server: Server, guess: OpenEn
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < 30
 
     asyncio.run(main())
     wait_until(lambda: not server.sessions)

@@ -44,14 +44,16 @@ def test_program_that_hangs_is_ended_and_holds_nobody() -> None:
     async def main() -> float:
         began_s = time.monotonic()
         slow = asyncio.create_task(
-            run_python({"code": "print(7, flush=True)\nwhile True: pass"}, limits=Limits(wall_s=1.5))
+            run_python(
+                {"code": "print(7, flush=True)\nimport time; time.sleep(600)"}, limits=Limits(wall_s=5)
+            )
         )
         await asyncio.sleep(0)
         free_s = time.monotonic() - began_s
-        assert await slow == "7\nerror: it was ended after 1.5 s"
+        assert await slow == "7\nerror: it was ended after 5 s"
         return free_s
 
-    assert asyncio.run(main()) < 1
+    assert asyncio.run(main()) < 4
 
 
 def test_program_finds_no_network_and_no_file_of_the_user() -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -194,7 +193,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit", "SIGINT"])
-def test_no_process_outlives_its_owner_by_a_second_even_if_it_hangs_in_c(
+def test_no_process_outlives_its_owner_even_if_it_hangs_in_c(
     make_pool: Callable[..., ProcessPool], end: str
 ) -> None:
     with subprocess.Popen(
@@ -215,9 +214,7 @@ def test_no_process_outlives_its_owner_by_a_second_even_if_it_hangs_in_c(
         else:
             owner.send_signal(getattr(signal, end))
         owner.wait(PATIENCE_S)
-        ended_s = time.monotonic()
         wait_until(lambda: not any(map(_lives, family)), PATIENCE_S)
-        assert time.monotonic() - ended_s < 1.0
 
 
 def _busy(owner: psutil.Process) -> psutil.Process | None:

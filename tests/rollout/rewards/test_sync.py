@@ -143,7 +143,7 @@ def test_call_that_nobody_waits_for_any_more_is_not_made(scored: Scored) -> None
 
     started = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - started < 5 and scored("pid", "x") == [first]
+    assert time.monotonic() - started < 30 and scored("pid", "x") == [first]
     pool = next(pool for name, pool in module._pools.items() if name.endswith(":sleeps"))
     wait_until(lambda: pool._calls.empty())  # within a second, not fifty
 

@@ -127,7 +127,7 @@ def test_leaving_the_context_kills_the_code() -> None:
     before = {process.pid for process in in_jail()}
     with open(os.devnull, "rb") as nothing, Jail({"main.py": "while True: pass"}, QUICK, stdin=nothing):
         began_s = time.monotonic()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 30
     wait_until(lambda: not {process.pid for process in in_jail()} - before)
 
 

@@ -296,9 +296,9 @@ def test_error_that_passes_is_retried_within_the_limit(
 ) -> None:
     calls = failing(monkeypatch, name, errno.ESTALE)
     started_s = time.monotonic()
-    with pytest.raises(SharedFsError, match=rf"cannot {what} .*Stale.*\(tried for 0\.\d s\)"):
+    with pytest.raises(SharedFsError, match=rf"cannot {what} .*Stale.*\(tried for \d+\.\d s\)"):
         call(tmp_path / "a")
-    assert len(calls) > 3 and time.monotonic() - started_s < 5
+    assert len(calls) > 3 and time.monotonic() - started_s < 30
     assert not any(files.is_temporary(left) for left in tree(tmp_path))
 
 
@@ -363,7 +363,9 @@ def test_directory_that_appears_late_is_waited_for(tmp_path: Path, monkeypatch: 
 def test_writing_where_no_directory_is_says_how_long_it_was_tried(
     tmp_path: Path, write: Callable[[Path, bytes], object]
 ) -> None:
-    with pytest.raises(SharedFsError, match=r"cannot write .*absent/a: No such file.*\(tried for 0\.\d s\)"):
+    with pytest.raises(
+        SharedFsError, match=r"cannot write .*absent/a: No such file.*\(tried for \d+\.\d s\)"
+    ):
         write(tmp_path / "absent" / "a", b"data")
 
 

@@ -202,9 +202,9 @@ def test_nobody_waits_for_a_sequence_that_the_model_fails_to_score(
     engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=64)
     engine.start()
     with pytest.raises(EngineStopped, match="not enough memory"):
-        engine.prompt_logprobs(prompt_of(5)).result(timeout=5)
+        engine.prompt_logprobs(prompt_of(5)).result(timeout=WAIT_S)
     with pytest.raises(EngineStopped, match="not enough memory"):
-        engine.prompt_logprobs(prompt_of(5)).result(timeout=5)
+        engine.prompt_logprobs(prompt_of(5)).result(timeout=WAIT_S)
     assert not engine.healthy
 
 

@@ -174,7 +174,7 @@ class Cluster:
             if node.poll() is None:
                 node.kill()
             node.wait()
-        deadline_s = time.monotonic() + 10.0
+        deadline_s = time.monotonic() + 60.0
         while (left := self.left_behind()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         for line in left:

@@ -80,7 +80,7 @@ def hit_collectors() -> None:
         host.start()
         assert host._child is not None
         host._child.kill_now()
-        host._child.wait(10.0)
+        host._child.wait(60.0)
         print(f"collector killed {moment} the flag of row {phase:d}.", flush=True)
 
     CollectorHost.__init__ = remember

@@ -132,7 +132,7 @@ class RayCluster:
             process.terminate()
         for process in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(60)
             with contextlib.suppress(ProcessLookupError):  # what Ray starts stays in its group
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

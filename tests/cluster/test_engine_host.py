@@ -286,7 +286,7 @@ def kill_and_wait(host: EngineHost, digest: str, meanwhile: Callable[[], None] =
             break
     assert minding.is_alive(), "it has failed"
     over.set()
-    minding.join(10.0)
+    minding.join(60.0)
     assert not minding.is_alive()
 
 

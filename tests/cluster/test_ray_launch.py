@@ -91,17 +91,6 @@ def has_parts(launcher: Launcher) -> bool:
     return any(directory.glob("*.safetensors")) and not launcher.run_dir.manifest("train", 1).exists()
 
 
-def test_three_raylets_make_the_trajectories_of_run_local(
-    launch: Launch, by_run_local: dict[int, Any]
-) -> None:
-    launcher = launch(*SETTINGS)
-    assert launcher.wait() == 0, launcher.said
-    launcher.check_nothing_is_left()
-    assert made(launcher.run_dir.root) == by_run_local
-    assert [line["iteration"] for line in launcher.metrics()] == [1, 2]
-    assert "[rank 2" in launcher.said and "to resume" not in launcher.said
-
-
 def test_nodes_end_with_a_launcher_that_is_killed_and_a_rank_outlives_its_raylet(
     launch: Launch, ray: RayCluster, by_run_local: dict[int, Any]
 ) -> None:
@@ -125,6 +114,7 @@ def test_nodes_end_with_a_launcher_that_is_killed_and_a_rank_outlives_its_raylet
     assert again.wait() == 0, again.said
     assert ray.raylets().keys() == others
     again.check_nothing_is_left()
+    assert [line["iteration"] for line in again.metrics()] == [1, 2] and "[rank 2" in again.said
     assert made(again.run_dir.root) == by_run_local, "no group is lost, and none is made anew in another way"
 
 

@@ -1,6 +1,5 @@
 """`run local`: all nodes with one command. Their engines and trainers are forks of one process."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -47,25 +46,18 @@ def test_run_local_trains_what_separate_nodes_train(tmp_path: Path, cache: Path)
 @needs_forks
 @SEPARATE
 def test_engines_and_trainers_are_forks_of_one_process(cluster: Cluster) -> None:
+    """The run goes on without that process, and nothing outlives its parent."""
     parent = cluster.start(
-        0, *FAST, "--num-nodes", "2", "--iterations", "50", "trainer.processes_per_node=2", role=LOCAL
+        0, *FAST, "--num-nodes", "2", "--iterations", "1000", "trainer.processes_per_node=2", role=LOCAL
     )
     cluster.until(lambda: cluster.run_dir.checkpoint(1).is_dir(), "the first checkpoint", 120)
     # The server; of each node an engine, an agent and two ranks.
     assert len(forks_of(parent.pid)) == 1 + 2 * 4
-    parent.kill()
-    parent.wait()
-    cluster.until(lambda: not cluster.left_behind(), "the end of all processes", 10)
-
-
-@needs_forks
-@SEPARATE
-def test_a_run_goes_on_without_the_shared_process(cluster: Cluster) -> None:
-    parent = cluster.start(0, *FAST, "--num-nodes", "1", "--iterations", "3", role=LOCAL)
-    cluster.until(lambda: cluster.run_dir.checkpoint(1).is_dir(), "the first checkpoint", 120)
     (server,) = (p for p in psutil.Process(parent.pid).children() if FORKS in " ".join(p.cmdline()))
     server.kill()
-    assert cluster.wait() == [0], cluster.everything_said()
-    assert [line["iteration"] for line in cluster.metrics()] == [1, 2, 3]
-    for number in (1, 2, 3):
-        assert json.loads(cluster.run_dir.checkpoint(number).joinpath("result.json").read_text())["steps"] > 0
+    done = len(cluster.metrics())
+    cluster.until(lambda: len(cluster.metrics()) >= done + 2, "further iterations")
+    assert [line["iteration"] for line in cluster.metrics()] == list(range(1, len(cluster.metrics()) + 1))
+    parent.kill()
+    parent.wait()
+    cluster.until(lambda: not cluster.left_behind(), "the end of all processes", 60)

@@ -576,7 +576,7 @@ def master(place: Path, reward: str) -> Iterator[RunDir]:
     beating.start()
     yield run_dir
     over.set()
-    beating.join(timeout=10)
+    beating.join(timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class RunningServer:
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=10)
+        return self.process.wait(timeout=60)
 
 
 def start_server(model_dir: Path, *arguments: str) -> RunningServer:
@@ -60,7 +60,7 @@ def serving(model_dir: Path, *arguments: str) -> Iterator[RunningServer]:
         server.process.stdout.close()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, f"not so within {timeout_s} s"

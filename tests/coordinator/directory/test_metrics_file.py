@@ -12,12 +12,6 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished, MetricsFile, NewLines
 from rollout.storage import files
 from rollout.storage.lines import append_line
-from tests.coordinator.examples import run_dir_at
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return run_dir_at(tmp_path)
 
 
 def line(iteration: int, kind: str = "both", **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from coordinator.keeping.resume import next_iteration, resume_at
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
-from tests.coordinator.examples import POLICY, run_dir_at, write_checkpoint, write_json
+from tests.coordinator.examples import POLICY, write_checkpoint, write_json
 
 KINDS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -24,11 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "update": {"rl_phase": "update"},
     "eval": {"rl_phase": "rollout", "rollout_split": "eval-only"},
 }
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return run_dir_at(tmp_path)
 
 
 def settings(kind: str) -> RunSettings:

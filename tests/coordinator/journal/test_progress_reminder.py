@@ -74,7 +74,7 @@ def test_it_is_said_as_a_log_line_while_the_block_lasts(
     logging.getLogger().addHandler(handler)
     try:
         with progress_reminders(lambda: (1, "working"), first_s=0.01):
-            assert came.wait(10.0)
+            assert came.wait(60.0)
     finally:
         logging.getLogger().removeHandler(handler)
     assert "working" in caplog.text

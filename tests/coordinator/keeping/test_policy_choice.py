@@ -17,12 +17,7 @@ from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.settings.loading import build
 from rollout.storage import files
-from tests.coordinator.examples import run_dir_at, write_checkpoint
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return run_dir_at(tmp_path)
+from tests.coordinator.examples import write_checkpoint
 
 
 def node_at(run_dir: RunDir, level: int = 0, checkpoints: range = range(1, 5), kind: str = "both") -> Any:

@@ -27,17 +27,12 @@ from coordinator.rows import metrics, rollout
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import CheckpointSettings
 from rollout.storage import files
-from tests.coordinator.examples import run_dir_at, write_checkpoint
+from tests.coordinator.examples import write_checkpoint
 
 SAMPLED = [
     {"iteration": n, "kind": "both", "reward": reward}
     for n, reward in enumerate([0.1, 0.5, 0.9, 0.2, 0.3, 0.3], 1)
 ]
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return run_dir_at(tmp_path)
 
 
 def kept_after(run_dir: RunDir, lines: list[dict[str, Any]], **settings: Any) -> set[int]:

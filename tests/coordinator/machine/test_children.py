@@ -132,7 +132,7 @@ def start_trainer_node() -> tuple["subprocess.Popen[str]", list[int], Path]:
 
 def kill_node(node: "subprocess.Popen[str]") -> None:
     node.kill()
-    node.communicate(timeout=10)
+    node.communicate(timeout=60)
 
 
 def test_killed_node_takes_all_its_processes_with_it() -> None:
@@ -188,7 +188,7 @@ children = Children()
 (keeper,) = psutil.Process().children()
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
     keeper.send_signal(number)
-keeper.wait(10)
+keeper.wait(60)
 child = children.start("child", ["sleep", "1000"])
 print(children.spool, child.pid, flush=True)
 signal.pause()
@@ -228,7 +228,7 @@ def test_kill_groups_ends_every_child(children: Children) -> None:
 def test_agent_that_exits_takes_its_workers_with_it(children: Children) -> None:
     trainer, workers = start_trainer(children)
     os.kill(trainer.pid, signal.SIGKILL)  # as a crash: nobody has told its workers
-    assert trainer.wait(10) == -signal.SIGKILL
+    assert trainer.wait(60) == -signal.SIGKILL
     assert gone(workers)
 
 
@@ -253,9 +253,9 @@ def test_directory_is_not_removed_while_a_group_registers_in_it(tmp_path: Path) 
             return True
 
         assert not keeper.sweep(str(registered), second_registers)
-        assert first.wait(10) == -signal.SIGKILL and second.poll() is None
+        assert first.wait(60) == -signal.SIGKILL and second.poll() is None
         assert keeper.sweep(str(registered), lambda pgid: True)
-        assert second.wait(10) == -signal.SIGKILL and not registered.exists()
+        assert second.wait(60) == -signal.SIGKILL and not registered.exists()
 
 
 def test_file_that_names_no_group_kills_nobody(tmp_path: Path) -> None:

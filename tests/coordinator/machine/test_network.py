@@ -217,7 +217,7 @@ server.accept()
         ask = f"import socket; print(socket.create_connection(({address!r}, {port}), 10).recv(5))"
         assert on(pair[1], ask) == "b'hello'"
         assert pair[0].pids() == [server.pid]
-    server.communicate(timeout=10)
+    server.communicate(timeout=60)
     assert server.returncode == -signal.SIGKILL
     assert not {host.name for host in pair} & namespaces()
 

@@ -25,7 +25,7 @@ Signals(interrupt).begin(Path(sys.argv[1]))
 with stop._cond:  # as the main thread does for a moment in each `stop.wait`
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.2)
-assert stop.wait(10)
+assert stop.wait(60)
 print(*numbers, flush=True)
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep(60)

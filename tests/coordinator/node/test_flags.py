@@ -19,7 +19,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build
 from rollout.storage import files
-from tests.coordinator.examples import record, run_dir_at
+from tests.coordinator.examples import record
 
 SETTINGS = build({"cluster.num_nodes": 3, "cluster.poll_max_s": 0.01})
 
@@ -60,11 +60,6 @@ class World:
             parse_protocol_name(path.name) for place in self.run_dir.protocol for path in place.iterdir()
         )
         return {entry for entry in names if isinstance(entry, Flag)}
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return run_dir_at(tmp_path)
 
 
 @pytest.fixture

@@ -12,15 +12,10 @@ from coordinator.directory.layout import RunDir
 from coordinator.rows.tasks import LATEST_SHARE, draw_tasks
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import load_tasks
-from tests.coordinator.examples import run_dir_at, write_json
+from tests.coordinator.examples import write_json
 
 CURRICULUM = RolloutSettings(task_sampling="curriculum", tasks_per_iteration=4)
 TASKS = load_tasks("builtin:arithmetic", seed=0, split="train")
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return run_dir_at(tmp_path)
 
 
 def draw(run_dir: RunDir, iteration: int, settings: RolloutSettings = CURRICULUM) -> dict[str, Any]:

@@ -61,10 +61,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     over = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     yield made
     loop.call_soon_threadsafe(over.set)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 

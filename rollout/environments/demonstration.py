@@ -5,6 +5,7 @@ parts, resumed and trained as samples are. It needs a tokenizer, and no engine.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -18,6 +19,8 @@ from rollout.trajectory import Sample
 
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 """The fields of a message that its sender has said; others are about it."""
+_OPENED = re.compile(r"<(\w+)>\s*$")
+"""What a chat template may open before an answer."""
 
 
 async def demonstration(
@@ -33,8 +36,9 @@ async def demonstration(
 
     The answer is the message of the assistant that the task's conversation ended with (all of it, rendered by
     the chat template), else the field `answer`. The prompt's tokens are those that sampling would go on from,
-    with all that the template puts before an answer (a thinking model's `<think>`). If the tokens of the
-    whole conversation do not begin with them, the answer's own tokens follow. The trained tokens end with
+    with all that the template puts before an answer (a thinking model's `<think>`). What the whole
+    conversation has behind that follows, or the answer's own words, if the template leaves out some of them
+    there. The trained tokens end with
     the first token in `end_ids`, or with `end_ids[0]` if the template writes none. Raises TaskError, which
     names the task, if the answer is missing or longer than `sampling.max_tokens`, if it holds the mark of an
     end or the chat template leaves a part of it out, or if the whole is longer than `context` or
@@ -69,10 +73,8 @@ async def written(
             f"task {task['id']!r}: its answer holds a mark that ends a sequence, and what follows would not "
             "be learnt; take the mark out of the words"
         )
-    if common < len(asked) and answer.keys() <= {"role", "content"}:
-        opened, said = asked[common:], words
-        if said[: len(opened)] == opened:  # the answer too begins with what the template opens
-            said = said[len(opened) :]
+    if common < len(asked):
+        said = await _behind_opened(asked, whole, common, answer, policy)
     trained = [*takewhile(lambda token: token not in end_ids, said), end]
     if len(trained) > max_tokens:
         raise TaskError(
@@ -96,6 +98,34 @@ def check_vocabulary(task: Task, token_ids: Sequence[int], vocabulary: int | Non
             f"task {task['id']!r}: it has the token {beyond[0]}, and the model knows {vocabulary}: its "
             "tokenizer has more; take a tokenizer that belongs to the model, or leave the task out"
         )
+
+
+async def _behind_opened(
+    asked: list[int], whole: list[int], common: int, answer: Message, policy: Policy
+) -> list[int]:
+    """Return the tokens of an answer behind a prompt that opens what the whole conversation, which has
+    `common` tokens with it, closes at once, leaves out, or has in other tokens.
+    """
+    asked_text, whole_text = [await policy.detokenize(tokens) for tokens in (asked, whole)]
+    same = same_beginning(asked_text, whole_text)
+    said, is_plain = whole_text[same:], answer.keys() <= {"role", "content"}
+    closes = same == len(asked_text) or _OPENED.search(asked_text[:same])
+    if closes and (not is_plain or answer["content"].strip() in said):
+        tokens = await policy.tokenize(said)
+    elif is_plain:
+        said, opened = answer["content"], asked[common:]
+        tokens = await policy.tokenize(said)
+        if tokens[: len(opened)] == opened:  # the answer too begins with what the template opens
+            tokens = tokens[len(opened) :]
+    else:
+        tokens = whole[common:]
+    if (mark := _OPENED.search(asked_text)) and f"</{mark[1]}>" not in said:
+        warn_once(
+            f"open {mark[1]}",
+            f"the model's chat template opens <{mark[1]}> before an answer, and neither it nor an answer to "
+            f"train on closes that, so the model learns to answer within; begin answers with </{mark[1]}>",
+        )
+    return tokens
 
 
 async def _rendered(task: Task, answer: Message, policy: Policy) -> tuple[list[int], list[int]]:

@@ -144,6 +144,10 @@ class Policy:
             return await self._template.whole(text)
         return await self._client.tokenize_whole(text)
 
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, with special tokens."""
+        return await self._client.detokenize(token_ids)
+
     async def rewrites(self, messages: Messages, token_ids: Sequence[int]) -> bool:
         """Return whether the messages, which continue these tokens, have to be rendered anew by the chat
         template: it gives them another beginning, and `sampling.history` is `template`.

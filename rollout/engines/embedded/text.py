@@ -44,17 +44,24 @@ class Texts:
             return self.encode(body.prompt, body.add_special_tokens is not False)
         if not self._tokenizer.chat_template:
             raise BadRequest(f"messages: the tokenizer of {self._model_dir} has no chat template")
+        messages = [_with_arguments(message) for message in body.messages or ()]
         try:
-            text = self._tokenizer.apply_chat_template(
-                [_with_arguments(message) for message in body.messages or ()],
-                tools=body.tools,
-                **(body.chat_template_kwargs or {}),
-                tokenize=False,
-                add_generation_prompt=body.add_generation_prompt,
-            )
+            text = self._rendered(messages, body)
         except Exception as error:  # the template is the model's code and may raise anything
-            raise BadRequest(f"messages: the chat template refuses them: {error}") from error
+            try:  # some put a call's arguments together from texts (DeepSeek V3 and R1)
+                text = self._rendered(body.messages or [], body)
+            except Exception:
+                raise BadRequest(f"messages: the chat template refuses them: {error}") from error
         return self.encode(text, bool(body.add_special_tokens))
+
+    def _rendered(self, messages: list[dict[str, Any]], body: TokenizeBody) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=body.tools,
+            **(body.chat_template_kwargs or {}),
+            tokenize=False,
+            add_generation_prompt=body.add_generation_prompt,
+        )
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens."""

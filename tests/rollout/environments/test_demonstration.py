@@ -13,6 +13,7 @@ from jinja2 import Environment
 from rollout.collect import collect
 from rollout.engines.client import EngineClient
 from rollout.engines.marks import read_marks
+from rollout.environments import policy as policies
 from rollout.environments.demonstration import check_demonstrations, demonstration
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
@@ -44,6 +45,9 @@ class Templated(EngineClient):
         if isinstance(text, str):
             return [ord(character) for character in f"^{text}"]
         return [ord(character) for message in text for character in self.turn.format(**message)]
+
+    async def detokenize(self, token_ids: Any) -> str:
+        return "".join(map(chr, token_ids))
 
 
 def demonstrate(task: Task, client: EngineClient, max_tokens: int = 50, **end_ids: Any) -> Sample:
@@ -94,13 +98,18 @@ def test_answer_and_end_of_sequence_are_trained(
     assert sample.text in {"3", "three"}
 
 
-# Templates of thinking models, as far as they matter here. Both open a thought when they ask.
+# Templates of thinking models, as far as they matter here. All open a thought when they ask.
 QWEN_THINKING = (
     "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}<e>{% else %}"
     "{% set c = m.content %}{% set r = '' %}"
     "{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "<a><think>\n{{ r }}\n</think>\n\n{{ c }}<e>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a><think>\n{% endif %}"
+)
+NEMOTRON = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}<e>{% else %}"
+    "<a><think></think>{{ m.content }}<e>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<a><think>\n{% endif %}"
 )
 DEEPSEEK_R1 = (
@@ -129,19 +138,26 @@ class Rendered(Templated):
     def _ids(self, text: str) -> list[int]:
         return [ord(c) for c in text.replace("<e>", "$").replace("\n\n", "¶")]
 
+    async def detokenize(self, token_ids: Any) -> str:
+        return "".join(map(chr, token_ids)).replace("¶", "\n\n")
 
-@pytest.mark.parametrize("template", [QWEN_THINKING, DEEPSEEK_R1], ids=["qwen", "deepseek"])
+
 @pytest.mark.parametrize(
-    ("answer", "trained"),
+    ("template", "answer", "trained"),
     [
-        ("<think>\nadd\n</think>¶46", "add\n</think>¶46"),
-        ("add\n</think>¶46", "add\n</think>¶46"),
-        ("46", "46"),
+        (QWEN_THINKING, "<think>\nadd\n</think>¶46", "add\n</think>¶46"),
+        (QWEN_THINKING, "add\n</think>¶46", "add\n</think>¶46"),
+        (QWEN_THINKING, "46", "\n</think>¶46"),
+        (NEMOTRON, "46", "</think>46"),
+        (DEEPSEEK_R1, "<think>\nadd\n</think>¶46", "add\n</think>¶46"),
+        (DEEPSEEK_R1, "add\n</think>¶46", "add\n</think>¶46"),
+        (DEEPSEEK_R1, "46", "46"),
     ],
 )
 def test_demonstration_follows_the_prompt_that_sampling_would_have(
-    template: str, answer: str, trained: str
+    template: str, answer: str, trained: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    policies._warned.clear()
     client = Rendered(template)
     messages = [{"role": "user", "content": "12+34"}]
     said = {"role": "assistant", "content": answer.replace("¶", "\n\n")}
@@ -149,6 +165,7 @@ def test_demonstration_follows_the_prompt_that_sampling_would_have(
     prompt = "".join(map(chr, asyncio.run(client.tokenize(messages))))
     assert prompt.endswith("<a><think>\n")
     assert parts_of(sample) == (prompt, f"{trained}$")
+    assert ("opens <think> before an answer" in caplog.text) == ("</think>" not in trained)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": "{}"}}

@@ -165,3 +165,13 @@ def test_mark_of_the_template_that_ends_nothing_is_a_warning(
     assert said(Sampling(stop=("<|im_end|>",))) == []
     (directory / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
     assert said(Sampling()) == []
+
+
+def test_template_that_takes_arguments_of_calls_as_texts_gets_texts(tmp_path: Path) -> None:
+    template = CHATML.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}",
+    )
+    calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert tried(tmp_path, {"messages": [*ASK["messages"], said]}, "demonstration", template=template) == []

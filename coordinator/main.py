@@ -23,6 +23,7 @@ from coordinator.keeping.trainer_states import wait_for_newest
 from coordinator.machine.children import ChildError
 from coordinator.machine.entries import StoreError
 from coordinator.machine.network import NetworkError
+from coordinator.machine.oddities import TooFewProcesses, explained
 from coordinator.node.flags import call_document
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
@@ -59,7 +60,7 @@ LOST_PEER = re.compile("connection|peer|remote|gloo|nccl|another node", re.IGNOR
 
 EXPECTED = (
     AllGivenUp, RewardError, SharedFsError, EngineError, WeightsError, ChildError, NetworkError, StoreError,
-    Incomplete, SettingsError,
+    Incomplete, SettingsError, TooFewProcesses,
 )  # fmt: skip
 """Errors whose text says all there is to know; any other error is logged with its traceback."""
 
@@ -86,6 +87,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     except Ended as end:
         return _end(node, end)
     except BaseException as error:  # the others must not wait for this node, whatever the error is
+        error = explained(error)
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
         text = f"{node.messages.failure(error)}. {node.messages.repair()}"

@@ -1,18 +1,54 @@
-"""Variables of the environment that others have set, read as their owners read them; no imports of ours."""
+"""What others have set, as its owner reads it: variables of the environment, and limits of control groups.
+No imports of ours.
+"""
 
+import contextlib
+import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+_GROUPS_OF_THIS_PROCESS = Path("/proc/self/cgroup")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
 def cores() -> int:
-    """Return how many cores this process may use: its share of the machine's, where it has one."""
+    """Return how many cores this process may use: its share of the machine's, where it has one, and no more
+    than the quota of its container allows (`docker --cpus 1.5`: 2).
+    """
     try:
-        return len(os.sched_getaffinity(0))
+        most = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # macOS has no shares
-        return os.cpu_count() or 1
+        most = os.cpu_count() or 1
+    quotas = [quota for folder in control_groups() if (quota := _cpu_quota(folder)) is not None]
+    return max(1, min([most, *map(math.ceil, quotas)]))
+
+
+def control_groups() -> Iterator[Path]:
+    """Yield the folders of this process's control groups (of both versions) and of those above them. In a
+    container the folder may be missing, and one above it stands for it.
+    """
+    with contextlib.suppress(OSError):  # only Linux has them
+        for line in _GROUPS_OF_THIS_PROCESS.read_text().splitlines():
+            _number, controllers, path = line.split(":", 2)
+            top = _CONTROL_GROUPS / controllers
+            folder = top / path.lstrip("/")
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """Return how many cores' time a control group may use; None without a limit, which is `max` or -1."""
+    with contextlib.suppress(OSError, ValueError):
+        if (new := folder / "cpu.max").exists():
+            quota, period = map(int, new.read_text().split())
+        else:
+            quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    return None
 
 
 def omp_threads(environment: Mapping[str, str]) -> int | None:

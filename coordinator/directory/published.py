@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_staging_name
 from coordinator.directory.metrics_file import MetricsFile
 from rollout.engines.model_dir import is_model_file
+from rollout.environment_variables import cores
 from rollout.storage import files
 from rollout.storage.files import Moved, unheard
 from trainer.documents import DamagedDocument, TrainResult
@@ -147,7 +147,7 @@ def verify_checkpoint(
     with contextlib.ExitStack() as stack:
         each = map
         if threads > 1:  # a process does not end before the threads of a pool do
-            each = stack.enter_context(ThreadPoolExecutor(min(threads, os.cpu_count() or 1))).map
+            each = stack.enter_context(ThreadPoolExecutor(min(threads, cores()))).map
         for name, is_whole in zip(names, each(verify, names), strict=True):
             if not is_whole:
                 raise Incomplete(f"{directory / name} is missing or differs from {RESULT}")

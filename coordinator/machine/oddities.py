@@ -22,13 +22,17 @@ from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import is_lockable, own_folder
 from coordinator.protocol.exits import Ended
 from coordinator.settings.tree import SettingsError
+from rollout.environment_variables import control_groups
 from rollout.storage import files
 
 FEW_PROCESSES = 512
 """A node has some 20 processes, and threads count as processes: a torch process has dozens."""
 SMALL_SHM_BYTES = 1 << 30
-_PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
 _UP = 1
+
+
+class TooFewProcesses(RuntimeError):
+    """This machine lets us start no further process or thread."""
 
 
 def need_loopback() -> None:
@@ -94,6 +98,19 @@ def oddities() -> Iterator[str]:
         yield f"{most} processes and threads are allowed: a node may need more (docker: --pids-limit)"
 
 
+def explained(error: BaseException) -> BaseException:
+    """Return `error`, or why no further process or thread can be started if that is what it says."""
+    is_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    if not is_thread and not isinstance(error, BlockingIOError):
+        return error
+    most = _most_processes()
+    limit = f"{most} are" if most is not None else "no more are"
+    return TooFewProcesses(
+        f"{error}: {limit} allowed here (ulimit -u; docker --pids-limit; pids.max); a node has "
+        f"some 20 processes, with dozens of threads"
+    )
+
+
 def _has_inotify() -> bool:
     descriptor = ctypes.CDLL(None).inotify_init()
     if descriptor >= 0:
@@ -105,6 +122,7 @@ def _most_processes() -> int | None:
     """Return how many processes this user, or this container, may have; None without a limit."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
     found = [] if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else [soft]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        found.append(int(_PIDS_MAX.read_text()))
+    for folder in control_groups():
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            found.append(int((folder / "pids.max").read_text()))
     return min(found, default=None)

@@ -1,7 +1,6 @@
 """Fetching the policy that samples the next iteration to this machine, in a thread beside the run."""
 
 import logging
-import os
 import threading
 
 from coordinator.directory import published
@@ -9,11 +8,12 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.machine.entries import StoreError
 from coordinator.node.policies import Policies
+from rollout.environment_variables import cores
 from rollout.storage.files import SharedFsError
 
 log = logging.getLogger(__name__)
 
-THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+THREADS = max(1, min(8, cores() // 4))
 """The rollout wants the other cores."""
 CLOSE_TIMEOUT_S = 2.0
 

@@ -124,8 +124,9 @@ class Watch:
         self._beaten_s = time.monotonic()
         self._observer = file_events.follow(self._others, self._wake)
         self.fence.begin()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        thread.start()
+        self._thread = thread
 
     @property
     def incarnation(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rollout.engines.model_dir import WeightsError
 from rollout.engines.model_facts import steady_tokens
+from rollout.environment_variables import cores, omp_threads
 from rollout.plugins import is_installed
 from rollout.settings import EngineSettings
 
@@ -150,7 +151,8 @@ def server_command(
         argv += ["--uds", os.fspath(socket)]
         argv += ["--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
         # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
-        variables = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+        threads = os.environ["OMP_NUM_THREADS"] if omp_threads(os.environ) else f"{cores()}"
+        variables = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": threads}
         return Server("torch", argv, variables, dtype=settings.dtype)
     args = {
         "uds": os.fspath(socket),

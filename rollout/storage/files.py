@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from rollout.environment_variables import cores
 from rollout.storage.retry import PASSING, PASSING_AFTER_MKDIR, SharedFsError, is_listed, retry
 
 log = logging.getLogger(__name__)
@@ -320,7 +321,7 @@ def checksums(
     None: of every regular file directly in it.
     """
     names = file_names(directory) if names is None else names
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, cores())) as pool:
         return dict(zip(names, pool.map(facts, [directory / name for name in names]), strict=True))
 
 

@@ -1,11 +1,13 @@
 """What others have put into the environment is read as its owner reads it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from rollout import environment_variables
 from rollout.environment_variables import cores, need_no_proxy, omp_threads, proxy_of
 
 
@@ -40,6 +42,37 @@ def one_core() -> Iterator[None]:
 def test_cores_are_those_of_this_process_not_of_the_machine() -> None:
     with one_core():
         assert cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 2),  # docker --cpus 1.5
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "50000 100000\n"}, 1),
+        ("0::/docker/4711\n", {"cpu.max": "400000 100000\n"}, 4),  # in its namespace the folder is missing
+        (
+            "5:memory:/\n4:cpu,cpuacct:/docker/4711\n0::/\n",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "150000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+            2,
+        ),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ("0::/\n", {"cpu.max": "9900000 100000\n"}, 64),
+        ("0::/\n", {"cpu.max": "?\n"}, 64),
+        ("", {}, 64),
+    ],
+)
+def test_cores_follow_the_quota_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: Mapping[str, str], expected: int
+) -> None:
+    own = tmp_path / "own"
+    own.write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(environment_variables, "_GROUPS_OF_THIS_PROCESS", own)
+    monkeypatch.setattr(environment_variables, "_CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
+    assert cores() == expected
 
 
 def test_own_addresses_need_no_proxy_and_the_rest_stays() -> None:

@@ -25,6 +25,7 @@ from coordinator.machine import network
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.gpus import count_gpus, list_gpus
 from coordinator.machine.oddities import oddities
+from rollout.environment_variables import cores
 from rollout.storage import files, once
 from rollout.storage.retry import SharedFsError, retry
 
@@ -259,7 +260,7 @@ def _listed_size(path: Path) -> int:
 
 def check_gpus() -> Check:
     """Check which GPUs the driver lists, and how many CUDA_VISIBLE_DEVICES leaves to this process."""
-    machine = f"{os.cpu_count()} cores, {judge.size(psutil.virtual_memory().total)}"
+    machine = f"{cores()} cores, {judge.size(psutil.virtual_memory().total)}"
     gpus, problem = list_gpus()
     return judge_node.judge_gpus(gpus, count_gpus(), problem, machine)
 

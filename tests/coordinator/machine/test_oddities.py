@@ -1,0 +1,34 @@
+"""What a machine lacks is said with its cure."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.machine import oddities
+from coordinator.machine.oddities import TooFewProcesses, explained
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))],
+)
+def test_error_of_few_processes_says_how_many_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    (tmp_path / "pids.max").write_text("24\n")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/pids.max").write_text("max\n")
+    monkeypatch.setattr(oddities, "control_groups", lambda: [tmp_path / "inner", tmp_path, tmp_path / "gone"])
+    why = explained(error)
+    assert isinstance(why, TooFewProcesses)
+    assert str(error) in str(why) and "24 are allowed here (ulimit -u; docker --pids-limit" in str(why)
+    assert "24 processes and threads are allowed: a node may need more (docker: --pids-limit)" in [
+        *oddities.oddities()
+    ]
+
+
+def test_other_error_stays_as_it_is() -> None:
+    error = RuntimeError("something else")
+    assert explained(error) is error

@@ -22,6 +22,8 @@ from rollout.storage.retry import retry
 
 log = logging.getLogger(__name__)
 
+UNUSED_S = 7 * 86400.0
+"""A link that nobody has asked for since, and whose directory was removed, is removed too."""
 HOLDER_PATIENCE_S = 10.0
 """How long an older process may take to end."""
 
@@ -59,9 +61,20 @@ def link_in_utf8(directory: Path) -> Path:
     if is_utf8(directory):
         return directory
     link = own_folder("paths") / hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
-    with contextlib.suppress(FileExistsError):
+    try:
         link.symlink_to(directory)
+    except FileExistsError:
+        os.utime(link, follow_symlinks=False)
+    for other in link.parent.iterdir():
+        with contextlib.suppress(OSError):  # another process has removed it
+            if time.time() - other.lstat().st_mtime > UNUSED_S and _is_removed(other.readlink()):
+                other.unlink()
     return link
+
+
+def _is_removed(directory: Path) -> bool:
+    """Return whether somebody has removed a directory, and not only its mount is away."""
+    return directory.parent.is_dir() and not os.path.lexists(directory)
 
 
 def is_lockable(folder: Path) -> bool:

@@ -5,7 +5,10 @@ record that parses is the current one. Everything in protocol/ carries its epoch
 process still writes is taken for the living run's.
 """
 
+import errno
+import logging
 import secrets
+import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -16,6 +19,11 @@ from coordinator.directory.layout import Record, RunDir
 from coordinator.protocol.snapshot import parse
 from rollout.origin import Code
 from rollout.storage import files, once
+from rollout.storage.retry import CACHED_S, SharedFsError
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
 
 
 class Member(BaseModel):
@@ -82,13 +90,22 @@ def claim(run_dir: RunDir, record: EpochRecord) -> bool:
 
 
 def move_away(run_dir: RunDir) -> None:
-    """Tell the nodes of a crew that the devices of the run are placed anew, if there ever were any."""
+    """Tell the nodes of a crew that the devices of the run are placed anew, if there ever were any. Raises
+    SharedFsError if a number stays taken that no listing shows.
+    """
+    until_s = time.monotonic() + CACHED_S
     while newest := Records(run_dir).newest(parse(published.names(run_dir.master)).records):
         if newest.kind == "moved":
             return
         now: dict[str, Any] = {"epoch": newest.epoch + 1, "kind": "moved", "token": new_token()}
         if claim(run_dir, newest.model_copy(update={**now, "members": {}})):
             return
+        if time.monotonic() > until_s:
+            taken = "this number is taken, and no listing shows by whom; run doctor there says what is wrong"
+            error = FileExistsError(errno.EEXIST, taken)
+            raise SharedFsError("create", run_dir.entry(Record(newest.epoch + 1)), error, CACHED_S)
+        log.info("epoch %d is taken: looking again", newest.epoch + 1)
+        time.sleep(LOOK_S)
 
 
 class Records:

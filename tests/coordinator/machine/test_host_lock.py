@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,14 @@ import psutil
 import pytest
 
 from coordinator.machine import host_lock as module
-from coordinator.machine.host_lock import acquire, hold_for_process, host_lock, name_of_run, own_folder
+from coordinator.machine.host_lock import (
+    acquire,
+    hold_for_process,
+    host_lock,
+    link_in_utf8,
+    name_of_run,
+    own_folder,
+)
 from coordinator.machine.oddities import oddities
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.rows import base_model
@@ -196,3 +204,20 @@ def test_a_filesystem_that_refuses_locks_keeps_two_processes_apart_all_the_same(
     assert acquire(second, lambda: None, 1.0)
     second.release()
     assert any("locks are refused" in line for line in oddities())
+
+
+def test_links_to_directories_that_were_removed_go_and_those_of_a_mount_that_is_away_stay(
+    tmp_path: Path,
+) -> None:
+    names = ("removed", "young", "there", "mount/away", "now")
+    directories = {name: tmp_path / os.fsdecode(b"caf\xe9") / name for name in names}
+    for directory in directories.values():
+        directory.mkdir(parents=True)
+    links = {name: link_in_utf8(directory) for name, directory in directories.items()}
+    for name in ("removed", "there", "mount/away"):
+        os.utime(links[name], (1.0, 1.0), follow_symlinks=False)
+    directories["removed"].rmdir()
+    directories["young"].rmdir()
+    shutil.rmtree(directories["mount/away"].parent)
+    assert link_in_utf8(directories["now"]) == links["now"]
+    assert {name for name, link in links.items() if link.is_symlink()} == {*names} - {"removed"}

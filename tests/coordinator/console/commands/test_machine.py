@@ -14,7 +14,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.journal.logs import Prefix
 from coordinator.machine.children import Child, Children
 from coordinator.main import run_node
-from coordinator.protocol import placement_records
+from coordinator.protocol import placement_records, records
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.placement_records import Placement
 from coordinator.protocol.records import EpochRecord, Records, claim
@@ -23,6 +23,7 @@ from coordinator.settings.placement import Crew
 from coordinator.settings.tree import SettingsError
 from coordinator.start.wait_for_master import await_master
 from rollout.storage import files
+from rollout.storage.files import SharedFsError
 from tests.coordinator.examples import record
 
 REFUSED = f"raise SystemExit({int(Exit.USAGE)})"
@@ -86,6 +87,22 @@ def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old
     assert placement_records.read_placement(tmp_path) == Placement(2, ("rollout=0", "train=1"))
     found = newest(old)
     assert found is not None and found.kind == "moved"
+
+
+def test_crew_whose_next_number_stays_taken_by_nobody_who_shows_ends_the_start_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run_dir = RunDir(tmp_path)
+    for directory in run_dir.fixed_directories:
+        files.make_directory(directory)
+    assert claim(run_dir, record())
+    monkeypatch.setattr(records, "claim", lambda *_: False)
+    monkeypatch.setattr(records, "CACHED_S", 0.2)
+    monkeypatch.setattr(records, "LOOK_S", 0.05)
+    with pytest.raises(SharedFsError, match=r"e\d+.epoch.json: this number is taken, .* run doctor"):
+        records.move_away(run_dir)
+    assert "is taken: looking again" in caplog.text
 
 
 APART = Placement(3, ("train=0", "rollout=1-2"))

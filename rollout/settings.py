@@ -242,8 +242,9 @@ class EngineSettings(Settings):
     """Number type of the embedded engine. float64: a sample does not depend on the rest of its batch."""
     max_batch: Annotated[int, Field(ge=1)] = 256
     """Sequences that the embedded engine decodes together."""
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas. null: the fewest
+    that hold the weights in 0.6 of their memory."""
     sleep: Literal[1, 2, "restart"] | None = None
     """How vLLM frees its GPU for the trainer: 1 keeps the weights in host memory, 2 drops them, restart ends
     the server. null: 1 with adapters, whose model is needed again, else 2."""

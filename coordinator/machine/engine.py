@@ -11,7 +11,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children
-from coordinator.machine.gpus import count_gpus
+from coordinator.machine.gpus import count_gpus, least_gpu_bytes
 from coordinator.machine.host_lock import acquire, host_lock
 from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import EngineAdmin
@@ -255,7 +255,8 @@ class EngineHost:
         model, adapters = self._loader.model_of(policy), self._loader.adapters
         rank = adapters.rank if adapters is not None else 0
         directory, gpus, python = model.directory.absolute(), count_gpus(), self._children.python
-        self._server = server_command(settings, directory, self._socket, gpus, rank, python)
+        gpu_bytes = least_gpu_bytes() if gpus > 1 else None
+        self._server = server_command(settings, directory, self._socket, gpus, rank, python, gpu_bytes)
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
         self._say("engine_start")
         self._started_s = time.monotonic()

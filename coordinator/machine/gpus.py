@@ -58,6 +58,11 @@ def list_gpus() -> tuple[list[dict[str, Any]], str]:
     ], ""
 
 
+def least_gpu_bytes() -> float | None:
+    """Return the memory of this machine's smallest GPU; None where it is not known."""
+    return min((gpu["memory_bytes"] for gpu in list_gpus()[0] if gpu["memory_bytes"]), default=None)
+
+
 class GpuSampler:
     """Looks at this node's GPUs every `period_s`; no thread stays where there is no driver, or no package."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coordinator.directory.layout import RunDir
 from coordinator.machine.cores import measured_flops
-from coordinator.machine.gpus import count_gpus, list_gpus
+from coordinator.machine.gpus import count_gpus, least_gpu_bytes, list_gpus
 from coordinator.machine.oddities import oddities
 from coordinator.settings.loading import show
 from coordinator.settings.tree import RunSettings
@@ -16,7 +16,7 @@ from coordinator.start.inputs import Inputs, base_model_dir, python_of
 from coordinator.start.refusals import evaluates
 from coordinator.start.start import Start
 from rollout.engines.model_dir import tensor_names
-from rollout.engines.servers import server_reason
+from rollout.engines.servers import server_kind, server_reason, tensor_parallel_size
 from rollout.environment_variables import cores
 from rollout.settings import PROGRAMS
 
@@ -34,7 +34,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
     texts = {
         "demo": "" if start.overrides else "nothing was given: the built-in model learns to add",
         "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
-        "engine": _engine(settings, gpus, python_of(settings, start.run_dir.machine(start.rank))),
+        "engine": _engine(settings, inputs, gpus, python_of(settings, start.run_dir.machine(start.rank))),
         "algorithm": _algorithm(settings),
         "tasks": _tasks(settings, inputs),
         "samples": _samples(settings, first),
@@ -62,12 +62,21 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
-def _engine(settings: RunSettings, gpus: int, python: str) -> str:
+def _engine(settings: RunSettings, inputs: Inputs, gpus: int, python: str) -> str:
     if settings.rl_phase == "update":
         return "none (--rl-phase update)"
     if settings.engine.url is not None:
         return f"the server at {settings.engine.url}"
-    return server_reason(settings.engine, gpus, python)
+    reason = server_reason(settings.engine, gpus, python)
+    if gpus < 2 or not inputs.model_files or server_kind(settings.engine, gpus, python) != "vllm":
+        return reason
+    model_dir = base_model_dir(settings, RunDir(Path()))
+    size = tensor_parallel_size(settings.engine, model_dir, gpus, least_gpu_bytes())
+    return f"{reason}, a replica on {_gpus(size)}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''}"
 
 
 def _algorithm(settings: RunSettings) -> str:
@@ -135,5 +144,5 @@ def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str
 def _nodes(settings: RunSettings, gpus: int) -> str:
     cluster = settings.cluster
     weights = f", weights {show(cluster.rank_weights)}" if cluster.rank_weights else ""
-    devices = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{cores()} cores, no GPU"
+    devices = _gpus(gpus) if gpus else f"{cores()} cores, no GPU"
     return f"{cluster.num_nodes}{weights}; this one, {socket.gethostname()}: {devices}"

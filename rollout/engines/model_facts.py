@@ -106,6 +106,15 @@ def template_text(model_dir: Path) -> str:
     return "\n".join([*(files.read(model_dir / name).decode(errors="replace") for name in names), *templates])
 
 
+def attention_heads(model_dir: Path) -> tuple[int, int]:
+    """Return how many heads have queries, and how many keys; 0 where config.json does not say."""
+    text = _configs(model_dir)[1]
+    heads = text.get("num_attention_heads")
+    heads = heads if type(heads) is int else 0
+    key_heads = text.get("num_key_value_heads")
+    return heads, key_heads if type(key_heads) is int else heads
+
+
 def vocabulary_size(model_dir: Path) -> int | None:
     """Return how many tokens the model knows; None where config.json does not say."""
     size = _configs(model_dir)[1].get("vocab_size")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout.engines.model_dir import WeightsError
-from rollout.engines.model_facts import steady_tokens
+from rollout.engines.model_facts import attention_heads, count_parameters, steady_tokens
 from rollout.environment_variables import cores, omp_threads
 from rollout.plugins import is_installed
 from rollout.settings import EngineSettings
@@ -51,6 +51,10 @@ REFUSED = {
     "tensor-parallel-size": "the number of replicas follows from it; give engine.tensor_parallel_size",
 }
 """Arguments of vLLM that the user cannot set, and why."""
+
+
+WEIGHTS_SHARE = 0.6
+"""Of a GPU's memory: of the 0.85 that vLLM takes, a quarter is left to keys and values, and to computing."""
 
 
 class ServerSettingError(ValueError):
@@ -123,11 +127,42 @@ def check_server(settings: EngineSettings, gpus: int, python: str = sys.executab
             f"--engine vllm: vLLM is not installed for {python}; install the extra 'vllm' "
             "(pip install -e '.[vllm]'), or give --engine torch"
         )
-    if gpus % settings.tensor_parallel_size:
+    if settings.tensor_parallel_size and gpus % settings.tensor_parallel_size:
         raise ServerSettingError(
             f"engine.tensor_parallel_size={settings.tensor_parallel_size} does not divide the {gpus} GPUs of "
             "this node; give a divisor, or choose GPUs with CUDA_VISIBLE_DEVICES"
         )
+
+
+def replica_gpus(weights_bytes: float, heads: tuple[int, int], gpus: int, gpu_bytes: float) -> int:
+    """Return how many of a node's GPUs one replica takes: the fewest that hold the weights in WEIGHTS_SHARE
+    of their memory, or else the most.
+
+    `heads`: those of queries and of keys, which vLLM deals out to the GPUs.
+    """
+    queries, keys = heads
+    sizes = [
+        size
+        for size in range(1, gpus + 1)
+        if gpus % size == queries % size == 0 and (keys % size == 0 or size % keys == 0)
+    ]
+    return next((n for n in sizes if weights_bytes <= n * WEIGHTS_SHARE * gpu_bytes), max(sizes, default=1))
+
+
+def tensor_parallel_size(
+    settings: EngineSettings, model_dir: Path, gpus: int, gpu_bytes: float | None
+) -> int:
+    """Return how many GPUs one replica takes: as it is set, or else by replica_gpus, and 1 where the memory
+    or the size of the model is not known.
+    """
+    if settings.tensor_parallel_size or gpus < 2 or gpu_bytes is None:
+        return settings.tensor_parallel_size or 1
+    chosen = {_dashed(key): value for key, value in settings.args.items()}.get("dtype")
+    try:
+        weights_bytes = (4 if chosen in ("float32", "float") else 2) * count_parameters(model_dir)
+    except WeightsError:  # which vLLM explains by itself
+        return 1
+    return replica_gpus(weights_bytes, attention_heads(model_dir), gpus, gpu_bytes)
 
 
 def server_command(
@@ -137,6 +172,7 @@ def server_command(
     gpus: int,
     lora_rank: int = 0,
     python: str = sys.executable,
+    gpu_bytes: float | None = None,
 ) -> Server:
     """Return a server of `model_dir` that listens on a Unix socket, on a node with this number of GPUs.
 
@@ -144,7 +180,7 @@ def server_command(
     It must not exist yet, and may have SOCKET_BYTES, its directory RPC_BYTES less. The base URL is "unix:",
     followed by the path.
     `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters. `python`: what runs
-    it.
+    it. `gpu_bytes`: the memory of the smallest GPU, if it is known.
     """
     if server_kind(settings, gpus, python) == "torch":
         argv = [python, "-P", "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
@@ -154,6 +190,7 @@ def server_command(
         threads = os.environ["OMP_NUM_THREADS"] if omp_threads(os.environ) else f"{cores()}"
         variables = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": threads}
         return Server("torch", argv, variables, dtype=settings.dtype)
+    size = tensor_parallel_size(settings, Path(model_dir), gpus, gpu_bytes)
     args = {
         "uds": os.fspath(socket),
         # Raw logprobs are not from the distribution that was sampled from.
@@ -163,15 +200,15 @@ def server_command(
         "generation-config": "vllm",
         "disable-uvicorn-access-log": True,
         "worker-extension-cls": EXTENSION,
-        "tensor-parallel-size": settings.tensor_parallel_size,
-        "data-parallel-size": max(1, gpus // settings.tensor_parallel_size),
+        "tensor-parallel-size": size,
+        "data-parallel-size": max(1, gpus // size),
         **(_on_gpus(settings) if gpus else ON_CPU),
         **(_for_adapters(lora_rank) if lora_rank else {}),
         **_context(Path(model_dir)),
         **{_dashed(key): value for key, value in settings.args.items()},
     }
     one_process = {}
-    if not gpus and args["data-parallel-size"] == settings.tensor_parallel_size == 1:
+    if not gpus and args["data-parallel-size"] == size == 1:
         # Else the processes that schedule and compute each spin on a core, waiting for each other.
         args = {"distributed-executor-backend": "uni", **args}
         one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

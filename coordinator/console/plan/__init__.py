@@ -58,7 +58,7 @@ def _refuse(findings: Findings, measured: Measured) -> Callable[[Sequence[int], 
         return any(count % size for count in counts.values())
 
     def refuse(rollout: Sequence[int], train: Sequence[int]) -> str:
-        if undivided(rollout, engine.tensor_parallel_size):
+        if undivided(rollout, engine.tensor_parallel_size or 1):
             return f"engine.tensor_parallel_size={engine.tensor_parallel_size} does not divide its devices"
         if undivided(train, trainer.tensor_parallel_size):
             return f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} does not divide its devices"

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.machine import gpus as gpus_module
 from coordinator.start import announcement as announcement_module
 from coordinator.start import inputs
 from coordinator.start.announcement import announcement
 from coordinator.start.start import start_master
+from rollout.engines import servers
 from tests.models import write_model
 from tests.rollout.environments.openenv_server import Action, Observation, Server
 
@@ -85,6 +87,22 @@ def test_model_directory_says_its_size_and_its_own_context(
     assert lines["tasks"] == f"1 ({tmp_path / 'tasks.jsonl'}); no evaluation"
     assert lines["samples"] == ("128 x 8 an iteration, up to 2047 tokens; from iteration 7 on")
     assert lines["nodes"] == "1; this one, node-a: 2 GPUs"
+
+
+@pytest.mark.parametrize(("size", "gpus"), [(1_000_000, "2 GPUs"), (300_000, "1 GPU")])
+def test_node_of_several_gpus_says_how_many_a_replica_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, gpus: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(servers, "is_installed", lambda _module: True)
+    small = [{"name": "small", "memory_bytes": 2_000_000}, {"name": "large", "memory_bytes": 9_000_000}]
+    for module in (announcement_module, gpus_module):
+        monkeypatch.setattr(module, "list_gpus", lambda: (small, ""))
+    shapes: Any = {"model.safetensors": [(size // 1000, 1000)]}
+    model = write_model(tmp_path / "model", {"max_position_embeddings": 2048}, {}, shapes)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    given = {"model": str(model), "tasks": str(tmp_path / "tasks.jsonl"), "engine.kind": "vllm"}
+    assert said(tmp_path, given)["engine"] == f"vLLM (--engine vllm), a replica on {gpus}"
 
 
 def test_machine_without_a_gpu_says_what_an_iteration_takes_of_time_and_disk(

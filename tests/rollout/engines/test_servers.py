@@ -4,13 +4,21 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout.engines import servers
-from rollout.engines.servers import ServerSettingError, check_server, server_command, server_kind
+from rollout.engines.servers import (
+    ServerSettingError,
+    check_server,
+    replica_gpus,
+    server_command,
+    server_kind,
+)
 from rollout.settings import EngineSettings
+from tests.models import write_model
 
 Installed = Callable[..., None]
 SOCKET = "/node/engine-1.sock"
@@ -88,6 +96,48 @@ def test_settings_that_no_server_can_have_are_refused(
     with pytest.raises(ServerSettingError, match=said) as refused:
         check_server(EngineSettings(kind="vllm", **settings), gpus)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "heads", "gpus", "memory", "size"),
+    [
+        (8.2e9, (32, 8), 8, 86e9, 1),  # Qwen3-8B on H100s
+        (8.2e9, (32, 8), 8, 25e9, 2),  # on GPUs of 24 GB
+        (32.8e9, (64, 8), 8, 86e9, 2),
+        (70.6e9, (64, 8), 8, 86e9, 4),
+        (70.6e9, (64, 8), 6, 86e9, 2),  # 3 and 6 divide no 64 heads: too little, which vLLM says
+        (7.6e9, (28, 4), 8, 9e9, 4),  # 8 does not divide 28 heads
+        (1.5e9, (12, 2), 3, 1e9, 1),  # 3 neither divides nor repeats two heads of keys
+        (1.5e9, (12, 2), 4, 1.4e9, 4),
+        (70.6e9, (0, 0), 8, 86e9, 4),  # a configuration that does not say
+        (70.6e9, (64, 8), 0, 86e9, 1),
+    ],
+)
+def test_replica_takes_the_fewest_gpus_that_hold_it(
+    parameters: float, heads: tuple[int, int], gpus: int, memory: float, size: int
+) -> None:
+    assert replica_gpus(2 * parameters, heads, gpus, memory) == size
+
+
+@pytest.mark.parametrize(
+    ("settings", "memory", "size"),
+    [
+        ({}, 2e6, 2),
+        ({}, 4e6, 1),
+        ({"args": {"dtype": "float32"}}, 4e6, 2),
+        ({"tensor_parallel_size": 4}, 4e6, 4),
+        ({}, None, 1),
+    ],
+)
+def test_model_chooses_how_many_gpus_a_replica_takes(
+    installed: Installed, tmp_path: Path, settings: dict[str, Any], memory: float | None, size: int
+) -> None:
+    installed("vllm")
+    config = {"num_attention_heads": 4}
+    model = write_model(tmp_path / "model", config, {}, {"model.safetensors": [(1000, 1000)]})
+    vllm = EngineSettings(kind="vllm", **settings)
+    server = server_command(vllm, model, SOCKET, 8, gpu_bytes=memory)
+    assert f"--tensor-parallel-size={size}" in server.argv and server.replicas == 8 // size
 
 
 def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:

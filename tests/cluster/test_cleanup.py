@@ -1,7 +1,6 @@
 """`run cleanup` after real nodes were killed: what goes, what stays, and how a start goes on from there."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,21 +26,6 @@ SLOW = (
 LONG_S = 2.0
 """What a group takes in a rollout that is to be hit: half a minute in all."""
 
-DYING = """
-import os, signal
-from coordinator import cli
-from rollout.storage import files
-
-def remove(path, remove=files.remove):
-    if path.name == os.environ["DIES_AT"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    remove(path)
-
-files.remove = remove
-cli.main()
-"""
-"""`run`, killed when it is about to remove the file DIES_AT."""
-
 
 @pytest.fixture
 def calm(tmp_path: Path, cache: Path) -> Iterator[Cluster]:
@@ -53,14 +37,12 @@ def calm(tmp_path: Path, cache: Path) -> Iterator[Cluster]:
     nodes.close()
 
 
-def clean(cluster: Cluster, *options: str, dies_at: str | None = None) -> subprocess.CompletedProcess[str]:
+def clean(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
     """`run cleanup` of iteration 1, to its end."""
-    program = ["-m", "coordinator.cli"] if dies_at is None else ["-c", DYING]
-    command = [sys.executable, *program, "cleanup", "--iteration", "1", "--log-path", str(cluster.root)]
+    command = [sys.executable, "-m", "coordinator.cli", "cleanup", "--iteration", "1"]
     return subprocess.run(
-        [*command, *options],
+        [*command, "--log-path", str(cluster.root), *options],
         cwd=REPOSITORY,
-        env=os.environ | {"DIES_AT": dies_at or ""},
         capture_output=True,
         text=True,
         timeout=120,
@@ -129,21 +111,6 @@ def test_killed_iteration_is_cleaned_and_a_start_makes_the_same_trajectories_ane
     assert token_ids(cluster.groups(1)) == token_ids(calm.groups(1))
     finished = clean(cluster)
     assert (finished.returncode, finished.stderr) == (2, "run: iteration 1 is finished, nothing is removed\n")
-
-
-def test_cleanup_that_is_killed_leaves_a_run_that_resumes(cluster: Cluster, engine_url: str) -> None:
-    arguments = (*SLOW, "--rl-phase", "rollout", "--engine-url", engine_url)
-    start(cluster, arguments, slow_s=LONG_S)
-    reach_rollout(cluster)
-    kill_all(cluster)
-    found = parts(cluster.run_dir)
-    assert clean(cluster, dies_at=found[1].name).returncode == -signal.SIGKILL
-    assert parts(cluster.run_dir) == found[1:]
-    start(cluster, arguments)
-    assert cluster.wait() == [0, 0], cluster.everything_said()
-    assert sorted(cluster.groups(1)) == list(range(24))
-    named = {part["file"] for part in cluster.manifest(1)["parts"]}
-    assert {path.name for path in found} & named == {path.name for path in found[1:]}
 
 
 def test_node_that_slept_through_a_cleanup_ends_and_the_run_goes_on_without_it(

@@ -145,10 +145,10 @@ def test_group_that_takes_too_long_becomes_a_tombstone() -> None:
         await asyncio.sleep(60 if task["id"] == "t1" else 0)
         return await single_turn(task, policy, sampling)
 
-    groups, failure = run(FakeClient(), slots(3), {"group_timeout_s": 0.2}, environment=slow)
+    groups, failure = run(FakeClient(), slots(3), {"group_timeout_s": 1.5}, environment=slow)
     assert failure is None
     reasons = {group.slot: group.given_up for group in groups}
-    assert reasons == {0: None, 1: "TimeoutError: took longer than group_timeout_s = 0.2", 2: None}
+    assert reasons == {0: None, 1: "TimeoutError: took longer than group_timeout_s = 1.5", 2: None}
     assert next(group for group in groups if group.slot == 1).samples == []
 
 
@@ -461,13 +461,13 @@ def test_environment_that_never_lets_go_costs_its_group_only(
                 await holds_on()
         return await single_turn(task, policy, sampling)
 
-    groups, failure = run(FakeClient(), slots(3), {"group_timeout_s": 0.2}, environment=stubborn)
+    groups, failure = run(FakeClient(), slots(3), {"group_timeout_s": 1.5}, environment=stubborn)
     still_there.append(False)
     gc.collect()
     assert failure is None
     assert {group.slot: group.given_up for group in groups} == {
         0: None,
-        1: "TimeoutError: took longer than group_timeout_s = 0.2",
+        1: "TimeoutError: took longer than group_timeout_s = 1.5",
         2: None,
     }
     assert "1 groups go on although they are cancelled" in caplog.text
@@ -500,7 +500,7 @@ def test_code_that_blocks_the_event_loop_is_interrupted(where: str) -> None:
 
     reward = Reward("my:judge", judge) if where == "reward" else EXACT
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()
-    settings = {"group_timeout_s": 0.5, "concurrency": 1}  # one group at a time
+    settings = {"group_timeout_s": 2.0, "concurrency": 1}  # one group at a time
     groups, failure = run(
         FakeClient(),
         slots(3),
@@ -509,10 +509,10 @@ def test_code_that_blocks_the_event_loop_is_interrupted(where: str) -> None:
         environment=environment,
         **{"sampling": Sampling(n=1)},
     )
-    assert failure is None and time.monotonic() - started < 10
+    assert failure is None and time.monotonic() - started < 50
     assert {group.slot for group in groups if group.given_up} == {1}
     assert signal.getsignal(signal.SIGALRM) is handler
-    assert "blocked the event loop for longer than group_timeout_s = 0.5" in " ".join(
+    assert "blocked the event loop for longer than group_timeout_s = 2" in " ".join(
         str(group.given_up) for group in groups
     )
 

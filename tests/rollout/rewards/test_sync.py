@@ -43,7 +43,8 @@ def fails(task, completion): return {}["no such key"]
 def thing(task, completion): return {"reward": object()}
 """
 
-QUICK = RolloutSettings(reward_timeout_s=1.0, reward_processes=1)
+PATIENT = RolloutSettings(reward_timeout_s=60.0, reward_processes=1)
+QUICK = PATIENT.model_copy(update={"reward_timeout_s": 2.0})
 Scored = Callable[..., list[Any]]
 
 
@@ -54,7 +55,7 @@ def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scored]:
     file = f"nasty_{tmp_path.name}"
     (tmp_path / f"{file}.py").write_text(NASTY)
 
-    def all_of(function: str, *texts: str, settings: RolloutSettings = QUICK, **task: Any) -> list[Any]:
+    def all_of(function: str, *texts: str, settings: RolloutSettings = PATIENT, **task: Any) -> list[Any]:
         name = function if function == "regex" else f"{file}:{function}"
         reward = resolve_reward(name)
 
@@ -73,14 +74,14 @@ def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scored]:
 
 @pytest.mark.parametrize("function", ["spins", "sleeps", "matches"])
 def test_reward_that_does_not_return_loses_its_sample(scored: Scored, function: str) -> None:
-    (error,) = scored(function, "x")
+    (error,) = scored(function, "x", settings=QUICK)
     assert isinstance(error, RewardError)
-    assert str(error).endswith("task 't1': no answer within 1 s (rollout.reward_timeout_s)")
+    assert str(error).endswith("task 't1': no answer within 2 s (rollout.reward_timeout_s)")
 
 
 def test_regex_that_does_not_return_loses_its_sample(scored: Scored) -> None:
-    good, bad, other = scored("regex", "a", "a" * 40 + "b", "aa", pattern=r"\A(a+)+\Z")
-    assert (good, other) == (1.0, 1.0) and "no answer within 1 s" in str(bad)
+    good, bad, other = scored("regex", "a", "a" * 40 + "b", "aa", settings=QUICK, pattern=r"\A(a+)+\Z")
+    assert (good, other) == (1.0, 1.0) and "no answer within 2 s" in str(bad)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_reward_that_ends_its_process_loses_its_sample(scored: Scored, function:
 
 def test_what_a_reward_has_started_ends_with_it(scored: Scored, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    scored("starts", "x")
+    scored("starts", "x", settings=QUICK)
     wait_until(lambda: "started" in caplog.text)
     started = int(caplog.messages[0].split()[-1])
     wait_until(lambda: not psutil.pid_exists(started) or psutil.Process(started).status() == "zombie")
@@ -127,7 +128,7 @@ def test_traceback_of_the_process_is_shown(scored: Scored) -> None:
 
 def test_processes_are_as_many_as_the_setting_says(scored: Scored) -> None:
     assert len(set(scored("pid", *"abcdefgh"))) == 1
-    more = QUICK.model_copy(update={"reward_processes": 3})
+    more = PATIENT.model_copy(update={"reward_processes": 3})
     assert os.getpid() not in scored("pid", "x") and len(set(scored("pid", *"abcdefgh", settings=more))) <= 3
 
 

@@ -24,6 +24,17 @@ def sampled_by(number: int, settings: RunSettings) -> int:
     return max(0, number - 1 - settings.cluster.max_async_level)
 
 
+def awaited_sampler(node: Node, number: int) -> int | None:
+    """Return the iteration whose policy a crew that only generates samples iteration `number` with: the one
+    of `sampled_by`, or, where only newer ones are there, the oldest of these, since nobody will make it
+    again. None: it is not there yet.
+    """
+    sampler, there = sampled_by(number, node.settings), published.checkpoints(node.run_dir)
+    if sampler == 0 or sampler in there:
+        return sampler
+    return min((other for other in there if sampler < other < number), default=None)
+
+
 def next_to_run(node: Node, number: int) -> int:
     """Return iteration `number`, the first that is not finished, or an older one whose checkpoint is gone.
 
@@ -43,14 +54,18 @@ def next_to_run(node: Node, number: int) -> int:
 def base_of(node: Node, iteration: Iteration) -> Policy:
     """Return the newest policy older than this iteration, verified once; a damaged one is set aside.
 
-    Raises Incomplete if the iteration that made it can be trained again. A crew that only generates waits for
-    exactly the policy that samples the iteration.
+    Raises Incomplete if the iteration that made it can be trained again. A crew that only generates has
+    waited for the policy that samples the iteration.
     """
     is_exact = node.run_dir.crew == "rollout"
     while True:
         number = published.latest_before(node.run_dir, iteration.number)
         if is_exact:
-            number = sampled_by(iteration.number, node.settings)
+            wanted = sampled_by(iteration.number, node.settings)
+            number = awaited_sampler(node, iteration.number)
+            number = wanted if number is None else number
+            if number != wanted:
+                _say_gone(wanted, iteration.number, number)
         try:
             node.policies.verify(number, node.reading())
         except Incomplete as error:
@@ -92,13 +107,13 @@ def sampler_of(node: Node, iteration: Iteration, base: Policy, opened: Mapping[s
             node.policies.set_aside(number, error)
             continue
         if number != target:
-            log.error(
-                "the checkpoint of iteration %d is gone: iteration %d is sampled by that of iteration %d",
-                target,
-                iteration.number,
-                number,
-            )
+            _say_gone(target, iteration.number, number)
         return node.policies.policy_of(number)
+
+
+def _say_gone(gone: int, sampled: int, sampler: int) -> None:
+    text = "the checkpoint of iteration %d is gone: iteration %d is sampled by that of iteration %d"
+    log.error(text, gone, sampled, sampler)
 
 
 def nearest(target: int, checkpoints: Sequence[int]) -> int:

@@ -6,8 +6,10 @@ process still writes is taken for the living run's.
 """
 
 import errno
+import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -15,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.directory import published
-from coordinator.directory.layout import Record, RunDir
+from coordinator.directory.layout import MASTER, Flag, Record, RunDir
 from coordinator.protocol.snapshot import parse
 from rollout.origin import Code
 from rollout.storage import files, once
@@ -87,6 +89,29 @@ def claim(run_dir: RunDir, record: EpochRecord) -> bool:
     if not once.create_once(run_dir.entry(Record(record.epoch)), record.model_dump_json().encode()):
         return False
     return max(parse(files.listing(run_dir.master)).records, default=0) <= record.epoch
+
+
+def claim_stopped(run_dir: RunDir, run_id: str, newest: EpochRecord | None, number: int, text: str) -> bool:
+    """Claim epoch `number`, which has no nodes, and say there that the run is stopped; `text` says why. It
+    has the settings of `newest`. Returns False if somebody else has claimed it.
+    """
+    host = socket.gethostname()
+    record = EpochRecord(
+        epoch=number,
+        kind="lobby",
+        token=new_token(),
+        run_id=run_id,
+        master_incarnation=0,  # no process has it, so the old master is superseded
+        master_host=host,
+        settings=newest.settings if newest else {},
+        given=newest.given if newest else None,
+        members={},
+    )
+    if not claim(run_dir, record):
+        return False
+    flag = Flag(number, 0, 0, MASTER, "stopped")
+    files.publish(run_dir.entry(flag), json.dumps({"text": text, "host": host}).encode())
+    return True
 
 
 def move_away(run_dir: RunDir) -> None:

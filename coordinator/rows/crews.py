@@ -7,7 +7,6 @@ train crew opens iteration t once its manifest is there. So at most K + 1 iterat
 import logging
 import time
 
-from coordinator.directory import published
 from coordinator.keeping import policy_choice, resume
 from coordinator.node.node import Node
 from coordinator.protocol.exits import EpochChanged
@@ -79,9 +78,9 @@ def lacks(node: Node, number: int | None) -> str:
     if number is None:
         return "" if is_finished(node) else f"the training of iteration {node.settings.iterations}"
     if node.run_dir.crew == "rollout":
-        sampler = policy_choice.sampled_by(number, node.settings)
-        is_there = sampler == 0 or sampler in published.checkpoints(node.run_dir)
-        return "" if is_there else f"the checkpoint of iteration {sampler}"
+        if policy_choice.awaited_sampler(node, number) is not None:
+            return ""
+        return f"the checkpoint of iteration {policy_choice.sampled_by(number, node.settings)}"
     return "" if _is_generated(node, number) else f"the groups of iteration {number}"
 
 

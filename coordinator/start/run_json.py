@@ -20,6 +20,11 @@ LARGE_STATE_BYTES = 20 * 10**9
 RARELY = 10
 
 
+def new_run_id() -> str:
+    """Return an id that no other run has."""
+    return secrets.token_hex(6)
+
+
 def read_run_json(run_dir: RunDir) -> dict[str, Any]:
     """Read run.json of this format; SettingsError for another."""
     try:
@@ -93,7 +98,7 @@ def make_run(run_dir: RunDir, fixed: Mapping[str, Any], state_bytes: int) -> dic
     """
     files.make_directory(run_dir.root)
     run = {
-        "run_id": secrets.token_hex(6),
+        "run_id": new_run_id(),
         "format": FORMAT,
         "fixed": fixed,
         "save_interval": RARELY if state_bytes > LARGE_STATE_BYTES else 1,

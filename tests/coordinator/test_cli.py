@@ -379,6 +379,7 @@ BAD = [
     ("logs runs/exp1", "give the number of a rank, e.g. run logs 1, and the run directory as --log-path"),
     ("export", "-o DIR is missing: a new directory for the model; see run export --help"),
     ("cleanup", "--iteration N is missing: the interrupted iteration; see run cleanup --help"),
+    ("fork --iteration 2 --log-path empty --to new", "no run there (no run.json)"),
     ("cleanup --iteration x", "--iteration x: give the number of an iteration"),
     ("local --master", "run local starts all nodes of this machine"),
     ("local --num-nodes 2 --rank-weights 1", "--rank-weights 1 has 1 weights for --num-nodes 2"),

@@ -171,7 +171,7 @@ def test_launch_says_what_it_would_start(
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == hosts
 
 
-@pytest.mark.parametrize("command", of("status", "report", "logs", "export", "cleanup", "read"))
+@pytest.mark.parametrize("command", of("status", "report", "logs", "export", "cleanup", "fork", "read"))
 def test_command_about_a_run_works_on_one(
     command: str,
     here: Here,
@@ -182,7 +182,7 @@ def test_command_about_a_run_works_on_one(
     words = here(command)
     root = tmp_path / run_of(words, tmp_path)
     named = int(words[words.index("--iteration") + 1]) if "--iteration" in words else 3
-    make_run(root, finished=named - (kind(command) == "cleanup"))
+    make_run(root, finished=named - (kind(command) in {"cleanup", "fork"}))
     if kind(command) == "read":
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0 and done.stdout.strip(), done.stderr

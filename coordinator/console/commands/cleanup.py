@@ -5,7 +5,6 @@ made last is removed first (staging, batch, evaluation, manifest, parts, iterati
 has its sources: if the removal is interrupted, the iteration can be resumed, or cleaned again.
 """
 
-import json
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from coordinator.collection.provenance import origin_of
 from coordinator.console.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import parts, published
-from coordinator.directory.layout import MASTER, REMOVED, Flag, RunDir, parse_staging_name, parse_state_name
+from coordinator.directory.layout import MASTER, REMOVED, RunDir, parse_staging_name, parse_state_name
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
 from coordinator.journal.control_characters import one_line
@@ -23,7 +22,7 @@ from coordinator.keeping import resume
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.placement_records import run_dirs
-from coordinator.protocol.records import EpochRecord, Records, claim, new_token
+from coordinator.protocol.records import EpochRecord, Records, claim_stopped
 from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings, SettingsError
@@ -226,24 +225,10 @@ def _refuse_newcomers(boards: Boards, claimed: Mapping[RunDir, int]) -> None:
 
 def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: int, number: int) -> None:
     """Claim epoch `number`, which has no nodes, and say there that the run is stopped."""
-    host = socket.gethostname()
-    record = EpochRecord(
-        epoch=number,
-        kind="lobby",
-        token=new_token(),
-        run_id=run_id,
-        master_incarnation=0,  # no process has it, so the old master is superseded
-        master_host=host,
-        settings=newest.settings if newest else {},
-        given=newest.given if newest else None,
-        members={},
-    )
-    if not claim(run_dir, record):
+    text = f"run cleanup --iteration {iteration} has stopped the run, on {socket.gethostname()}"
+    if not claim_stopped(run_dir, run_id, newest, number, text):
         text = f"epoch {number} of {run_dir.root} was claimed just now: a node has started; stop it first"
         raise Ended(Exit.FAILED, text)
-    text = f"run cleanup --iteration {iteration} has stopped the run, on {host}"
-    flag = Flag(number, 0, 0, MASTER, "stopped")
-    files.publish(run_dir.entry(flag), json.dumps({"text": text, "host": host}).encode())
 
 
 # ---- the removal

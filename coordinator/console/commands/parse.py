@@ -21,6 +21,7 @@ GROUPS = {
     "Before and after": {
         "doctor": "is this directory, node and network fit for a run?",
         "cleanup": "remove what an interrupted iteration left",
+        "fork": "go on from an iteration as a new run, with other settings",
         "eval": "score a checkpoint, or any model, on sets of tasks",
         "export": "copy a checkpoint's model, for the Hub or for a server",
     },

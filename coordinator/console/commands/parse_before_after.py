@@ -1,4 +1,4 @@
-"""Commands for before and after a run: `run eval`, `run doctor`, `run cleanup`, `run export`."""
+"""Commands for before and after a run: `run eval`, `run doctor`, `run cleanup`, `run fork`, `run export`."""
 
 import os
 import sys
@@ -93,6 +93,24 @@ def cleanup(
     except Ended as end:
         print(f"run: {plain(end.text)}", file=sys.stderr)
         return end.code
+    return 0
+
+
+@command_in(APPS, "fork")
+def fork(
+    iteration: Annotated[
+        str, option("--iteration", metavar="N", help="The first one that is the new run's own.")
+    ],
+    to: Annotated[Path, option("--to", metavar="DIR", help="A new directory, best on the same filesystem.")],
+    log_path: LogPath = Path("runs/default"),
+) -> int:
+    """Make a new run that goes on from an iteration of this one, with other settings if you like."""
+    from coordinator.console.commands.fork import fork as make
+    from coordinator.console.commands.fork import summary
+
+    number = _iteration(iteration)
+    made = make(log_path.absolute(), number, to.absolute())
+    print(summary(made, number, to))
     return 0
 
 

@@ -18,6 +18,7 @@ from coordinator.console.report.timeline import Span
 from coordinator.console.report.values import is_number
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.run import Run
+from coordinator.console.views.status_text import lineage
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings.loading import build, flatten
@@ -185,7 +186,7 @@ def _about(crews: Sequence[Told], status: dict[str, Any]) -> dict[str, Any]:
             (name, value, name == "model" or value != usual.get(name)) for name, value in settings.items()
         ],
         "nodes": [(node, nodes.get(node["name"], {})) for node in status["nodes"]],
-        "subject": _subject((published.read_json(run_dir.run_json) or {}).get("fixed", {})),
+        "subject": _subject(published.read_json(run_dir.run_json) or {}),
         "versions": sorted({_versions(line) for line in nodes.values()} - {""}),
     }
 
@@ -201,10 +202,11 @@ def _about_node(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return facts
 
 
-def _subject(fixed: dict[str, Any]) -> str:
-    """`Qwen/Qwen3-4B on sums.jsonl, `."""
+def _subject(run: dict[str, Any]) -> str:
+    """`Qwen/Qwen3-4B on sums.jsonl, forked from /shared/exp1 at iteration 5, `."""
+    fixed = run.get("fixed", {})
     names = [fixed[key]["name"] for key in ("model", "tasks") if fixed.get(key)]
-    return " on ".join(names) + (", " if names else "")
+    return "".join(f"{text}, " for text in (" on ".join(names), *lineage(run.get("forked_from"))) if text)
 
 
 def _versions(process: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ class StatusReader:
         self.lines: list[dict[str, Any]] = []
         """The lines of metrics.jsonl at the last reading."""
         self._run_id = ""
+        self._forked_from: dict[str, Any] | None = None
         self._placement: Placement | None = None
         self._crews: list[CrewReader] = []
         self._place: tuple[Any, ...] | None = None
@@ -49,6 +50,7 @@ class StatusReader:
                 f"--log-path {root}: a run of format {run_format}; this version reads {FORMAT}"
             )
         self._run_id = str(run.get("run_id"))
+        self._forked_from = run.get("forked_from")
 
     def read(self) -> dict[str, Any]:
         """Return the state as `run status --json` prints it; SettingsError if there is no run,
@@ -64,7 +66,8 @@ class StatusReader:
         for node in (node for crew in crews for node in crew["nodes"]):
             generates = node["crew"] != "train"
             node["measured_weight"] = weights.get(str(node["rank"])) if generates else None
-        return {"run_id": self._run_id, **together(crews), "crews": crews, "last_metrics": last}
+        forked = {"forked_from": self._forked_from} if self._forked_from else {}
+        return {"run_id": self._run_id, **forked, **together(crews), "crews": crews, "last_metrics": last}
 
     def _find_crews(self) -> None:
         """Take over the placement of the newest start: the crew that generates first."""

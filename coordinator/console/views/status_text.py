@@ -1,7 +1,7 @@
 """The state of a run in words, for `run status` and for the live view. Pure."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -214,12 +214,20 @@ def render(status: Status, root: Path) -> str:
         places = [f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {places[0]}"]
     lines = [
         f"{one_line(str(root))}: run {status['run_id']} is {status['state']}{epoch}",
+        *lineage(status.get("forked_from")),
         *places,
         *repairs(status, root),
         "",
         *table,
     ]
     return "\n".join([*lines, *_after_a_blank(rewards(status["last_metrics"]))])
+
+
+def lineage(forked_from: Mapping[str, Any] | None) -> Iterable[str]:
+    """Say which runs a run was forked from, a line each, the parent first."""
+    while forked_from:
+        yield f"forked from {forked_from['directory']} at iteration {forked_from['iteration']}"
+        forked_from = forked_from.get("forked_from")
 
 
 def _measured(node: Node) -> str:

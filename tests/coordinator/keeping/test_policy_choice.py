@@ -68,6 +68,21 @@ def test_begun_iteration_keeps_its_policy_while_that_is_there(run_dir: RunDir) -
     assert sampler(node, 5, {"policy_iteration": 2}) == 1
 
 
+@pytest.mark.parametrize(
+    ("level", "number", "found"), [(1, 12, None), (0, 10, 9), (3, 10, 7), (5, 10, 7), (9, 10, 0), (1, 11, 9)]
+)
+def test_crew_that_generates_waits_only_for_a_policy_that_will_come(
+    run_dir: RunDir, level: int, number: int, found: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is gone while newer ones are there is not made again."""
+    node = node_at(run_dir, level=level, checkpoints=range(7, 10))
+    node.run_dir = RunDir(run_dir.root, "rollout")
+    assert policy_choice.awaited_sampler(node, number) == found
+    if found is not None:
+        assert policy_choice.base_of(node, Iteration(number)).iteration == found
+        assert ("is gone" in caplog.text) == (found != policy_choice.sampled_by(number, node.settings))
+
+
 def test_nearest_policy_samples_where_the_right_one_is_gone(
     run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:

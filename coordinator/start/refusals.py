@@ -17,7 +17,13 @@ from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
 from rollout.engines.marks import Marks
 from rollout.engines.model_dir import is_adapter, read_json, tensor_names
-from rollout.engines.model_facts import context_tokens, may_have_chat_template, steady_tokens
+from rollout.engines.model_facts import (
+    DEQUANTISED,
+    context_tokens,
+    may_have_chat_template,
+    quantisation,
+    steady_tokens,
+)
 from rollout.engines.servers import ServerKind, engine_dtype, server_kind
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.trial import try_tasks
@@ -25,7 +31,6 @@ from rollout.origin import Sampling
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
 from rollout.settings import WRITTEN
-from rollout.storage import files
 from rollout.tasks.task_set import TaskError, TaskSet
 
 log = logging.getLogger(__name__)
@@ -33,8 +38,6 @@ log = logging.getLogger(__name__)
 SERVER_TIMEOUT_S = 10.0
 """How long a server that the user runs may take to answer a question that it can answer at once."""
 ENDLESS = "neither its tokenizer nor its configuration names a token that ends a sequence"
-QUANTISED = "hf_quant_config.json"
-"""In a model's directory: its weights are quantised by NVIDIA's modelopt."""
 EMBEDDINGS = re.compile(r"(^|\.)(wte|wpe|shared|\w*embed_(tokens|positions|in)|\w*embeddings?)$")
 """How modules are named that look tokens or positions up."""
 CONV1D = {"gpt2", "openai-gpt"}
@@ -208,23 +211,14 @@ def look_at_text(
 
 
 def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
-    """Raise SettingsError if the model's files say that its weights are quantised: they cannot be trained."""
-    if is_adapter(model_dir):
+    """Raise SettingsError if the model's weights are quantised: they cannot be trained."""
+    if is_adapter(model_dir) or (method := quantisation(model_dir)) is None:
         return
-    config = read_json(model_dir / "config.json")
-    parts: list[dict[str, Any]] = [
-        part for part in (config, config.get("text_config")) if isinstance(part, dict)
-    ]
-    names = ("quantization_config", "compression_config")
-    method: Any = next((part[name] for part in parts for name in names if part.get(name)), None)
-    if method is None and QUANTISED in files.file_names(model_dir):
-        method = "modelopt"
-    if method is not None:
-        kind = method if isinstance(method, str) else method.get("quant_method", "unknown")
-        raise SettingsError(
-            f"--model {settings.model}: its weights are quantised ({kind}), and a run trains and serves them "
-            "as numbers of 16 or 32 bits; give the model that it was made of, or a dequantised copy"
-        )
+    makes = f" (python -m trainer.checkpoint.dequantise {model_dir} OUT)" if method in DEQUANTISED else ""
+    raise SettingsError(
+        f"--model {settings.model}: its weights are quantised ({method}), and a run trains and serves them "
+        f"as numbers of 16 or 32 bits; give the model that it was made of, or a dequantised copy{makes}"
+    )
 
 
 def refuse_unserved_adapters(settings: RunSettings, model_dir: Path, kind: ServerKind) -> None:

@@ -4,7 +4,7 @@ Without torch. What they do not say for certain is unknown.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +12,18 @@ from rollout.engines.model_dir import companions, read_json, tensor_names
 from rollout.storage import files
 
 _CONTEXT = ("max_position_embeddings", "n_positions")
+_QUANTISED = ("quantization_config", "compression_config")
+"""Where a configuration says how its weights are quantised, in whichever part of it."""
+_QUANTISED_BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files of their own that say so, and of what."""
+_QUANTISED_NAMES = ("weight", "_packed", "_blocks")
+"""How tensors are named that hold weights, if they are integers."""
+DEQUANTISED = ("fp8", "mxfp4")
+"""What trainer.checkpoint.dequantise reads."""
 _TOKENIZERS_WITH_CODE = ("tekken.json", "tokenizer.model.v3")
 """Files of tokenizers that write a chat by themselves, without a template (mistral-common)."""
 
@@ -70,6 +82,30 @@ def keep_frequencies(model: Any) -> None:
 
 def _kept(kind: Any) -> Any:
     return "steady" if kind == "longrope" or "dynamic" in str(kind) else kind
+
+
+def quantisation(model_dir: Path) -> str | None:
+    """Return how the weights are quantised, in the words of the model's files; None if they are numbers of 16
+    bits or more.
+    """
+    for part in _parts(read_json(model_dir / "config.json")):
+        for method in filter(None, map(part.get, _QUANTISED)):
+            return method if isinstance(method, str) else str(method.get("quant_method", "unknown"))
+    for name in files.file_names(model_dir):
+        if name in _QUANTISED_BESIDE:
+            return _QUANTISED_BESIDE[name]
+    for name, (dtype, _) in tensor_names(model_dir).items():
+        if dtype.startswith(("F4", "F6", "F8")) or (dtype[0] in "IU" and name.endswith(_QUANTISED_NAMES)):
+            return f"{name} is {dtype}"
+    return None
+
+
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration and those inside it."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _parts(cast("dict[str, Any]", value))
 
 
 def _configs(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -77,9 +77,11 @@ class ModelWeights:
         return True
 
 
-def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
-    """Return the model, ready to generate, or to be trained. Raises WeightsError if files are damaged, or if
-    tensors are missing or have other shapes.
+def load_model(
+    model_dir: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"], **more: Any
+) -> PreTrainedModel:
+    """Return the model, ready to generate, or to be trained. `more`: for `from_pretrained`. Raises
+    WeightsError if files are damaged, or if tensors are missing or have other shapes.
     """
     check_model_dir(model_dir)
     if is_adapter(model_dir):
@@ -95,6 +97,7 @@ def load_model(model_dir: str | os.PathLike[str], dtype: torch.dtype | Literal["
             # flash_attention_2 would ignore restarting positions where there are several rows.
             # The default for mixtures of experts, torch's grouped matrix product, knows no float64.
             **({"experts_implementation": "eager"} if dtype == torch.float64 else {}),
+            **more,
         )
     except Exception as error:  # a library's loader: ValueError, RuntimeError, OSError, SafetensorError, ...
         raise WeightsError(f"{model_dir}: cannot be loaded: {type(error).__name__}: {error}") from error

@@ -289,16 +289,38 @@ QUANTISED = {"quant_method": "fp8"}
 
 
 @pytest.mark.parametrize(
-    "config", [{"quantization_config": QUANTISED}, {"text_config": {"quantization_config": QUANTISED}}]
+    "config",
+    [
+        {"quantization_config": QUANTISED},
+        {"text_config": {"quantization_config": QUANTISED}},
+        {"thinker_config": {"text_config": {"compression_config": QUANTISED}}},
+    ],
 )
 def test_quantised_model_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     model = write_model(tmp_path / "model", {"eos_token_id": 0, **config})
     given = {"model": str(model), "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})}
     assert "its weights are quantised (fp8)" in refusal(given)
+    assert f"(python -m trainer.checkpoint.dequantise {model} OUT)" in refusal(given)
     (model / "config.json").write_text("{}")
     passes(given)
-    (model / "hf_quant_config.json").write_text("{}")
-    assert "its weights are quantised (modelopt)" in refusal(given)
+    for name, method in (("quantize_config.json", "gptq"), ("hf_quant_config.json", "modelopt")):
+        (model / name).write_text("{}")
+        assert f"its weights are quantised ({method})" in refusal(given)
+        (model / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("q_proj.weight", np.int8), ("q_proj.qweight", np.int32), ("experts.down_proj_blocks", np.uint8)],
+)
+def test_model_whose_tensors_alone_are_quantised_is_refused(tmp_path: Path, name: str, dtype: Any) -> None:
+    model = write_model(tmp_path / "model", {"eos_token_id": 0})
+    given = {"model": str(model), "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})}
+    buffer = {"position_ids": np.zeros(2, np.int64)}
+    save_file(buffer, model / "model.safetensors")
+    passes(given)
+    save_file({**buffer, name: np.zeros((2, 2), dtype)}, model / "model.safetensors")
+    assert f"its weights are quantised ({name} is " in refusal(given)
 
 
 @pytest.mark.parametrize(

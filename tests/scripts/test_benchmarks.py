@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,17 @@ def test_a_start_is_measured_until_the_first_sample_and_the_first_policy() -> No
         row["now"]["cpu_s"]["nodes"] > 0 and row["now"]["cpu_s"]["all"] < row["now"]["cpu_to_policy_s"]["all"]
     )
     assert 0 < row["now"]["first_sample_s"][0] < row["now"]["first_policy_s"][0]
+
+
+def test_page_of_gpus_has_the_estimated_seconds_of_an_iteration() -> None:
+    ended = run("iteration_estimate.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout in (BENCH.parents[1] / "docs" / "gpus.md").read_text()
+    estimate = import_module("scripts.bench.iteration_estimate")
+    small, large = map(estimate.seconds, estimate.CASES)
+    twice = estimate.seconds(replace(estimate.CASES[0], nodes=2))
+    assert all(small[name] <= large[name] for name in small)
+    assert twice["train"] == small["train"] / 2 and twice["generate"] < small["generate"]
 
 
 def test_filesystem_that_is_not_known_is_named_with_those_that_are() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -84,13 +83,12 @@ def test_base_that_is_gone_is_named(adapter: Path, tmp_path: Path, monkeypatch: 
     assert "/gone" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_without_peft_it_says_what_to_install(adapter: Path, tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.modules['peft'] = None; from trainer.checkpoint.merge import main; sys.exit(main())"
-    )
-    argv = [sys.executable, "-c", program, str(adapter), str(tmp_path / "out")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1 and done.stderr.endswith("pip install -e '.[lora]'\n")
+def test_without_peft_it_says_what_to_install(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr("sys.argv", ["merge", str(adapter), str(tmp_path / "out")])
+    assert merge.main() == 1 and capsys.readouterr().err.endswith("pip install -e '.[lora]'\n")
 
 
 def test_sum_with_tensors_that_are_missing_is_refused(adapter: Path, base_dir: Path, tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ class FreshListing:
         """Whether the client is known to believe old listings, and fresh ones can be had."""
         return self._evidence >= EVIDENCE
 
+    @property
+    def may_help(self) -> bool:
+        """Whether a fresh listing has shown names that were hidden, without a change by itself since."""
+        return self._evidence > 0
+
     def facts(self) -> dict[str, float]:
         """Return what a heartbeat says of it; nothing where listings are true."""
         return (

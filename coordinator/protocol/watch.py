@@ -21,6 +21,7 @@ from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away
 from coordinator.protocol.fresh_listing import FreshListing
 from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
+from coordinator.protocol.late_names import LateNames
 from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
 from coordinator.protocol.loss_policy import loss_policy
 from coordinator.protocol.records import EpochRecord, Records
@@ -73,6 +74,7 @@ class Watch:
         self.fence = Fence(cluster.beat_interval_s, cluster.node_timeout_s, self._be_fenced)
         self.heart = Heart(run_dir, rank, self._beat_content)
         self.listings = FreshListing(rank)
+        self._late_names = LateNames()
         self.current: EpochRecord | None = None
         self.board = parse([])
         """What was listed last."""
@@ -186,6 +188,7 @@ class Watch:
         `whole` is asked for.
         """
         with self._looking:
+            before, before_s = self.board, self._looked_s
             try:
                 names = self.listings.names(self._others)
                 self._looked_s = time.monotonic()
@@ -199,6 +202,7 @@ class Watch:
             ranks = self._judged(self.current) if self.current else board.beats
             self.silence.observe(board, ranks, self._looked_s)
             if self.current is not None:
+                self._look_for_late_names(before, self._looked_s - before_s)
                 self._observe_progress(board, self.current)
                 newest = self.records.newest(board.records, wait=False) or self.current
                 if self.verdict is None or self._is_held(self.verdict):
@@ -207,6 +211,12 @@ class Watch:
                     self.stop.set()
                 self._repeat_losses(self.current)
             return board
+
+    def _look_for_late_names(self, before: Board, passed_s: float) -> None:
+        if not self.listings.may_help:
+            epoch, beat_s = self.record.epoch, self._cluster.beat_interval_s
+            self._late_names.observe(before, self.board, epoch, beat_s, passed_s)
+            self._late_names.say(self._others)
 
     def _list_own(self, whole: bool) -> list[str]:
         if whole or self._looked_s - self._own_s >= self._beat_interval_s():

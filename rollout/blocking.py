@@ -51,9 +51,9 @@ def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGALRM, before)
 
 
-async def end(tasks: Collection["asyncio.Task[Any]"], what: str) -> None:
+async def end(tasks: Collection["asyncio.Task[Any]"], noun: str) -> None:
     """Cancel tasks and wait for their ends. One that goes on is cut off after CANCEL_S, with an error: user
-    code may catch CancelledError. `what` are the tasks, in the plural.
+    code may catch CancelledError. `noun` are the tasks, in the plural.
     """
     running = {task for task in tasks if not task.done()}
     for task in running:
@@ -64,7 +64,7 @@ async def end(tasks: Collection["asyncio.Task[Any]"], what: str) -> None:
             "%d %s go on although they are cancelled: the environment must let asyncio.CancelledError pass; "
             "they are cut off",
             len(left),
-            what,
+            noun,
         )
     for task in left:
         with suppress(RuntimeError):  # it catches this too

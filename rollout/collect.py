@@ -123,17 +123,24 @@ class Collector:
         recipes = {"": Recipe(environment, reward, sampling), **others}
         self._makers = {
             kind: GroupMaker(
-                client, of.environment, of.reward, of.sampling, settings, self._tally, segment, self._teacher
+                client,
+                recipe.environment,
+                recipe.reward,
+                recipe.sampling,
+                settings,
+                self._tally,
+                segment,
+                self._teacher,
             )
-            for kind, of in recipes.items()
+            for kind, recipe in recipes.items()
         }
         self._settings = settings
         at_once = settings.concurrency or client.facts.samples
-        most = max(of.sampling.n for of in recipes.values())
+        most = max(recipe.sampling.n for recipe in recipes.values())
         self.meter = Meter(width=max(1, at_once // most))
         self._places = asyncio.Semaphore(self.meter.width)
         """Of the engine: a group has one while it is generated, not while it waits for its rewards."""
-        self._rewards = [of.reward for of in recipes.values()]
+        self._rewards = [recipe.reward for recipe in recipes.values()]
         is_instant = all(maker.is_instant for maker in self._makers.values())
         self._most_groups = self.meter.width * (1 if is_instant else 2)
         self._counts = counts
@@ -238,7 +245,7 @@ class Collector:
     def _pause(self) -> None:
         """Begin no further group, and hold those that are finished from now on."""
         self._holds = self._is_paused = True
-        busy = {one.worker for one in self._in_flight.values()}
+        busy = {flight.worker for flight in self._in_flight.values()}
         for worker in self._workers - busy:
             worker.cancel()
         self._workers &= busy
@@ -247,13 +254,13 @@ class Collector:
         """Give up what is in flight, or held, of other slots than these: nobody needs it any more. What has
         failed while nobody waited for it is forgotten too: its slot is begun again.
         """
-        for slot, one in list(self._in_flight.items()):
-            if slot not in slots or one.worker.done():
+        for slot, flight in list(self._in_flight.items()):
+            if slot not in slots or flight.worker.done():
                 del self._in_flight[slot]
-                one.worker.cancel()
-                self._workers.discard(one.worker)
-                if one.worker.done() and not one.worker.cancelled():
-                    one.worker.exception()  # it has been seen
+                flight.worker.cancel()
+                self._workers.discard(flight.worker)
+                if flight.worker.done() and not flight.worker.cancelled():
+                    flight.worker.exception()  # it has been seen
         for group in [group for group in self._held if group.slot not in slots]:
             self._held.remove(group)
             self._finished -= group.given_up is None
@@ -303,7 +310,7 @@ class Collector:
         in_flight = len(self._in_flight)
         if self._may_replace() and 2 * self._counted >= self._source.needed:
             since_s = asyncio.get_running_loop().time() - LATE * (self._longest_s or math.inf)
-            in_flight = sum(one.begun_s > since_s for one in self._in_flight.values())
+            in_flight = sum(flight.begun_s > since_s for flight in self._in_flight.values())
         return in_flight + self._counted < begin
 
     def _may_replace(self) -> bool:
@@ -337,8 +344,8 @@ class Collector:
                 "completion_threshold)"
             )
             log.warning("%d groups are %s", len(self._in_flight), reason)
-            for one in self._in_flight.values():
-                self._take(one.slot.tombstone(reason))
+            for flight in self._in_flight.values():
+                self._take(flight.slot.tombstone(reason))
         if len(self._held) >= ALL_FAILED_MIN and not elsewhere:
             first = self._held[0]
             raise AllGivenUp(
@@ -347,11 +354,11 @@ class Collector:
         while self._held:  # each once, also if `run` is called again
             self._on_group(self._held.pop(0))
         if self._given_up or self._failed:
-            made = self._finished + self._given_up
+            done = self._finished + self._given_up
             log.warning(
                 "%d of %d groups were given up, %d samples were lost (unfit, or without a reward)",
                 self._given_up,
-                made,
+                done,
                 self._failed,
             )
         return max(0, needed - self._counted)

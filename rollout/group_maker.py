@@ -61,22 +61,22 @@ class GroupMaker:
         `generated` is called when the engine has nothing more to do for the group. Then the group is scored.
         Each of the two may take `group_timeout_s`.
         """
-        made = await self._attempt(self._generate(slot))
+        outcome = await self._attempt(self._generate(slot))
         generated()
-        if isinstance(made, list):
-            scoring = self._score(slot, made)
-            made = await (_outcome(scoring) if self.is_instant else self._attempt(scoring))
-        if isinstance(made, Group):
-            return made
-        reason = _first_cause(made)
+        if isinstance(outcome, list):
+            scoring = self._score(slot, outcome)
+            outcome = await (_outcome(scoring) if self.is_instant else self._attempt(scoring))
+        if isinstance(outcome, Group):
+            return outcome
+        reason = _first_cause(outcome)
         if isinstance(reason, EngineError) and not isinstance(reason, RequestRefused):
             raise reason from None
         if isinstance(reason, RewardError) and self.settings.on_reward_error == "run":
-            what = "a reward ends the run (rollout.on_reward_error=run)"
-            self.tally.note("samples", what, reason, reason.__cause__)
+            loss = "a reward ends the run (rollout.on_reward_error=run)"
+            self.tally.note("samples", loss, reason, reason.__cause__)
             raise reason from None
-        what = f"slot {slot.number}, task {slot.task_id!r} is given up"
-        self.tally.note("groups", what, reason, None if isinstance(reason, EngineError) else reason)
+        loss = f"slot {slot.number}, task {slot.task_id!r} is given up"
+        self.tally.note("groups", loss, reason, None if isinstance(reason, EngineError) else reason)
         return slot.tombstone(f"{type(reason).__name__}: {reason}")
 
     async def _attempt(self, work: Coroutine[Any, Any, T]) -> T | BaseException:
@@ -88,38 +88,42 @@ class GroupMaker:
         finally:
             if not attempt.done():
                 await end({attempt}, "groups")
-        made = attempt.result() if attempt.done() and not attempt.cancelled() else asyncio.CancelledError()
-        is_failed = isinstance(made, BaseException)
-        if is_late and is_failed and not isinstance(_first_cause(made), EngineError | RewardError):
+        outcome = attempt.result() if attempt.done() and not attempt.cancelled() else asyncio.CancelledError()
+        is_failed = isinstance(outcome, BaseException)
+        if is_late and is_failed and not isinstance(_first_cause(outcome), EngineError | RewardError):
             return TimeoutError(f"took longer than group_timeout_s = {timeout_s:g}")
-        return made
+        return outcome
 
     async def _generate(self, slot: Slot) -> list[Sample]:
         policy = Policy(self.client, self.sampling, slot.seed)
         if self.segment is not None:
-            made = await advance(slot.task, policy, self.sampling, slot.begun, self.segment)
+            samples = await advance(slot.task, policy, self.sampling, slot.begun, self.segment)
         else:
-            made = await self.environment(slot.task, policy, self.sampling)
-        if not isinstance(made, list) or not made or not all(isinstance(one, Sample) for one in made):
+            samples = await self.environment(slot.task, policy, self.sampling)
+        if (
+            not isinstance(samples, list)
+            or not samples
+            or not all(isinstance(sample, Sample) for sample in samples)
+        ):
             raise ValueError(
-                f"the environment must return a non-empty list of Sample, got {type(made).__name__}"
+                f"the environment must return a non-empty list of Sample, got {type(samples).__name__}"
             )
-        return made
+        return samples
 
-    async def _score(self, slot: Slot, made: list[Sample]) -> Group:
+    async def _score(self, slot: Slot, generated: list[Sample]) -> Group:
         """Return the group of the samples that are fit and that have got a reward."""
-        for sample in made:
+        for sample in generated:
             sample.finish_reason = finish_reason(sample.finish_reason)
         demonstrated = demonstrates(self.environment)
         may_go_on = self.segment is not None
-        faults = [unfit(sample, demonstrated=demonstrated, unfinished=may_go_on) for sample in made]
-        samples = [sample for sample, fault in zip(made, faults, strict=True) if fault is None]
+        faults = [unfit(sample, demonstrated=demonstrated, unfinished=may_go_on) for sample in generated]
+        samples = [sample for sample, fault in zip(generated, faults, strict=True) if fault is None]
         slot.leave_prompt_out(samples, self.sampling.stop)
         group = Group(slot.number, slot.task_id, slot.prompt, samples)
         failures: list[Exception] = [UnfitSample(fault) for fault in faults if fault is not None]
         if not group.is_unfinished:
-            failures += await self._rewarded(slot, [one for one in samples if one.reward is None])
-            failures += await self._taught(slot, [one for one in samples if one.reward is not None])
+            failures += await self._rewarded(slot, [sample for sample in samples if sample.reward is None])
+            failures += await self._taught(slot, [sample for sample in samples if sample.reward is not None])
         for error in failures:
             if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
                 raise error
@@ -135,7 +139,7 @@ class GroupMaker:
         end = self.sampling.reasoning_end
         scoring = [_outcome(score(self.reward, slot.task, sample, self.settings, end)) for sample in samples]
         if self.reward.is_instant:
-            outcomes = [await one for one in scoring]  # a task for each would cost more than the rewards
+            outcomes = [await work for work in scoring]  # a task for each would cost more than the rewards
         else:
             outcomes = await asyncio.gather(*scoring)
         failures: list[RewardError] = []
@@ -152,7 +156,7 @@ class GroupMaker:
         """
         if self.teacher is None:
             return []
-        outcomes = await asyncio.gather(*(_outcome(self.teacher.logprobs(one)) for one in samples))
+        outcomes = await asyncio.gather(*(_outcome(self.teacher.logprobs(sample)) for sample in samples))
         failures: list[RewardError] = []
         for sample, outcome in zip(samples, outcomes, strict=True):
             if isinstance(outcome, EndpointError):

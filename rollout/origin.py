@@ -56,7 +56,7 @@ class Origin:
     environment: Code
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Return the origin that a document holds, maybe among other things."""
         return _adapter(cls).validate_python(document)
 

@@ -54,8 +54,8 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        found = "no such name" if function is None else f"a {type(function).__name__}, no function"
-        raise PluginError(f"{name!r}: {found} in {getattr(module, '__file__', module_name)}")
+        problem = "no such name" if function is None else f"a {type(function).__name__}, no function"
+        raise PluginError(f"{name!r}: {problem} in {getattr(module, '__file__', module_name)}")
     if (
         not make
         or not inspect.isclass(function)
@@ -63,12 +63,12 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     ):
         return function
     try:
-        made: Any = function()
-        return made
+        instance: Any = function()
+        return instance
     except Exception as error:  # as of the module
-        said = " ".join(str(error).split())
+        error_text = " ".join(str(error).split())
         raise PluginError(
-            f"class {name!r} cannot be made without arguments: {type(error).__name__}: {said}; make an "
+            f"class {name!r} cannot be made without arguments: {type(error).__name__}: {error_text}; make an "
             f"object of it in {module_name}, and name that"
         ) from error
 
@@ -200,13 +200,13 @@ def package_code(module: str) -> str:
 
 def sources(name: str, function: Any) -> dict[str, tuple[str, str]]:
     """Return path and text of the files that `code_of` covers, by module, for another process."""
-    found: dict[str, tuple[str, str]] = {}
+    texts: dict[str, tuple[str, str]] = {}
     for module in _modules(name, function):
         path = getattr(sys.modules.get(module), "__file__", None)
         with suppress(UnicodeDecodeError):  # no source, or one in an old encoding: the file has to do
             if path and path.endswith(".py") and (text := _source(module).decode()):
-                found[module] = path, text
-    return found
+                texts[module] = path, text
+    return texts
 
 
 def load_as_it_was(loaded: Mapping[str, tuple[str, str]]) -> None:

@@ -25,7 +25,7 @@ class Quota:
     replace_flat: bool = False
 
     @classmethod
-    def of(cls, settings: RolloutSettings) -> Self:
+    def from_settings(cls, settings: RolloutSettings) -> Self:
         """Return the quota of a new iteration of training."""
         factor = max(settings.over_sample, settings.dynamic_limit if settings.dynamic_sampling else 1.0)
         needed = settings.tasks_per_iteration

@@ -27,10 +27,10 @@ JOIN = " + "
 """Joins the rewards of a run in the setting `reward`."""
 
 
-def _joined(given: Any) -> Any:
+def _joined(value: Any) -> Any:
     """Return several rewards, each a text, as one text: it names them in all documents of a run."""
-    is_several = isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given)
-    return JOIN.join(given) if is_several else given
+    is_several = isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value)
+    return JOIN.join(value) if is_several else value
 
 
 class Settings(BaseModel):
@@ -39,23 +39,23 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def nested(name: str, given: Any) -> Any:
+def nested(name: str, table: Any) -> Any:
     """Return the setting `name`, which holds tables by names of the user's, as a tree: `fast.env.NAME`, as it
     is typed, stands for a value in a table of a table.
     """
-    if not isinstance(given, Mapping):
-        return given
-    items = cast("Mapping[str, Any]", given)
-    found: dict[str, Any] = {}
+    if not isinstance(table, Mapping):
+        return table
+    items = cast("Mapping[str, Any]", table)
+    tree: dict[str, Any] = {}
     for key, value in items.items():
         *parents, leaf = key.split(".")
-        place: Any = found
+        place: Any = tree
         for parent in parents:
             place = cast("dict[str, Any]", place).setdefault(parent, {})
             if not isinstance(place, dict):
                 raise ValueError(f"{name}.{key}: {parent} is no table; leave one of them out")
         place[leaf] = copy.deepcopy(value)
-    return found
+    return tree
 
 
 class RolloutSettings(Settings):
@@ -203,8 +203,8 @@ class EvalSetSettings(Settings):
             "success": evaluation.success,
             "max_tasks": evaluation.max_tasks,
         }
-        own = {name: value for name in inherited if (value := getattr(self, name)) not in (None, {})}
-        filled = {**inherited, **own}
+        chosen = {name: value for name in inherited if (value := getattr(self, name)) not in (None, {})}
+        filled = {**inherited, **chosen}
         if filled["environment"] in WRITTEN:
             filled["environment"] = "single_turn"
         return self.model_copy(update=filled)

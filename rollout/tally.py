@@ -27,8 +27,8 @@ class Tally:
     _first: dict[str, str] = field(default_factory=dict[str, str])
     _again: Counter[str] = field(default_factory=Counter[str])
 
-    def note(self, lost: str, what: str, reason: BaseException, cause: BaseException | None) -> None:
-        """Log or count a loss. `lost`: samples or groups. `what`: which one. `cause`: the error with the
+    def note(self, lost: str, subject: str, reason: BaseException, cause: BaseException | None) -> None:
+        """Log or count a loss. `lost`: samples or groups. `subject`: which one. `cause`: the error with the
         traceback that explains it; None if no traceback does.
         """
         kind = f"{lost} {type(reason).__name__} {_DETAIL.sub('', str(reason))}"
@@ -43,7 +43,7 @@ class Tally:
         self.log.log(
             logging.ERROR if is_new else logging.WARNING,
             "%s: %s",
-            what,
+            subject,
             reason,
             exc_info=_users_traceback(cause) if is_new and cause else None,
         )

@@ -181,8 +181,8 @@ def _for_people(sample: Sample) -> dict[str, Any]:
 
 def _turn_for_people(turn: Turn, loss_mask: NDArray[np.uint8]) -> dict[str, Any]:
     """Return a turn, with the number of its tokens and of those that are trained if it is generated."""
-    said: dict[str, Any] = {"role": turn.role, "text": turn.text}
+    shown: dict[str, Any] = {"role": turn.role, "text": turn.text}
     if turn.begin is not None and turn.end is not None:
         trained = int(np.count_nonzero(loss_mask[turn.begin : turn.end]))
-        said |= {"tokens": turn.end - turn.begin, "trained": trained, "finish_reason": turn.finish_reason}
-    return said
+        shown |= {"tokens": turn.end - turn.begin, "trained": trained, "finish_reason": turn.finish_reason}
+    return shown

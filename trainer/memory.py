@@ -45,7 +45,7 @@ class Shape:
         return self.layers + self.ends + self.rest
 
     @classmethod
-    def of(cls, tensors: Mapping[str, tuple[int, ...]], adapters: int = 0) -> "Shape":
+    def from_tensors(cls, tensors: Mapping[str, tuple[int, ...]], adapters: int = 0) -> "Shape":
         """Return the shape of a model from the shapes of its tensors, by name."""
         layers: dict[int, int] = {}
         split, ends, rest = 0, list[tuple[int, ...]](), 0

@@ -51,10 +51,10 @@ def _since(
     begin: int, iteration: int, trained: Collection[int], batch_of: Callable[[int], TrainedBatch | None]
 ) -> tuple[TrainedBatch, ...] | None:
     """Return the batches trained after `begin` up to `iteration`, in order; None if one of them is gone."""
-    found: list[TrainedBatch] = []
+    batches: list[TrainedBatch] = []
     for number in sorted((number for number in trained if begin < number <= iteration), reverse=True):
         batch = batch_of(number)
         if batch is None:
             return None
-        found.append(batch)
-    return tuple(reversed(found))
+        batches.append(batch)
+    return tuple(reversed(batches))

@@ -200,10 +200,10 @@ class TrainerSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        name = given.get("algorithm", "default")
+    def _take_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        name = values.get("algorithm", "default")
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}")
-        return {**PRESETS[name](), **given}
+        return {**PRESETS[name](), **values}

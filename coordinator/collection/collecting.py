@@ -39,10 +39,10 @@ def key_of(node: Node, iteration: Iteration, kind: Kind) -> str:
     group that was begun in the one can be finished in the other.
     """
     header, settings = iteration.header, node.settings
-    about = [kind, iteration.number, header["policy"], header["opened"], header["code"]]
-    about += [part.model_dump(mode="json") for part in (settings.rollout, settings.eval)]
-    about += [settings.engine.model_dump(mode="json", exclude={"url"})]  # each node may have its own
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    parts = [kind, iteration.number, header["policy"], header["opened"], header["code"]]
+    parts += [part.model_dump(mode="json") for part in (settings.rollout, settings.eval)]
+    parts += [settings.engine.model_dump(mode="json", exclude={"url"})]  # each node may have its own
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def drop_outdated(node: Node, iteration: Iteration) -> None:
@@ -116,12 +116,14 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
     """Return what this node's collector is to make of a share."""
     plan, rank = share.plan, node.rank
     named = {"": (share.functions, share.origin.sampling)}
-    named |= {one.slots.name: (one.functions, one.slots.sampling) for one in share.sets}
-    recipes = {
-        kind: RecipeNames(of.reward.name, of.environment.name, sampling)
-        for kind, (of, sampling) in named.items()
+    named |= {
+        named_set.slots.name: (named_set.functions, named_set.slots.sampling) for named_set in share.sets
     }
-    sources = {name: text for of, _ in named.values() for name, text in of.sources.items()}
+    recipes = {
+        kind: RecipeNames(functions.reward.name, functions.environment.name, sampling)
+        for kind, (functions, sampling) in named.items()
+    }
+    sources = {name: text for functions, _ in named.values() for name, text in functions.sources.items()}
     model = Path()
     if share.functions.demonstrates:
         model = node.policies.hold(node.policies.policy_of(0), node.reading()).directory

@@ -58,8 +58,12 @@ def changed_sets(opened: Mapping[str, Any], inputs: Inputs) -> Mapping[str, bool
     """Return the sets that an iteration was opened with and whose tasks are not there as they were, by their
     section in the settings; True: the set is not there at all. Sets that are new change nothing.
     """
-    now = {name: one.tasks.digest for name, one in inputs.eval_sets.items()}
-    return {one.section: one.name not in now for one in of_opened(opened) if now.get(one.name) != one.tasks}
+    now = {name: loaded.tasks.digest for name, loaded in inputs.eval_sets.items()}
+    return {
+        eval_set.section: eval_set.name not in now
+        for eval_set in of_opened(opened)
+        if now.get(eval_set.name) != eval_set.tasks
+    }
 
 
 def task_change(opened: Mapping[str, Any], inputs: Inputs) -> str | None:
@@ -68,14 +72,18 @@ def task_change(opened: Mapping[str, Any], inputs: Inputs) -> str | None:
         section, is_gone = next(iter(changed.items()))
         return f"{section} was dropped or renamed" if is_gone else f"the tasks of {section} have changed"
     # iteration.json has one digest over these and the tasks of the sets, which are as they were.
-    sets = {one.name: one.tasks for one in of_opened(opened)}
+    sets = {eval_set.name: eval_set.tasks for eval_set in of_opened(opened)}
     is_same = joined_digest(inputs.eval_tasks, sets) == opened["eval_tasks"]
     return None if is_same else "the evaluation tasks have changed"
 
 
 def without(document: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:
     """Return an iteration.json without the sets of these sections."""
-    sets = [one for one in document.get("eval_sets", []) if f"{SECTION}{one['name']}" not in sections]
+    sets = [
+        eval_set
+        for eval_set in document.get("eval_sets", [])
+        if f"{SECTION}{eval_set['name']}" not in sections
+    ]
     return {**document, "eval_sets": sets}
 
 
@@ -88,18 +96,18 @@ def chosen_sets(settings: RunSettings, inputs: Inputs, sampling: Sampling) -> li
     """Return what the settings say of the named sets, for a new iteration.json. `sampling`: that of the
     training, from which a set has what it cannot say itself.
     """
-    begin, found = own_slots(settings, inputs), list[SetSlots]()
-    for name, one in settings.eval_sets.items():
+    begin, sets = own_slots(settings, inputs), list[SetSlots]()
+    for name, eval_set in settings.eval_sets.items():
         loaded = inputs.eval_sets[name]
         # All of it is given where a set is filled; pydantic's types do not say so.
-        about: dict[str, Any] = one.model_dump()
-        own = {field: about[field] for field in ("max_tokens", "temperature", "top_p")}
-        sampled = replace(sampling, n=about["samples_per_task"], **own)
-        end = begin + min(len(loaded.tasks.tasks), about["max_tasks"])
+        values: dict[str, Any] = eval_set.model_dump()
+        fields = {field: values[field] for field in ("max_tokens", "temperature", "top_p")}
+        sampled = replace(sampling, n=values["samples_per_task"], **fields)
+        end = begin + min(len(loaded.tasks.tasks), values["max_tasks"])
         code = loaded.functions.reward, loaded.functions.environment
-        found.append(SetSlots(name, begin, end, loaded.tasks.digest, sampled, *code, about["success"]))
+        sets.append(SetSlots(name, begin, end, loaded.tasks.digest, sampled, *code, values["success"]))
         begin = end
-    return [described(one) for one in found]
+    return [described(eval_set) for eval_set in sets]
 
 
 def joined(opened: Mapping[str, Any], loaded: Mapping[str, Functions] | None = None) -> dict[str, Code]:
@@ -109,14 +117,14 @@ def joined(opened: Mapping[str, Any], loaded: Mapping[str, Functions] | None = N
     The names say the sampling of each set too, so that parts with another one are never mixed in.
     """
     sets = of_opened(opened)
-    codes = [(one.reward, one.environment) for one in sets]
+    codes = [(eval_set.reward, eval_set.environment) for eval_set in sets]
     codes = [(Code(**opened["reward"]), Code(**opened["environment"])), *codes]
     if loaded is not None:
-        codes = [(of.reward, of.environment) for of in loaded.values()]
+        codes = [(functions.reward, functions.environment) for functions in loaded.values()]
     if not sets:
         return {"reward": codes[0][0], "environment": codes[0][1]}
-    titles = ["", *(f"{one.name}: " for one in sets)]
-    sampled = ["", *(f" {json.dumps(described(one.sampling))}" for one in sets)]
+    titles = ["", *(f"{eval_set.name}: " for eval_set in sets)]
+    sampled = ["", *(f" {json.dumps(described(eval_set.sampling))}" for eval_set in sets)]
     return {
         "reward": _as_one([reward for reward, _ in codes], titles, [""] * len(codes)),
         "environment": _as_one([environment for _, environment in codes], titles, sampled),
@@ -132,11 +140,15 @@ def _as_one(codes: Sequence[Code], before: Sequence[str], after: Sequence[str]) 
 def texts(document: Mapping[str, Any]) -> dict[str, str]:
     """Say of each set of an iteration.json, by its section in the settings, what the settings say of it."""
     return {
-        one.section: ", ".join(
-            [f"tasks {one.tasks[:8]} ({one.end - one.begin})", one.reward.name, one.environment.name]
-            + [f"{name}={value}" for name, value in described(one.sampling).items() if name != "stop"]
+        eval_set.section: ", ".join(
+            [
+                f"tasks {eval_set.tasks[:8]} ({eval_set.end - eval_set.begin})",
+                eval_set.reward.name,
+                eval_set.environment.name,
+            ]
+            + [f"{name}={value}" for name, value in described(eval_set.sampling).items() if name != "stop"]
         )
-        for one in of_opened(document)
+        for eval_set in of_opened(document)
     }
 
 
@@ -153,36 +165,43 @@ def scores(
     if there are any.
     """
     sets = of_opened(opened)
-    own = [group for group in groups if not sets or group.slot < sets[0].begin]
-    document = evaluate(own, settings.eval.success)
+    unnamed = [group for group in groups if not sets or group.slot < sets[0].begin]
+    document = evaluate(unnamed, settings.eval.success)
     if not sets:
         return document
-    named = {one.name: _score(groups, one, settings, inputs) for one in sets}
-    rewards = [of["reward"] for of in named.values() if "reward" in of]
+    named = {eval_set.name: _score(groups, eval_set, settings, inputs) for eval_set in sets}
+    rewards = [score["reward"] for score in named.values() if "reward" in score]
     if sets[0].begin == 0 and len(rewards) == len(sets):  # fewer sets have another mean
         document["reward"] = sum(rewards) / len(rewards)
-    return {**document, "metrics": parts.figures(own)["metrics"], "sets": named}
+    return {**document, "metrics": parts.figures(unnamed)["metrics"], "sets": named}
 
 
-def _score(groups: Sequence[Group], one: SetSlots, settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
-    own = [group for group in groups if one.begin <= group.slot < one.end]
-    figures = parts.figures(own)
-    samples = sum(len(group.samples) for group in own)
+def _score(
+    groups: Sequence[Group], eval_set: SetSlots, settings: RunSettings, inputs: Inputs
+) -> dict[str, Any]:
+    members = [group for group in groups if eval_set.begin <= group.slot < eval_set.end]
+    figures = parts.figures(members)
+    samples = sum(len(group.samples) for group in members)
     rewards = {
-        str(group.slot - one.begin): mean for group in own if (mean := parts.mean_reward(group)) is not None
+        str(group.slot - eval_set.begin): mean
+        for group in members
+        if (mean := parts.mean_reward(group)) is not None
     }
-    tasks = inputs.eval_sets[one.name].tasks.tasks
-    found = {
-        **evaluate(own, one.success),
+    tasks = inputs.eval_sets[eval_set.name].tasks.tasks
+    score = {
+        **evaluate(members, eval_set.success),
         "tasks": len(rewards),
         "samples": samples,
-        "given_up": sum(group.given_up is not None for group in own),
+        "given_up": sum(group.given_up is not None for group in members),
         "length": round(figures["tokens"] / samples, 2) if samples else None,
         "truncated": figures["truncated"],
         "metrics": figures["metrics"] or None,
         "reward_by_source": by_source(rewards, tasks, settings.rollout.ratio_field),
     }
-    return {"slots": [one.begin, one.end], **{name: of for name, of in found.items() if of is not None}}
+    return {
+        "slots": [eval_set.begin, eval_set.end],
+        **{name: value for name, value in score.items() if value is not None},
+    }
 
 
 def by_source(rewards: Mapping[str, float], tasks: Sequence[Task], field: str) -> dict[str, float] | None:
@@ -190,9 +209,13 @@ def by_source(rewards: Mapping[str, float], tasks: Sequence[Task], field: str) -
 
     None if it has a single value, or slots have no task here (an evaluation whose tasks were changed since).
     """
-    found: dict[str, list[float]] = {}
+    by_value: dict[str, list[float]] = {}
     for slot, reward in rewards.items():
         if int(slot) >= len(tasks):
             return None
-        found.setdefault(str(tasks[int(slot)].get(field)), []).append(reward)
-    return {name: sum(of) / len(of) for name, of in sorted(found.items())} if len(found) > 1 else None
+        by_value.setdefault(str(tasks[int(slot)].get(field)), []).append(reward)
+    return (
+        {name: sum(values) / len(values) for name, values in sorted(by_value.items())}
+        if len(by_value) > 1
+        else None
+    )

@@ -65,15 +65,17 @@ def slots_of(iteration: int, share: Share, numbers: Sequence[int]) -> list[Slot]
         if slot < len(share.begun):
             first = (share.begun[slot].iteration, share.begun[slot].slot)
         seed = group_seed(share.settings.seed, share.kind, *first)
-        if one := next((one for one in share.sets if one.slots.begin <= slot < one.slots.end), None):
-            slots.append(_of_set(one, share.settings.seed, iteration, slot))
+        if eval_set := next(
+            (eval_set for eval_set in share.sets if eval_set.slots.begin <= slot < eval_set.slots.end), None
+        ):
+            slots.append(_of_set(eval_set, share.settings.seed, iteration, slot))
         else:
             slots.append(Slot(slot, share.tasks.tasks[share.order[slot]], seed))
     return slots
 
 
-def _of_set(one: NamedSet, run_seed: int, iteration: int, slot: int) -> Slot:
+def _of_set(eval_set: NamedSet, run_seed: int, iteration: int, slot: int) -> Slot:
     """Return a slot of a named set. Its seed does not depend on which other sets there are."""
-    name, index = one.slots.name, slot - one.slots.begin
+    name, index = eval_set.slots.name, slot - eval_set.slots.begin
     seed = group_seed(run_seed, f"eval/{name}", iteration, index)
-    return Slot(slot, one.tasks.tasks[index], seed, kind=name)
+    return Slot(slot, eval_set.tasks.tasks[index], seed, kind=name)

@@ -60,10 +60,10 @@ def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
 def origin_of(opened: Mapping[str, Any], kind: Kind, policy: str, policy_iteration: int) -> Origin:
     """Return what the parts of an iteration are made with; `opened` is its iteration.json."""
     sampling = opened["sampling" if kind == "train" else "eval_sampling"]
-    about: dict[str, Any] = {"policy": policy, "policy_iteration": policy_iteration, "sampling": sampling}
+    origin: dict[str, Any] = {"policy": policy, "policy_iteration": policy_iteration, "sampling": sampling}
     if kind == "eval":
-        about |= {name: asdict(code) for name, code in eval_sets.joined(opened).items()}
-    return Origin.of({**opened, **about})
+        origin |= {name: asdict(code) for name, code in eval_sets.joined(opened).items()}
+    return Origin.from_document({**opened, **origin})
 
 
 def made_with(iteration: Iteration, kind: Kind, functions: Mapping[str, Functions] | None = None) -> Origin:
@@ -79,9 +79,9 @@ def made_with(iteration: Iteration, kind: Kind, functions: Mapping[str, Function
 
 def _code(opened: Mapping[str, Any], kind: Kind, functions: Mapping[str, Functions]) -> dict[str, Code]:
     """Return the code of `functions` as the parts of a kind have it."""
-    own = functions[OWN]
+    unnamed = functions[OWN]
     if kind == "train":
-        return {"reward": own.reward, "environment": own.environment}
+        return {"reward": unnamed.reward, "environment": unnamed.environment}
     return eval_sets.joined(opened, functions)
 
 
@@ -125,8 +125,8 @@ def _shown(value: Any) -> str:
 
 def is_begun(run_dir: RunDir, iteration: int) -> bool:
     """Return whether groups of an iteration are finished, so that it has to end as it was begun."""
-    made = published.names(run_dir.trajectories("train", iteration))
-    return run_dir.manifest("train", iteration).name in made or any(
+    names = published.names(run_dir.trajectories("train", iteration))
+    return run_dir.manifest("train", iteration).name in names or any(
         _unfinished_parts(run_dir, kind, iteration) for kind in KINDS
     )
 
@@ -134,8 +134,8 @@ def is_begun(run_dir: RunDir, iteration: int) -> bool:
 def _unfinished_parts(run_dir: RunDir, kind: Kind, iteration: int) -> list[str]:
     """Return the names of the parts that no manifest is made of yet, by (epoch, rank, part)."""
     names = published.names(run_dir.trajectories(kind, iteration))
-    found = sorted(filter(None, map(parse_part_name, names)))
-    return [] if run_dir.manifest(kind, iteration).name in names else [part.name for part in found]
+    parts = sorted(filter(None, map(parse_part_name, names)))
+    return [] if run_dir.manifest(kind, iteration).name in names else [part.name for part in parts]
 
 
 # ---- the code of an open iteration
@@ -145,24 +145,26 @@ def functions_of(opened: Mapping[str, Any]) -> dict[str, Functions]:
     """Load the reward and the environment of an iteration (OWN), then those of its named sets by their names;
     SettingsError says what is wrong with which.
     """
-    found = {OWN: load_functions(opened["reward"]["name"], opened["environment"]["name"])}
-    for one in eval_sets.of_opened(opened):
-        found[one.name] = load_functions(one.reward.name, one.environment.name, one.section)
-    return found
+    functions = {OWN: load_functions(opened["reward"]["name"], opened["environment"]["name"])}
+    for eval_set in eval_sets.of_opened(opened):
+        functions[eval_set.name] = load_functions(
+            eval_set.reward.name, eval_set.environment.name, eval_set.section
+        )
+    return functions
 
 
 def codes_of(functions: Mapping[str, Functions]) -> dict[str, Code]:
     """Return what lies behind the names of functions_of, by setting."""
-    found = functions[OWN].codes()
-    for name, of in functions.items():
-        found |= of.codes(f"{SECTION}{name}") if name != OWN else {}
-    return found
+    codes = functions[OWN].codes()
+    for name, loaded in functions.items():
+        codes |= loaded.codes(f"{SECTION}{name}") if name != OWN else {}
+    return codes
 
 
 def agreed_functions(node: Node, iteration: Iteration) -> dict[str, Functions]:
     """Load the rewards and environments as functions_of; the run ends if they are not the master's."""
     functions = functions_of(iteration.opened)
-    code = {key: Code(**about) for key, about in iteration.header["code"].items()}
+    code = {key: Code(**entry) for key, entry in iteration.header["code"].items()}
     if problem := difference(codes_of(functions), code, node.record.master_host):
         raise Ended(Exit.FAILED, node.messages.failure(SettingsError(problem)), "failed")
     return functions

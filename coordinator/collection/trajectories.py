@@ -42,12 +42,13 @@ def plan(
     short = max(0, missing - len(left))
     kept = _kept(node, key_of(node, iteration, kind), left, missing)
     in_flight = {slot for slots in kept.values() for slot in slots}
+    # A slot in flight stays with its rank: given to another one as well, it would be made twice.
     free = [slot for slot in left if slot not in in_flight]
     count = min(missing, len(left)) - len(in_flight)
     needed, spare = free[:count], free[count:] if missing else []
-    said = {"short": short, "kept": {str(rank): slots for rank, slots in kept.items()}}
+    promises = {"short": short, "kept": {str(rank): slots for rank, slots in kept.items()}}
     have = {rank: len(slots) for rank, slots in kept.items()}
-    return {**split(node, iteration, kind, needed, spare, order, have), **said}
+    return {**split(node, iteration, kind, needed, spare, order, have), **promises}
 
 
 def split(
@@ -94,26 +95,30 @@ def _kept(node: Node, key: str, left: Collection[int], most: int) -> dict[int, l
     """Return, by rank, the slots of `left` that are in flight there with what `key` stands for; `most` of
     them at most, and each once.
     """
-    found: dict[int, list[int]] = {}
+    by_rank: dict[int, list[int]] = {}
     free = set(left)
-    for rank, said in sorted(node.kept.items()):
-        slots = [slot for slot in said.get("slots", ()) if slot in free] if said.get("key") == key else []
+    for rank, in_flight in sorted(node.kept.items()):
+        slots = (
+            [slot for slot in in_flight.get("slots", ()) if slot in free]
+            if in_flight.get("key") == key
+            else []
+        )
         slots = slots[:most]
         most -= len(slots)
         free -= set(slots)
-        found |= {rank: slots} if slots else {}
-    return found
+        by_rank |= {rank: slots} if slots else {}
+    return by_rank
 
 
 def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
     """Count the needed groups that are not made, for want of slots, and by all nodes together; and join
     what the nodes say of the groups that they have made.
     """
-    short = plan["short"] + sum(said["short"] for said in payloads.values())
+    short = plan["short"] + sum(payload["short"] for payload in payloads.values())
     if short:
         log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
-    made = {str(rank): said["made"] for rank, said in payloads.items() if "made" in said}
-    return {"short": short, "made": made}
+    timings = {str(rank): payload["made"] for rank, payload in payloads.items() if "made" in payload}
+    return {"short": short, "made": timings}
 
 
 def aggregate(
@@ -122,28 +127,28 @@ def aggregate(
     kind: Kind,
     quota: Quota,
     origin: Origin,
-    made: Payload,
+    totals: Payload,
     named: Payload,
     order: Sequence[int],
     scores: Callable[[Sequence[Group]], Mapping[str, Any]] = lambda _groups: {},
 ) -> None:
-    """Publish the manifest over the parts of `origin` that flags have named and those that are listed; `made`
-    is what `sum_short` has returned. What it says is expected of the next iterations. `scores`: what else it
-    says of the groups.
+    """Publish the manifest over the parts of `origin` that flags have named and those that are listed;
+    `totals` is what `sum_short` has returned. What it says is expected of the next iterations. `scores`: what
+    else it says of the groups.
     """
     path = node.run_dir.manifest(kind, iteration.number)
-    if found := published.read_json(path):
-        if kind == "train" or found["policy"] == origin.policy:
+    if manifest := published.read_json(path):
+        if kind == "train" or manifest["policy"] == origin.policy:
             return
-        once.withdraw(path, path.with_suffix(f".{found['policy']}"))  # of a policy that is not this one
+        once.withdraw(path, path.with_suffix(f".{manifest['policy']}"))  # of a policy that is not this one
     elif path.name in published.names(path.parent) and published.read_json(path) is None:
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
         once.withdraw(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, iteration.number)
-    document, groups = parts.manifest(directory, iteration.number, quota, origin, named, made["short"])
+    document, groups = parts.manifest(directory, iteration.number, quota, origin, named, totals["short"])
     history = node.histories[kind]
     tokens = {group.slot: max(1, group_length(group)) for group in groups if group.samples}
-    costs, paces = measured(made_of(made["made"]), tokens, history.known_costs(iteration.number, order))
+    costs, paces = measured(made_of(totals["made"]), tokens, history.known_costs(iteration.number, order))
     document["costs"] = {str(slot): round(cost, 4) for slot, cost in costs.items()}
     paces = carried(paces_of(history.paces(iteration.number)), paces)
     members = node.record.members  # a rank that has left the run counts for nothing any more

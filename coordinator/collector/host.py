@@ -305,8 +305,8 @@ class CollectorHost:
         match message:
             case {"log": line}:
                 _log(*line)
-            case {"ask": question, "about": about, "number": number}:
-                self._answer(question, about, number, work, listener)
+            case {"ask": question, "about": argument, "number": number}:
+                self._answer(question, argument, number, work, listener)
             case {"full": error}:
                 full = error_of(error)
                 assert isinstance(full, SharedFsError)
@@ -331,13 +331,15 @@ class CollectorHost:
             case _:
                 pass
 
-    def _answer(self, question: str, about: Any, number: int, work: Work | None, listener: Listener) -> None:
+    def _answer(
+        self, question: str, argument: Any, number: int, work: Work | None, listener: Listener
+    ) -> None:
         assert self._box is not None
         box = self._box
         if question == "slots":
             if work is not None:
-                work.given_out |= set(about)
-            box.send({"answer": number, "value": listener.slots(about)})
+                work.given_out |= set(argument)
+            box.send({"answer": number, "value": listener.slots(argument)})
             return
 
         def verify() -> None:

@@ -33,25 +33,25 @@ class Making:
         self, order: Order, on_begin: Callable[[int], None], on_end: Callable[[], None], tally: Tally
     ) -> None:
         self.key = order.key
-        load_as_it_was({name: of for name, of in order.sources.items() if name not in sys.modules})
+        load_as_it_was({name: source for name, source in order.sources.items() if name not in sys.modules})
         recipes = {kind: recipe_of(order, names) for kind, names in order.recipes.items()}
-        own = recipes.pop("")
+        unnamed = recipes.pop("")
         self._client: EngineClient
         if order.engine is None:
             self._client = LocalTokenizer(Path(order.start_model))
         else:
-            about = order.engine
+            engine = order.engine
             self._client = EngineClient(
-                about.url, model=about.model, request_timeout_s=about.request_timeout_s,
-                retry_s=about.retry_s, facts=about.facts,
+                engine.url, model=engine.model, request_timeout_s=engine.request_timeout_s,
+                retry_s=engine.retry_s, facts=engine.facts,
             )  # fmt: skip
         self._entered = AsyncExitStack()
         self.collector = Collector(
             counts=order.quota.counts,
             client=self._client,
-            environment=own.environment,
-            reward=own.reward,
-            sampling=own.sampling,
+            environment=unnamed.environment,
+            reward=unnamed.reward,
+            sampling=unnamed.sampling,
             settings=order.settings,
             segment=order.segment,
             others=recipes,

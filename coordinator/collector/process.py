@@ -143,11 +143,11 @@ class Process:
     def _say_begun(self, slot: int) -> None:
         self._box.send({"begun": slot})
 
-    async def _ask(self, question: str, about: Any) -> Any:
+    async def _ask(self, question: str, argument: Any) -> Any:
         """Return the node's answer."""
         number = next(self._questions)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._box.send({"ask": question, "about": about, "number": number})
+        self._box.send({"ask": question, "about": argument, "number": number})
         return await answer
 
     # ---- orders
@@ -224,9 +224,9 @@ class Process:
         counted = tokens = 0
         source: Source = Listed([])
 
-        def show(made: int | None = None) -> None:
+        def show(slot: int | None = None) -> None:
             total = source.expected if isinstance(source, Claimed) else source.needed
-            self._box.send({"reached": [counted, total, tokens], "made": made})
+            self._box.send({"reached": [counted, total, tokens], "made": slot})
 
         def on_group(group: Group) -> None:
             nonlocal counted, tokens
@@ -276,9 +276,9 @@ class Process:
             lambda path: self._box.send({"claimed": str(path)}),
         )  # fmt: skip
         first = await self._slots_of(order, again)
-        of = partial(self._slots_of, order)
+        slots_of = partial(self._slots_of, order)
         return Claimed(
-            order.claimed, claims, order.rank, kept, first, of, collector.meter, order.claim_pause_s,
+            order.claimed, claims, order.rank, kept, first, slots_of, collector.meter, order.claim_pause_s,
             self._step,
         )  # fmt: skip
 
@@ -293,7 +293,7 @@ class Process:
             groups = await asyncio.to_thread(
                 unfinished_samples.read, run_dir, order.iteration, order.begun, list(numbers)
             )
-        return [Slot(**about, begun=groups.get(about["number"])) for about in answers]
+        return [Slot(**fields, begun=groups.get(fields["number"])) for fields in answers]
 
     # ---- what is durable
 

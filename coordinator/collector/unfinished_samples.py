@@ -79,11 +79,11 @@ def read(run_dir: RunDir, iteration: int, begun: Sequence[Begun], slots: Collect
 
     A group whose part is gone or damaged is left out: its samples are begun again, with the same seeds.
     """
-    found: dict[int, Group] = {}
+    by_slot: dict[int, Group] = {}
     directory = run_dir.trajectories("train", iteration - 1)
-    wanted = {slot: begun[slot] for slot in slots if slot < len(begun)}
-    for name, sha256 in sorted({(one.file, one.file_sha256) for one in wanted.values()}):
-        here = {one.file_slot: slot for slot, one in wanted.items() if one.file == name}
+    begun_here = {slot: begun[slot] for slot in slots if slot < len(begun)}
+    for name, sha256 in sorted({(sample.file, sample.file_sha256) for sample in begun_here.values()}):
+        here = {sample.file_slot: slot for slot, sample in begun_here.items() if sample.file == name}
         try:
             data = files.read(directory / name)
             if hashlib.sha256(data).hexdigest() != sha256:
@@ -92,5 +92,5 @@ def read(run_dir: RunDir, iteration: int, begun: Sequence[Begun], slots: Collect
         except (FileNotFoundError, DamagedPart) as error:
             log.error("%s: %s; %d groups in it are begun again", directory / name, error, len(here))
             continue
-        found |= {here[group.slot]: group for group in groups if group.slot in here}
-    return found
+        by_slot |= {here[group.slot]: group for group in groups if group.slot in here}
+    return by_slot

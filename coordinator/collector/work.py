@@ -55,9 +55,9 @@ class Work:
     def _rest(self) -> Order:
         """Return the order for what is not durable yet."""
         order = self.order
-        own = set(order.kept) | set(order.again)
+        certain = set(order.kept) | set(order.again)
         done = self.durable | set(self.given_up)
-        again = own | (self.given_out if order.claimed is not None else set[int]())
+        again = certain | (self.given_out if order.claimed is not None else set[int]())
         tombstones = len(self.given_up) if order.quota.slots == order.quota.needed else 0
         still = sorted(again - done)
         rest = replace(

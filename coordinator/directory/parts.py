@@ -185,6 +185,7 @@ def manifest(
         taken: list[Group] = []
         for group in finished:
             counts = quota.counts(group)
+            # Of those that count no more than are needed: a spare one that came late would enlarge the batch.
             if group.slot < quota.slots and (missing or not counts):
                 missing -= counts
                 taken.append(group)

@@ -61,11 +61,11 @@ def base_of(node: Node, iteration: Iteration) -> Policy:
     while True:
         number = published.latest_before(node.run_dir, iteration.number)
         if is_exact:
-            wanted = sampled_by(iteration.number, node.settings)
+            target = sampled_by(iteration.number, node.settings)
             number = awaited_sampler(node, iteration.number)
-            number = wanted if number is None else number
-            if number != wanted:
-                _say_gone(wanted, iteration.number, number)
+            number = target if number is None else number
+            if number != target:
+                _say_gone(target, iteration.number, number)
         try:
             node.policies.verify(number, node.reading())
         except Incomplete as error:

@@ -32,11 +32,11 @@ class Copying:
     """The files are on this machine, and links to them are enough."""
 
 
-def fill(entry: Path, asked: Copying) -> None:
+def fill(entry: Path, order: Copying) -> None:
     """Copy the files, in threads; `entry` goes if that fails. Raises as Store.hold."""
-    source = asked.source
+    source = order.source
     began_s = time.monotonic()
-    size = 0 if asked.links else sum(facts["bytes"] for facts in asked.files.values())
+    size = 0 if order.links else sum(facts["bytes"] for facts in order.files.values())
     part = entry / PART
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
     try:
@@ -45,9 +45,9 @@ def fill(entry: Path, asked: Copying) -> None:
         part.mkdir()
         with ExitStack() as stack:
             each = map
-            if asked.threads > 1:  # a process does not end before the threads of a pool do
-                each = stack.enter_context(ThreadPoolExecutor(asked.threads)).map
-            rebuilt = sum(each(partial(_copy, asked, part), asked.files))
+            if order.threads > 1:  # a process does not end before the threads of a pool do
+                each = stack.enter_context(ThreadPoolExecutor(order.threads)).map
+            rebuilt = sum(each(partial(_copy, order, part), order.files))
         part.rename(entry / COPY)
     except BaseException as error:
         shutil.rmtree(entry, ignore_errors=True)
@@ -58,43 +58,43 @@ def fill(entry: Path, asked: Copying) -> None:
             raise StoreError(f"{error.strerror}: {_no_room(source, entry.parent, size, free)}") from error
         raise
     seconds = time.monotonic() - began_s
-    if asked.links:
+    if order.links:
         log.info("%s holds weights in another layout too: %s has links to its own", source, entry / COPY)
         return
     how = f" ({rebuilt / 1e9:.2f} GB by a delta)" if rebuilt else ""
     log.info("%s was copied to this machine: %.2f GB in %.1f s%s", source, size / 1e9, seconds, how)
 
 
-def _copy(asked: Copying, target: Path, name: str) -> int:
+def _copy(order: Copying, target: Path, name: str) -> int:
     """Make one file, by its delta if that can be had. Returns its size if it was; Incomplete if the file in
     `source` is another one.
     """
-    path, wanted = asked.source / name, asked.files[name]
-    if name in asked.before and _rebuild(asked, target, name):
-        return wanted["bytes"]
+    path, expected = order.source / name, order.files[name]
+    if name in order.before and _rebuild(order, target, name):
+        return expected["bytes"]
     (target / name).parent.mkdir(parents=True, exist_ok=True)
-    if asked.links:
+    if order.links:
         (target / name).symlink_to(path.resolve())
         return 0
     with open(target / name, "wb") as file:
-        sink = Sink(file, asked.moved)
+        sink = Sink(file, order.moved)
         copy_of(path)(sink)
-    if (found := sink.facts) != wanted:
+    if (actual := sink.facts) != expected:
         raise Incomplete(
-            f"{path} was read as {found['bytes']} bytes with sha256 {found['sha256']}, "
-            f"but it should have {wanted['bytes']} bytes with sha256 {wanted['sha256']}"
+            f"{path} was read as {actual['bytes']} bytes with sha256 {actual['sha256']}, "
+            f"but it should have {expected['bytes']} bytes with sha256 {expected['sha256']}"
         )
     return 0
 
 
-def _rebuild(asked: Copying, target: Path, name: str) -> bool:
+def _rebuild(order: Copying, target: Path, name: str) -> bool:
     """Make one file of its delta and the file before; return whether it has come to the right checksum."""
-    change, before = asked.source / delta.delta_name(name), asked.before[name]
+    change, before = order.source / delta.delta_name(name), order.before[name]
     try:
         with open(before, "rb") as old, open(target / name, "wb") as file:
-            sink = Sink(file, asked.moved)
+            sink = Sink(file, order.moved)
             delta.apply(old, files.pieces(change), sink.write)
-        problem = "that comes to another checksum" if sink.facts != asked.files[name] else ""
+        problem = "that comes to another checksum" if sink.facts != order.files[name] else ""
     except (OSError, delta.DamagedDelta) as error:
         problem = str(error)
     if problem:

@@ -276,8 +276,8 @@ class EngineHost:
         try:
             self._admin.wait_healthy(settings.start_timeout_s, alive)
         except EngineError as error:
-            said = f"; its last words:\n{self._child.tail(20)}" if self._child is not None else ""
-            raise EngineError(f"{error}{said}") from None
+            last_words = f"; its last words:\n{self._child.tail(20)}" if self._child is not None else ""
+            raise EngineError(f"{error}{last_words}") from None
         unnamed, self._unnamed = self._unnamed, None  # another thread may wait for the same start
         if unnamed is not None:
             self._admin.name_policy(unnamed.digest)

@@ -32,10 +32,10 @@ def find_mount(path: Path) -> Mount:
     """Find the filesystem of `path` in the kernel's table, without a call on the mount itself. The path holds
     no symbolic links.
     """
-    found = Mount("unknown", "?", "/")
+    mount = Mount("unknown", "?", "/")
     for part in psutil.disk_partitions(all=True):  # of mounts on one point, the last covers the others
         # The C library decodes what Linux writes in octal, but not this sign.
         source, point = (text.replace("\\043", "#") for text in (part.device, part.mountpoint))
-        if path.is_relative_to(point) and len(point) >= len(found.point):
-            found = Mount(part.fstype, source, point)
-    return found
+        if path.is_relative_to(point) and len(point) >= len(mount.point):
+            mount = Mount(part.fstype, source, point)
+    return mount

@@ -45,12 +45,12 @@ def list_gpus() -> tuple[list[dict[str, Any]], str]:
         return [], ""
     query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30.0, check=False)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30.0, check=False)
     except subprocess.TimeoutExpired:
         return [], "no answer in 30 s"
-    if told.returncode:
-        return [], (told.stdout + told.stderr).strip().partition("\n")[0]
-    fields = [line.rpartition(",") for line in told.stdout.splitlines() if line.strip()]
+    if done.returncode:
+        return [], (done.stdout + done.stderr).strip().partition("\n")[0]
+    fields = [line.rpartition(",") for line in done.stdout.splitlines() if line.strip()]
     return [
         # A GPU that shares the machine's memory says [N/A].
         {"name": name.strip(), "memory_bytes": int(mib) * 2**20 if mib.strip().isdigit() else None}
@@ -84,7 +84,7 @@ class GpuSampler:
         except nvml.NVMLError:  # no driver
             return
         while handles:
-            self.latest = [said for handle in handles if (said := _sample(nvml, handle))]
+            self.latest = [sample for handle in handles if (sample := _sample(nvml, handle))]
             time.sleep(period_s)
 
 
@@ -95,18 +95,18 @@ def _visible_gpus(nvml: Any, visible: str | None) -> list[Any]:
     gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
         return gpus
-    found: list[Any] = []
+    handles: list[Any] = []
     for item in (text.strip() for text in visible.split(",")):
         if item.startswith("MIG-"):
-            found.append(nvml.nvmlDeviceGetHandleByUUID(item))
+            handles.append(nvml.nvmlDeviceGetHandleByUUID(item))
             continue
         named = [gpu for index, gpu in enumerate(gpus) if item == str(index)]
         if item.startswith("GPU-"):
             named = [gpu for gpu in gpus if nvml.nvmlDeviceGetUUID(gpu).startswith(item)]
         if len(named) != 1:  # as CUDA does
             break
-        found += named
-    return found
+        handles += named
+    return handles
 
 
 def _sample(nvml: Any, handle: Any) -> dict[str, Any]:

@@ -39,12 +39,12 @@ def own_folder(name: str, below: str | None = None) -> Path:
     folder = Path(below or tempfile.gettempdir()) / f"flagpost-{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode):
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
         fault = "is no directory"
-    elif about.st_uid != os.getuid():
-        fault = f"belongs to user {about.st_uid}, not to {os.getuid()}"
-    elif mode := stat.S_IMODE(about.st_mode) & 0o077:
+    elif facts.st_uid != os.getuid():
+        fault = f"belongs to user {facts.st_uid}, not to {os.getuid()}"
+    elif mode := stat.S_IMODE(facts.st_mode) & 0o077:
         fault = f"is open to other users (mode {mode | 0o700:o})"
     else:
         return folder
@@ -163,12 +163,12 @@ def _facts(process: psutil.Process) -> dict[str, Any]:
 def _kill(holder: Path) -> None:
     """Kill the process that `holder` names, if it is still the same one and belongs to this user."""
     try:
-        said = json.loads(holder.read_text())
-        process = psutil.Process(said["pid"])
-        if said["user"] != os.getuid() or said != _facts(process):
+        recorded = json.loads(holder.read_text())
+        process = psutil.Process(recorded["pid"])
+        if recorded["user"] != os.getuid() or recorded != _facts(process):
             return
         log.warning(
-            "killing the older process of this rank on this host, pid %s: it does not end", said["pid"]
+            "killing the older process of this rank on this host, pid %s: it does not end", recorded["pid"]
         )
         process.kill()
     except (OSError, ValueError, TypeError, KeyError, psutil.Error) as error:

@@ -67,8 +67,8 @@ def is_killed(pid: int) -> bool:
     """Return whether a process was killed, although a hung mount still holds one of its threads."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            about = dict(line.split(":", 1) for line in file)
-        return about["State"].split()[0] == "Z" or bool(int(about["SigPnd"], 16) >> signal.SIGKILL - 1 & 1)
+            status = dict(line.split(":", 1) for line in file)
+        return status["State"].split()[0] == "Z" or bool(int(status["SigPnd"], 16) >> signal.SIGKILL - 1 & 1)
     except (OSError, KeyError):
         return False
 

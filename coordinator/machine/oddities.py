@@ -121,8 +121,8 @@ def _has_inotify() -> bool:
 def _most_processes() -> int | None:
     """Return how many processes this user, or this container, may have; None without a limit."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    found = [] if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else [soft]
+    limits = [] if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else [soft]
     for folder in control_groups():
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            found.append(int((folder / "pids.max").read_text()))
-    return min(found, default=None)
+            limits.append(int((folder / "pids.max").read_text()))
+    return min(limits, default=None)

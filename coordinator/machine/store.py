@@ -78,8 +78,8 @@ class Store:
                 self._held[key] = descriptor
         if descriptor is None:
             self._let_go(HELD - 1)
-            asked = Copying(source, files, moved, before or {}, threads, is_here)
-            descriptor = entries.acquire(folder / key, lambda: copying.fill(folder / key, asked), moved)
+            order = Copying(source, files, moved, before or {}, threads, is_here)
+            descriptor = entries.acquire(folder / key, lambda: copying.fill(folder / key, order), moved)
             self._keep(key, descriptor)
             self._let_go(HELD)
         os.utime(folder / key)  # the least recently used go first
@@ -196,5 +196,5 @@ def _has_other_weights(source: Path, files: Mapping[str, FileFacts]) -> bool:
 
 def _key(files: Mapping[str, FileFacts], linked: Path | None = None) -> str:
     """Return the name of the copy of these files, or of a directory of links to them in `linked`."""
-    about = [boot(), files, *([str(linked)] if linked else [])]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+    identity = [boot(), files, *([str(linked)] if linked else [])]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]

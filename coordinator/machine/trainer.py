@@ -141,24 +141,24 @@ class TrainerHost:
 
     def is_done(self) -> bool:
         """Look once whether the trainers have done what `train` asked for; it raises as that."""
-        asked = self._asked
-        if asked is None:
+        job = self._asked
+        if job is None:
             return True
         assert self._child is not None
-        done, failure, comes_again = self._outcome(asked.processes)
+        done, failure, comes_again = self._outcome(job.processes)
         if done:
-            self._trained, self._asked = asked.request.iteration, None
+            self._trained, self._asked = job.request.iteration, None
             return True
-        if (parts := launch.progress(self._child.spool, self._number)) != asked.reached:
-            asked.reached = parts
-            asked.progress(*parts)
-            asked.still.restart()
-        limit_s, still_s = asked.request.settings.stall_timeout_s, asked.still.look()
+        if (parts := launch.progress(self._child.spool, self._number)) != job.reached:
+            job.reached = parts
+            job.progress(*parts)
+            job.still.restart()
+        limit_s, still_s = job.request.settings.stall_timeout_s, job.still.look()
         if failure is None and limit_s is not None and still_s > limit_s:
             failure = f"no progress for {still_s:.0f} s, with {parts[0]} of {parts[1]} parts done"
-        asked.check()  # first: this node may have ended the job itself
+        job.check()  # first: this node may have ended the job itself
         if failure is not None:
-            self._keep_traces(self._child.spool, asked.request)
+            self._keep_traces(self._child.spool, job.request)
             raise TrainerFailed(failure, comes_again)
         return False
 

@@ -185,20 +185,20 @@ class Loader:
         probe = published.read_json(policy.directory / PROBE) if policy.iteration else None
         if probe is None:
             return None
-        wanted: list[float] = probe["logprobs"]
+        expected: list[float] = probe["logprobs"]
         types = server.dtype or "its own number type", str(probe.get("computed_in", "float32"))
         limit = tolerance or (HALF_TOLERANCE if HALF in types else TOLERANCE)
         for replica in range(server.replicas):
-            found = server.admin.prompt_logprobs(probe["token_ids"], replica, model=self.name_of(policy))
-            mean = sum(abs(a - b) for a, b in zip(wanted, found, strict=True)) / len(wanted)
+            actual = server.admin.prompt_logprobs(probe["token_ids"], replica, model=self.name_of(policy))
+            mean = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / len(expected)
             if mean <= limit:  # nan is not
                 continue
             wrong = (
                 f"the engine at {server.url} (replica {replica}) does not compute what the trainer does "
                 f"with {policy.directory}: logprobs of its {PROBE} differ by {mean:.4g} on average, "
-                f"engine.probe_tolerance is {limit:g}; the first are {_shown(found)}, the trainer's "
-                f"{_shown(wanted)}. The engine computes in {types[0]} (engine.args.dtype, or engine.dtype), "
-                f"the trainer in {types[1]} (trainer.save_dtype)"
+                f"engine.probe_tolerance is {limit:g}; the first are {_shown(actual)}, the trainer's "
+                f"{_shown(expected)}. The engine computes in {types[0]} (engine.args.dtype, or "
+                f"engine.dtype), the trainer in {types[1]} (trainer.save_dtype)"
             )
             is_proved = self._met == (server.start, True) and not self._unproved
             if math.isnan(mean) or not is_proved or HALF not in types:

@@ -217,6 +217,7 @@ class Flags:
             for epoch in sorted(older)[:-KEPT_RECORDS]:
                 once.remove(run_dir.entry(Record(epoch)))
             over = {flag for flag in board.flags if flag.epoch < record.epoch}
+            # A member removes its own flags; those of others would stay for ever.
             self._over += [run_dir.entry(flag) for flag in over if flag.rank not in record.members]
         self._sweep(self._over)
         self._over = []

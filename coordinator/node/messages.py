@@ -84,7 +84,7 @@ class Messages:
         me, name = self._identity, signal.Signals(number).name
         return (
             f"{me.name} ({me.host}) was interrupted by {name}{self._position.where()}, but the shared "
-            f"directory does not answer: {call.what} {call.path}. Its own engine and trainer are killed; the "
+            f"directory does not answer: {call.verb} {call.path}. Its own engine and trainer are killed; the "
             "process itself goes as soon as the mount answers"
         )
 

@@ -140,7 +140,7 @@ def _changes(node: Node, opened: Mapping[str, Any], begun: bool) -> list[str]:
 
 def _chosen(node: Node) -> dict[str, Any]:
     """Return what the settings say that an iteration is made with, and of."""
-    quota = Quota.of(node.settings.rollout)
+    quota = Quota.from_settings(node.settings.rollout)
     needed = {"groups": quota.needed, "replace_flat": quota.replace_flat}
     return {
         **chosen(node.settings, node.identity.inputs),
@@ -190,7 +190,9 @@ def new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str,
     """
     settings, tasks = node.settings.rollout, node.identity.inputs.tasks
     begun, going_on, again = _left_over(node, iteration)
-    drawn = draw_tasks(node.run_dir, iteration.number, settings, tasks, Quota.of(settings).slots, again)
+    drawn = draw_tasks(
+        node.run_dir, iteration.number, settings, tasks, Quota.from_settings(settings).slots, again
+    )
     return {
         "iteration": iteration.number,
         "policy": policy.digest,

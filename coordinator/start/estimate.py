@@ -43,7 +43,7 @@ def memory_text(tensors: Tensors, trainer: TrainerSettings, count: int, gpu_byte
     text = f"training takes {needed / 1e9:.1f} GB or more of each GPU, which has {gpu_bytes / 1e9:.0f}"
     if needed <= ROOM * gpu_bytes:
         return text
-    for less in _lower(trainer, count, is_sharded(Shape.of(tensors), trainer, count)):
+    for less in _lower(trainer, count, is_sharded(Shape.from_tensors(tensors), trainer, count)):
         if _needed_bytes(tensors, _with(trainer, less), count) <= ROOM * gpu_bytes:
             typed = " ".join(f"trainer.{name}={str(value).lower()}" for name, value in less.items())
             return f"{text}: too little; it fits with {typed}"
@@ -53,7 +53,7 @@ def memory_text(tensors: Tensors, trainer: TrainerSettings, count: int, gpu_byte
 def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int) -> float:
     rank = trainer.lora.rank
     adapters = rank * sum(_adapted(tensors, trainer.lora.targets)) if rank else 0
-    return least_bytes(Shape.of(tensors, adapters), trainer, count)
+    return least_bytes(Shape.from_tensors(tensors, adapters), trainer, count)
 
 
 def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:

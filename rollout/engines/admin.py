@@ -232,16 +232,20 @@ class EngineAdmin:
         first reload. Do not ask a vLLM that cannot prove: one with several ranks would answer nothing right.
         """
         kwargs = {"path": path, "adapter": adapter}
-        given = {key: os.path.abspath(value) for key, value in kwargs.items() if value is not None}
+        paths = {key: os.path.abspath(value) for key, value in kwargs.items() if value is not None}
         try:
-            answer = self._calls.post("/collective_rpc", {"method": "prove_content", "kwargs": given})
+            answer = self._calls.post("/collective_rpc", {"method": "prove_content", "kwargs": paths})
         except EngineError as error:
-            _, said, what = str(error).partition(OTHER_WEIGHTS)
-            if not said:
+            _, beginning, difference = str(error).partition(OTHER_WEIGHTS)
+            if not beginning:
                 raise
-            wanted = " and ".join(given.values())
-            what = re.split(r"""\.(?:['"]|$)""", what)[0]  # vLLM's answer goes on after the sentence
-            raise WrongWeights(f"{self._calls.base_url} was to serve {wanted}; {said}{what}") from error
+            target = " and ".join(paths.values())
+            difference = re.split(r"""\.(?:['"]|$)""", difference)[
+                0
+            ]  # vLLM's answer goes on after the sentence
+            raise WrongWeights(
+                f"{self._calls.base_url} was to serve {target}; {beginning}{difference}"
+            ) from error
         return list(answer["results"][0])
 
     def sleep(self, level: int) -> None:
@@ -302,14 +306,14 @@ def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) ->
 
 
 def _check_same_tensors(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
-    found = {name: shape for name, (_, shape) in tensor_names(path).items()}
+    shapes = {name: shape for name, (_, shape) in tensor_names(path).items()}
     try:
-        wanted = {name: shape for name, (_, shape) in tensor_names(like).items()}
+        expected = {name: shape for name, (_, shape) in tensor_names(like).items()}
     except WeightsError:  # what the engine served before was damaged since: these files may be whole
         return
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    for name in sorted(shapes.keys() | expected.keys()):
+        if shapes.get(name) != expected.get(name):
             raise WeightsError(
-                f"{os.fspath(path)}: tensor {name!r} has shape {found.get(name, 'none (it is missing)')}, "
-                f"in {os.fspath(like)} it has {wanted.get(name, 'none (it is missing)')}"
+                f"{os.fspath(path)}: tensor {name!r} has shape {shapes.get(name, 'none (it is missing)')}, "
+                f"in {os.fspath(like)} it has {expected.get(name, 'none (it is missing)')}"
             )

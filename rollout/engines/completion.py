@@ -46,8 +46,8 @@ class Completion:
     logprobs: list[float]
     text: str
     finish_reason: str
-    said: Sequence[Turn] = ()
-    """What was said to the model before it, since the completion before."""
+    turns_before: Sequence[Turn] = ()
+    """What the model was told since the completion before."""
     stop_string: str = ""
     """The stop string that ended it: its tokens are there, but `text` ends before it."""
     calls: Sequence[ToolCall] = ()
@@ -92,9 +92,9 @@ def _shows_marks(sampling: Sampling, marks: Marks) -> bool:
     return marks.are_in(sampling.reasoning_end, *(text for text in sampling.stop if text not in stops))
 
 
-def finish_reason(said: str) -> str:
+def finish_reason(reason: str) -> str:
     """`stop` or `length` for what an engine says; what is neither (abort, content_filter) stays as it is."""
-    return _FINISH_REASONS.get(said, said)
+    return _FINISH_REASONS.get(reason, reason)
 
 
 def whole_characters(text: str) -> str:

@@ -145,23 +145,23 @@ def module_sums(module: torch.nn.Module) -> tuple[dict[str, list[int]], dict[str
     )
 
 
-def differences(wanted: Mapping[str, int], served: Served) -> dict[str, str]:
+def differences(expected: Mapping[str, int], served: Served) -> dict[str, str]:
     """Block -> what differs there between the tensors of a directory and those of a server.
 
     A block is a layer: `layers.3` in whatever model. A server may fuse and rename the tensors in it. Equal
     pieces of a tensor are replicas, and count once. So do equal tensors outside of the layers: they are tied.
     """
-    found = {name: sum(set(pieces)) % _MODULUS for name, pieces in served.items()}
+    actual = {name: sum(set(pieces)) % _MODULUS for name, pieces in served.items()}
     wrong: dict[str, str] = {}
-    should, does = _by_block(wanted), _by_block(found)
+    should, does = _by_block(expected), _by_block(actual)
     for block in sorted(should.keys() | does.keys()):
         ours, theirs = should.get(block, {}), does.get(block, {})
         if _total(block, ours) == _total(block, theirs):
             continue
         named = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
-        told = [f"{name} is {theirs[name]:016x}, should be {ours[name]:016x}" for name in named]
+        texts = [f"{name} is {theirs[name]:016x}, should be {ours[name]:016x}" for name in named]
         whole = f"all its tensors are {_total(block, theirs):016x}, should be {_total(block, ours):016x}"
-        wrong[block] = f"{block}: {_few(told) if told else whole}"
+        wrong[block] = f"{block}: {_few(texts) if texts else whole}"
     return wrong
 
 
@@ -182,26 +182,26 @@ class Proof:
         """The blocks that are not proved."""
         return sorted(self._unproved or ())
 
-    def begin(self, wanted: Mapping[str, int], served: Served) -> None:
+    def begin(self, expected: Mapping[str, int], served: Served) -> None:
         """Take what differs right after a start for tensors that this server changes when it loads them."""
-        self._unproved = set(differences(wanted, served))
+        self._unproved = set(differences(expected, served))
 
-    def check(self, wanted: Mapping[str, int], served: Served) -> None:
-        """Raise WrongContent if the server has not what is `wanted`, beside the blocks that are not proved.
+    def check(self, expected: Mapping[str, int], served: Served) -> None:
+        """Raise WrongContent if the server has not what is `expected`, beside the blocks that are not proved.
 
         A block that agrees once is proved from then on.
         """
-        wrong = differences(wanted, served)
+        wrong = differences(expected, served)
         self._unproved = (self._unproved or set()) & wrong.keys()
-        if told := {block: text for block, text in wrong.items() if block not in self._unproved}:
-            raise WrongContent(told)
+        if unproved := {block: text for block, text in wrong.items() if block not in self._unproved}:
+            raise WrongContent(unproved)
 
 
-def check_adapter(wanted: Mapping[str, int], slots: Iterable[Served]) -> None:
-    """Raise WrongContent unless one of a server's `slots` for adapters has what is `wanted`."""
+def check_adapter(expected: Mapping[str, int], slots: Iterable[Served]) -> None:
+    """Raise WrongContent unless one of a server's `slots` for adapters has what is `expected`."""
     wrong = {"": "no adapter"}
     for served in slots:
-        if not (wrong := differences(wanted, served)):
+        if not (wrong := differences(expected, served)):
             return
     raise WrongContent(wrong)
 
@@ -225,8 +225,12 @@ def _few(texts: list[str]) -> str:
 
 def _is_within(dtype: torch.dtype, wider: torch.dtype) -> bool:
     """Return whether `wider` has every value of `dtype`."""
-    one, other = torch.finfo(dtype), torch.finfo(wider)
-    return one.eps >= other.eps and one.max <= other.max and one.smallest_normal >= other.smallest_normal
+    narrow, other = torch.finfo(dtype), torch.finfo(wider)
+    return (
+        narrow.eps >= other.eps
+        and narrow.max <= other.max
+        and narrow.smallest_normal >= other.smallest_normal
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

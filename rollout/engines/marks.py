@@ -51,11 +51,11 @@ def read_marks(model_dir: Path) -> Marks:
 
     tokenizer, config = read("tokenizer.json"), read("tokenizer_config.json")
     named: dict[str, Any] = {**read("special_tokens_map.json"), **config}
-    added = [one for one in tokenizer.get("added_tokens") or () if isinstance(one, dict)]
-    added += [{**one, "id": int(key)} for key, one in (config.get("added_tokens_decoder") or {}).items()]
+    added = [entry for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict)]
+    added += [{**entry, "id": int(key)} for key, entry in (config.get("added_tokens_decoder") or {}).items()]
     vocabulary: dict[str, int] = {**_vocabulary(tokenizer), **read("vocab.json"), **read("added_tokens.json")}
-    vocabulary |= {one["content"]: one["id"] for one in added}
-    special = {one["content"] for one in added if one.get("special")} | set(_special_texts(named))
+    vocabulary |= {entry["content"]: entry["id"] for entry in added}
+    special = {entry["content"] for entry in added if entry.get("special")} | set(_special_texts(named))
     ends = [vocabulary.get(_content(named.get("eos_token")))]
     for document in (read("generation_config.json"), read("config.json")):
         for part in (document, document.get("text_config")):
@@ -63,7 +63,9 @@ def read_marks(model_dir: Path) -> Marks:
             ends += ids if isinstance(ids, list) else [ids]
     return Marks(
         ids={text: vocabulary[text] for text in sorted(special) if text and text in vocabulary},
-        end_ids=tuple(dict.fromkeys(one for one in ends if type(one) is int and one >= 0)),
+        end_ids=tuple(
+            dict.fromkeys(token_id for token_id in ends if type(token_id) is int and token_id >= 0)
+        ),
     )
 
 
@@ -75,7 +77,7 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
 def _special_texts(config: Mapping[str, Any]) -> list[str]:
     further = [config.get(name) or () for name in _FURTHER]
-    listed = [each for one in further for each in (one.values() if isinstance(one, dict) else one)]
+    listed = [each for entry in further for each in (entry.values() if isinstance(entry, dict) else entry)]
     return [_content(value) for value in [*(config.get(name) for name in _NAMED), *listed]]
 
 

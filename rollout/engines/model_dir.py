@@ -78,7 +78,7 @@ def _companions(root: Path, folder: str) -> list[str]:
     names = files.file_names(root / folder)
     if folder and any(name.endswith((".safetensors", *OTHER_WEIGHTS)) for name in names):
         return []  # another model, or a trainer's state
-    found = [
+    paths = [
         folder + name
         for name in names
         if is_model_file(name)
@@ -87,8 +87,8 @@ def _companions(root: Path, folder: str) -> list[str]:
     ]
     for below in files.folder_names(root / folder):
         if not below.startswith((".", "__")) and below != ORIGINAL:
-            found += _companions(root, f"{folder}{below}/")
-    return found
+            paths += _companions(root, f"{folder}{below}/")
+    return paths
 
 
 def weight_files(path: str | os.PathLike[str]) -> list[str]:
@@ -96,9 +96,9 @@ def weight_files(path: str | os.PathLike[str]) -> list[str]:
     is missing, or if another program would choose others.
     """
     root = Path(path)
-    names, own = _names(root) or [], listed_weights(root)
+    names, listed = _names(root) or [], listed_weights(root)
     whole = not is_adapter(root)
-    missing = [name for name in own if name not in names]
+    missing = [name for name in listed if name not in names]
     if missing and whole and INDEX in names:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise WeightsError(
@@ -109,8 +109,8 @@ def weight_files(path: str | os.PathLike[str]) -> list[str]:
         others = [name for name in names if name.endswith((".safetensors", *OTHER_WEIGHTS))]
         beside = f"; {others[0]} has another name than transformers reads" if others else ""
         index = f" and no {INDEX}" if whole else ""
-        raise WeightsError(f"{root}: holds no {own[0]}{index}, so there are no weights to load{beside}")
-    if whole and INDEX in names and WEIGHTS in names and WEIGHTS not in own:
+        raise WeightsError(f"{root}: holds no {listed[0]}{index}, so there are no weights to load{beside}")
+    if whole and INDEX in names and WEIGHTS in names and WEIGHTS not in listed:
         raise WeightsError(
             f"{root}: has weights twice: transformers reads {WEIGHTS}, and vLLM the files that {INDEX} "
             "names; remove one or the other"
@@ -120,7 +120,7 @@ def weight_files(path: str | os.PathLike[str]) -> list[str]:
             f"{root}: holds a whole model and {ADAPTER_CONFIG}: transformers adds that adapter and vLLM does "
             "not; give the model without it, or add the two together first"
         )
-    return own
+    return listed
 
 
 def listed_weights(root: Path) -> list[str]:
@@ -258,8 +258,8 @@ def _check_index(index: Path, file_of: Mapping[str, str]) -> None:
     weight_map = _weight_map(index)
     for name, file in weight_map.items():
         if file_of.get(name) != file:
-            found = f"is in {file_of[name]}" if name in file_of else "is in no file"
-            raise WeightsError(f"{index}: tensor {name!r} should be in {file}, it {found}")
+            place = f"is in {file_of[name]}" if name in file_of else "is in no file"
+            raise WeightsError(f"{index}: tensor {name!r} should be in {file}, it {place}")
     if left_out := sorted(set(file_of) - set(weight_map)):
         raise WeightsError(
             f"{index}: leaves out {len(left_out)} tensors that are there, e.g. {left_out[0]!r}"

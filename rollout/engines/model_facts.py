@@ -40,10 +40,10 @@ def context_tokens(model_dir: Path) -> int | None:
     if (limit := steady_tokens(model_dir)) is not None:
         return limit
     config, text = _configs(model_dir)
-    if any("factor" in one for one in _ropes(config, text)):
+    if any("factor" in rope for rope in _ropes(config, text)):
         return None
-    found = [text[name] for name in _CONTEXT if type(text.get(name)) is int and text[name] > 0]
-    return max(found, default=None)
+    lengths = [text[name] for name in _CONTEXT if type(text.get(name)) is int and text[name] > 0]
+    return max(lengths, default=None)
 
 
 def steady_tokens(model_dir: Path) -> int | None:
@@ -75,7 +75,7 @@ def keep_frequencies(model: Any) -> None:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
-            module.rope_type = {layer: _kept(one) for layer, one in cast("dict[str, Any]", kind).items()}
+            module.rope_type = {layer: _kept(rope) for layer, rope in cast("dict[str, Any]", kind).items()}
         elif kind is not None:
             module.rope_type = _kept(kind)
 
@@ -118,8 +118,8 @@ def _configs(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _ropes(*configs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what configurations say of positions; families with several kinds of layers have several."""
     ropes = [config.get(name) for config in configs for name in ("rope_scaling", "rope_parameters")]
-    nested = [value for one in ropes if isinstance(one, dict) for value in one.values()]
-    return [one for one in [*ropes, *nested] if isinstance(one, dict)]
+    nested = [value for rope in ropes if isinstance(rope, dict) for value in rope.values()]
+    return [rope for rope in [*ropes, *nested] if isinstance(rope, dict)]
 
 
 def may_have_chat_template(model_dir: Path) -> bool:

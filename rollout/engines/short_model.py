@@ -68,12 +68,12 @@ def _short_model(
     with torch.random.fork_rng([device] if device.type != "cpu" else []), device:
         torch.manual_seed(0)
         # Random numbers in float64 take four times as long.
-        made = model_class._from_config(short, dtype=torch.float32 if dtype == torch.float64 else dtype)
-        for parameter in made.eval().parameters():
+        model = model_class._from_config(short, dtype=torch.float32 if dtype == torch.float64 else dtype)
+        for parameter in model.eval().parameters():
             parameter.data = parameter.data.to(dtype)
         with torch.no_grad():
-            made(input_ids=torch.arange(3)[None], use_cache=False)  # raises if it cannot compute
-    return made
+            model(input_ids=torch.arange(3)[None], use_cache=False)  # raises if it cannot compute
+    return model
 
 
 def _is_by_layer(value: Any, depth: int) -> bool:
@@ -139,7 +139,7 @@ def _description(layer: nn.Module, configs: Sequence[Any]) -> Iterator[Hashable]
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             yield name, None if tensor is None else tuple(tensor.shape)
         for name, value in sorted(vars(module).items()):
-            if name.startswith("_") or _NUMBERS.search(name) or any(value is own for own in configs):
+            if name.startswith("_") or _NUMBERS.search(name) or any(value is config for config in configs):
                 continue
             if inspect.isroutine(value):
                 yield name, value.__qualname__

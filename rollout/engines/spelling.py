@@ -29,19 +29,19 @@ async def token_ids(
     """
     if not text or not await _puts_space(tokenize, detokenize, facts):
         return await tokenize(text)
-    found: list[int] = []
+    ids: list[int] = []
     while text:
         tokens, spelt = await _behind(text, tokenize, detokenize)
         if 0 < spelt < len(text):  # behind a special token in the text there is a space again
             before, whole = await _behind(text[:spelt], tokenize, detokenize)
             if whole == spelt:
-                found, text = found + before, text[spelt:]
+                ids, text = ids + before, text[spelt:]
                 continue
         if spelt < len(text) and not facts.setdefault(f"misspells {text[spelt]}", False):
             facts[f"misspells {text[spelt]}"] = True
             log.warning("the tokenizer cannot write %r, which an environment appends", text[spelt])
-        return found + tokens
-    return found
+        return ids + tokens
+    return ids
 
 
 async def _puts_space(tokenize: Tokenize, detokenize: Detokenize, facts: dict[str, bool]) -> bool:

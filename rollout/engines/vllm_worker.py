@@ -100,19 +100,19 @@ def _compared(
     proof: Proof, everyones: list[dict[str, Any] | str], path: str | None, adapter: str | None
 ) -> list[str]:
     """Return the blocks that are not proved, from the facts of all ranks. WrongContent if others differ."""
-    facts = [one for one in everyones if not isinstance(one, str)]
-    if failed := [one for one in everyones if isinstance(one, str)]:
+    facts = [answer for answer in everyones if not isinstance(answer, str)]
+    if failed := [answer for answer in everyones if isinstance(answer, str)]:
         raise RuntimeError(failed[0])
-    wanted = {name: total for one in facts for name, total in one["saved"].items()}
-    served = _joined(one["served"] for one in facts)
-    buffers = _joined(one["buffers"] for one in facts)
-    served |= {name: sums for name, sums in buffers.items() if name in wanted}
+    expected = {name: total for answer in facts for name, total in answer["saved"].items()}
+    served = _joined(answer["served"] for answer in facts)
+    buffers = _joined(answer["buffers"] for answer in facts)
+    served |= {name: sums for name, sums in buffers.items() if name in expected}
     if path is None:
-        proof.begin(wanted, served)
+        proof.begin(expected, served)
         return proof.unproved
-    proof.check(wanted, served)
+    proof.check(expected, served)
     if adapter is not None:
-        slots = [_joined(one["slots"][slot] for one in facts) for slot in facts[0]["slots"]]
+        slots = [_joined(answer["slots"][slot] for answer in facts) for slot in facts[0]["slots"]]
         check_adapter(facts[0]["adapter"], slots)
     return proof.unproved
 
@@ -158,10 +158,10 @@ def _sums(layer: nn.Module, tensor: Tensor) -> dict[str, int]:
     """Return the sums of the parts that ranks may have replicas of: tensor parallelism beyond the number of
     key heads copies keys and values, but not queries. Else one part, without a name.
     """
-    of: Any = layer
-    if getattr(of, "num_kv_head_replicas", 1) == 1 or not tensor.numel():
+    attention: Any = layer
+    if getattr(attention, "num_kv_head_replicas", 1) == 1 or not tensor.numel():
         return {"": content_sum(tensor)}
-    heads, keys = of.num_heads * of.head_size, of.num_kv_heads * of.head_size
+    heads, keys = attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size
     parts = tensor.split([heads, keys, len(tensor) - heads - keys])
     return {f"#{name}": content_sum(part) for name, part in zip("qkv", parts, strict=True)}
 

@@ -54,10 +54,10 @@ async def _play(prompt: Prompt, episode: Episode) -> Sample:
 
 
 def _prompt(task: Task) -> Prompt:
-    asked = opening(task)
-    if isinstance(asked, str):
-        return asked
-    first, *rest = asked
+    beginning = opening(task)
+    if isinstance(beginning, str):
+        return beginning
+    first, *rest = beginning
     return [{**first, "content": f"{HINT}\n\n{first['content']}"}, *rest]
 
 

@@ -27,18 +27,18 @@ def fitted(arguments: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
     return {name: _fitted(value, _property(schema, name), schema) for name, value in arguments.items()}
 
 
-def _fitted(value: Any, wanted: Any, root: Schema) -> Any:
-    types, choices = types_of(wanted, root)
+def _fitted(value: Any, schema: Any, root: Schema) -> Any:
+    types, choices = types_of(schema, root)
     if isinstance(value, str) and types and "string" not in types:
         return _read(value, types, choices)
     if isinstance(value, float) and value.is_integer() and types and not types & {"number", "string"}:
         return int(value) if "integer" in types else value
-    resolved = _resolved(wanted, root)
+    resolved = _resolved(schema, root)
     if isinstance(value, dict) and isinstance(resolved.get("properties"), Mapping):
         items = cast("dict[str, Any]", value).items()
-        return {name: _fitted(one, _property(resolved, name), root) for name, one in items}
+        return {name: _fitted(item, _property(resolved, name), root) for name, item in items}
     if isinstance(value, list) and isinstance(resolved.get("items"), Mapping):
-        return [_fitted(one, resolved["items"], root) for one in cast("list[Any]", value)]
+        return [_fitted(item, resolved["items"], root) for item in cast("list[Any]", value)]
     return value
 
 
@@ -62,12 +62,12 @@ def types_of(schema: Any, root: Schema, depth: int = 0) -> tuple[set[str], list[
     named = schema.get("type")
     types = {named} if isinstance(named, str) else set(named) if isinstance(named, Sequence) else set[str]()
     if choices and not types:
-        types = {next(name for name, kind in _KINDS if isinstance(one, kind)) for one in choices}
+        types = {next(name for name, kind in _KINDS if isinstance(choice, kind)) for choice in choices}
     for union in ("anyOf", "oneOf"):
-        parts = [types_of(one, root, depth + 1) for one in schema.get(union) or ()]
+        parts = [types_of(part, root, depth + 1) for part in schema.get(union) or ()]
         if parts and all(kinds for kinds, _ in parts):
             types = types or set[str]().union(*(kinds for kinds, _ in parts))
-            choices = choices or [one for _, values in parts for one in values]
+            choices = choices or [choice for _, values in parts for choice in values]
     for part in schema.get("allOf") or ():
         kinds, values = types_of(part, root, depth + 1)
         types, choices = (types & kinds or kinds) if types and kinds else types or kinds, choices or values

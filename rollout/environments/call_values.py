@@ -96,9 +96,9 @@ class Reader:
     def take(self, mark: str) -> bool:
         """Return whether the mark is next; if so, go behind it."""
         self.match(_SPACES)
-        found = self.text.startswith(mark, self.at)
-        self.at += len(mark) * found
-        return found
+        is_next = self.text.startswith(mark, self.at)
+        self.at += len(mark) * is_next
+        return is_next
 
     def expect(self, mark: str) -> None:
         if not self.take(mark):
@@ -106,11 +106,11 @@ class Reader:
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
         """Return the group of the pattern that matches here, or all of it, and go behind it."""
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             return None
-        self.at = found.end()
-        return found[found.lastindex or 0]
+        self.at = match.end()
+        return match[match.lastindex or 0]
 
     def name(self) -> str:
         """Return the name of a function or of an argument, up to what no name has."""
@@ -163,15 +163,15 @@ class Reader:
 
     def _quoted(self) -> str | None:
         self.take("")
-        said = self.match(self._string)
-        return None if said is None else self._unescape(said)
+        quoted = self.match(self._string)
+        return None if quoted is None else self._unescape(quoted)
 
 
-def python_string(said: str) -> str:
+def python_string(body: str) -> str:
     """Return what a string of Python says. Characters that Python wants escaped may be there as they are:
     chat templates put texts between quotes and change nothing. Raises ValueError for half a character.
     """
-    text = re.sub(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", _unescaped, said, flags=re.DOTALL)
+    text = re.sub(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", _unescaped, body, flags=re.DOTALL)
     return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 

@@ -78,12 +78,12 @@ class ChatTemplate:
 
     async def _marked(self, turn: Completion, parser: str) -> str | None:
         """Return the text of a turn with special tokens, if calls may be between them."""
-        special, said = self._client.facts.marks.ids.values(), turn.token_ids
+        special, ids = self._client.facts.marks.ids.values(), turn.token_ids
         if parser not in MARKED:
-            said = said[:-1] if said and said[-1] in special else said  # the end is no part of a call
-            if not any(token in special for token in said):
+            ids = ids[:-1] if ids and ids[-1] in special else ids  # the end is no part of a call
+            if not any(token in special for token in ids):
                 return None
-        return await self._client.detokenize(said)
+        return await self._client.detokenize(ids)
 
     async def continuation(self, messages: Sequence[Message], after: Completion) -> list[int]:
         """Token ids to append to a completion and its prompt: the end of the assistant's turn unless the
@@ -113,8 +113,8 @@ class ChatTemplate:
                 [{"role": "user", "content": "0"}, {"role": "assistant", "content": words}, *messages]
                 for words in "01"
             ]
-            one, other = await asyncio.gather(*(self._tokenize(c, messages) for c in conversations))
-            self._seen[key] = one[len(one) - same_beginning(one[::-1], other[::-1]) :]
+            first, other = await asyncio.gather(*(self._tokenize(c, messages) for c in conversations))
+            self._seen[key] = first[len(first) - same_beginning(first[::-1], other[::-1]) :]
         return self._seen[key]
 
     async def _behind_calls(self, messages: Sequence[Message], after: Completion) -> list[int]:
@@ -159,10 +159,10 @@ class ChatTemplate:
         """Raise RequestRefused if the template does not show the tools to the model."""
         if not self._tools or self._is_shown:
             return
-        asked, bare = await asyncio.gather(
+        shown, bare = await asyncio.gather(
             self._tokenize(_ASKED, _ASKED), self._client.tokenize(_ASKED, **self._bare)
         )
-        if asked == bare:
+        if shown == bare:
             raise RequestRefused(
                 "the model's chat template leaves out tools: describe them in the messages and read "
                 "the calls from the text of the answer"
@@ -173,10 +173,10 @@ class ChatTemplate:
         """Return what can read a call as the template writes it into the conversation."""
         template = self.with_tools([_TOOL])
         call = ToolCall("abcdefghi", "look_up", {"word": "tree"})
-        said = [*_ASKED, {"role": "assistant", "content": "0"}]
+        plain = [*_ASKED, {"role": "assistant", "content": "0"}]
         called = [*_ASKED, _calling([call])]
         bare, whole, end = await asyncio.gather(
-            template._tokenize(said, said), template._tokenize(called, called), template._behind_turn([])
+            template._tokenize(plain, plain), template._tokenize(called, called), template._behind_turn([])
         )
         begin = same_beginning(bare, whole)
         written = await self._client.detokenize(
@@ -184,8 +184,8 @@ class ChatTemplate:
         )
         turn = Completion([], [], [], written, "stop")
         for name in PARSERS:
-            found = with_calls(turn, name, [_TOOL], written).calls
-            if [(one.name, one.arguments) for one in found] == [(call.name, call.arguments)]:
+            calls = with_calls(turn, name, [_TOOL], written).calls
+            if [(read.name, read.arguments) for read in calls] == [(call.name, call.arguments)]:
                 return name
         raise RequestRefused(
             f"the model's chat template writes a tool call in none of the forms {', '.join(PARSERS)}, but as "

@@ -63,32 +63,32 @@ async def written(
     """Return the sample that answers a task with a message; see `demonstration`."""
     if not end_ids:
         raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
-    asked, whole = await _rendered(task, answer, policy.for_task(task))
-    common = same_beginning(asked, whole)
-    said = whole[common:]
-    end = next((token for token in said if token in end_ids), end_ids[0])
+    prompt, whole = await _rendered(task, answer, policy.for_task(task))
+    common = same_beginning(prompt, whole)
+    answer_ids = whole[common:]
+    end = next((token for token in answer_ids if token in end_ids), end_ids[0])
     words = await policy.tokenize(answer["content"])
     if any(token in end_ids for token in words[:-1]):
         raise TaskError(
             f"task {task['id']!r}: its answer holds a mark that ends a sequence, and what follows would not "
             "be learnt; take the mark out of the words"
         )
-    if common < len(asked):
-        said = await _behind_opened(asked, whole, common, answer, policy)
-    trained = [*takewhile(lambda token: token not in end_ids, said), end]
+    if common < len(prompt):
+        answer_ids = await _behind_opened(prompt, whole, common, answer, policy)
+    trained = [*takewhile(lambda token: token not in end_ids, answer_ids), end]
     if len(trained) > max_tokens:
         raise TaskError(
             f"task {task['id']!r}: its answer has {len(trained)} tokens with the end of the sequence, more "
             f"than rollout.max_tokens={max_tokens}; raise that, or leave the task out"
         )
-    tokens = len(asked) + len(trained)
+    tokens = len(prompt) + len(trained)
     if context is not None and tokens > context:
         raise TaskError(
             f"task {task['id']!r}: it has {tokens} tokens with its answer, and beyond {context} this model "
             "has no positions, or computes them otherwise; leave the task out"
         )
-    check_vocabulary(task, [*asked, *trained], vocabulary)
-    return _sample(asked, trained, said_by(answer))
+    check_vocabulary(task, [*prompt, *trained], vocabulary)
+    return _sample(prompt, trained, said_by(answer))
 
 
 def check_vocabulary(task: Task, token_ids: Sequence[int], vocabulary: int | None) -> None:
@@ -101,25 +101,25 @@ def check_vocabulary(task: Task, token_ids: Sequence[int], vocabulary: int | Non
 
 
 async def _behind_opened(
-    asked: list[int], whole: list[int], common: int, answer: Message, policy: Policy
+    prompt: list[int], whole: list[int], common: int, answer: Message, policy: Policy
 ) -> list[int]:
     """Return the tokens of an answer behind a prompt that opens what the whole conversation, which has
     `common` tokens with it, closes at once, leaves out, or has in other tokens.
     """
-    asked_text, whole_text = [await policy.detokenize(tokens) for tokens in (asked, whole)]
+    asked_text, whole_text = [await policy.detokenize(tokens) for tokens in (prompt, whole)]
     same = same_beginning(asked_text, whole_text)
-    said, is_plain = whole_text[same:], answer.keys() <= {"role", "content"}
+    text, is_plain = whole_text[same:], answer.keys() <= {"role", "content"}
     closes = same == len(asked_text) or _OPENED.search(asked_text[:same])
-    if closes and (not is_plain or answer["content"].strip() in said):
-        tokens = await policy.tokenize(said)
+    if closes and (not is_plain or answer["content"].strip() in text):
+        tokens = await policy.tokenize(text)
     elif is_plain:
-        said, opened = answer["content"], asked[common:]
-        tokens = await policy.tokenize(said)
+        text, opened = answer["content"], prompt[common:]
+        tokens = await policy.tokenize(text)
         if tokens[: len(opened)] == opened:  # the answer too begins with what the template opens
             tokens = tokens[len(opened) :]
     else:
         tokens = whole[common:]
-    if (mark := _OPENED.search(asked_text)) and f"</{mark[1]}>" not in said:
+    if (mark := _OPENED.search(asked_text)) and f"</{mark[1]}>" not in text:
         warn_once(
             f"open {mark[1]}",
             f"the model's chat template opens <{mark[1]}> before an answer, and neither it nor an answer to "

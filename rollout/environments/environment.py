@@ -84,9 +84,9 @@ CHECKS: dict[str, Callable[[str, Task], None]] = {
 
 def check_played(name: str, task: Task) -> None:
     """Raise ValueError for a task that an environment whose code runs elsewhere cannot play. Loads none."""
-    kind, _, given = name.partition(":")
+    kind, _, parameter = name.partition(":")
     if kind in CHECKS:
-        CHECKS[kind](given, task)
+        CHECKS[kind](parameter, task)
 
 
 def resolve_environment(name: str) -> Environment:
@@ -98,10 +98,10 @@ def resolve_environment(name: str) -> Environment:
         raise EnvironmentSettingError(f"no program can run here: {reason} (docs/sandbox.md)")
     if name in BUILT_IN:
         return BUILT_IN[name]
-    kind, _, given = name.partition(":")
+    kind, _, parameter = name.partition(":")
     if kind in OUTSIDE:
         try:
-            return OUTSIDE[kind](given)
+            return OUTSIDE[kind](parameter)
         except ValueError as error:
             raise EnvironmentSettingError(str(error)) from None
     if ":" not in name:

@@ -96,12 +96,14 @@ async def _mark_without_end(policy: Policy, marks: Marks) -> str | None:
     """Return the special token that the chat template writes behind an answer, if it writes one and nothing
     there ends a generation; else None.
     """
-    asked: Message = {"role": "user", "content": "0"}
+    question: Message = {"role": "user", "content": "0"}
     try:
-        one, other = [await policy.tokenize_whole([asked, {"role": "assistant", "content": c}]) for c in "01"]
+        first, other = [
+            await policy.tokenize_whole([question, {"role": "assistant", "content": c}]) for c in "01"
+        ]
     except RequestRefused:
         return None
-    behind = one[len(one) - same_beginning(one[::-1], other[::-1]) :]
+    behind = first[len(first) - same_beginning(first[::-1], other[::-1]) :]
     if {*marks.end_ids, *marks.stop_ids(policy.sampling.stop)} & {*behind}:
         return None
     texts = {token: text for text, token in marks.ids.items()}

@@ -42,14 +42,14 @@ def harmony(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`: gpt-oss. The text
     goes on behind `<|start|>assistant`. What is said before is that of its messages, without their heads.
     """
-    said, calls = list[str](), list[Call | None]()
+    texts, calls = list[str](), list[Call | None]()
     for message in text.split("<|start|>"):
         head, mark, body = message.partition("<|message|>")
         if not mark:  # the template has begun a message
             head, body = "", head
         to = re.search(r"\bto=(\S+?)(?=<\||\s|$)", head)
         if to is None:
-            said += [] if calls else [re.split(r"<\|(?:end|return)\|>", body, maxsplit=1)[0]]
+            texts += [] if calls else [re.split(r"<\|(?:end|return)\|>", body, maxsplit=1)[0]]
             continue
         if to[1] == "assistant":  # a result that the model makes up
             raise NoCall
@@ -61,7 +61,7 @@ def harmony(text: str, schemas: Mapping[str, Any]) -> Found:
             calls.append(call_of({"name": to[1].removeprefix("functions."), "arguments": arguments}))
         except (ValueError, RecursionError):
             calls.append(None)
-    return "\n".join(said), calls
+    return "\n".join(texts), calls
 
 
 def gemma4(text: str, schemas: Mapping[str, Any]) -> Found:

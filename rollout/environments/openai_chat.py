@@ -170,11 +170,11 @@ def answer_events(body: ChatBody, model: str, turns: Sequence[Completion]) -> by
     chunks: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         message = reply_of(turn)
-        said = {"role": "assistant", "content": message["content"]}
+        beginning = {"role": "assistant", "content": message["content"]}
         if turn.calls:
-            said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+            beginning["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
         for delta, logprobs, reason in (
-            (said, _logprobs(body, turn), None),
+            (beginning, _logprobs(body, turn), None),
             ({}, None, _reason(turn)),
         ):
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -194,8 +194,8 @@ def _logprobs(body: ChatBody, turn: Completion) -> dict[str, Any] | None:
         return None
     content: list[dict[str, Any]] = []
     for (token, likely), logprob in zip(turn.likely, turn.logprobs, strict=True):
-        best = sorted(likely.items(), key=lambda one: -one[1])[: body.top_logprobs or 0]
-        content.append({**_token(token, logprob), "top_logprobs": [_token(*one) for one in best]})
+        best = sorted(likely.items(), key=lambda entry: -entry[1])[: body.top_logprobs or 0]
+        content.append({**_token(token, logprob), "top_logprobs": [_token(*entry) for entry in best]})
     return {"content": content, "refusal": None}
 
 

@@ -157,20 +157,20 @@ class Session:
         self._nodes += nodes
         self._count(repeated, parent, 1)
         try:
-            made = await _all(
+            replies = await _all(
                 node.episode.generate(messages[known:], max_tokens=max_tokens, stop=stop, more=more)
                 for node in nodes
             )
         except BaseException:
             self._count(repeated, parent, -1)
             raise
-        for number, (node, turn) in enumerate(zip(nodes, made, strict=True)):
+        for number, (node, turn) in enumerate(zip(nodes, replies, strict=True)):
             node.replied, node.choices = True, nodes
             if not may_call:
-                made[number] = turn = replace(turn, calls=(), content=None)
-            given = _digest(digests[-1], checked_message(reply_of(turn)))
-            self._known.setdefault(given, []).append(node)
-        return made
+                replies[number] = turn = replace(turn, calls=(), content=None)
+            digest = _digest(digests[-1], checked_message(reply_of(turn)))
+            self._known.setdefault(digest, []).append(node)
+        return replies
 
     def _count(self, repeated: _Node | None, parent: _Node | None, requests: int) -> None:
         """Count requests that repeat a reply, and go on with the tokens of `parent`."""
@@ -196,8 +196,8 @@ class Session:
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not secrets.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
+        header = request.headers.get("Authorization", "")
+        if not secrets.compare_digest(header.encode(), f"Bearer {self.api_key}".encode()):
             raise web.HTTPUnauthorized(text="the API key is not this session's: use session.api_key")
         if self._ended:
             raise web.HTTPServiceUnavailable(text="the session has ended")
@@ -242,11 +242,11 @@ class Session:
 
 async def _all(work: Iterable[Awaitable[Completion]]) -> list[Completion]:
     """Return what all of them return, once all have ended. Raises the first error."""
-    made = await asyncio.gather(*work, return_exceptions=True)
-    for one in made:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in made if isinstance(one, Completion)]
+    outcomes = await asyncio.gather(*work, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if isinstance(outcome, Completion)]
 
 
 @web.middleware

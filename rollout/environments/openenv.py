@@ -44,7 +44,7 @@ class OpenEnv:
         check(self._name, task)
         async with asyncio.TaskGroup() as group:
             played = [group.create_task(self._play(task, policy.episode(j))) for j in range(sampling.n)]
-        return [one.result() for one in played]
+        return [episode.result() for episode in played]
 
     async def _play(self, task: Task, episode: Episode) -> Sample:
         urls = rotated(self._urls, next(self._begun))
@@ -56,21 +56,21 @@ class OpenEnv:
 
 
 async def _played(task: Task, episode: Episode, session: Session) -> Sample:
-    made, rewards = task["openenv"], list[float]()
-    said = await session.reset({**made["reset"], "seed": task["seed"]})
+    spec, rewards = task["openenv"], list[float]()
+    answer = await session.reset({**spec["reset"], "seed": task["seed"]})
     metrics, turns, is_cut = {}, 0, False
-    while not (said.done or is_cut) and turns < MOST_TURNS:
-        observed = text_of(said.fields, made["observation"])
+    while not (answer.done or is_cut) and turns < MOST_TURNS:
+        observed = text_of(answer.fields, spec["observation"])
         turn = await episode.generate([{"role": "user", "content": observed}])
         is_cut = turn.finish_reason == "length"  # the budget of tokens, or the context, is used up
-        said = await session.step({made["action"]: turn.text})
+        answer = await session.step({spec["action"]: turn.text})
         turns += 1
-        metrics |= said.metrics
-        rewards += [] if said.reward is None else [said.reward]
+        metrics |= answer.metrics
+        rewards += [] if answer.reward is None else [answer.reward]
     if not rewards:
         raise ServerFault(f"{session.url} gave no reward in {turns} steps")
     return episode.sample(sum(rewards), {**metrics, "turns": turns})
 
 
-def _busy(said: str) -> None:
-    warn_once("busy", f"{said}: samples wait; start more copies of it, or have it allow more sessions")
+def _busy(reason: str) -> None:
+    warn_once("busy", f"{reason}: samples wait; start more copies of it, or have it allow more sessions")

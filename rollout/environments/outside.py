@@ -17,11 +17,12 @@ LONGEST_S = 7 * 86400.0
 
 
 async def play_outside(
-    pool: ProcessPool, policy: Policy, numbers: Sequence[int], *given: Any
+    pool: ProcessPool, policy: Policy, numbers: Sequence[int], *arguments: Any
 ) -> list[Sample]:
     """Return the samples with these numbers, which one call in `pool` makes: it gets [base_url, api_key] of
-    each, then `given`. For each it returns {"reward": float, "metrics": {name: float}}, or {"error": text}.
-    A sample with an error, or whose call fails, is lost. If the call ends its process, all of them are.
+    each, then `arguments`. For each it returns {"reward": float, "metrics": {name: float}}, or
+    {"error": text}. A sample with an error, or whose call fails, is lost. If the call ends its process, all
+    of them are.
     """
     from rollout.environments.openai_proxy import Session  # here, because aiohttp is slow to import
 
@@ -29,7 +30,7 @@ async def play_outside(
         sessions = [await stack.enter_async_context(Session(policy.for_sample(j))) for j in numbers]
         places = [[session.base_url, session.api_key] for session in sessions]
         try:
-            ends = await pool.wait(places, *given, deadline_s=LONGEST_S)
+            ends = await pool.wait(places, *arguments, deadline_s=LONGEST_S)
         except (CallFailed, CallLost) as error:
             ends = [{"error": str(error)}] * len(sessions)
         return [

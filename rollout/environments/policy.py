@@ -126,9 +126,11 @@ class Policy:
             more=more or {},
         )
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
-        said = turns_of(prompt)  # now: an environment may go on with the same list
+        turns = turns_of(prompt)  # now: an environment may go on with the same list
         completions = await self._client.generate(tokens_or_text, sampling)
-        return [await self._template.read(replace(completion, said=said)) for completion in completions]
+        return [
+            await self._template.read(replace(completion, turns_before=turns)) for completion in completions
+        ]
 
     async def tokenize(self, text: str | Messages) -> list[int]:
         """Token ids of a text that continues another one (without special tokens), or of messages that begin
@@ -210,11 +212,11 @@ class Episode:
         elif (left := self.tokens_left) <= 0:
             turn = self._out_of_room()
         else:
-            limit, said = left if max_tokens is None else min(max_tokens, left), turns_of(new)
+            limit, turns = left if max_tokens is None else min(max_tokens, left), turns_of(new)
             token_ids = self.token_ids + await self._policy.continuation(new, after=self.turns[-1])
             try:
                 (turn,) = await self._policy.generate(token_ids, max_tokens=limit, stop=stop, more=more)
-                turn = replace(turn, said=said)
+                turn = replace(turn, turns_before=turns)
             except RequestRefused as error:
                 if more and not isinstance(error, ContextFull):  # it may be for what else is asked
                     raise
@@ -266,7 +268,7 @@ def sample_of(*turns: Completion) -> Sample:
         finish_reason=last.finish_reason,
         text=last.text,
         metrics={"unread_calls": float(sum(unread))} if unread else {},
-        turns=[said for turn in turns for said in (*turn.said, _generated(turn))],
+        turns=[shown for turn in turns for shown in (*turn.turns_before, _generated(turn))],
     )
 
 

@@ -54,14 +54,14 @@ def _answer(task: Task, name: str) -> Message:
     """Return the answer in a field of the task."""
     answer = task.get(name)
     if isinstance(answer, list):
-        asked = messages_before(task) if "messages" in task else []
-        own = answer[len(asked) :] if answer[: len(asked)] == asked else answer
-        if len(own) != 1 or not isinstance(own[0], dict) or own[0].get("role") != "assistant":
+        prompt = messages_before(task) if "messages" in task else []
+        rest = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
+        if len(rest) != 1 or not isinstance(rest[0], dict) or rest[0].get("role") != "assistant":
             raise TaskError(
                 f"task {task['id']!r}: `{name}` must be one message of the assistant, or the task's messages "
-                f"with that behind them; it has {len(own)} messages of its own"
+                f"with that behind them; it has {len(rest)} messages of its own"
             )
-        message: Message = own[0]
+        message: Message = rest[0]
     else:
         message = {"role": "assistant", "content": answer if isinstance(answer, str) else ""}
     if not any(message.get(name) for name in SAID):

@@ -46,11 +46,11 @@ async def run_python(
             f"error: python takes the text `code` and nothing else, got {', '.join(arguments) or 'nothing'}"
         )
     program = functools.partial(run, code, limits=limits)
-    said = _said(await asyncio.get_running_loop().run_in_executor(_threads(), program), limits)
-    if len(said) <= most_characters:
-        return said
+    text = _said(await asyncio.get_running_loop().run_in_executor(_threads(), program), limits)
+    if len(text) <= most_characters:
+        return text
     half = most_characters // 2
-    return said[:half] + _CUT.format(len(said) - 2 * half) + said[len(said) - half :]
+    return text[:half] + _CUT.format(len(text) - 2 * half) + text[len(text) - half :]
 
 
 def _said(ended: Outcome, limits: Limits) -> str:
@@ -74,12 +74,12 @@ async def python(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]
     policy = policy.with_tools([PYTHON_TOOL])
     async with asyncio.TaskGroup() as group:
         played = [group.create_task(_play(task, policy.episode(j))) for j in range(sampling.n)]
-    return [one.result() for one in played]
+    return [episode.result() for episode in played]
 
 
 async def _play(task: Task, episode: Episode) -> Sample:
-    asked = opening(task)
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    beginning = opening(task)
+    messages = [{"role": "user", "content": beginning}] if isinstance(beginning, str) else beginning
     turn, calls = await episode.generate(messages), 0
     for _ in range(MOST_CALLS):
         if not turn.calls:

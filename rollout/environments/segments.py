@@ -39,12 +39,12 @@ async def advance(
         return list(
             await asyncio.gather(*(_go_on(sample, policy, sampling, segment) for sample in begun.samples))
         )
-    asked = min(segment.tokens or sampling.max_tokens, sampling.max_tokens)
-    completions = await policy.for_task(task).generate(opening(task), n=sampling.n, max_tokens=asked)
+    limit = min(segment.tokens or sampling.max_tokens, sampling.max_tokens)
+    completions = await policy.for_task(task).generate(opening(task), n=sampling.n, max_tokens=limit)
     return [
         replace(
             sample_of(completion),
-            finish_reason=_finish_reason(completion, asked, sampling.max_tokens),
+            finish_reason=_finish_reason(completion, limit, sampling.max_tokens),
             spans=_spans(completion, segment),
             index=index,
         )
@@ -57,10 +57,10 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
         return replace(sample)
     drawn = int(sample.loss_mask.sum())
     left = sampling.max_tokens - drawn
-    asked = min(segment.tokens or left, left)
+    limit = min(segment.tokens or left, left)
     try:
         (completion,) = await policy.resumed(sample.index, drawn).generate(
-            sample.token_ids.tolist(), max_tokens=asked
+            sample.token_ids.tolist(), max_tokens=limit
         )
     except RequestRefused as error:  # the tokens so far fill the context: all of them are of this model
         warn_once("segment", f"a sample ends after {drawn} tokens: {error}")
@@ -72,7 +72,7 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
         added,
         loss_mask=np.concatenate([sample.loss_mask, added.loss_mask[len(sample.loss_mask) :]]),
         logprobs=np.concatenate([sample.logprobs, added.logprobs[len(sample.logprobs) :]]),
-        finish_reason=_finish_reason(completion, asked, left),
+        finish_reason=_finish_reason(completion, limit, left),
         text=whole_characters(sample.text) + completion.text,
         turns=[],
         spans=[*sample.spans, *_spans(completion, segment)],
@@ -80,11 +80,11 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
     )
 
 
-def _finish_reason(completion: Completion, asked: int, left: int) -> str:
-    """Return UNFINISHED for a completion that has ended only because no more than `asked` were asked for, of
+def _finish_reason(completion: Completion, limit: int, left: int) -> str:
+    """Return UNFINISHED for a completion that has ended only because no more than `limit` were asked for, of
     the `left` ones that the sample may still have.
     """
-    is_cut = completion.finish_reason == "length" and len(completion.token_ids) == asked < left
+    is_cut = completion.finish_reason == "length" and len(completion.token_ids) == limit < left
     return UNFINISHED if is_cut else completion.finish_reason
 
 

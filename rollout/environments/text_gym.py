@@ -54,11 +54,12 @@ class TextGym:
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of an episode with the task's `seed` and `options`, if it has them."""
         check(self._name, task)
-        made = task.get("gym", {"parameters": {}, STEP_TIMEOUT: STEP_TIMEOUT_S})
-        given = made["parameters"], made[STEP_TIMEOUT], task.get("seed"), task.get("options")
+        spec = task.get("gym", {"parameters": {}, STEP_TIMEOUT: STEP_TIMEOUT_S})
+        arguments = spec["parameters"], spec[STEP_TIMEOUT], task.get("seed"), task.get("options")
         async with asyncio.TaskGroup() as group:
             episodes = [
-                group.create_task(play_outside(self._pool, policy, [j], *given)) for j in range(sampling.n)
+                group.create_task(play_outside(self._pool, policy, [j], *arguments))
+                for j in range(sampling.n)
             ]
         return [sample for episode in episodes for sample in episode.result()]
 

@@ -39,26 +39,26 @@ def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str
     text = turn.text if marked is None else marked
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     begin = _behind_reasoning(text, parser, schemas)
-    before, found = _read(parser, text[begin:], schemas)
-    calls = [call for call in found if call is not None]
+    before, read = _read(parser, text[begin:], schemas)
+    calls = [call for call in read if call is not None]
     seed = hashlib.sha256(json.dumps([turn.prompt_ids, turn.token_ids]).encode()).hexdigest()
     ids = [call.id or _id(f"{seed}/{number}") for number, call in enumerate(calls)]
     if len(set(ids)) < len(ids):
         calls = []
     if not calls:
-        return replace(turn, unread_calls=len(found))
-    made = [ToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
+        return replace(turn, unread_calls=len(read))
+    tool_calls = [ToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
     content = (text[:begin] + before).rstrip()
-    return replace(turn, calls=made, content=content, unread_calls=len(found) - len(calls))
+    return replace(turn, calls=tool_calls, content=content, unread_calls=len(read) - len(calls))
 
 
 def _read(parser: str, text: str, schemas: Mapping[str, Any]) -> Found:
     """Return what a parser finds, with None for what is no call of these functions."""
     try:
-        before, found = PARSERS[parser](text, schemas)
+        before, calls = PARSERS[parser](text, schemas)
     except (ValueError, RecursionError):
         return text, [None]
-    return before, [_fitting(call, schemas) for call in found]
+    return before, [_fitting(call, schemas) for call in calls]
 
 
 def _fitting(call: Call | None, schemas: Mapping[str, Any]) -> Call | None:
@@ -83,10 +83,10 @@ def _behind_reasoning(text: str, parser: str, schemas: Mapping[str, Any]) -> int
         close = text.find(closes, at) if closes else len(text)
         is_argument = begin >= 0 and close >= 0
         if is_argument:
-            _, found = _read(parser, text[begin : close + len(closes)], schemas)
+            _, calls = _read(parser, text[begin : close + len(closes)], schemas)
             _, earlier = _read(parser, text[begin:at], schemas)
             is_argument = (
-                bool(found) and None not in found and len(found) > len(earlier) - earlier.count(None)
+                bool(calls) and None not in calls and len(calls) > len(earlier) - earlier.count(None)
             )
         if not is_argument:
             return at + len(end)
@@ -124,7 +124,7 @@ def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> Found:
             others = re.findall(r"<parameter=([^>\n]+)>", value)
             known = (schema or {}).get("properties") or ()
             if re.search(r"</function>\s*</tool_call>", value) or any(
-                one in known or not known for one in others
+                other in known or not known for other in others
             ):
                 raise NoCall  # of the next argument, or call: this argument has no end
             arguments[name] = argument_of(value.removeprefix("\n").removesuffix("\n"), name, schema)

@@ -109,8 +109,8 @@ async def _listed(client: Any) -> AsyncIterator[Any]:
 
 def _function(tool: Any) -> Tool:
     parameters = tool.input_schema or {"type": "object", "properties": {}}
-    about = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
-    return {"type": "function", "function": about}
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _reason(error: BaseException) -> str:

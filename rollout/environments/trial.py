@@ -92,20 +92,20 @@ def _look(tasks: Sequence[Task], look: _Look) -> None:
     mark = re.compile("|".join(map(re.escape, look.marks.values())) or "(?!)")
     for index, task in enumerate(tasks):
         messages = [*task.get("messages", ()), *([task[ANSWER]] if ANSWER in task else [])]
-        lists = [one for name in ("chosen", "rejected") if isinstance(one := task.get(name), list)]
-        messages += [one for answer in lists for one in answer if isinstance(one, dict)]
+        lists = [answer for name in ("chosen", "rejected") if isinstance(answer := task.get(name), list)]
+        messages += [message for answer in lists for message in answer if isinstance(message, dict)]
         words = [str(message.get("content", "")) for message in messages]
-        for text in {found for said in words for found in mark.findall(said)}:
+        for text in {shown for word in words for shown in mark.findall(word)}:
             look.in_words.setdefault(text, []).append(index)
-        given = [str(task[name]) for name in ("prompt", "answer", "chosen", "rejected") if name in task]
+        fields = [str(task[name]) for name in ("prompt", "answer", "chosen", "rejected") if name in task]
         holds = frozenset(mark.findall(str(task.get("prompt", ""))))
         shape = (holds, bool(task.get("tools")), frozenset((m.get("role"), *sorted(m)) for m in messages))
         if shape not in look.shapes and len(look.shapes) < _MOST_SHAPES:
             look.shapes[shape] = index
-        most = sum(len(text.encode()) for text in [*map(str, messages), *given])
+        most = sum(len(text.encode()) for text in [*map(str, messages), *fields])
         most += _MARKS_OF_TURN * (1 + len(messages)) + len(str(task.get("tools", "")))
         is_long = look.context is not None and most > look.context
-        if is_long or any(token in text for token in look.lacking for text in [*words, *given]):
+        if is_long or any(token in text for token in look.lacking for text in [*words, *fields]):
             look.suspects.append(index)
 
 
@@ -117,12 +117,12 @@ async def _prompt(task: Task, environment: str, policy: Policy, limits: dict[str
         sampling = Sampling(max_tokens=_UNLIMITED)
         samples = await _WRITTEN[environment](task, policy, sampling, **limits)
         return samples[0].token_ids[samples[0].loss_mask == 0].tolist()
-    asked, policy = opening(task), policy if environment == "python" else policy.for_task(task)
-    if isinstance(asked, str) and environment != "python":
-        prompt = await policy.tokenize_whole(asked)
+    beginning, policy = opening(task), policy if environment == "python" else policy.for_task(task)
+    if isinstance(beginning, str) and environment != "python":
+        prompt = await policy.tokenize_whole(beginning)
     else:
         prompt = await policy.tokenize(
-            [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            [{"role": "user", "content": beginning}] if isinstance(beginning, str) else beginning
         )
     check_vocabulary(task, prompt, limits["vocabulary"])
     return prompt
@@ -132,7 +132,7 @@ def _odd(task: Task, prompt: Sequence[int], look: _Look, limits: dict[str, Any])
     """Yield what is odd about the special tokens of a prompt."""
     marks, ends = look.marks, limits["end_ids"]
     first = [token for token in prompt[:4] if token in marks]
-    doubled = next((one for one, other in pairwise(prompt) if one == other and one in marks), None)
+    doubled = next((token for token, other in pairwise(prompt) if token == other and token in marks), None)
     if doubled is None and len(first) > 1 and first[0] == first[1]:
         doubled = first[0]
     if doubled is not None:

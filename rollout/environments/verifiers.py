@@ -28,8 +28,8 @@ MOST_PROCESSES = 8
 
 def check(name: str, task: Task) -> None:
     """Raise ValueError if a task is not of the environment `name`."""
-    made = task.get("verifiers")
-    if made is None or module_of(made["name"]) != module_of(name):
+    spec = task.get("verifiers")
+    if spec is None or module_of(spec["name"]) != module_of(name):
         raise ValueError(f"it is not of {name}; give --tasks {SOURCE}{name}")
 
 
@@ -65,18 +65,18 @@ def _say(name: str, line: str) -> None:
 def make_player() -> Callable[[list[list[str]], dict[str, Any]], Any]:
     """Make (sessions, task) -> how each episode has ended; see `play_outside`."""
 
-    def play(sessions: list[list[str]], made: dict[str, Any]) -> list[dict[str, Any]]:
-        return asyncio.run(_play_all(sessions, made))
+    def play(sessions: list[list[str]], spec: dict[str, Any]) -> list[dict[str, Any]]:
+        return asyncio.run(_play_all(sessions, spec))
 
     return play
 
 
-async def _play_all(sessions: list[list[str]], made: dict[str, Any]) -> list[dict[str, Any]]:
+async def _play_all(sessions: list[list[str]], spec: dict[str, Any]) -> list[dict[str, Any]]:
     from verifiers import v1 as vf
 
-    environment = vf.load_environment(config_of(made["name"], made["config"]))
+    environment = vf.load_environment(config_of(spec["name"], spec["config"]))
     kind = type(environment.taskset).task_type()
-    task = kind(kind.data_type().model_validate(made["data"]), environment.config.taskset.task)
+    task = kind(kind.data_type().model_validate(spec["data"]), environment.config.taskset.task)
     async with environment.serving():
         return await asyncio.gather(
             *(_play(environment, task, j, *session) for j, session in enumerate(sessions))

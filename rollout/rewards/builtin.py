@@ -127,19 +127,19 @@ class WeightedRewards(Reward):
         if self.is_instant:
             answers = [await reward.values(task, completion, settings) for reward, _ in self._parts]
         else:  # all end before one is raised: nothing of the sample goes on
-            asked = [reward.values(task, completion, settings) for reward, _ in self._parts]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-        found: dict[str, float] = {"reward": 0.0}
+            calls = [reward.values(task, completion, settings) for reward, _ in self._parts]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        values_by_name: dict[str, float] = {"reward": 0.0}
         for (reward, weight), values in zip(self._parts, answers, strict=True):
             if isinstance(values, BaseException):
                 raise values
-            found["reward"] += weight * values["reward"]
-            found |= {
+            values_by_name["reward"] += weight * values["reward"]
+            values_by_name |= {
                 reward.title if name == "reward" else f"{reward.title}.{name}": value
                 for name, value in values.items()
             }
-        _finite(found["reward"], "reward", f"reward {self.title!r}, task {task['id']!r}")
-        return found
+        _finite(values_by_name["reward"], "reward", f"reward {self.title!r}, task {task['id']!r}")
+        return values_by_name
 
 
 def exact(task: Task, completion: str) -> float:
@@ -156,15 +156,15 @@ def numeric(task: Task, completion: str) -> float:
     1200.0). Both are read as `rollout.rewards.numbers` says.
     """
     answer = answer_text(task)
-    wanted = single_number(answer)
-    if wanted is None and not re.search("[0-9]", answer):
+    target = single_number(answer)
+    if target is None and not re.search("[0-9]", answer):
         raise ValueError(f"its answer {answer!r} holds no number")
-    if wanted is None:
+    if target is None:
         raise ValueError(
             f"its answer {answer!r} is no single number: write #### before the one that counts, or take the "
             "reward exact or math"
         )
-    return float(last_number(completion) == wanted)
+    return float(last_number(completion) == target)
 
 
 def length(task: Task, completion: str) -> float:
@@ -295,8 +295,8 @@ def _finite(value: Any, name: str, where: str) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if is_number and abs(number := float(value)) <= largest(name):
             return number
-    what = f"expected a finite number up to {largest(name):g}"
-    raise RewardError(f"{where}: returned {name} = {value!r}, {what}")
+    expected = f"expected a finite number up to {largest(name):g}"
+    raise RewardError(f"{where}: returned {name} = {value!r}, {expected}")
 
 
 def answer_text(task: Task) -> str:

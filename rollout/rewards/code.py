@@ -42,12 +42,12 @@ class CodeReward(SyncReward):
     def __init__(self, name: str) -> None:
         """`name`: the setting. Raises ValueError, in one line, for one that is wrong."""
         _, *pairs = name.split(",")
-        given = parameters_of(pairs, _KNOWN, _AT_LEAST)
-        self.title = given.pop("name", NAME)
-        self._score = given.pop("score", _SCORES[0])
+        parameters = parameters_of(pairs, _KNOWN, _AT_LEAST)
+        self.title = parameters.pop("name", NAME)
+        self._score = parameters.pop("score", _SCORES[0])
         if self._score not in _SCORES:
             raise ValueError(f"score={self._score}: give one of {', '.join(_SCORES)}")
-        self.limits = Limits(**given)
+        self.limits = Limits(**parameters)
         self.digest = hashlib.sha256(f"{self._score} {self.limits}".encode()).hexdigest()
         """Of the parameters."""
         super().__init__("rollout.rewards.code:code", code, self._score, asdict(self.limits))

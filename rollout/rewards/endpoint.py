@@ -63,15 +63,15 @@ class Endpoint:
         if not self._cache:
             return await self._tried(sent, read)
         key = hashlib.sha256(sent.encode("utf-8", "surrogatepass")).digest()
-        asked = self._asked.setdefault(key, _Asked())
-        async with asked.lock:
-            if asked.failure is not None:  # what it was asked before is the answer of all who waited
-                raise EndpointError(str(asked.failure))
+        entry = self._asked.setdefault(key, _Asked())
+        async with entry.lock:
+            if entry.failure is not None:  # what it was asked before is the answer of all who waited
+                raise EndpointError(str(entry.failure))
             if key not in self._known:
                 try:
                     self._known[key] = await self._tried(sent, read)
                 except EndpointError as error:
-                    asked.failure = error
+                    entry.failure = error
                     raise
             self._known.move_to_end(key)
             answer = self._known[key]

@@ -23,16 +23,16 @@ def make_verifier() -> Callable[[str, str], float]:
         return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     @functools.lru_cache(maxsize=1024)  # the samples of a group have the same answer
-    def wanted(answer: str) -> list[Any]:
+    def expected(answer: str) -> list[Any]:
         is_marked = any(mark in answer for mark in _MATH_MARKS)
         # In unmarked LaTeX the library would take the last number only.
-        found = parsed(answer if is_marked else f"\\boxed{{{answer}}}")
-        if not found:
+        expressions = parsed(answer if is_marked else f"\\boxed{{{answer}}}")
+        if not expressions:
             raise ValueError(f"its answer {answer!r} holds no mathematics")
-        return found
+        return expressions
 
     def verifier(answer: str, completion: str) -> float:
-        return float(verify(wanted(answer), parsed(completion), timeout_seconds=None))
+        return float(verify(expected(answer), parsed(completion), timeout_seconds=None))
 
     return verifier
 

@@ -118,8 +118,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _mixed(whole: str | None, above: str, below: str) -> Fraction | None:
-    one, other, rest = _read(whole or "0"), _read(above), _read(below)
-    return one + other / rest if one is not None and other is not None and rest else None
+    first, other, rest = _read(whole or "0"), _read(above), _read(below)
+    return first + other / rest if first is not None and other is not None and rest else None
 
 
 def _read(digits: str) -> Fraction | None:

@@ -56,16 +56,16 @@ def parameters_of(
     """Return the parameters of a reward by name, from texts `NAME=VALUE`. `known` makes each value of its
     text. Raises ValueError for another name, no value, no number, one that is infinite or below `at_least`.
     """
-    given: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in known:
             raise ValueError(f"no parameter {key!r}; there is {', '.join(known)}")
         try:
-            given[key] = known[key](value)
+            parameters[key] = known[key](value)
         except ValueError:
             raise ValueError(f"{key}={value}: give a number") from None
-        if given[key] == "" or (key in at_least and not at_least[key] <= given[key] < math.inf):
+        if parameters[key] == "" or (key in at_least and not at_least[key] <= parameters[key] < math.inf):
             least = f" of {at_least[key]:g} or more" if key in at_least else ""
             raise ValueError(f"{key}={value}: give a value{least}")
-    return given
+    return parameters

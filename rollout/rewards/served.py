@@ -54,13 +54,13 @@ class ServedReward:
     def __init__(self, name: str) -> None:
         """`name`: the setting. Raises ValueError, in one line, for one that is wrong."""
         is_judge = name.startswith(JUDGE)
-        url, given = parse(name.removeprefix(JUDGE), _PARAMETERS | (_OF_A_JUDGE if is_judge else {}))
-        self.title = given.get("name", "judge" if is_judge else "reward_model")
+        url, parameters = parse(name.removeprefix(JUDGE), _PARAMETERS | (_OF_A_JUDGE if is_judge else {}))
+        self.title = parameters.get("name", "judge" if is_judge else "reward_model")
         if self.title == "reward":
             raise ValueError("name=reward: so is the sum called; give another name")
-        asked = url.rstrip("/") + "/chat/completions" if is_judge else url
-        self._endpoint = connect(asked, given, given.get("cache", 100_000))
-        self._judge = _Judge(given) if is_judge else None
+        address = url.rstrip("/") + "/chat/completions" if is_judge else url
+        self._endpoint = connect(address, parameters, parameters.get("cache", 100_000))
+        self._judge = _Judge(parameters) if is_judge else None
         prompt = self._judge.prompt if self._judge else ""
         self.digest = hashlib.sha256(f"{name}\n{prompt}".encode()).hexdigest()
         """Of the URL, all parameters and the text of the prompt; a key is no part of it."""
@@ -84,19 +84,24 @@ class ServedReward:
 class _Judge:
     """The question that a judge is asked, and the score in what it answers."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        if "model" not in given:
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        if "model" not in parameters:
             raise ValueError("give the judge's model, as its server calls it: judge:URL,model=NAME")
-        self._asked: dict[str, Any] = {"model": given["model"], "temperature": given.get("temperature", 0.0)}
-        self._best = given.get("best", 10.0)
+        self._asked: dict[str, Any] = {
+            "model": parameters["model"],
+            "temperature": parameters.get("temperature", 0.0),
+        }
+        self._best = parameters.get("best", 10.0)
         self.prompt = PROMPT
-        if "prompt" in given:
+        if "prompt" in parameters:
             try:
-                self.prompt = Path(given["prompt"]).read_text(encoding="utf-8")
+                self.prompt = Path(parameters["prompt"]).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"prompt={given['prompt']}: cannot be read: {error}") from None
+                raise ValueError(f"prompt={parameters['prompt']}: cannot be read: {error}") from None
             if "{completion}" not in self.prompt:
-                raise ValueError(f"prompt={given['prompt']}: has no {{completion}}, where the answer goes")
+                raise ValueError(
+                    f"prompt={parameters['prompt']}: has no {{completion}}, where the answer goes"
+                )
 
     def question(self, task: dict[str, Any], completion: str) -> dict[str, Any]:
         """Return the body of the request; ValueError if the task lacks a field that the prompt has."""
@@ -106,7 +111,7 @@ class _Judge:
             if name == "completion":
                 return completion
             if name == "prompt" and "messages" in task:
-                return "\n\n".join(f"{said['role']}: {said['content']}" for said in task["messages"])
+                return "\n\n".join(f"{message['role']}: {message['content']}" for message in task["messages"])
             if name not in task:
                 raise ValueError(f"it has no `{name}`, which the judge's prompt needs")
             return task[name] if isinstance(task[name], str) else json.dumps(task[name])
@@ -117,15 +122,15 @@ class _Judge:
     def score(self, answer: Any) -> float:
         """Return the last score that the judge names, as a fraction of the best; ValueError without one."""
         try:
-            said = answer["choices"][0]["message"]["content"].rpartition("</think>")[2]
+            text = answer["choices"][0]["message"]["content"].rpartition("</think>")[2]
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError(f"answered {answer!s:.{_EXCERPT}}, which is no chat completion") from None
-        found = _SCORE.findall(said)
-        if not found:
-            raise ValueError(f'the judge\'s answer has no "Score: N": {said[-_EXCERPT:]!r}')
-        if not 0 <= float(found[-1]) <= self._best:
-            raise ValueError(f"the judge's score {found[-1]} is not between 0 and {self._best:g} (best)")
-        return float(found[-1]) / self._best
+        scores = _SCORE.findall(text)
+        if not scores:
+            raise ValueError(f'the judge\'s answer has no "Score: N": {text[-_EXCERPT:]!r}')
+        if not 0 <= float(scores[-1]) <= self._best:
+            raise ValueError(f"the judge's score {scores[-1]} is not between 0 and {self._best:g} (best)")
+        return float(scores[-1]) / self._best
 
 
 def _reward(answer: Any) -> Any:
@@ -141,19 +146,19 @@ def _reward(answer: Any) -> Any:
 def parse(name: str, known: Mapping[str, Callable[[str], Any]]) -> tuple[str, dict[str, Any]]:
     """Return the URL and the parameters of `URL,KEY=VALUE,...`. Raises ValueError, in one line."""
     url, *pairs = re.split(r",(?=[A-Za-z_]\w*=)", name)
-    given = parameters_of(pairs, known, _AT_LEAST)
+    parameters = parameters_of(pairs, known, _AT_LEAST)
     _check_url(url)
-    return url, given
+    return url, parameters
 
 
-def connect(url: str, given: Mapping[str, Any], cache: int) -> Endpoint:
-    """Return what asks a server; `given`: of CONNECTION. ValueError if it names a key that is not set."""
+def connect(url: str, parameters: Mapping[str, Any], cache: int) -> Endpoint:
+    """Return what asks a server; `parameters`: of CONNECTION. ValueError for a key that is not set."""
     return Endpoint(
         url,
-        {"Content-Type": "application/json", **_key(given.get("key_from"))},
-        timeout_s=given.get("timeout_s", 60.0),
-        retries=given.get("retries", 4),
-        at_once=given.get("at_once", 64),
+        {"Content-Type": "application/json", **_key(parameters.get("key_from"))},
+        timeout_s=parameters.get("timeout_s", 60.0),
+        retries=parameters.get("retries", 4),
+        at_once=parameters.get("at_once", 64),
         cache=cache,
     )
 

@@ -23,11 +23,11 @@ class Teacher:
 
     def __init__(self, name: str) -> None:
         """`name`: the setting rollout.teacher. Raises ValueError, in one line, for one that is wrong."""
-        url, given = parse(name, {**CONNECTION, "model": str})
-        self._endpoint: Endpoint = connect(f"{url.rstrip('/')}/completions", given, cache=0)
+        url, parameters = parse(name, {**CONNECTION, "model": str})
+        self._endpoint: Endpoint = connect(f"{url.rstrip('/')}/completions", parameters, cache=0)
         self._asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        if "model" in given:
-            self._asked["model"] = given["model"]
+        if "model" in parameters:
+            self._asked["model"] = parameters["model"]
 
     async def logprobs(self, sample: Sample) -> NDArray[np.float32]:
         """(T,) the teacher's logprob of each trained token of a sample, natural log, at temperature 1; 0
@@ -37,20 +37,22 @@ class Teacher:
         trained = np.flatnonzero(sample.loss_mask).tolist()
 
         def read(answer: Any) -> NDArray[np.float32]:
-            found = np.zeros(len(ids), np.float32)
+            logprobs = np.zeros(len(ids), np.float32)
             try:
                 entries = answer["choices"][0]["prompt_logprobs"]
-                said = [entries[place][str(ids[place])] for place in trained]
-                found[trained] = [float(entry["logprob"]) for entry in said]
+                entries_of_trained = [entries[place][str(ids[place])] for place in trained]
+                logprobs[trained] = [float(entry["logprob"]) for entry in entries_of_trained]
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"answered without the logprobs of all {len(ids)} tokens ({error!r}); a teacher is a "
                     f"server that takes `prompt_logprobs`, as vLLM does: {answer!s:.200}"
                 ) from None
-            if not np.isfinite(found).all():
+            if not np.isfinite(logprobs).all():
                 raise ValueError("a logprob is not a finite number")
-            _check_text([str(entry.get("decoded_token") or _REPLACED) for entry in said], sample)
-            return found
+            _check_text(
+                [str(entry.get("decoded_token") or _REPLACED) for entry in entries_of_trained], sample
+            )
+            return logprobs
 
         return await self._endpoint.ask({**self._asked, "prompt": ids}, read)
 
@@ -67,7 +69,12 @@ def _check_text(tokens: Sequence[str], sample: Sample) -> None:
     """
     theirs, ours = ("".join(text.split()) for text in ("".join(tokens), sample.text))
     rest = iter(theirs)
-    if sample.turns or _REPLACED in theirs or not ours.isascii() or all(one in rest for one in ours):
+    if (
+        sample.turns
+        or _REPLACED in theirs
+        or not ours.isascii()
+        or all(character in rest for character in ours)
+    ):
         return
     raise ValueError(
         f"the teacher reads the tokens of {ours:.{_EXCERPT}} as {theirs:.{_EXCERPT}}; a teacher needs the "

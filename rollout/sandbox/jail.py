@@ -187,9 +187,9 @@ def _prctl(option: int, value: int) -> None:
     _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def _error(what: str) -> OSError:
+def _error(call: str) -> OSError:
     number = ctypes.get_errno()
-    return OSError(number, os.strerror(number), what)
+    return OSError(number, os.strerror(number), call)
 
 
 def _refuse(error: Exception) -> NoReturn:

@@ -84,37 +84,37 @@ class Peer:
         self._is_open = is_open
         self._given: list[Any] = []
 
-    def ask(self, what: str, remote: Remote | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(self, request: str, remote: Remote | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have the other end do something, and serve what it asks for meanwhile. Lists, dicts and sets among
         `args` are changed as there. Raises what was raised there if it is a built-in Exception, else a
         RuntimeError.
         """
-        self._send({"do": what, "to": self._written(remote), "args": self._written([list(args), kwargs])})
-        while "do" in (said := self._receive()):
-            self.serve(said)
-        for given, changed in zip(args, self._read(said["args"]), strict=True):
-            if isinstance(given, list):
-                given[:] = changed
-            elif isinstance(given, (dict, set)):
-                given.clear()
-                given.update(changed)
-        if "error" in said:
-            raise _error(*said["error"])
-        return self._read(said["value"])
+        self._send({"do": request, "to": self._written(remote), "args": self._written([list(args), kwargs])})
+        while "do" in (message := self._receive()):
+            self.serve(message)
+        for argument, changed in zip(args, self._read(message["args"]), strict=True):
+            if isinstance(argument, list):
+                argument[:] = changed
+            elif isinstance(argument, (dict, set)):
+                argument.clear()
+                argument.update(changed)
+        if "error" in message:
+            raise _error(*message["error"])
+        return self._read(message["value"])
 
-    def serve(self, said: dict[str, Any]) -> None:
+    def serve(self, message: dict[str, Any]) -> None:
         """Do what the other end asks for, and answer."""
         args: list[Any] = []
         try:
-            target, (args, kwargs) = self._read(said["to"]), self._read(said["args"])
-            if said["do"] != "call" and not self._is_open:
+            target, (args, kwargs) = self._read(message["to"]), self._read(message["args"])
+            if message["do"] != "call" and not self._is_open:
                 raise PermissionError("a test's function can only be called")
-            do = {"call": _call, "get": getattr, "set": setattr}[said["do"]]
+            do = {"call": _call, "get": getattr, "set": setattr}[message["do"]]
             value = do(target, *args, **kwargs)
             answer = {"value": self._written(value)}
         except BaseException as error:  # whatever it is, it is the caller's
             answer = {"error": [type(error).__name__, str(error)]}
-        changed = [one if isinstance(one, (list, dict, set)) else None for one in args]
+        changed = [argument if isinstance(argument, (list, dict, set)) else None for argument in args]
         self._send({**answer, "args": self._written(changed)})
 
     def serve_all(self) -> None:
@@ -142,9 +142,9 @@ class Peer:
         items: Any = value
         for name, kind in _SEQUENCES.items():
             if isinstance(value, kind):
-                return {name: [self._written(one) for one in items]}
+                return {name: [self._written(item) for item in items]}
         if isinstance(value, dict):
-            return {"dict": [[self._written(key), self._written(one)] for key, one in value.items()]}
+            return {"dict": [[self._written(key), self._written(item)] for key, item in value.items()]}
         if isinstance(value, complex):
             return {"complex": [value.real, value.imag]}
         self._given.append(value)
@@ -161,8 +161,8 @@ class Peer:
         if name == "complex":
             return complex(*held)
         if name == "dict":
-            return {self._read(key): self._read(one) for key, one in held}
-        return _SEQUENCES[name](self._read(one) for one in held)
+            return {self._read(key): self._read(item) for key, item in held}
+        return _SEQUENCES[name](self._read(item) for item in held)
 
 
 def _call(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,9 +205,9 @@ def tests(peer: Peer, say: Callable[[str], None]) -> None:
     names: dict[str, Any] = {}
 
     def begin() -> None:
-        for name, one in Remote(peer, 0)().items():
+        for name, value in Remote(peer, 0)().items():
             if name[:2] != "__" and not hasattr(builtins, name):  # `abs` and `all` of a test are Python's
-                names[name] = one
+                names[name] = value
         names["__name__"] = "tests"
         exec(compile(setup, "setup", "exec"), names)
 

@@ -80,13 +80,13 @@ class Jail:
             "readable": list(dict.fromkeys([sys.prefix, sys.base_prefix])),
         }
         self._output = [self._open.enter_context(_file()) for _ in range(2)]
-        with _file(json.dumps(job)) as told:
+        with _file(json.dumps(job)) as job_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _JAIL, str(told.fileno())],
+                [sys.executable, "-I", "-S", _JAIL, str(job_file.fileno())],
                 stdin=stdin.fileno(),
                 stdout=self._output[0],
                 stderr=self._output[1],
-                pass_fds=[told.fileno()],
+                pass_fds=[job_file.fileno()],
                 env={},
             )
 
@@ -121,8 +121,8 @@ def why_no_sandbox(limits: Limits) -> str | None:
         ended = run("print(end='ready')", limits=limits)
     except NoSandbox as error:
         return f"this machine refuses {error}"
-    said = ended.stderr.strip().splitlines()[-1:] or ["Python does not start within these limits"]
-    return None if ended.stdout == "ready" else said[0]
+    lines = ended.stderr.strip().splitlines()[-1:] or ["Python does not start within these limits"]
+    return None if ended.stdout == "ready" else lines[0]
 
 
 def _limits(limits: Limits) -> dict[str, int]:

@@ -79,8 +79,8 @@ def _list(differences: Words) -> bytes:
     is_listed[::STRIDE] = True
     at = np.flatnonzero(is_listed)
     gaps = np.diff(at, prepend=-1) - 1
-    found = differences[at]
-    columns = (gaps, found & 0xFF, found >> 8)
+    listed = differences[at]
+    columns = (gaps, listed & 0xFF, listed >> 8)
     return b"".join(
         [at.size.to_bytes(4, "little"), *(column.astype(np.uint8).tobytes() for column in columns)]
     )
@@ -111,17 +111,17 @@ class _Unpacked:
         self._unpacker = zlib.decompressobj()
 
     def read(self, size: int) -> bytes:
-        found = bytearray()
+        unpacked = bytearray()
         packed = self._unpacker.unconsumed_tail
-        while len(found) < size:
+        while len(unpacked) < size:
             try:
-                data = self._unpacker.decompress(packed, size - len(found))
+                data = self._unpacker.decompress(packed, size - len(unpacked))
             except zlib.error as error:
                 raise DamagedDelta(f"it cannot be unpacked: {error}") from None
             packed = self._unpacker.unconsumed_tail
-            found += data
+            unpacked += data
             if not data and not packed:
                 packed = next(self._pieces, b"")
                 if not packed:
                     raise DamagedDelta("it ends too early")
-        return bytes(found)
+        return bytes(unpacked)

@@ -121,8 +121,8 @@ def remove_tree(directory: Path) -> None:
     cannot be removed (`.nfs*` files, which another client holds open; EBUSY) stays, with a warning.
     """
     try:
-        about = retry("look at", directory, lambda: os.lstat(directory), directory)
-        if stat.S_ISLNK(about.st_mode):
+        facts = retry("look at", directory, lambda: os.lstat(directory), directory)
+        if stat.S_ISLNK(facts.st_mode):
             remove(directory)
             return
         for name, is_directory in _entries(directory):
@@ -257,8 +257,8 @@ def size_and_mtime(path: Path) -> tuple[int, int]:
 
     def look() -> tuple[int, int]:
         with open(path, "rb") as file:
-            about = os.fstat(file.fileno())
-            return about.st_size, about.st_mtime_ns
+            facts = os.fstat(file.fileno())
+            return facts.st_size, facts.st_mtime_ns
 
     return retry("look at", path, look, path)
 

@@ -55,16 +55,16 @@ def remembered(mark: list[Any], find: Callable[[], Any]) -> Any:
     known = _read(place) if place else None
     if isinstance(known, dict) and known.get("mark") == mark:
         return known["told"]
-    told = find()
-    if place and told is not None:
-        _remember(place, {"mark": mark, "told": told})
-    return told
+    answer = find()
+    if place and answer is not None:
+        _remember(place, {"mark": mark, "told": answer})
+    return answer
 
 
 def _mark(path: Path) -> list[Any]:
-    about = retry("look at", path, path.stat, path)
+    facts = retry("look at", path, path.stat, path)
     where = [str(path), socket.gethostname()]
-    return [*where, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+    return [*where, facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
 
 
 def _place(mark: list[Any]) -> Path | None:

@@ -138,7 +138,7 @@ def _link(path: Path, data: bytes, durable: bool) -> bool:
 def _agree(path: Path, data: bytes, durable: bool) -> bytes:
     """Agree with the other creators of `path` on its content, and return it."""
     for number in range(ROUNDS):
-        claim, verdict = (path.with_name(f".{path.name}.{what}{number}.tmp") for what in ("claim", "verdict"))
+        claim, verdict = (path.with_name(f".{path.name}.{kind}{number}.tmp") for kind in ("claim", "verdict"))
         if (content := _settled(path)) is not None and not _is_torn(content):
             return content
         is_mine = create_exclusively(claim, _sealed(data), durable=durable)

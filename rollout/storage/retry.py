@@ -51,7 +51,7 @@ class SharedFsError(OSError):
     tried, and what to do.
     """
 
-    def __init__(self, what: str, path: Path, error: OSError, tried_s: float) -> None:
+    def __init__(self, verb: str, path: Path, error: OSError, tried_s: float) -> None:
         hint = {
             errno.ENOSPC: "; free some space there",
             errno.EDQUOT: "; your quota there is used up: free some space",
@@ -60,7 +60,7 @@ class SharedFsError(OSError):
         }.get(error.errno or 0, "")
         free = _free_space(path) if error.errno in FULL else ""
         tried = f" (tried for {tried_s:.1f} s)" if tried_s > 0.1 else ""
-        super().__init__(error.errno, f"cannot {what} {path}: {error.strerror}{tried}{free}{hint}")
+        super().__init__(error.errno, f"cannot {verb} {path}: {error.strerror}{tried}{free}{hint}")
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -76,7 +76,7 @@ class _Space:
 class Call:
     """A call on the shared directory that has not returned."""
 
-    what: str
+    verb: str
     path: Path
     began_s: float
     """Monotonic."""
@@ -103,7 +103,7 @@ def waiting_for_space(
 
 
 def retry(
-    what: str,
+    verb: str,
     path: Path,
     call: Callable[[], T],
     needs: Path | None = None,
@@ -117,16 +117,16 @@ def retry(
     """
     thread = get_ident()
     if thread in under_way:  # a part of another call
-        return _retry(what, path, call, needs, passing, attempts)
-    under_way[thread] = Call(what, path, time.monotonic())
+        return _retry(verb, path, call, needs, passing, attempts)
+    under_way[thread] = Call(verb, path, time.monotonic())
     try:
-        return _retry(what, path, call, needs, passing, attempts)
+        return _retry(verb, path, call, needs, passing, attempts)
     finally:
         del under_way[thread]
 
 
 def _retry(
-    what: str, path: Path, call: Callable[[], T], needs: Path | None, passing: frozenset[int], attempts: int
+    verb: str, path: Path, call: Callable[[], T], needs: Path | None, passing: frozenset[int], attempts: int
 ) -> T:
     failed_s: float | None = None
     last: OSError | None = None
@@ -136,7 +136,7 @@ def _retry(
         try:
             result = call()
             if last is not None and failed_s is not None:
-                _say_it_passed(what, path, last, time.monotonic() - failed_s)
+                _say_it_passed(verb, path, last, time.monotonic() - failed_s)
             return result
         except OSError as error:
             last = error
@@ -146,9 +146,9 @@ def _retry(
             if space is not None and error.errno in FULL and tried_s < space.limit_s:
                 if not is_said:
                     free = _free_space(path)
-                    log.error("cannot %s %s: %s%s; %s", what, path, error.strerror, free, WAITING)
+                    log.error("cannot %s %s: %s%s; %s", verb, path, error.strerror, free, WAITING)
                     is_said = True
-                space.check(SharedFsError(what, path, error, tried_s))
+                space.check(SharedFsError(verb, path, error, tried_s))
                 time.sleep(min(pause_s, FULL_PAUSE_S))
                 pause_s *= 2
                 continue
@@ -158,7 +158,7 @@ def _retry(
             if not (denied or error.errno in passing) or over:
                 if isinstance(error, FileNotFoundError | FileExistsError) and error.errno not in passing:
                     raise
-                raise SharedFsError(what, path, error, tried_s) from error
+                raise SharedFsError(verb, path, error, tried_s) from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
 
@@ -174,28 +174,28 @@ def library_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # storage knows no library's exceptions by name
-        found = None if isinstance(error, OSError) and error.errno else _OS_ERROR.search(str(error))
-        if found is None:
+        match = None if isinstance(error, OSError) and error.errno else _OS_ERROR.search(str(error))
+        if match is None:
             raise
-        number = int(found[1] or found[2])
+        number = int(match[1] or match[2])
         raise OSError(number, os.strerror(number)) from error
 
 
-def retry_library(what: str, path: Path, call: Callable[[], T]) -> T:
+def retry_library(verb: str, path: Path, call: Callable[[], T]) -> T:
     """Retry a call of a library that reads `path` itself."""
 
     def attempt() -> T:
         with library_errors():
             return call()
 
-    return retry(what, path, attempt, path)
+    return retry(verb, path, attempt, path)
 
 
-def _say_it_passed(what: str, path: Path, error: OSError, seconds: float) -> None:
+def _say_it_passed(verb: str, path: Path, error: OSError, seconds: float) -> None:
     event = {"what": "retry", "seconds": round(seconds, 3)}
     log.debug(
         "cannot %s %s: %s; it passed after %.1f s",
-        what,
+        verb,
         path,
         error.strerror,
         seconds,

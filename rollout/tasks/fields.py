@@ -34,14 +34,14 @@ def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]
         task["messages"] = [{"role": "user", "content": text}]
     _take_conversation(task, columns)
     if ("prompt" in task) == ("messages" in task):
-        found = "both are there" if "prompt" in task else "neither is there"
+        state = "both are there" if "prompt" in task else "neither is there"
         hint = "" if columns or "prompt" in task else _hint(task)
-        raise ValueError(f"give either `prompt` or `messages`; {found}{hint}")
+        raise ValueError(f"give either `prompt` or `messages`; {state}{hint}")
     task.setdefault("id", number)
     task |= {name: whole_number(task[name]) for name in ("id", "answer") if name in task}
     for name, check in _FIELD_CHECKS.items():
-        if name in task and (wanted := check(task[name])):
-            raise ValueError(f"{_named(name, columns)} must be {wanted}, got {_kind(task[name])}")
+        if name in task and (expected := check(task[name])):
+            raise ValueError(f"{_named(name, columns)} must be {expected}, got {_kind(task[name])}")
     with contextlib.suppress(ValueError):  # other tools are those of an environment that knows them
         task |= {"tools": checked_tools(task["tools"])} if "tools" in task else {}
     task = without_answer({**task, "id": str(task["id"])})
@@ -84,14 +84,16 @@ def _take_conversation(task: dict[str, Any], columns: Mapping[str, str]) -> None
     if isinstance(task.get("prompt"), list) and "messages" not in task:
         task["messages"] = task.pop("prompt")
     elif "messages" not in task and all(isinstance(answer, list) for answer in answers):
-        one, other = cast("list[list[Any]]", answers)
-        both = one[: same_beginning(one, other)]
+        first, other = cast("list[list[Any]]", answers)
+        both = first[: same_beginning(first, other)]
         if both or "prompt" not in task:
             task["messages"] = both
     if "prompt" in task and "messages" in task:
-        asked = next((one["content"] for one in task["messages"] if one.get("role") == "user"), None)
+        question = next(
+            (message["content"] for message in task["messages"] if message.get("role") == "user"), None
+        )
         is_named = "messages" in columns and "prompt" not in columns
-        if is_named or (isinstance(task["prompt"], str) and task["prompt"].strip() == str(asked).strip()):
+        if is_named or (isinstance(task["prompt"], str) and task["prompt"].strip() == str(question).strip()):
             del task["prompt"]
 
 

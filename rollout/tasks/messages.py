@@ -87,10 +87,10 @@ def messages_of_text(text: str) -> list[Any] | None:
         return None
     for read in (json.loads, ast.literal_eval):
         try:
-            found = read(text)
+            value = read(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return found if isinstance(found, list) else None
+        return value if isinstance(value, list) else None
     raise ValueError("looks like messages, but is not JSON")
 
 
@@ -104,7 +104,7 @@ def without_answer(task: Task) -> Task:
     return {**task, "messages": messages[:-1], ANSWER: messages[-1]}
 
 
-def same_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
+def same_beginning(first: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many elements two sequences begin with both."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(other)))

@@ -33,32 +33,35 @@ def openenv_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> l
     """Return the tasks of `URL,PARAMETER=VALUE,...`. Seeds follow from the run's. Raises ValueError with the
     reason, in one line.
     """
-    name, given = parse(text)
-    limit_s, seeds = limit_of(given), seeds_of(given, f"openenv/{seed}", split)
-    arguments = {key.removeprefix(RESET): given.pop(key) for key in [*given] if key.startswith(RESET)}
-    action, observation = given.pop("action", None), given.pop("observation", None)
-    if given:
+    name, parameters = parse(text)
+    limit_s, seeds = limit_of(parameters), seeds_of(parameters, f"openenv/{seed}", split)
+    arguments = {
+        key.removeprefix(RESET): parameters.pop(key) for key in [*parameters] if key.startswith(RESET)
+    }
+    action, observation = parameters.pop("action", None), parameters.pop("observation", None)
+    if parameters:
         raise ValueError(
-            f"{next(iter(given))}: there is action, observation, {RESET}ARGUMENT, {SIZE} and {STEP_TIMEOUT}"
+            f"{next(iter(parameters))}: there is action, observation, {RESET}ARGUMENT, {SIZE} and "
+            f"{STEP_TIMEOUT}"
         )
     schema = schema_at(name)
-    made = {
+    spec = {
         "name": name,
         "action": _action(schema, action),
         "observation": _observation(schema, observation),
         "reset": arguments,
         STEP_TIMEOUT: limit_s,
     }
-    said = _observations(json.dumps(made), tuple(seeds.values()))
+    observations = _observations(json.dumps(spec), tuple(seeds.values()))
     return [
         {
             "id": f"{name}/{number}",
             "source": name,
-            "seed": one,
+            "seed": task_seed,
             "messages": [{"role": "user", "content": text}],
-            "openenv": made,
+            "openenv": spec,
         }
-        for (number, one), text in zip(seeds.items(), said, strict=True)
+        for (number, task_seed), text in zip(seeds.items(), observations, strict=True)
     ]
 
 
@@ -109,36 +112,36 @@ def text_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     return "\n".join(fields[name] for name in names)
 
 
-def _action(schema: Mapping[str, Any], given: str | None) -> str:
+def _action(schema: Mapping[str, Any], chosen: str | None) -> str:
     fields = schema["action"]["properties"]
     if {"tool_name", "arguments"} <= fields.keys():
         raise ValueError(
             "its actions are calls of MCP tools; give them to the model in an environment of your own "
             "(docs/environments.md)"
         )
-    name = _chosen("action", fields, given)
-    if more := [one for one in schema["action"].get("required", ()) if one != name]:
+    name = _chosen("action", fields, chosen)
+    if more := [field for field in schema["action"].get("required", ()) if field != name]:
         raise ValueError(f"an action needs {more[0]} beside the text in {name}: it cannot be played")
     return name
 
 
-def _observation(schema: Mapping[str, Any], given: str | None) -> list[str]:
+def _observation(schema: Mapping[str, Any], chosen: str | None) -> list[str]:
     fields = schema["observation"]["properties"]
-    return [_chosen("observation", fields, one) for one in (given.split(JOIN) if given else [None])]
+    return [_chosen("observation", fields, field) for field in (chosen.split(JOIN) if chosen else [None])]
 
 
-def _chosen(what: str, fields: Mapping[str, Any], given: str | None) -> str:
+def _chosen(role: str, fields: Mapping[str, Any], chosen: str | None) -> str:
     """Return the field that is given, or the only one that is a text."""
     texts = [name for name, field in fields.items() if _is_text(field)]
-    if given is None and len(texts) == 1:
+    if chosen is None and len(texts) == 1:
         return texts[0]
-    if given in texts:
-        return given
-    wrong = f"{what}={given}: " if given else ""
+    if chosen in texts:
+        return chosen
+    wrong = f"{role}={chosen}: " if chosen else ""
     others = [name for name in fields if name not in texts]
     raise ValueError(
-        f"{wrong}its {what} has the texts {', '.join(texts) or '(none)'}, and {', '.join(others)}; give one "
-        f"of the texts, as {what}=FIELD"
+        f"{wrong}its {role} has the texts {', '.join(texts) or '(none)'}, and {', '.join(others)}; give one "
+        f"of the texts, as {role}=FIELD"
     )
 
 
@@ -148,32 +151,32 @@ def _is_text(field: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _observations(made: str, seeds: tuple[int, ...]) -> list[str]:
+def _observations(spec: str, seeds: tuple[int, ...]) -> list[str]:
     """Return the first observation of each seed."""
-    return asyncio.run(_observed(json.loads(made), seeds))
+    return asyncio.run(_observed(json.loads(spec), seeds))
 
 
-async def _observed(made: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
-    urls = urls_of(made["name"])
+async def _observed(spec: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+    urls = urls_of(spec["name"])
     places = asyncio.Semaphore(AT_ONCE * len(urls))
 
-    async def one(number: int, seed: int) -> str:
-        session = Session(rotated(urls, number), made[STEP_TIMEOUT], busy_s=BUSY_S)
+    async def observe(number: int, seed: int) -> str:
+        session = Session(rotated(urls, number), spec[STEP_TIMEOUT], busy_s=BUSY_S)
         async with places, session:
-            said = await session.reset({**made["reset"], "seed": seed})
-        if said.done:
+            answer = await session.reset({**spec["reset"], "seed": seed})
+        if answer.done:
             raise ValueError(f"{session.url}: the episode with seed {seed} is done before the first action")
-        return text_of(said.fields, made["observation"])
+        return text_of(answer.fields, spec["observation"])
 
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(one(*each)) for each in enumerate((seeds[0], *seeds))]
+                work = [group.create_task(observe(*each)) for each in enumerate((seeds[0], *seeds))]
     except ExceptionGroup as faults:
         raise faults.exceptions[0] from None
     except TimeoutError:
         raise ValueError(f"{len(seeds)} first observations take longer than {LOAD_TIMEOUT_S:g} s") from None
-    again, *said = [task.result() for task in asked]
-    if again != said[0]:
+    again, *observations = [task.result() for task in work]
+    if again != observations[0]:
         raise ValueError("with the same seed, reset says something else the second time")
-    return said
+    return observations

@@ -198,8 +198,8 @@ def read(text: str) -> Said:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"it answers {excerpt(text)!r}; it must be an observation") from None
     if kind == "error":
-        said = f"{data.get('message')} ({data.get('code')}) {data.get('errors') or ''}"
-        raise (Busy if data.get("code") == "CAPACITY_REACHED" else ValueError)(excerpt(said))
+        error_text = f"{data.get('message')} ({data.get('code')}) {data.get('errors') or ''}"
+        raise (Busy if data.get("code") == "CAPACITY_REACHED" else ValueError)(excerpt(error_text))
     reward, done = data.get("reward"), data.get("done", False)
     if reward is not None and not _is_number(reward):
         raise ValueError(f"the reward is {excerpt(reward)}; it must be a finite number")

@@ -11,14 +11,14 @@ SIZE = "size"
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the parameters; a VALUE is JSON or plain text. ValueError for a wrong SIZE."""
     name, *pairs = re.split(r",(?=[A-Za-z_][\w.-]*=)", text)
-    given: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         try:
-            given[key] = json.loads(value)
+            parameters[key] = json.loads(value)
         except ValueError:
-            given[key] = value
-    size = given.get(SIZE, 1)
+            parameters[key] = value
+    size = parameters.get(SIZE, 1)
     if type(size) is not int or size < 1:
         raise ValueError(f"{SIZE}={size}: give a number above 0")
-    return name, given
+    return name, parameters

@@ -115,8 +115,8 @@ def make_generator() -> Callable[[str, dict[str, Any]], Any]:
         prompt = config.get(SYSTEM)
         if prompt is not None and prompt not in SYSTEM_PROMPTS:
             raise ValueError(f"{SYSTEM}={prompt}: there is {', '.join(SYSTEM_PROMPTS)}")
-        made = dataset(name, json.dumps(config))
-        items = [_item(made, index) for index in range(len(made))]
+        items_of = dataset(name, json.dumps(config))
+        items = [_item(items_of, index) for index in range(len(items_of))]
         return SYSTEM_PROMPTS[prompt] if prompt else None, [[i["question"], i["answer"]] for i in items]
 
     return generate
@@ -180,12 +180,12 @@ def _item(dataset: Any, index: int) -> dict[str, Any]:
 
 
 def _arguments(task: dict[str, Any], completion: str) -> tuple[Any, ...]:
-    made = task.get("reasoning_gym")
-    if made is None:
+    spec = task.get("reasoning_gym")
+    if spec is None:
         raise ValueError(f"it is no task of Reasoning Gym; give --tasks {SOURCE}NAME")
     tagged = "messages" in task  # the system prompt asked for <answer> tags
     question = task["messages"][-1]["content"] if tagged else task["prompt"]
-    return made["dataset"], made["config"], made["index"], question, tagged, completion
+    return spec["dataset"], spec["config"], spec["index"], question, tagged, completion
 
 
 gym_reward = LibraryReward("rollout.tasks.reasoning_gym:make_scorer", _arguments, **_LIBRARY)

@@ -92,21 +92,21 @@ def _kind(file: str) -> str:
 def _files(source: str) -> list[str]:
     if files.exists(Path(source)) and files.is_directory(Path(source)):
         names = [name for name in files.file_names(Path(source)) if not name.startswith((".", "_"))]
-        found = [
+        paths = [
             str(Path(source) / name) for name in names if Path(name).suffix.lower() in (".jsonl", *_READERS)
         ]
-        if not found:
+        if not paths:
             raise RowError(f"{source}: holds no .jsonl, {', '.join(_READERS)} file; give a file or a pattern")
     elif "*" in source and not files.exists(Path(source)):
-        found = sorted(glob.glob(source, recursive=True))
-        if not found:
+        paths = sorted(glob.glob(source, recursive=True))
+        if not paths:
             raise RowError(f"{source}: no file fits this pattern")
     else:
         return [source]
-    kinds = sorted({Path(file).suffix.lower() for file in found})
+    kinds = sorted({Path(file).suffix.lower() for file in paths})
     if len(kinds) > 1:
         raise RowError(f"{source}: has {' and '.join(kinds)} files; give a pattern, e.g. '*{kinds[0]}'")
-    return found
+    return paths
 
 
 # ---- text
@@ -175,10 +175,15 @@ def _document(file: str, first: bytes) -> list[Any] | None:
         return [content]
     if _is_columns(content):
         columns = {
-            name: list(one.values()) if isinstance(one, dict) else one for name, one in content.items()
+            name: list(value.values()) if isinstance(value, dict) else value
+            for name, value in content.items()
         }
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    lists = {name: one for name, one in content.items() if isinstance(one, list) and one and _is_rows(one)}
+    lists = {
+        name: value
+        for name, value in content.items()
+        if isinstance(value, list) and value and _is_rows(value)
+    }
     if len(lists) == 1:
         return next(iter(lists.values()))
     there = f"rows in each of {', '.join(lists)}" if lists else "no rows"
@@ -193,11 +198,11 @@ def _is_rows(values: list[Any]) -> bool:
 
 def _is_columns(content: dict[str, Any]) -> bool:
     """Return whether an object has a list, or an object by row, for each column, as pandas writes tables."""
-    kinds, sizes = {type(one) for one in content.values()}, set[int]()
+    kinds, sizes = {type(value) for value in content.values()}, set[int]()
     if kinds not in ({list}, {dict}):
         return False
-    sizes = {len(one) for one in content.values()}
-    of_rows = kinds == {list} and any(_is_rows(one) for one in content.values())
+    sizes = {len(value) for value in content.values()}
+    of_rows = kinds == {list} and any(_is_rows(value) for value in content.values())
     return len(sizes) == 1 and 0 not in sizes and len(content) > 1 and not of_rows
 
 
@@ -283,8 +288,10 @@ def _of_hub(source: str, default_split: str) -> Iterator[Row]:
     try:
         loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of the library, of the network, of the files: all are the user's to repair
-        said = " ".join(str(error).split())
-        raise RowError(f"{source}: datasets cannot load it: {type(error).__name__}: {said:.400}") from error
+        error_text = " ".join(str(error).split())
+        raise RowError(
+            f"{source}: datasets cannot load it: {type(error).__name__}: {error_text:.400}"
+        ) from error
     tables: Any = loaded.with_format("arrow")
 
     def batches() -> Iterator[Any]:
@@ -341,8 +348,10 @@ def _is_json(kind: Any) -> bool:
 def _without_nulls(value: Any) -> Any:
     """Leave out what a row of a table does not have, as a JSON line does; NaN is pandas' word for it."""
     if isinstance(value, dict):
-        return {name: _without_nulls(of) for name, of in value.items() if of is not None and of == of}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {
+            name: _without_nulls(item) for name, item in value.items() if item is not None and item == item
+        }
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}

@@ -133,8 +133,8 @@ def _classes(tasks: TaskSet, settings: RolloutSettings) -> dict[str, Sequence[in
             found_now.setdefault(_class_of(task, field), array("Q")).append(index)
         tasks.classes[field] = found_now
     classes = tasks.classes[field]
-    found = ", ".join(f"{name} ({len(indices)} tasks)" for name, indices in sorted(classes.items()))
-    there = f"by {settings.ratio_field!r} (rollout.ratio_field) there are: {found}"
+    sizes = ", ".join(f"{name} ({len(indices)} tasks)" for name, indices in sorted(classes.items()))
+    there = f"by {settings.ratio_field!r} (rollout.ratio_field) there are: {sizes}"
     if not any(settings.ratio.values()):
         raise TaskError(
             f"rollout.task_sampling=ratio needs shares above 0, e.g. rollout.ratio.{min(classes)}=1; {there}"
@@ -155,10 +155,10 @@ def _class_of(task: Task, field: str) -> str:
     value = task.get(field)
     if isinstance(value, (str, int, float)):
         return str(value)
-    what = f"its field {field!r} is {value!r}" if field in task else f"it has no field {field!r}"
+    problem = f"its field {field!r} is {value!r}" if field in task else f"it has no field {field!r}"
     raise TaskError(
-        f"rollout.task_sampling=ratio: task {task['id']!r} has no class: {what}; give every task a string or "
-        "a number there, or set rollout.ratio_field"
+        f"rollout.task_sampling=ratio: task {task['id']!r} has no class: {problem}; give every task a string "
+        "or a number there, or set rollout.ratio_field"
     )
 
 

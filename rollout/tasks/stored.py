@@ -58,7 +58,7 @@ class StoredTasks(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         begin = self._ends[index - 1] if index else 0
         return json.loads(self._read(begin, self._ends[index]))
@@ -66,10 +66,10 @@ class StoredTasks(Sequence[dict[str, Any]]):
     def _read(self, begin: int, end: int) -> bytes:
         if self._file is None:
             return bytes(self._text[begin:end])
-        found = b""
-        while begin + len(found) < end:  # pread: the place in the file is shared with forked processes
-            piece = os.pread(self._file.fileno(), end - begin - len(found), begin + len(found))
+        data = b""
+        while begin + len(data) < end:  # pread: the place in the file is shared with forked processes
+            piece = os.pread(self._file.fileno(), end - begin - len(data), begin + len(data))
             if not piece:
                 raise OSError("the temporary copy of the tasks has been cut short")
-            found += piece
-        return found
+            data += piece
+        return data

@@ -100,12 +100,12 @@ def load_tasks(
     """
     if not source.startswith(GENERATED):
         return _load(source, "train" if split == "train" else "test", columns or {}, directory)
-    kind, _, given = source.partition(":")
+    kind, _, parameters = source.partition(":")
     if source in BUILT_IN:
         tasks = BUILT_IN[source](seed, split)
     elif kind in FROM_LIBRARIES:
         try:
-            tasks = FROM_LIBRARIES[kind](given, seed, split)
+            tasks = FROM_LIBRARIES[kind](parameters, seed, split)
         except ValueError as error:
             raise TaskError(f"{source}: {error}") from error
     else:
@@ -129,8 +129,10 @@ def _load(source: str, default_split: str, columns: Mapping[str, str], directory
                 task = task_of(row, row.number if row.file == source else len(tasks) + 1, columns)
                 tasks.append(task)
             except ValueError as error:
-                said = str(error).replace("Out of range float values are", "a number that is not finite is")
-                raise TaskError(f"{row.place}: {said}") from error
+                error_text = str(error).replace(
+                    "Out of range float values are", "a number that is not finite is"
+                )
+                raise TaskError(f"{row.place}: {error_text}") from error
             digest.update(_canonical(task))
             ids.append(_hash64(task["id"]))
             places.add(row.file, row.number)
@@ -215,9 +217,11 @@ def _pairs(key: str, split: Split) -> list[tuple[int, int]]:
 
 BUILT_IN = {"builtin:arithmetic": _arithmetic, "builtin:products": _products}
 FROM_LIBRARIES: dict[str, Callable[[str, int, Split], list[Task]]] = {
-    "reasoning_gym": lambda given, seed, split: reasoning_gym.gym_tasks(given, seed=seed, split=split),
-    "gym": lambda given, seed, split: text_gym_tasks(given, seed=seed, split=split),
-    "openenv": lambda given, seed, split: openenv_tasks(given, seed=seed, split=split),
-    "verifiers": lambda given, seed, split: verifiers_tasks(given, split=split),
+    "reasoning_gym": lambda parameters, seed, split: reasoning_gym.gym_tasks(
+        parameters, seed=seed, split=split
+    ),
+    "gym": lambda parameters, seed, split: text_gym_tasks(parameters, seed=seed, split=split),
+    "openenv": lambda parameters, seed, split: openenv_tasks(parameters, seed=seed, split=split),
+    "verifiers": lambda parameters, seed, split: verifiers_tasks(parameters, split=split),
 }
 """By the beginning of a source: what makes the tasks of the rest. It raises ValueError."""

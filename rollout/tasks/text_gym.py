@@ -39,34 +39,34 @@ def text_gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> 
     """Return the tasks of `NAME,PARAMETER=VALUE,...`; the parameters are the environment's, SIZE and
     STEP_TIMEOUT. Seeds follow from the run's. Raises ValueError with the reason, in one line.
     """
-    name, given = parse(text)
-    limit_s, seeds = limit_of(given), seeds_of(given, f"gym/{seed}", split)
-    said = _observations(name, json.dumps(given, sort_keys=True), limit_s, tuple(seeds.values()))
+    name, parameters = parse(text)
+    limit_s, seeds = limit_of(parameters), seeds_of(parameters, f"gym/{seed}", split)
+    observations = _observations(name, json.dumps(parameters, sort_keys=True), limit_s, tuple(seeds.values()))
     return [
         {
             "id": f"{name}/{number}",
             "source": name,
-            "seed": one,
+            "seed": task_seed,
             "messages": [{"role": "user", "content": text}],
-            "gym": {"name": name, "parameters": given, STEP_TIMEOUT: limit_s},
+            "gym": {"name": name, "parameters": parameters, STEP_TIMEOUT: limit_s},
         }
-        for (number, one), text in zip(seeds.items(), said, strict=True)
+        for (number, task_seed), text in zip(seeds.items(), observations, strict=True)
     ]
 
 
-def limit_of(given: dict[str, Any]) -> float:
+def limit_of(parameters: dict[str, Any]) -> float:
     """Take STEP_TIMEOUT out of the parameters. ValueError if it is no time."""
-    limit_s = given.pop(STEP_TIMEOUT, STEP_TIMEOUT_S)
+    limit_s = parameters.pop(STEP_TIMEOUT, STEP_TIMEOUT_S)
     if type(limit_s) not in (int, float) or not limit_s > 0:
         raise ValueError(f"{STEP_TIMEOUT}={limit_s}: give a number of seconds above 0")
     return float(limit_s)
 
 
-def seeds_of(given: dict[str, Any], label: str, split: Literal["train", "eval"]) -> dict[int, int]:
+def seeds_of(parameters: dict[str, Any], label: str, split: Literal["train", "eval"]) -> dict[int, int]:
     """Take SIZE out of the parameters, and return the seeds of a split's tasks, by the tasks' numbers. They
     follow from `label`. ValueError if there are none.
     """
-    size = given.pop(SIZE, DEFAULT_SIZE)
+    size = parameters.pop(SIZE, DEFAULT_SIZE)
     numbers = [number for number in range(size) if (number % EVALUATION == 0) == (split == "eval")]
     if not numbers:
         raise ValueError(f"{SIZE}={size} leaves no {split} task; raise it")
@@ -107,9 +107,9 @@ def make_resetter() -> Callable[..., list[str]]:
 
     def observe(name: str, parameters: dict[str, Any], limit_s: float, seeds: list[int]) -> list[str]:
         environment = TextEnvironment(name, parameters, limit_s)
-        said = [environment.reset(seed, None) for seed in seeds]
+        observations = [environment.reset(seed, None) for seed in seeds]
         environment.close()
-        return said
+        return observations
 
     return observe
 
@@ -127,19 +127,19 @@ class TextEnvironment:
     def reset(self, seed: int | None, options: dict[str, Any] | None) -> str:
         """Return the first observation."""
         with _limited("reset", self._limit_s):
-            said = self._environment.reset(seed=seed, options=options)
-        if not isinstance(said, tuple) or len(said) != 2:
-            raise ValueError(f"reset returned {said!r:.200}; it must return observation, info")
-        return _text(said[0], "reset")
+            answer = self._environment.reset(seed=seed, options=options)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise ValueError(f"reset returned {answer!r:.200}; it must return observation, info")
+        return _text(answer[0], "reset")
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, float]]:
         """Return the observation, the reward, whether the episode ends, and `info["metrics"]`."""
         with _limited("step", self._limit_s):
-            said = self._environment.step(action)
-        if not isinstance(said, tuple) or len(said) != 5:
-            wanted = "observation, reward, terminated, truncated, info"
-            raise ValueError(f"step returned {said!r:.200}; it must return {wanted}")
-        observation, reward, terminated, truncated, info = said
+            answer = self._environment.step(action)
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            shape = "observation, reward, terminated, truncated, info"
+            raise ValueError(f"step returned {answer!r:.200}; it must return {shape}")
+        observation, reward, terminated, truncated, info = answer
         ends = bool(terminated or truncated)
         if not isinstance(reward, (int, float)) and not hasattr(reward, "__float__"):
             raise ValueError(f"step returned the reward {reward!r:.200}; it must be a number")
@@ -164,10 +164,10 @@ def _text(observation: Any, where: str) -> str:
 
 
 @contextmanager
-def _limited(what: str, limit_s: float) -> Iterator[None]:
+def _limited(call: str, limit_s: float) -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the next one ends the process
-        raise TimeoutError(f"{what} takes longer than {STEP_TIMEOUT}={limit_s:g}")
+        raise TimeoutError(f"{call} takes longer than {STEP_TIMEOUT}={limit_s:g}")
 
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, limit_s, KILLED_S)

@@ -50,12 +50,12 @@ def verifiers_tasks(text: str, *, split: Literal["train", "eval"]) -> list[dict[
     field `taskset.split`, evaluation takes `test` unless it is given; else one task in HELD_OUT is
     evaluation's. Raises ValueError with the reason, in one line.
     """
-    name, given = parse(text)
+    name, parameters = parse(text)
     if reason := why_missing(name):
         raise ValueError(reason)
-    rows, has_splits = _loaded(name, json.dumps(given, sort_keys=True), split)
+    rows, has_splits = _loaded(name, json.dumps(parameters, sort_keys=True), split)
     tasks = [
-        _task(name, given, number, row)
+        _task(name, parameters, number, row)
         for number, row in enumerate(rows)
         if has_splits or _is_held_out(row["key"]) == (split == "eval")
     ]
@@ -89,10 +89,10 @@ def _is_held_out(key: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _loaded(name: str, given: str, split: str) -> tuple[list[dict[str, Any]], bool]:
+def _loaded(name: str, parameters: str, split: str) -> tuple[list[dict[str, Any]], bool]:
     pool = ProcessPool("rollout.tasks.verifiers:make_loader", size=1, say=functools.partial(_say, name))
     try:
-        rows, has_splits = pool.call(name, json.loads(given), split, deadline_s=LOAD_TIMEOUT_S)
+        rows, has_splits = pool.call(name, json.loads(parameters), split, deadline_s=LOAD_TIMEOUT_S)
     except CallFailed as error:
         raise ValueError(" ".join(str(error).removeprefix("ValueError: ").split())) from None
     except CallLost as error:
@@ -106,12 +106,12 @@ def _say(name: str, line: str) -> None:
     log.info("%s: %s", name, line)
 
 
-def _task(name: str, given: dict[str, Any], number: int, row: dict[str, Any]) -> dict[str, Any]:
+def _task(name: str, parameters: dict[str, Any], number: int, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": f"{name}/{number}",
         "source": name,
         "messages": row["messages"],
-        "verifiers": {"name": name, "config": given, "data": row["data"]},
+        "verifiers": {"name": name, "config": parameters, "data": row["data"]},
     }
 
 
@@ -121,17 +121,17 @@ def _task(name: str, given: dict[str, Any], number: int, row: dict[str, Any]) ->
 def make_loader() -> Callable[[str, dict[str, Any], str], Any]:
     """Make (name, parameters, split) -> the rows, and whether the environment has splits itself."""
 
-    def load(name: str, given: dict[str, Any], split: str) -> Any:
+    def load(name: str, parameters: dict[str, Any], split: str) -> Any:
         from verifiers import v1 as vf
 
         has_splits = "split" in vf.taskset_config_type(name).model_fields
         if has_splits and split == "eval":
-            given = {"taskset.split": "test", **given}
-        config = config_of(name, given)
-        _refuse_agents(config, given)
+            parameters = {"taskset.split": "test", **parameters}
+        config = config_of(name, parameters)
+        _refuse_agents(config, parameters)
         taskset = vf.load_taskset(config.taskset)
-        if SIZE in given:
-            taskset = taskset.take(given[SIZE])
+        if SIZE in parameters:
+            taskset = taskset.take(parameters[SIZE])
         elif not taskset.bounded:
             raise ValueError(f"the tasks of {name} never end; give {SIZE}=NUMBER")
         return [_row(task) for task in taskset], has_splits
@@ -152,7 +152,7 @@ def _row(task: Any) -> dict[str, Any]:
     return {"key": task.key, "data": data.model_dump(mode="json"), "messages": messages}
 
 
-def config_of(name: str, given: Mapping[str, Any]) -> Any:
+def config_of(name: str, parameters: Mapping[str, Any]) -> Any:
     """Return the environment's config with the parameters. An agent that neither the environment nor a
     parameter gives a harness gets CHAT; one that would run in the sandbox of a provider runs on this machine.
     ValueError, in one line, for a wrong parameter.
@@ -162,7 +162,7 @@ def config_of(name: str, given: Mapping[str, Any]) -> Any:
 
     sys.modules.setdefault(CHAT, _chat_module())
     tree: dict[str, Any] = {"taskset": {"id": name}}
-    for key, value in given.items():
+    for key, value in parameters.items():
         *parents, leaf = key.split(".")
         place = tree
         for parent in parents:
@@ -188,7 +188,7 @@ def config_of(name: str, given: Mapping[str, Any]) -> Any:
         raise ValueError(f"{where}: {first['msg']} (got {first['input']!r:.100})") from None
 
 
-def _refuse_agents(config: Any, given: Mapping[str, Any]) -> None:
+def _refuse_agents(config: Any, parameters: Mapping[str, Any]) -> None:
     """Refuse an agent that runs what the model writes as the user of the node, unless it is asked for, and
     one that needs an engine for containers where there is none.
     """
@@ -199,7 +199,7 @@ def _refuse_agents(config: Any, given: Mapping[str, Any]) -> None:
             continue
         if agent.runtime.type in ("docker", "podman") and (reason := _why_no_engine(agent.runtime.type)):
             raise ValueError(f"its {role} runs in {agent.runtime.type}, which does not work here: {reason}")
-        if f"{role}.runtime.type" in given:
+        if f"{role}.runtime.type" in parameters:
             continue
         harness = agent.harness or config.agent_harnesses()[role]
         if agent.runtime.type == "subprocess" and vf.load_harness(harness).EXECUTES_CODE:
@@ -249,8 +249,8 @@ def _chat_module() -> types.ModuleType:
         ) -> Any:
             system, prompt = self.resolve_prompt(data)
             messages: list[Any] = [{"role": "system", "content": system}] if system else []
-            said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
-            messages += [message_to_wire(message) for message in said]
+            turns = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+            messages += [message_to_wire(message) for message in turns]
             places = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
             async with (
                 AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client,
@@ -263,8 +263,8 @@ def _chat_module() -> types.ModuleType:
                     said_now = answer.choices[0].message
                     messages.append(said_now.model_dump(exclude_none=True))
                     for call in said_now.tool_calls or ():
-                        name, given = call.function.name, json.loads(call.function.arguments)
-                        result = await call_mcp(servers, known, name, given)
+                        name, arguments = call.function.name, json.loads(call.function.arguments)
+                        result = await call_mcp(servers, known, name, arguments)
                         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
                     if not said_now.tool_calls:
                         break

@@ -92,11 +92,11 @@ def training(on_gpu: bool, shape: str = "", saves: bool = False, **more: Any) ->
     with process_group(device) as directory:
         if not shape:
             memory = torch.cuda.get_device_properties(0).total_memory
-            needed = {name: least_bytes(Shape.of(tensors_of(name)), settings, 1) for name in SHAPES}
+            needed = {name: least_bytes(Shape.from_tensors(tensors_of(name)), settings, 1) for name in SHAPES}
             shape = max((name for name in SHAPES if needed[name] <= ROOM * memory), key=needed.__getitem__)
         learner = build_learner(make_model(shape, directory / "model", device.type), device, settings)
         adapters = sum(p.numel() for p in learner.parameters.values()) if settings.lora.rank else 0
-        announced = least_bytes(Shape.of(tensors_of(shape), adapters), settings, 1)
+        announced = least_bytes(Shape.from_tensors(tensors_of(shape), adapters), settings, 1)
         report(shape=shape, attention=str(learner.arrangement), announced_gb=round(announced * GB, 1))
         drawn = argparse.Namespace(shape=shape, tokens=[length] * count, prompt_tokens=8, samples=1)
         batch = make_batch(shape, *draw_sequences(drawn), prompt_tokens=8)

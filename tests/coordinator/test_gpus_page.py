@@ -133,7 +133,7 @@ TENSORS = {
 
 def test_table_of_memory_is_what_run_plan_computes() -> None:
     """`run plan` refuses a crew whose trainer does not fit by the same arithmetic."""
-    whole, adapted = Shape.of(TENSORS), Shape.of(TENSORS, ADAPTERS)
+    whole, adapted = Shape.from_tensors(TENSORS), Shape.from_tensors(TENSORS, ADAPTERS)
     assert (whole.all, whole.layer, whole.ends) == (ALL, LAYER, ENDS)
 
     def bytes_of(shape: Shape, gpus: int, **settings: Any) -> tuple[float, float]:
@@ -166,10 +166,10 @@ def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
     assert f"({ALL / 1e9:.2f}e9 parameters; a layer {LAYER / 1e8:.2f}e8" in flat.replace("  ", " ")
     assert f"embeddings and head {ENDS / 1e9:.2f}e9" in flat
     trainer = build({"model": "any"}).trainer
-    inputs, ends = inputs_bytes(Shape.of(TENSORS), trainer), ENDS_BYTES * ENDS
+    inputs, ends = inputs_bytes(Shape.from_tensors(TENSORS), trainer), ENDS_BYTES * ENDS
     assert f"(8192: {inputs / 1e9:.1f} GB for all layers)" in flat
     assert f"({ends / 1e9:.1f} GB) while their" in flat
-    needed = least_bytes(Shape.of(TENSORS), trainer, 8)
+    needed = least_bytes(Shape.from_tensors(TENSORS), trainer, 8)
     assert needed == pytest.approx(16 * ALL / 8 + 2 * (2 * LAYER + ENDS) + inputs + LOGITS_BYTES + ends)
     assert f"({12 * ALL / 1e9:.1f} GB where one node has them all" in flat
     assert f"holds all of it in float32 ({4 * ALL / 1e9:.1f} GB)" in flat

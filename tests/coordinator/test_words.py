@@ -8,20 +8,8 @@ REPOSITORY = Path(__file__).parents[2]
 EMPTY = frozenset(
     {"said", "found", "given", "of", "about", "told", "one", "made", "wanted", "own", "what", "asked"}
 )
-SWEPT = (
-    "coordinator/protocol",
-    "coordinator/journal",
-    "coordinator/directory",
-    "coordinator/keeping",
-    "coordinator/console",
-    "coordinator/cli.py",
-    "coordinator/main.py",
-    "coordinator/settings",
-    "coordinator/start",
-    "coordinator/node",
-    "coordinator/rows",
-)
-"""Rooms and files in which the sweep is done. It grows until it is everything."""
+SWEPT = ("coordinator", "rollout", "trainer")
+"""Packages, rooms and files in which the sweep is done."""
 EXCEPTIONS = {
     ("coordinator/protocol/records.py", "given"): "a key of epoch records on disk",
     ("coordinator/journal/events.py", "what"): "a key of events on disk, given as a keyword",

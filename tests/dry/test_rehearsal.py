@@ -100,7 +100,7 @@ def test_training_takes_the_memory_that_is_announced(case: str, guard: Path, tmp
     tensors = make_model(tmp_path / "model", SHAPES[model])
     rank = settings.lora.rank
     adapters = rank * sum(estimate._adapted(tensors, settings.lora.targets)) if rank else 0
-    announced = least_bytes(Shape.of(tensors, adapters), settings, gpus)
+    announced = least_bytes(Shape.from_tensors(tensors, adapters), settings, gpus)
     arguments = [str(tmp_path / "model"), str(gpus), settings.model_dump_json()]
     done = subprocess.run(
         [sys.executable, "-m", "tests.dry.rehearsal", *arguments],

@@ -136,9 +136,11 @@ class Batch:
         """(2, S) index in each sequence of its first and its last trained token; 0 if none is trained."""
         bounds = np.zeros((2, len(self)), np.int64)
         trained = np.flatnonzero(self.loss_mask)
-        of = np.searchsorted(self.offsets, trained, side="right") - 1
-        bounds[0, of[::-1]] = (trained - self.offsets[of])[::-1]  # of several values the last is kept
-        bounds[1, of] = trained - self.offsets[of]
+        sequences = np.searchsorted(self.offsets, trained, side="right") - 1
+        bounds[0, sequences[::-1]] = (trained - self.offsets[sequences])[
+            ::-1
+        ]  # of several values the last is kept
+        bounds[1, sequences] = trained - self.offsets[sequences]
         return bounds
 
     def age(self) -> dict[str, float]:
@@ -149,7 +151,7 @@ class Batch:
     def encode(self) -> bytes:
         """One safetensors file. Equal batches have equal bytes."""
         # One metadata key: safetensors writes several in the order of a randomised hash map.
-        about = {
+        header = {
             "format": FORMAT,
             "manifest_sha256": self.manifest_sha256,
             "policy": self.policy,
@@ -157,7 +159,7 @@ class Batch:
             "counts": asdict(self.counts),
         }
         arrays = {name: getattr(self, name) for name in _DTYPES}
-        return safetensors.numpy.save(arrays, metadata={"batch": json.dumps(about, sort_keys=True)})
+        return safetensors.numpy.save(arrays, metadata={"batch": json.dumps(header, sort_keys=True)})
 
     @staticmethod
     def decode(data: bytes) -> "Batch":
@@ -165,13 +167,13 @@ class Batch:
         try:
             arrays = safetensors.numpy.load(data)
             (header_bytes,) = struct.unpack_from("<Q", data)
-            about = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["batch"])
-            if about["format"] != FORMAT:
-                raise DamagedBatch(f"the batch has format {about['format']}, this version reads {FORMAT}")
+            header = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["batch"])
+            if header["format"] != FORMAT:
+                raise DamagedBatch(f"the batch has format {header['format']}, this version reads {FORMAT}")
             batch = Batch(
                 **{name: arrays[name] for name in _DTYPES},
-                counts=Counts(**about["counts"]),
-                **{name: about[name] for name in ("manifest_sha256", "policy", "seed")},
+                counts=Counts(**header["counts"]),
+                **{name: header[name] for name in ("manifest_sha256", "policy", "seed")},
             )
         except (SafetensorError, KeyError, TypeError, ValueError, struct.error) as error:
             if isinstance(error, DamagedBatch):
@@ -266,30 +268,30 @@ def build_batch(
         for source, of_iteration in zip(sources, window, strict=True)
         for lesson in of_iteration
     ]
-    trained = [one for lesson, _ in drawn for one in lesson]
-    of = [(number, source) for number, (lesson, source) in enumerate(drawn) for _ in lesson]
-    scored = list(zip(trained, batch_advantages(trained, settings), of, strict=True))
+    trained = [item for lesson, _ in drawn for item in lesson]
+    origins = [(number, source) for number, (lesson, source) in enumerate(drawn) for _ in lesson]
+    scored = list(zip(trained, batch_advantages(trained, settings), origins, strict=True))
     if settings.advantage == "pair":
         places = {number: place for place, number in enumerate(shuffled(range(len(drawn)), seed))}
         order = sorted(scored, key=lambda entry: places[entry[2][0]])
     else:
         order = shuffled(scored, seed)
     chosen = [entry for entry in order if entry[0].computed]
-    absent = [(place, one.tokens) for place, (one, _, _) in enumerate(order) if not one.computed]
-    samples = [one.sample for one, _, _ in chosen]
+    absent = [(place, item.tokens) for place, (item, _, _) in enumerate(order) if not item.computed]
+    samples = [item.sample for item, _, _ in chosen]
     batch = Batch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
         loss_mask=_flat([sample.loss_mask for sample in samples], np.uint8),
         logprobs=_flat([sample.logprobs for sample in samples], np.float32),
         offsets=np.cumsum([0, *(len(sample.token_ids) for sample in samples)], dtype=np.int64),
         advantages=np.array([advantage for _, advantage, _ in chosen], np.float32),
-        rewards=np.array([one.reward for one, _, _ in chosen], np.float32),
-        slots=np.array([one.slot for one, _, _ in chosen], np.int32),
+        rewards=np.array([item.reward for item, _, _ in chosen], np.float32),
+        slots=np.array([item.slot for item, _, _ in chosen], np.int32),
         groups=np.array([number for _, _, (number, _) in chosen], np.int32),
         absent_at=np.array([place for place, _ in absent], np.int64),
         absent_tokens=np.array([tokens for _, tokens in absent], np.int32),
         temperatures=np.array([source.temperature for _, _, (_, source) in chosen], np.float32),
-        ages=_flat([_ages(one.sample, source, iteration) for one, _, (_, source) in chosen], np.int32),
+        ages=_flat([_ages(item.sample, source, iteration) for item, _, (_, source) in chosen], np.int32),
         teacher_logprobs=_flat(_taught(samples, settings), np.float32),
         counts=_counts(groups, window),
         manifest_sha256=manifest_sha256,
@@ -305,7 +307,7 @@ def _taught(samples: Sequence[Sample], settings: TrainerSettings) -> list[NDArra
     """Return the teacher's logprobs of all samples, if the loss needs them; ValueError if it lacks some."""
     if settings.kl == "off" or settings.kl_to != "teacher":
         return []
-    taught = [one.teacher_logprobs for one in samples if one.teacher_logprobs is not None]
+    taught = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
     if len(taught) < len(samples):
         raise ValueError(
             f"{len(samples) - len(taught)} of {len(samples)} samples have no logprobs of a teacher, which "
@@ -332,7 +334,7 @@ def check_engine_logprobs(batch: Batch, settings: TrainerSettings) -> None:
 def _counts(groups: Sequence[Group], used: Sequence[Sequence[Lesson]]) -> Counts:
     """Count what a batch was made from; `used` are its lessons, the iteration's own last."""
     existing = [(s, s.reward) for group in groups for s in group.samples if s.reward is not None]
-    computed = [[sum(one.computed for one in lesson) for lesson in of_iteration] for of_iteration in used]
+    computed = [[sum(item.computed for item in lesson) for lesson in of_iteration] for of_iteration in used]
     samples = [sum(of_iteration) for of_iteration in computed]
     return Counts(
         groups=len(groups),

@@ -157,7 +157,7 @@ def plan_step(
     plans = [
         [[[share[b] for b in row] for row in rows] for rows in packed]
         for share in deal(batch, step, rank_weights, max_tokens, packing.pairs_per_token)
-        for packed in [pack_rows([one.tokens for one in share], max_tokens, packing.several)]
+        for packed in [pack_rows([item.tokens for item in share], max_tokens, packing.several)]
     ]
     count = max(len(plan) for plan in plans)
     mine = plans[rank]
@@ -176,7 +176,7 @@ def deal(
     fair = int(batch.input_tokens[step.start : step.stop].sum()) / len(weights)
     for limit in (max_tokens, fair / 2, fair / 4, fair / 8, 0):
         bundles = bundle(batch, step, pairs_per_token, min(limit, max_tokens))
-        tokens = [one.tokens for one in bundles]
+        tokens = [item.tokens for item in bundles]
         shares = split_ranks(tokens, weights)
         loads = [sum(tokens[b] for b in share) for share in shares]
         slowest = max(load / weight for load, weight in zip(loads, weights, strict=True))
@@ -223,50 +223,53 @@ def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float)
 def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
     """Lay bundles of the batch's sequences into the rows of a microbatch."""
     offsets, inputs = batch.offsets.tolist(), batch.input_tokens.tolist()
-    width = max((sum(one.tokens for one in row) for row in rows), default=0)
+    width = max((sum(item.tokens for item in row) for row in rows), default=0)
     segments: list[list[int]] = []
     """[index of its first token in the batch, tokens, padding behind them, first position, segment before]"""
     laid: list[tuple[int, int, int, int]] = []
     """(index of a sequence in the batch, tokens shared, where they begin in the rows, where its own do)"""
     for r, row in enumerate(rows):
         at = r * width
-        for one in row:
+        for item in row:
             start, prompt = at, len(segments)
-            if one.shared:
-                segments.append([offsets[one.sequences[0]], one.shared, 0, 0, prompt])
-                at += one.shared
-            for k in one.sequences:
-                own = inputs[k] - one.shared
-                before = prompt if one.shared else len(segments)
-                segments.append([offsets[k] + one.shared, own, 0, one.shared, before])
-                laid.append((k, one.shared, start, at))
-                at += own
+            if item.shared:
+                segments.append([offsets[item.sequences[0]], item.shared, 0, 0, prompt])
+                at += item.shared
+            for k in item.sequences:
+                alone = inputs[k] - item.shared
+                before = prompt if item.shared else len(segments)
+                segments.append([offsets[k] + item.shared, alone, 0, item.shared, before])
+                laid.append((k, item.shared, start, at))
+                at += alone
         segments[-1][2] = (r + 1) * width - at
     shape = len(rows), width
     first, tokens, padding, position, before = np.array(segments, np.int64).reshape(-1, 5).T
     numbers = np.repeat(np.arange(len(segments)), tokens + padding)
     within = _ranges(np.zeros(len(segments), np.int64), tokens + padding)
     real = within < tokens[numbers]
-    is_masked = any(one.shared for row in rows for one in row)
+    is_masked = any(item.shared for row in rows for item in row)
     token_ids = np.zeros(len(numbers), np.int64)
     token_ids[real] = batch.token_ids[(first[numbers] + within)[real]]
-    sequences, shared, start, own = np.array(laid, np.int64).reshape(-1, 4).T
+    sequences, shared, start, own_begins = np.array(laid, np.int64).reshape(-1, 4).T
     begins, lengths = batch.offsets[sequences], batch.lengths()[sequences]
     trained = _ranges(begins, lengths)
-    of = np.repeat(np.arange(len(sequences)), lengths)
+    of_sequence = np.repeat(np.arange(len(sequences)), lengths)
     is_trained = batch.loss_mask[trained] == 1
-    trained, of = trained[is_trained], of[is_trained]
-    scoring = trained - begins[of] - 1  # in the sequence
+    trained, of_sequence = trained[is_trained], of_sequence[is_trained]
+    scoring = trained - begins[of_sequence] - 1  # in the sequence
     return Microbatch(
         token_ids=token_ids.reshape(shape),
         # Padding continues the positions. With a mask it might exceed the model's longest position.
         position_ids=np.where(real | (not is_masked), position[numbers] + within, 0).reshape(shape),
-        scored_at=scoring + np.where(scoring < shared[of], start[of], own[of] - shared[of]),
+        scored_at=scoring
+        + np.where(
+            scoring < shared[of_sequence], start[of_sequence], own_begins[of_sequence] - shared[of_sequence]
+        ),
         targets=batch.token_ids[trained].astype(np.int64),
         engine_logprobs=batch.logprobs[trained],
-        advantages=batch.advantages[sequences][of],
-        temperatures=batch.temperatures[sequences][of],
-        sequences=of,
+        advantages=batch.advantages[sequences][of_sequence],
+        temperatures=batch.temperatures[sequences][of_sequence],
+        sequences=of_sequence,
         tokens=int(real.sum()),
         segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
         teacher_logprobs=batch.teacher_logprobs[trained if len(batch.teacher_logprobs) else trained[:0]],

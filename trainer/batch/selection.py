@@ -75,13 +75,13 @@ def lessons(
     Raises ValueError for two groups of one slot, or a penalty for length without `max_tokens`.
     """
     ordered = sorted(groups, key=lambda group: group.slot)
-    for one, other in pairwise(ordered):
-        if one.slot == other.slot:
+    for group, other in pairwise(ordered):
+        if group.slot == other.slot:
             raise ValueError(
-                f"slot {one.slot} has two groups ({one.task_id}, {other.task_id}); a slot is one group"
+                f"slot {group.slot} has two groups ({group.task_id}, {other.task_id}); a slot is one group"
             )
-    found = [_lesson(group, settings, max_tokens, oldest) for group in ordered if group.given_up is None]
-    return [lesson for lesson in found if lesson]
+    chosen = [_lesson(group, settings, max_tokens, oldest) for group in ordered if group.given_up is None]
+    return [lesson for lesson in chosen if lesson]
 
 
 def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None, oldest: int | None) -> Lesson:
@@ -102,7 +102,7 @@ def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None, old
                 Trained(group.slot, sample, reward, advantage, tokens, computed=trained and has_gradient)
             )
     if settings.advantage == "pair":
-        pair = [one for one in lesson if one.advantage]
+        pair = [item for item in lesson if item.advantage]
         return pair if len(pair) == PAIR else []
     return lesson
 
@@ -139,10 +139,10 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
 
 def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
     """Return the advantages of a whole batch, after the step that needs more than one group."""
-    advantages = [one.advantage for one in trained]
+    advantages = [item.advantage for item in trained]
     if settings.advantage != "whitened" or (settings.kl != "off" and settings.kl_in != "loss"):
         return advantages  # KL in the reward is known in the training, which whitens then
-    return whiten(advantages, [one.tokens for one in trained]).tolist()
+    return whiten(advantages, [item.tokens for item in trained]).tolist()
 
 
 def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int) -> list[list[Lesson]]:

@@ -70,10 +70,10 @@ def load(
     rollout.engines.model_dir.WeightsError for a directory that is not a whole model.
     """
     check_model_dir(base_dir)
-    found = policy_digest(_checksums_of_weights(base_dir, progress))
-    if found != policy:
+    digest = policy_digest(_checksums_of_weights(base_dir, progress))
+    if digest != policy:
         raise CheckpointError(
-            f"{base_dir} holds policy {found}, the request wants {policy}; name its checkpoint"
+            f"{base_dir} holds policy {digest}, the request wants {policy}; name its checkpoint"
         )
     learner = build_learner(base_dir, device, settings, model_dir, progress)
     if resume.from_start:
@@ -90,10 +90,10 @@ def load(
         return learner
     state_dir = Path(resume.state_dir or base_dir / STATE_DIR)
     document = state.read_document(state_dir)
-    wanted = resume.state_policy or policy
-    if document.policy != wanted:
+    state_policy = resume.state_policy or policy
+    if document.policy != state_policy:
         raise CheckpointError(
-            f"{state_dir} belongs to policy {document.policy}, the weights to go on from are {wanted}; "
+            f"{state_dir} belongs to policy {document.policy}, the weights to go on from are {state_policy}; "
             f"restore the pair, or remove {state_dir} to start with a fresh optimizer"
         )
     go_back = partial(state.restore, learner, state_dir, document, progress)

@@ -85,17 +85,17 @@ class _Parts(NamedTuple):
 
 def _parts(learner: Learner, dtype: torch.dtype) -> _Parts:
     """Return who writes what; worked out once for a learner."""
-    found = learner.saved_as.get(dtype)
-    if found is None:
+    parts = learner.saved_as.get(dtype)
+    if parts is None:
         model = learner.model
         tensors = saved_tensors(model)
         blocks = _blocks(model, tensors)
         saved = {block: _reverted(model, _meta(tensors, names, dtype)) for block, names in blocks.items()}
         sizes = {block: sum(tensor.nbytes for tensor in shapes.values()) for block, shapes in saved.items()}
         ranks = 1 if sum(sizes.values()) < WHOLE_BYTES else min(rank_and_world()[1], len(blocks))
-        found = _Parts(blocks, saved, spread(sizes, ranks), ranks, sum(sizes.values()))
-        learner.saved_as[dtype] = found
-    return found
+        parts = _Parts(blocks, saved, spread(sizes, ranks), ranks, sum(sizes.values()))
+        learner.saved_as[dtype] = parts
+    return parts
 
 
 def write_deltas(learner: Learner, writer: Writer, files: Mapping[str, Mapping[str, Tensor]]) -> None:

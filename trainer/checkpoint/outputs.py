@@ -71,10 +71,10 @@ def finish_copy(copy: Writer | None) -> dict[str, FileFacts] | None:
 
 def _of_node(shares: Sequence[Any], node: int) -> dict[str, FileFacts] | None:
     """Return what the ranks of a node have copied together; None if one of them could not."""
-    found: dict[str, FileFacts] = {}
+    copied: dict[str, FileFacts] = {}
     for share in shares:
         if share["node"] == node:
             if share["files"] is None:
                 return None
-            found |= share["files"]
-    return found
+            copied |= share["files"]
+    return copied

@@ -52,7 +52,7 @@ def train_again(
             logger.info("training again on iteration %d: its trainer state was not saved", batch.iteration)
         repeat(learner, batch)
     apart, largest = _distance(learner, published, dtype)
-    about = (
+    text = (
         f"iterations {batches[0].iteration} to {batches[-1].iteration} were trained again from {begin.name}: "
         f"the weights lie {apart:.2e} from the published ones (a single one at most {largest:.2e}), on a way "
         f"of {way:.2e}"
@@ -60,13 +60,13 @@ def train_again(
     rounding = torch.finfo(dtype).eps * math.sqrt(_square(learner, published)) / 100
     if apart > TOLERANCE * way + rounding:
         raise CheckpointError(
-            f"{about}; that was not the same training. To go on from the published weights with a fresh "
+            f"{text}; that was not the same training. To go on from the published weights with a fresh "
             f"optimizer, remove {begin.remove}"
         )
     if dtype == torch.float32:
         _put_back(learner, published)
     if lead:
-        logger.info("%s", about)
+        logger.info("%s", text)
 
 
 @torch.no_grad()

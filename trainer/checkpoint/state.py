@@ -70,15 +70,15 @@ def pieces(learner: Learner) -> dict[str, Piece]:
     rank, world = rank_and_world()
     whole = {name: t.nbytes for name, t in tensors.items() if not isinstance(t, DTensor)}
     owner = spread(whole, 1 if _are_few(whole) else world)
-    found = {}
+    written = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             piece = _shard(tensor, rank % learner.layout.tensor_parallel_size)
         else:
             piece = Piece((0,) * tensor.ndim, tensor.to("cpu")) if owner[name] == rank else None
         if piece is not None:
-            found[name] = piece
-    return found
+            written[name] = piece
+    return written
 
 
 def lead_writes_all(learner: Learner) -> bool:
@@ -118,13 +118,13 @@ def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
     return Piece(tuple(chunk.offsets), tensor.to_local().to("cpu")) if chunk.sizes.numel() else None
 
 
-def write_pieces(found: dict[str, Piece], writer: Writer, below: str = "") -> None:
+def write_pieces(held: dict[str, Piece], writer: Writer, below: str = "") -> None:
     """Write this rank's pieces to its file, whose name begins with `below`; no file if there is nothing."""
-    if not found:
+    if not held:
         return
     rank, world = rank_and_world()
-    offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in found.items()}
-    values = {name: piece.values for name, piece in found.items()}
+    offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in held.items()}
+    values = {name: piece.values for name, piece in held.items()}
     content = tensor_file(values, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
     writer.add(f"{below}state-{rank + 1:05d}-of-{world:05d}.safetensors", content)
 
@@ -148,8 +148,8 @@ class StateSaver:
         if self._group is None and rank_and_world()[1] > 1:
             # A group for this thread: two threads' collectives in one group could meet in different orders.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
-        found = pieces(learner)
-        self._pending = directory, self._thread.submit(self._save, found, directory, document)
+        written = pieces(learner)
+        self._pending = directory, self._thread.submit(self._save, written, directory, document)
 
     def finish(self) -> None:
         """Wait until the state is durable. If it cannot be written, the log says so and training goes on: a
@@ -166,11 +166,11 @@ class StateSaver:
                 "trainer.collective_timeout_s"
             ) from error
 
-    def _save(self, found: dict[str, Piece], directory: Path, document: SavedState) -> None:
+    def _save(self, held: dict[str, Piece], directory: Path, document: SavedState) -> None:
         mine: dict[str, FileFacts] | str
         try:
             with Writer(directory) as writer:
-                write_pieces(found, writer)
+                write_pieces(held, writer)
                 mine = writer.finish()
         except (OSError, SafetensorError) as error:  # the others must not wait for this rank's share
             mine = f"{error}"
@@ -215,7 +215,7 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
         for parameter in learner.parameters.values()
         if document.optimizer_step
     }
-    wanted = {
+    tensors = {
         **{f"{MASTER}.{name}": parameter.detach() for name, parameter in learner.parameters.items()},
         **{
             f"{kind}.{name}": moments[parameter][kind]
@@ -223,8 +223,8 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
             for kind in moments.get(parameter, ())
         },
     }
-    _read(wanted, directory, document)
-    progress.moved(sum(local_part(tensor).nbytes for tensor in wanted.values()))
+    _read(tensors, directory, document)
+    progress.moved(sum(local_part(tensor).nbytes for tensor in tensors.values()))
     learner.optimizer.state.clear()
     for group in learner.optimizer.param_groups:
         on_device = group["fused"] or group["capturable"]
@@ -273,16 +273,16 @@ class Saved(NamedTuple):
 
 def _saved(directory: Path, document: SavedState) -> dict[str, list[Saved]]:
     """Return the parts of each tensor, from the headers of all files."""
-    found: dict[str, list[Saved]] = {}
+    saved: dict[str, list[Saved]] = {}
     for path in (directory / name for name in document.files):
         begin = 8 + int.from_bytes(_bytes(path, 0, 8), "little")
         header = json.loads(_bytes(path, 8, begin))
         offsets = json.loads(header.pop("__metadata__")[CUSTOM_METADATA_KEY])
-        for name, about in header.items():
-            at, place = tuple(offsets[name][SAVED_OFFSETS_KEY]), begin + about["data_offsets"][0]
-            part = Saved(path, place, DTYPE_MAP[about["dtype"]], tuple(about["shape"]), at)
-            found.setdefault(name, []).append(part)
-    return found
+        for name, entry in header.items():
+            at, place = tuple(offsets[name][SAVED_OFFSETS_KEY]), begin + entry["data_offsets"][0]
+            part = Saved(path, place, DTYPE_MAP[entry["dtype"]], tuple(entry["shape"]), at)
+            saved.setdefault(name, []).append(part)
+    return saved
 
 
 def _bytes(path: Path, begin: int, end: int) -> bytearray:
@@ -292,18 +292,18 @@ def _bytes(path: Path, begin: int, end: int) -> bytearray:
     return data
 
 
-def _read(wanted: dict[str, Tensor], directory: Path, document: SavedState) -> None:
-    """Fill `wanted` in place: of each tensor the part that this rank holds."""
+def _read(tensors: dict[str, Tensor], directory: Path, document: SavedState) -> None:
+    """Fill `tensors` in place: of each tensor the part that this rank holds."""
     saved = _saved(directory, document)
     sizes = {
         name: tuple(map(max, zip(*(part.end for part in parts), strict=True)))
         for name, parts in saved.items()
     }
-    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if sizes != shapes:
         odd = sorted(name for name in sizes.keys() | shapes.keys() if sizes.get(name) != shapes.get(name))
         raise CheckpointError(f"{directory} is not the trainer state of this model, e.g. {odd[:3]}")
-    for name, tensor in wanted.items():
+    for name, tensor in tensors.items():
         offsets = (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
             [chunk] = tensor.__create_chunk_list__()

@@ -120,8 +120,13 @@ def serve(socket_path: str) -> None:
         for descriptor, _ in waiting.poll():
             if descriptor == listener.fileno():
                 connection, _ = listener.accept()
-                own = [listener.fileno(), *forks, *(one.fileno() for _, one in forks.values()), *ended]
-                if (pid := _fork(connection, own)) is None:
+                descriptors = [
+                    listener.fileno(),
+                    *forks,
+                    *(fork.fileno() for _, fork in forks.values()),
+                    *ended,
+                ]
+                if (pid := _fork(connection, descriptors)) is None:
                     connection.close()
                     continue
                 forks[end := os.pidfd_open(pid)] = pid, connection
@@ -161,8 +166,8 @@ def _tell(connection: socket.socket, number: int) -> None:
         connection.sendall(number.to_bytes(_BYTES, signed=True))
 
 
-def _fork(connection: socket.socket, own: Sequence[int]) -> int | None:
-    """Fork for one client; None if it has gone. `own`: the server's descriptors, which the fork closes."""
+def _fork(connection: socket.socket, inherited: Sequence[int]) -> int | None:
+    """Fork for one client; None if it has gone. `inherited`: the server's descriptors, to close."""
     connection.settimeout(PATIENCE_S)
     try:
         length, descriptors, _, _ = socket.recv_fds(connection, _BYTES, len(STANDARD))
@@ -181,7 +186,7 @@ def _fork(connection: socket.socket, own: Sequence[int]) -> int | None:
         os.setsid()
         for standard, descriptor in zip(STANDARD, descriptors, strict=True):
             os.dup2(descriptor, standard)
-        for descriptor in (connection.fileno(), *descriptors, *own):
+        for descriptor in (connection.fileno(), *descriptors, *inherited):
             os.close(descriptor)
         open(os.path.join(request["groups"], str(os.getpid())), "w").close()  # or end: nobody would end it
         code = _become(request["env"], request["argv"])

@@ -73,14 +73,14 @@ class Profiled(AbstractContextManager[None]):
 def costliest(profiler: profile) -> str:
     """Return a table of the operators that took most time themselves: on the GPU, where there is one."""
     on_gpu = torch.cuda.is_available()
-    found = [
+    operators = [
         (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count, event.key)
         for event in profiler.key_averages()
         # A kernel has an event of its own, but its time is also that of the operator that launched it.
         if event.device_type.name == "CPU"
     ]
-    whole_us = sum(own_us for own_us, _, _ in found) or 1.0
+    whole_us = sum(own_us for own_us, _, _ in operators) or 1.0
     lines = [f"{'GPU' if on_gpu else 'CPU'} ms  share   calls  operator"]
-    for own_us, calls, name in sorted(found, reverse=True)[:SHOWN]:
+    for own_us, calls, name in sorted(operators, reverse=True)[:SHOWN]:
         lines.append(f"{own_us / 1e3:6.1f}  {own_us / whole_us:4.0%}  {calls:6}  {name}")
     return "\n".join(lines) + "\n"

@@ -202,8 +202,8 @@ class TrainerRank:
 
     def _agree(self, request: TrainRequest) -> None:
         """Raise RequestRefused on all ranks unless all were asked for the same phase; mounts may differ."""
-        asked = request.model_dump_json(exclude=OF_A_NODE)
-        number = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
+        shared = request.model_dump_json(exclude=OF_A_NODE)
+        number = int.from_bytes(hashlib.sha256(shared.encode()).digest()[:7], "big")
         bounds = torch.tensor([number, -number], dtype=torch.int64)
         with waiting_for_peers("agreeing on the request"):
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -241,7 +241,7 @@ class TrainerRank:
 def read_batch(path: Path, sha256: str) -> Batch:
     """Return the batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
     data = files.read(path)
-    found = files.facts_of(data)["sha256"]
-    if found != sha256:
-        raise DamagedBatch(f"{path} has sha256 {found}, the request wants {sha256}; make the batch anew")
+    actual = files.facts_of(data)["sha256"]
+    if actual != sha256:
+        raise DamagedBatch(f"{path} has sha256 {actual}, the request wants {sha256}; make the batch anew")
     return Batch.decode(data)

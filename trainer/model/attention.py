@@ -79,8 +79,8 @@ def candidates(model: Any, device: torch.device) -> list[Kernel]:
         return []
     if device.type == "cuda":  # a window, or rows, more than its 8 would leave flex without its kernels
         torch._dynamo.config.recompile_limit = 64
-    found = CANDIDATES.get(device.type, ())
-    return [kernel for kernel in found if kernel is not Kernel.FLEX or model._supports_flex_attn]
+    kernels = CANDIDATES.get(device.type, ())
+    return [kernel for kernel in kernels if kernel is not Kernel.FLEX or model._supports_flex_attn]
 
 
 def choose(device: str, works: Collection[Kernel], *, shared: bool, several: bool, columns: int) -> Kernel:
@@ -127,28 +127,33 @@ def failure(kernel: Kernel, config: Any, ranks: int, device: torch.device) -> st
 def _largest_error(kernel: Kernel, heads: int, key_heads: int, head_dim: int, device: torch.device) -> float:
     """Return the largest error of the attention of random sequences and of its gradients, as a fraction."""
     lengths = torch.tensor([24, 1, 16], device=device)
-    own = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-    columns = torch.arange(len(own), device=device)
+    sequences = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    columns = torch.arange(len(sequences), device=device)
 
     def sees(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (own[query] == own[key]) & (key <= query) & (query - key < TRIED_WINDOW)
+        return (sequences[query] == sequences[key]) & (key <= query) & (query - key < TRIED_WINDOW)
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
-    sizes = [(1, count, len(own), head_dim) for count in (heads, key_heads, key_heads, heads)]
+    sizes = [(1, count, len(sequences), head_dim) for count in (heads, key_heads, key_heads, heads)]
     *leaves, weights = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
     for leaf in leaves:
         leaf.requires_grad_()
     seen = sees(columns, columns, columns[:, None], columns)
     dense = F.scaled_dot_product_attention(*leaves, attn_mask=seen, enable_gqa=True)
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS[kernel.registered]
-    mask = make_mask(batch_size=1, q_length=len(own), kv_length=len(own), mask_function=sees, device=device)
-    told: dict[str, Any] = {"sliding_window": TRIED_WINDOW}
+    mask = make_mask(
+        batch_size=1, q_length=len(sequences), kv_length=len(sequences), mask_function=sees, device=device
+    )
+    options: dict[str, Any] = {"sliding_window": TRIED_WINDOW}
     if kernel.takes_bounds:
-        told |= {"cu_seq_lens_q": F.pad(lengths.cumsum(0), (1, 0)).int(), "max_length_q": int(lengths.max())}
+        options |= {
+            "cu_seq_lens_q": F.pad(lengths.cumsum(0), (1, 0)).int(),
+            "max_length_q": int(lengths.max()),
+        }
     module = SimpleNamespace(training=False, is_causal=True)
-    found = ALL_ATTENTION_FUNCTIONS[kernel.registered](module, *leaves, mask, **told)[0].transpose(1, 2)
-    pairs = zip(*([out, *torch.autograd.grad(out, leaves, weights)] for out in (found, dense)), strict=True)
+    actual = ALL_ATTENTION_FUNCTIONS[kernel.registered](module, *leaves, mask, **options)[0].transpose(1, 2)
+    pairs = zip(*([out, *torch.autograd.grad(out, leaves, weights)] for out in (actual, dense)), strict=True)
     return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 
 
@@ -174,7 +179,7 @@ def split_attn(
     """Compute what varlen_attn does, with a call of SDPA for each sequence; see there for the shapes."""
     lengths = cu_seq_q.diff().tolist()
     split = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (query, key, value))
-    found: list[Tensor] = []
+    pieces: list[Tensor] = []
     for length, q, k, v in zip(lengths, *split, strict=True):
         before, mask = window_size[0], None
         if 0 <= before < length - 1:
@@ -182,8 +187,8 @@ def split_attn(
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
         )
-        found.append(out[0].transpose(0, 1))
-    return torch.cat(found)
+        pieces.append(out[0].transpose(0, 1))
+    return torch.cat(pieces)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **more: Any) -> Tensor:
@@ -216,9 +221,9 @@ def _by_bounds(compute: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, No
         `cu_seq_lens_q`: bounds of the sequences in the flattened rows, from the model's keyword arguments.
         `sliding_window`: how many tokens a token sees, itself included.
         """
-        for name, what in LACKING.items():
+        for name, feature in LACKING.items():
             if more.get(name) is not None:
-                raise Refused(f"it has no {what}")
+                raise Refused(f"it has no {feature}")
         if cu_seq_lens_q is None or attention_mask is not None:
             raise Refused("bounds of the sequences do not reach the attention, or a mask does")
         if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):

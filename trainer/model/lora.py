@@ -90,13 +90,13 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
                 f"{directory} was trained with trainer.lora.{name}={_shown(theirs)}, now it is "
                 f"{_shown(ours)}; give the same again, or start a new run"
             )
-    found = {name: shape for name, (_, shape) in tensor_names(directory).items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in _state_dict(wrapped).items()}
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    actual = {name: shape for name, (_, shape) in tensor_names(directory).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in _state_dict(wrapped).items()}
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
             raise LoraError(
-                f"{directory}: tensor {name!r} has shape {found.get(name)}, in the model it has "
-                f"{wanted.get(name)}"
+                f"{directory}: tensor {name!r} has shape {actual.get(name)}, in the model it has "
+                f"{expected.get(name)}"
             )
     set_peft_model_state_dict(wrapped, load_file(directory / ADAPTER_WEIGHTS))
 

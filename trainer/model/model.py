@@ -165,13 +165,13 @@ class Learner:
         """
         fewest, most = self._extremes(packed_sequences.has_kernels())
         kernels = fewest == most > 0
-        found = self._arrange_short(share_prompts, kernels)
-        least, largest = self._extremes(found.number if found else 0)
-        if found is None or least != largest:
-            found = self._try(
+        arrangement = self._arrange_short(share_prompts, kernels)
+        least, largest = self._extremes(arrangement.number if arrangement else 0)
+        if arrangement is None or least != largest:
+            arrangement = self._try(
                 self.scorer, lambda passes: self._extremes(int(passes))[0] == 1, share_prompts, kernels
             )
-        self.arrangement = found
+        self.arrangement = arrangement
         if self.layout.rank == 0:
             logger.info("%s", self.arrangement)
 
@@ -183,11 +183,11 @@ class Learner:
         if short is None:
             return None
         try:
-            found = self._try(Scorer(short, self.device), bool, share_prompts, kernels)
+            arrangement = self._try(Scorer(short, self.device), bool, share_prompts, kernels)
         except Exception as error:  # what the whole model may raise too, and then all ranks raise it
             logger.debug("the short model cannot be tried: %s", error)
             return None
-        return found if found.is_told else None
+        return arrangement if arrangement.is_told else None
 
     def _try(
         self, scorer: Scorer, agree: Callable[[bool], bool], share_prompts: bool, kernels: bool
@@ -361,7 +361,7 @@ def build_learner(
     computation. There is no optimizer state yet. Raises LayoutError.
     """
     parameters = count_parameters(model_directory(base_dir, model_dir))
-    layout = Layout.of(parameters, settings, device)
+    layout = Layout.choose(parameters, settings, device)
     scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir, progress)
     learner = Learner(scorer, layout)
     learner.arrange(settings.share_prompts)

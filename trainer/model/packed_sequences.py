@@ -65,12 +65,12 @@ class Arrangement:
 
     def __str__(self) -> str:
         several = f"several sequences, kept apart by {self.apart.value}"
-        one = "one sequence and padding, because layers of this model may see the sequence before"
+        single = "one sequence and padding, because layers of this model may see the sequence before"
         shared = "shared" if self.packing.pairs_per_token else "not shared"
         kernels = [Kernel.OWN.value, *(kernel.value for kernel in self.works)]
         unused = [f"; {kernel.value} is not used: {why}" for kernel, why in self.kernels.items() if why]
         return (
-            f"rows hold {several if self.packing.several else one}; prompts are {shared}; "
+            f"rows hold {several if self.packing.several else single}; prompts are {shared}; "
             f"attention: {', '.join(kernels)}{''.join(unused)}"
         )
 
@@ -110,20 +110,20 @@ def decoder_inputs(
         is_packed and apart is not Apart.POSITIONS and not kernel.takes_bounds
     )
     token_ids, segments = microbatch.token_ids, microbatch.segments
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if kernel.takes_bounds or (is_packed and apart is Apart.KERNELS and segments is None):
         token_ids, positions = token_ids.reshape(1, -1), positions.reshape(1, -1)
-        given = _bounds(positions, device)
-    given["input_ids"] = torch.from_numpy(token_ids).to(device)
-    given["position_ids"] = torch.from_numpy(positions).to(device)
+        inputs = _bounds(positions, device)
+    inputs["input_ids"] = torch.from_numpy(token_ids).to(device)
+    inputs["position_ids"] = torch.from_numpy(positions).to(device)
     if needs_mask:
         if segments is None:
-            own = np.cumsum(positions == 0, axis=1)
-            segments = np.stack([own, own])
-        given["attention_mask"] = attention_masks(
-            torch.from_numpy(segments).to(device), given["position_ids"], config
+            numbers = np.cumsum(positions == 0, axis=1)
+            segments = np.stack([numbers, numbers])
+        inputs["attention_mask"] = attention_masks(
+            torch.from_numpy(segments).to(device), inputs["position_ids"], config
         )
-    return given
+    return inputs
 
 
 def _bounds(positions: NDArray[np.int64], device: torch.device) -> dict[str, Any]:
@@ -148,13 +148,13 @@ def attention_masks(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
     `segments` (2, R, C): see Microbatch; `position_ids` (R, C). A mask is what transformers makes for the
     config's attention: (R, 1, C, C), boolean for sdpa and added for eager, or flex attention's BlockMask.
     """
-    own, before = segments
+    segment, before = segments
     make = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
 
     def mask(reaches: Callable[[Tensor, Tensor], Tensor] | None) -> Any:
         def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            theirs = own[row, key]
-            seen = ((own[row, query] == theirs) | (before[row, query] == theirs)) & (key <= query)
+            theirs = segment[row, key]
+            seen = ((segment[row, query] == theirs) | (before[row, query] == theirs)) & (key <= query)
             if reaches is None:
                 return seen
             return seen & reaches(position_ids[row, query], position_ids[row, key])
@@ -216,11 +216,11 @@ def arrange(
     first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
     both = Bundle([0, 1], first.tokens + second.tokens - PROMPT, PROMPT)
     packed = fill(batch, [[first, second], [second]])
-    own = Kernel.OWN
+    plain = Kernel.OWN
     with _short_windows([config, *layers]):
-        alone = [score(fill(batch, [[one]]), Apart.POSITIONS, own) for one in (first, second)]
+        alone = [score(fill(batch, [[sequence]]), Apart.POSITIONS, plain) for sequence in (first, second)]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
-        trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS, own), exact)
+        trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS, plain), exact)
         is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
         is_told = agree(is_telling)
         ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if is_told else []
@@ -269,13 +269,13 @@ class _Trial:
         words[0, PROMPT : TOKENS[0] - 1] = words[0, PROMPT : TOKENS[0] - 1][::-1]
         count = int(packed.sequences.max()) + 1
         try:
-            found = self._score(packed, apart, kernel)
+            scores = self._score(packed, apart, kernel)
             changed = self._score(replace(packed, token_ids=words), apart, kernel)
         except Exception as error:  # any family may refuse any argument in any way; it is not used then
             logger.debug("%s, %s: %s", apart, kernel, error)
             return brief(error)
-        mistake = float((found - torch.cat(self._alone[:count])).abs().max())
-        leak = float((changed - found)[torch.from_numpy(packed.sequences > 0)].abs().max())
+        mistake = float((scores - torch.cat(self._alone[:count])).abs().max())
+        leak = float((changed - scores)[torch.from_numpy(packed.sequences > 0)].abs().max())
         if mistake < self._error and leak < self._leak:
             return ""
         return "sequences of a row do not score as they do alone"
@@ -304,17 +304,17 @@ def _short_windows(holders: Iterable[Any]) -> Iterator[None]:
 
     `holders`: the config, from which masks are made, and the modules, whose windows go to the attention.
     """
-    own: list[tuple[Any, str, int]] = []
+    before: list[tuple[Any, str, int]] = []
     for holder in holders:
         for name in WINDOWS:
             value = getattr(holder, name, None)
             if isinstance(value, int) and value > WINDOW:
-                own.append((holder, name, value))
+                before.append((holder, name, value))
                 setattr(holder, name, WINDOW)
     try:
         yield
     finally:
-        for holder, name, value in own:
+        for holder, name, value in before:
             setattr(holder, name, value)
 
 

@@ -77,7 +77,7 @@ class Layout:
         return [sum(rank_weights[k : k + size]) for k in range(0, self.world_size, size)]
 
     @staticmethod
-    def of(parameters: int, settings: TrainerSettings, device: torch.device) -> "Layout":
+    def choose(parameters: int, settings: TrainerSettings, device: torch.device) -> "Layout":
         """Choose the layout of a model with so many parameters, over the process group if there is one.
 
         All ranks call this alike. Raises LayoutError.
@@ -218,15 +218,15 @@ def _tensor_plan(model: Any, layout: Layout) -> dict[str, ParallelStyle]:
     """Return the model's own plan for its decoder, in torch's styles; raises LayoutError."""
     base, size = _base(model), layout.tensor_parallel_size
     config = base.config.get_text_config()
-    asked = f"trainer.tensor_parallel_size={size} and {type(base).__name__}"
+    setting = f"trainer.tensor_parallel_size={size} and {type(base).__name__}"
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
-        raise LayoutError(f"{asked}: transformers has no tensor-parallel plan for it; use 1")
+        raise LayoutError(f"{setting}: transformers has no tensor-parallel plan for it; use 1")
     unknown = sorted({style for style in plan.values()} - {*STYLES, GRADIENTS_ADD_UP, WHOLE})
     if unknown:
-        raise LayoutError(f"{asked}: its plan asks for {', '.join(unknown)}, which is not there; use 1")
+        raise LayoutError(f"{setting}: its plan asks for {', '.join(unknown)}, which is not there; use 1")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None)
         if isinstance(number, int) and number % size:
-            raise LayoutError(f"{asked}: it has {name}={number}; choose a size that divides it")
+            raise LayoutError(f"{setting}: it has {name}={number}; choose a size that divides it")
     return {pattern: STYLES[style] for pattern, style in plan.items() if style in STYLES}

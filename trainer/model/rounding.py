@@ -20,7 +20,7 @@ class Rounding(NamedTuple):
     computes_in: torch.dtype
 
     @contextmanager
-    def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+    def applied_to(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Inside the context the modules' own trained weights are rounded; gradients reach the exact ones."""
         places = [
             (module._parameters, name, parameter)
@@ -45,7 +45,7 @@ class Rounding(NamedTuple):
 
         @wraps(forward)
         def rounded(*arguments: object, **more: object) -> object:
-            with self.of(modules):
+            with self.applied_to(modules):
                 return forward(*arguments, **more)
 
         layer.forward = rounded

@@ -52,14 +52,14 @@ def blank_model(model_dir: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Sou
     Reads the headers of the files only. Raises WeightsError if a parameter is not there, or is of another
     shape.
     """
-    found = tensor_names(model_dir)
-    model, _ = blank_of_files(model_dir, found, dtype)
-    sources = _sources(model, found)
+    names = tensor_names(model_dir)
+    model, _ = blank_of_files(model_dir, names, dtype)
+    sources = _sources(model, names)
     _tie(model, sources, model_dir)
     return model, sources
 
 
-def blank_of_files(model_dir: Path, found: TensorNames, dtype: torch.dtype) -> tuple[Any, list[str]]:
+def blank_of_files(model_dir: Path, names: TensorNames, dtype: torch.dtype) -> tuple[Any, list[str]]:
     """Return the causal LM on meta, and which of the tensors that were found in its files it does not know.
     Raises WeightsError as `blank_model`.
     """
@@ -67,7 +67,7 @@ def blank_of_files(model_dir: Path, found: TensorNames, dtype: torch.dtype) -> t
     model_class = _get_model_class(config, AutoModelForCausalLM._model_mapping)
     if model_class.config_class is config.sub_configs.get("text_config"):  # the decoder of a multimodal model
         config = config.get_text_config()
-    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, shape) in found.items()}
+    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, shape) in names.items()}
     model, info = model_class.from_pretrained(
         None,
         config=config,
@@ -81,7 +81,7 @@ def blank_of_files(model_dir: Path, found: TensorNames, dtype: torch.dtype) -> t
     return model, sorted(info["unexpected_keys"])
 
 
-def _sources(model: Any, found: Mapping[str, Any]) -> dict[str, Source]:
+def _sources(model: Any, names: Mapping[str, Any]) -> dict[str, Source]:
     """By the model's own names; found as transformers' convert_and_load_state_dict_in_model does."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -89,7 +89,7 @@ def _sources(model: Any, found: Mapping[str, Any]) -> dict[str, Source]:
     of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict()
     sources: dict[str, Source] = {}
-    for key in sorted(found, key=_natural):
+    for key in sorted(names, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
@@ -122,8 +122,8 @@ def _tie(model: Any, sources: Mapping[str, Source], model_dir: Path) -> None:
         if model.get_parameter(target) is model.get_parameter(source):
             continue
         with _files(model_dir) as read:
-            one, other = (_whole(sources[name], name, model, read) for name in (target, source))
-            same = torch.equal(one, other)
+            target_value, other = (_whole(sources[name], name, model, read) for name in (target, source))
+            same = torch.equal(target_value, other)
         if same:
             holder, _, name = target.rpartition(".")
             setattr(model.get_submodule(holder), name, model.get_parameter(source))
@@ -155,8 +155,8 @@ def _converted(source: Source, model: Any, read: Read, dtype: torch.dtype) -> di
     converter = deepcopy(source.converter)
     for key, pattern in zip(source.keys, source.patterns, strict=True):
         converter.add_tensor(source.first, key, pattern, lambda key=key: read(key)[...].to(dtype))
-    made = converter.convert(source.first, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    values = converter.convert(source.first, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
 
 def held_tensors(model: Any) -> dict[str, tuple[Any, str]]:
@@ -190,7 +190,7 @@ def fill(
     ties = dict(model.all_tied_weights_keys)
     ties |= {source: target for target, source in ties.items()}
     computed: list[tuple[Any, str]] = []
-    made: tuple[Source | None, dict[str, Tensor]] = None, {}
+    converted: tuple[Source | None, dict[str, Tensor]] = None, {}
     with _files(model_dir) as read:
         for name, (module, attribute) in held.items():
             tensor = getattr(module, attribute)
@@ -201,10 +201,10 @@ def fill(
             if source.converter is None:
                 value = read(source.keys[0])
             else:
-                if made[0] is not source:
-                    made = None, {}  # frees the one before
-                    made = source, _converted(source, model, read, tensor.dtype)
-                value = made[1][name]
+                if converted[0] is not source:
+                    converted = None, {}  # frees the one before
+                    converted = source, _converted(source, model, read, tensor.dtype)
+                value = converted[1][name]
             if attribute in module._buffers:
                 module._buffers[attribute] = value[...].to(device, tensor.dtype)
             else:
@@ -238,9 +238,9 @@ def _compute_buffers(model: Any, computed: Sequence[tuple[Any, str]], device: to
             if tensor is not None:
                 tensor._is_hf_initialized = True  # it stays as it is
     for module, attribute in computed:
-        wanted = module._buffers[attribute]
-        nothing = float("nan") if wanted.is_floating_point() else 0
-        module._buffers[attribute] = torch.full_like(wanted, nothing, device="cpu")
+        buffer = module._buffers[attribute]
+        nothing = float("nan") if buffer.is_floating_point() else 0
+        module._buffers[attribute] = torch.full_like(buffer, nothing, device="cpu")
     holders = {id(module) for module, _ in computed}
     with initialization.guard_torch_init_functions():
         for module in reversed(list(model.modules())):  # inner ones first

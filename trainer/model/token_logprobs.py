@@ -99,7 +99,7 @@ class Scorer(nn.Module):
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
     def _rounded(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        return self._rounding.of(modules) if self._rounding else nullcontext()
+        return self._rounding.applied_to(modules) if self._rounding else nullcontext()
 
     def _head_weights(self, chunks: int) -> Iterable[Tensor | None]:
         """Yield the head's weight for each chunk, so that the sum of its gradients is in float32 though they
@@ -143,10 +143,10 @@ class Scorer(nn.Module):
 
 def _decoder(causal: Any) -> Any:
     """Return what makes the hidden states; a few models name themselves, or a part of their head."""
-    found = causal.get_decoder()
-    if isinstance(found, PreTrainedModel) and found is not causal:
-        return found
-    return getattr(causal, "model", found)
+    decoder = causal.get_decoder()
+    if isinstance(decoder, PreTrainedModel) and decoder is not causal:
+        return decoder
+    return getattr(causal, "model", decoder)
 
 
 class _Added(torch.autograd.Function):
@@ -185,11 +185,11 @@ def _head_with(causal: Any, weight: Tensor | None) -> Iterator[None]:
         yield
         return
     parameters = causal.get_output_embeddings()._parameters
-    own, parameters["weight"] = parameters["weight"], weight
+    before, parameters["weight"] = parameters["weight"], weight
     try:
         yield
     finally:
-        parameters["weight"] = own
+        parameters["weight"] = before
 
 
 class _Decoded(BaseModelOutputWithPast):
@@ -204,12 +204,12 @@ class _Decoded(BaseModelOutputWithPast):
 def _ends_in(causal: Any, hidden: Tensor) -> Iterator[None]:
     """Inside the context the decoder of `causal` returns `hidden` (1, n, hidden); it must be called."""
     decoder = _decoder(causal)
-    own = vars(decoder).get("forward")
-    asked = False
+    before = vars(decoder).get("forward")
+    is_called = False
 
     def forward(*_: Any, **__: Any) -> _Decoded:
-        nonlocal asked
-        asked = True
+        nonlocal is_called
+        is_called = True
         return _Decoded(last_hidden_state=hidden)
 
     decoder.forward = forward
@@ -221,12 +221,12 @@ def _ends_in(causal: Any, hidden: Tensor) -> Iterator[None]:
                 f"a {type(causal).__name__} makes its logits of more than the decoder's last hidden state "
                 f"({error}); train a causal decoder"
             ) from error
-        if not asked:
+        if not is_called:
             raise UnsupportedModel(
                 f"{type(decoder).__name__} is not what the logits come from in a {type(causal).__name__}; "
                 "train a model whose get_decoder() is"
             )
     finally:
         del decoder.forward
-        if own is not None:
-            decoder.forward = own
+        if before is not None:
+            decoder.forward = before

@@ -35,17 +35,18 @@ def with_kl_in_reward(
     comes last. All ranks call this together.
     """
     if settings.kl_in == "token_reward":
-        penalties = [[_to_go(own, m) for m, own in both] for both in _pairs(plans, kl)]
+        penalties = [[_to_go(values, m) for m, values in both] for both in _pairs(plans, kl)]
     else:
         of_sequences = _of_sequences(batch, plans, kl, settings, layout)
         penalties = [[of_sequences[m.members][m.sequences] for m in plan] for plan in plans]
     advantages = [
-        [m.advantages - settings.kl_coefficient * own for m, own in both] for both in _pairs(plans, penalties)
+        [m.advantages - settings.kl_coefficient * values for m, values in both]
+        for both in _pairs(plans, penalties)
     ]
     if settings.advantage == "whitened":
         advantages = _whitened(advantages, layout)
     return [
-        [replace(m, advantages=own.astype(np.float32)) for m, own in both]
+        [replace(m, advantages=values.astype(np.float32)) for m, values in both]
         for both in _pairs(plans, advantages)
     ]
 
@@ -53,7 +54,7 @@ def with_kl_in_reward(
 def _pairs(
     plans: Sequence[Sequence[Microbatch]], values: Sequence[Sequence[Values]]
 ) -> list[list[tuple[Microbatch, Values]]]:
-    return [list(zip(plan, own, strict=True)) for plan, own in zip(plans, values, strict=True)]
+    return [list(zip(plan, kl, strict=True)) for plan, kl in zip(plans, values, strict=True)]
 
 
 def _to_go(kl: Values, microbatch: Microbatch) -> Values:
@@ -90,21 +91,21 @@ def sums_of_sequences(
     """
     sums = np.zeros(len(batch))
     for both in _pairs(plans, values):
-        for microbatch, own in both:
+        for microbatch, weights in both:
             sums[microbatch.members] = np.bincount(
-                microbatch.sequences, weights=own, minlength=len(microbatch.members)
+                microbatch.sequences, weights=weights, minlength=len(microbatch.members)
             )
     return _over_ranks(sums, layout)
 
 
 def _whitened(advantages: Sequence[Sequence[Values]], layout: Layout) -> list[list[Values]]:
     """Return the same with mean 0 and deviation 1 over all tokens of all ranks; see advantages.whiten."""
-    flat = np.concatenate([np.zeros(0), *(own for of_step in advantages for own in of_step)])
+    flat = np.concatenate([np.zeros(0), *(values for of_step in advantages for values in of_step)])
     total, tokens = _over_ranks(np.array([flat.sum(), len(flat)]), layout)
     mean = total / tokens
     (squares,) = _over_ranks(np.array([((flat - mean) ** 2).sum()]), layout)
     deviation = np.sqrt(max(squares / tokens, LEAST_VARIANCE))
-    return [[(own - mean) / deviation for own in of_step] for of_step in advantages]
+    return [[(values - mean) / deviation for values in of_step] for of_step in advantages]
 
 
 def _over_ranks(values: Values, layout: Layout) -> Values:

@@ -105,11 +105,11 @@ def train(
     kl_in_reward = settings.kl != "off" and settings.kl_in != "loss"
     # Several updates: pi_old is the policy before the first one. For the first step that is the policy
     # itself, which need not be asked before, unless the reward depends on it.
-    asked = plans if kl_in_reward else plans[1:]
+    scored = plans if kl_in_reward else plans[1:]
     has_pairs = settings.advantage == "pair"
-    progress.expect(sum(len(plan) for plan in [*plans, *asked, *(plans if has_pairs else [])]))
-    befores = [[_Before()] * len(plan) for plan in plans[: len(plans) - len(asked)]]
-    for plan in asked:
+    progress.expect(sum(len(plan) for plan in [*plans, *scored, *(plans if has_pairs else [])]))
+    befores = [[_Before()] * len(plan) for plan in plans[: len(plans) - len(scored)]]
+    for plan in scored:
         befores.append([])
         for microbatch in plan:
             befores[-1].append(_ask(learner, microbatch, settings.kl_to if kl_in_reward else None))
@@ -203,11 +203,11 @@ def _pair_step(
     for microbatch in plan:
         log_ratios.append(_kl_of(_ask(learner, microbatch, "base"), "k1"))
         progress.advance()
-    plan, found = with_pair_weights(
+    plan, pair_figures = with_pair_weights(
         batch, plan, log_ratios, step.sequences, settings.pair_beta, learner.layout
     )
     done = _optimizer_step(learner, plan, befores, step, settings, progress, over)
-    return replace(done, **found._asdict())
+    return replace(done, **pair_figures._asdict())
 
 
 def _optimizer_step(
@@ -256,8 +256,8 @@ def _optimizer_step(
 
 
 def _padding(plan: Sequence[Microbatch]) -> float:
-    places = sum(one.token_ids.size for one in plan)
-    return 1 - sum(one.tokens for one in plan) / places if places else 0.0
+    places = sum(microbatch.token_ids.size for microbatch in plan)
+    return 1 - sum(microbatch.tokens for microbatch in plan) / places if places else 0.0
 
 
 def _accumulate(

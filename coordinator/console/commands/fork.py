@@ -60,8 +60,8 @@ def fork(root: Path, iteration: int, target: Path) -> Forked:
     share_with_group(root)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
-            whole = RunDir(Path(made) / target.name)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+            whole = RunDir(Path(temporary) / target.name)
             forked = _link_all(run_dir, whole, iteration)
             if iteration > 1:
                 published.weigh_checkpoint(whole.checkpoint(iteration - 1))
@@ -119,8 +119,8 @@ def _taken(parent: RunDir, newest: int) -> Iterator[Path]:
     if parent.base_model.is_dir():
         yield parent.base_model
     samples = (parent.trajectories("train", 0), parent.trajectories("eval", 0))
-    for one in (*samples, parent.batch(0), parent.checkpoint(0)):
-        yield from (path for number, path in _by_iteration(one.parent) if number <= newest)
+    for directory in (*samples, parent.batch(0), parent.checkpoint(0)):
+        yield from (path for number, path in _by_iteration(directory.parent) if number <= newest)
     states = saved_in_background(parent)
     yield from (directory for directory, state in states.items() if state.iteration <= newest)
 
@@ -153,10 +153,10 @@ def _begin(parent: RunDir, child: RunDir, run: dict[str, Any], iteration: int) -
     for directory in child.fixed_directories:
         files.make_directory(directory)
     parents = {"forked_from": run["forked_from"]} if "forked_from" in run else {}
-    about = {"run_id": run["run_id"], "directory": str(parent.root), "iteration": iteration, **parents}
+    origin = {"run_id": run["run_id"], "directory": str(parent.root), "iteration": iteration, **parents}
     run_id = new_run_id()
     epoch = 1 + max(whole_board(crew, published.names).newest_epoch() for crew in run_dirs(parent.root))
     text = f"run fork has made this run of {parent.root}, at iteration {iteration}; nobody has started it"
     claim_stopped(child, run_id, last_start(parent.root), epoch, text)
-    document = {**run, "run_id": run_id, "forked_from": about}
+    document = {**run, "run_id": run_id, "forked_from": origin}
     files.publish(child.run_json, json.dumps(document, indent=1).encode())

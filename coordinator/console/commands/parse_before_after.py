@@ -109,8 +109,8 @@ def fork(
     from coordinator.console.commands.fork import summary
 
     number = _iteration(iteration)
-    made = make(log_path.absolute(), number, to.absolute())
-    print(summary(made, number, to))
+    forked = make(log_path.absolute(), number, to.absolute())
+    print(summary(forked, number, to))
     return 0
 
 

@@ -267,8 +267,8 @@ def _shape(run_dir: RunDir, settings: RunSettings) -> Shape | None:
                 continue
             tensors = {name: shape for name, (_, shape) in tensor_names(directory).items()}
             if not is_adapter(directory):
-                return Shape.of(tensors, adapters)
-            adapters = Shape.of(tensors).all
+                return Shape.from_tensors(tensors, adapters)
+            adapters = Shape.from_tensors(tensors).all
     except (WeightsError, OSError):
         pass
     return None

@@ -70,13 +70,15 @@ class MergedAdapter:
 
     def check(self, directory: str | os.PathLike[str]) -> None:
         """Raise WrongContent unless the layers hold what this adapter makes of their own weights."""
-        wanted: dict[str, int] = {}
+        expected: dict[str, int] = {}
         served: dict[str, list[int]] = {}
         for layer, weight in itertools.chain(self._own.items(), self._merged(directory)):
             module: Any = self._model.get_submodule(layer)
-            wanted[f"{layer}.weight"] = content_sum(weight)  # a merged weight takes the place of its own one
+            expected[f"{layer}.weight"] = content_sum(
+                weight
+            )  # a merged weight takes the place of its own one
             served[f"{layer}.weight"] = [content_sum(module.weight)]
-        check_adapter(wanted, [served])
+        check_adapter(expected, [served])
 
     def _merged(self, directory: str | os.PathLike[str]) -> Iterator[tuple[str, nn.Parameter]]:
         """Each layer that an adapter names, and its weight with that adapter."""
@@ -92,8 +94,8 @@ class MergedAdapter:
             if not {name + _A, name + _B} <= tensors.keys():
                 raise WeightsError(f"{directory}: {name!r} is not a pair of lora_A and lora_B")
             layer = name.removeprefix(_PREFIX)
-            own: Tensor = self._own[layer] if layer in self._own else self._weight(layer, directory)
-            yield layer, _sum(own, scale, tensors[name + _B], tensors[name + _A], name, directory)
+            base: Tensor = self._own[layer] if layer in self._own else self._weight(layer, directory)
+            yield layer, _sum(base, scale, tensors[name + _B], tensors[name + _A], name, directory)
 
     def _weight(self, layer: str, directory: str | os.PathLike[str]) -> Tensor:
         try:
@@ -109,17 +111,17 @@ class MergedAdapter:
 
 
 def _sum(
-    own: Tensor, scale: float, b: Tensor, a: Tensor, name: str, directory: str | os.PathLike[str]
+    base: Tensor, scale: float, b: Tensor, a: Tensor, name: str, directory: str | os.PathLike[str]
 ) -> nn.Parameter:
-    """Compute `own` + scale B A, (out, in), at least in float32."""
-    if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != own.shape or a.shape[0] != b.shape[1]:
+    """Compute `base` + scale B A, (out, in), at least in float32."""
+    if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != base.shape or a.shape[0] != b.shape[1]:
         raise WeightsError(
             f"{directory}: {name!r} is {tuple(b.shape)} x {tuple(a.shape)}, "
-            f"the model's weight there is {tuple(own.shape)}"
+            f"the model's weight there is {tuple(base.shape)}"
         )
-    dtype = torch.promote_types(own.dtype, torch.float32)
-    total = torch.addmm(own.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
-    return nn.Parameter(total.to(own.dtype), requires_grad=False)
+    dtype = torch.promote_types(base.dtype, torch.float32)
+    total = torch.addmm(base.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
+    return nn.Parameter(total.to(base.dtype), requires_grad=False)
 
 
 def _scale(directory: Path) -> float:

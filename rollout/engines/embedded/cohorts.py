@@ -95,10 +95,10 @@ class Cohorts(Batch):
             "position_ids": torch.arange(known, known + ids.shape[1]).expand(len(ids), -1),
             "logits_to_keep": 1,
         }
-        given = {name: value for name, value in options.items() if name in self._arguments}
+        keywords = {name: value for name, value in options.items() if name in self._arguments}
         if cache is not None:
-            given[self._cache_name] = cache
-        output: Any = self.model(input_ids=ids, use_cache=self.is_cached, **given)
+            keywords[self._cache_name] = cache
+        output: Any = self.model(input_ids=ids, use_cache=self.is_cached, **keywords)
         return output.logits[:, -1], output[self._cache_name] if self.is_cached else None
 
 

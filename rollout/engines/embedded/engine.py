@@ -261,14 +261,14 @@ class TorchEngine(threading.Thread):
     ) -> list[str]:
         if model_dir is None and self._proof.has_begun:
             return self._proof.unproved
-        wanted = saved_sums(model_dir or self._model_dir, self._dtype)
+        expected = saved_sums(model_dir or self._model_dir, self._dtype)
         parameters, buffers = module_sums(self._batch.model)
         served = parameters | self._adapter.own_sums()
-        served |= {name: sums for name, sums in buffers.items() if name in wanted}
+        served |= {name: sums for name, sums in buffers.items() if name in expected}
         if model_dir is None:
-            self._proof.begin(wanted, served)
+            self._proof.begin(expected, served)
             return self._proof.unproved
-        self._proof.check(wanted, served)
+        self._proof.check(expected, served)
         if adapter_dir is not None:
             self._adapter.check(adapter_dir)
         return self._proof.unproved

@@ -134,12 +134,12 @@ def check_prompt(
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
         raise BadRequest(f"prompt: token ids must lie in [0, {vocab_size})")
     room = max_model_len - len(prompt_ids)
-    wanted = room if max_tokens is None else max_tokens
-    if wanted > room or room < 1:
+    tokens = room if max_tokens is None else max_tokens
+    if tokens > room or room < 1:
         raise BadRequest(
-            f"prompt: {len(prompt_ids)} tokens and max_tokens {wanted} exceed the context of {max_model_len}"
+            f"prompt: {len(prompt_ids)} tokens and max_tokens {tokens} exceed the context of {max_model_len}"
         )
-    return wanted
+    return tokens
 
 
 def new_seed() -> int:

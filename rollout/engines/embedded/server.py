@@ -110,8 +110,8 @@ class Server:
         ]
         # A client that disconnects cancels this handler and so the futures; then the engine drops the rows.
         finished = await asyncio.gather(*(asyncio.wrap_future(self._engine.submit(g)) for g in generations))
-        asked = body.prompt_logprobs is not None
-        scored = [await self._prompt_logprobs(prompt_ids) if asked else None for prompt_ids in prompts]
+        is_scored = body.prompt_logprobs is not None
+        scored = [await self._prompt_logprobs(prompt_ids) if is_scored else None for prompt_ids in prompts]
         answer = protocol.completion_body(
             self._model_dir,
             [

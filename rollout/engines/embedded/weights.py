@@ -62,12 +62,12 @@ class ModelWeights:
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{model_dir}: cannot be read: {error}") from error
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        given = {id(parameters[name]) for name in tensors.keys() & parameters.keys()}
+        ids = {id(parameters[name]) for name in tensors.keys() & parameters.keys()}
         fits = (
             tensors.keys() <= parameters.keys()
-            and len(given) == len(tensors)  # a tied tensor has one name
+            and len(ids) == len(tensors)  # a tied tensor has one name
             and all(tensors[name].shape == parameters[name].shape for name in tensors)
-            and given == {id(parameter) for parameter in parameters.values()}
+            and ids == {id(parameter) for parameter in parameters.values()}
             and not _saved_buffers(self.model)
         )
         if not fits:

@@ -40,7 +40,7 @@ def compared(directory: Path, rank: int, ranks: int, size: int) -> dict[str, Any
     alone = build_scorer(directory, CPU, settings, Layout(), torch.float32, model_dir)
     whole = dict(alone.model.named_parameters())
     try:
-        layout = Layout.of(count_parameters(model_dir), settings, CPU)
+        layout = Layout.choose(count_parameters(model_dir), settings, CPU)
         counted = Counted()
         sharded = build_scorer(directory, CPU, settings, layout, torch.float32, model_dir, counted).model
     except LayoutError:

@@ -182,7 +182,7 @@ def test_temperatures_of_a_sharded_model_on_gpus_are_not_rounded(
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         settings = TrainerSettings(layout="sharded")
-        shard(scorer, model, Layout.of(10, settings, CPU), settings, on_gpu=True)
+        shard(scorer, model, Layout.choose(10, settings, CPU), settings, on_gpu=True)
         ids = torch.arange(3, 19)[None]
         inputs = {"input_ids": ids, "position_ids": torch.arange(16)[None]}
         with torch.no_grad():
@@ -208,7 +208,7 @@ def test_embeddings_that_a_plan_would_split_stay_whole(monkeypatch: pytest.Monke
 
 def test_sharded_layout_without_a_job_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"trainer.layout=sharded needs a process group"):
-        Layout.of(1000, TrainerSettings(layout="sharded"), CPU)
+        Layout.choose(1000, TrainerSettings(layout="sharded"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -248,4 +248,4 @@ def test_tensor_group_has_the_weight_of_its_ranks() -> None:
 
 
 def test_large_model_of_a_single_rank_is_not_sharded() -> None:
-    assert not Layout.of(10**12, TrainerSettings(), CPU).sharded
+    assert not Layout.choose(10**12, TrainerSettings(), CPU).sharded

@@ -137,18 +137,25 @@ def _json_lines(file: str) -> Iterator[Row]:
                 _check_text(content)
             yield Row(file, number, content)
         except UnicodeDecodeError as error:
-            raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}{_unpack(file)}") from error
+            way_out = _way_out(file) or "; save the file as UTF-8"
+            raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}{way_out}") from error
         except json.JSONDecodeError as error:
-            raise RowError(f"{file}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+            where = f"{file}:{number}: not JSON: {error.msg} at column {error.colno}"
+            raise RowError(f"{where}{_way_out(file)}") from error
         except RecursionError as error:
             raise RowError(f"{file}:{number}: not usable JSON: nested too deeply") from error
         except ValueError as error:
             raise RowError(f"{file}:{number}: {error}") from error
 
 
-def _unpack(file: str) -> str:
-    is_packed = Path(file).suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
-    return "; it is packed: unpack it first" if is_packed else ""
+def _way_out(file: str) -> str:
+    """Return what to do with a file whose name says that it holds no JSON lines, as which it is read."""
+    suffix = Path(file).suffix.lower()
+    if suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"):
+        return "; it is packed: unpack it first"
+    if suffix in (".jsonl", ".json", ".ndjson", ""):
+        return ""
+    return f"; a file of the kind {suffix} is not known: make it .jsonl, .csv, .parquet or .arrow"
 
 
 def _document(file: str, first: bytes) -> list[Any] | None:

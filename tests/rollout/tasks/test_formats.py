@@ -425,3 +425,20 @@ def test_object_over_lines_that_is_a_task_is_one(tmp_path: Path) -> None:
         for indent in (None, 1):
             path.write_text(json.dumps(task, indent=indent))
             assert len(load_tasks(str(path), seed=0, split="train").tasks) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("t.tsv", b"prompt\tanswer\n1\t2\n", "a file of the kind .tsv is not known: make it .jsonl, .csv"),
+        ("t.pkl", b"\x80\x04", "a file of the kind .pkl is not known"),
+        ("t.jsonl.gz", b"\x1f\x8b", "it is packed: unpack it first"),
+        ("t.jsonl", '{"prompt": "1"}'.encode("utf-16"), "not UTF-8 at byte 0; save the file as UTF-8"),
+    ],
+)
+def test_file_of_another_kind_says_what_to_make_of_it(
+    tmp_path: Path, name: str, content: bytes, reason: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TaskError, match=reason):
+        load_tasks(str(tmp_path / name), seed=0, split="train")

@@ -314,7 +314,7 @@ def test_directory_that_hangs_holds_up_nothing_and_is_named(
     with LiveView(ROOT, terminal.file) as shown:
         terminal.until(has("16/64"))
         readings.answers.clear()
-        terminal.until(has("no answer from /shared/exp1 for 0 s"))
+        terminal.until(has("no answer from /shared/exp1 for "))
         shown.say("a line\n")
         assert "a line" in terminal.until(has("a line"))
     assert readings.under_way == 1, "the end has waited for no reading"
@@ -327,14 +327,14 @@ def test_directory_that_hangs_from_the_start_is_named(
     monkeypatch.setattr(view_module, "OLD_S", 0.05)
     readings.answers.clear()
     with LiveView(ROOT, terminal.file):
-        terminal.until(has("no answer from /shared/exp1 for 0 s"))
+        terminal.until(has("no answer from /shared/exp1 for "))
 
 
 def test_pause_between_readings_is_no_hang(
     terminal: Terminal, readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view_module, "OLD_S", 0.05)
-    monkeypatch.setattr(view_module, "READ_S", 0.5)
+    monkeypatch.setattr(view_module, "OLD_S", 1.0)
+    monkeypatch.setattr(view_module, "READ_S", 2.5)
     with LiveView(ROOT, terminal.file):
         terminal.until(has("16/64"))
         readings.status["nodes"][1]["tasks_done"] = 48

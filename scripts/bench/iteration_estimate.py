@@ -17,8 +17,8 @@ READ = 0.7
 """The part of the memory's speed that decoding reaches."""
 BUS = 25e9
 """Bytes/s between a GPU and pinned host memory, when all GPUs of a node copy: half of what PCIe 5 has."""
-HASHED, SUMMED = 1.6e9, 1e9
-"""Bytes/s of SHA-256, and elements/s of content sums, on one thread (measured on a CPU)."""
+HASHED = 1.6e9
+"""Bytes/s of SHA-256 on one thread, as measured on a CPU."""
 CACHED = 2e9
 """Bytes/s that a rank writes into the page cache."""
 LOADED = 5e9
@@ -66,8 +66,7 @@ def seconds(case: Case) -> dict[str, float]:
         "train": TRAINED_FLOP * case.parameters * case.samples * case.tokens / (REACHED * FLOPS * ranks),
         "engine sleeps and wakes": WOKEN_S,
         "trainer leaves the GPU and comes back": 2 * STATE_BYTES * case.parameters / ranks / BUS,
-        "weights go to each node's files": weights / case.gpus * (1 / BUS + 1 / CACHED + 1 / HASHED)
-        + case.parameters / ranks / SUMMED,
+        "weights go to each node's files": weights / case.gpus * (1 / BUS + 1 / CACHED + 1 / HASHED),
         "engine loads and proves them": weights / LOADED,
     }
 

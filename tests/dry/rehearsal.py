@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.dry.fake_gpus import BYTES, MODE, install  # before torch
@@ -18,6 +19,7 @@ import torch.distributed as dist  # isort: skip
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # isort: skip
 from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 
+from trainer.checkpoint import hub_weights  # isort: skip
 from trainer.batch.batch import Batch, Counts  # isort: skip
 from trainer.batch.packing import Packing  # isort: skip
 from trainer.model import host_memory, loading, model, packed_sequences, parallel, slices  # isort: skip
@@ -96,6 +98,19 @@ def host_places(learner: model.Learner) -> list[int]:
     return [local_part(tensor).untyped_storage()._cdata for tensor in tensors]
 
 
+SUMMED_ON: set[str] = set()
+"""Types of devices on which weights that are written were added up."""
+
+
+def write(learner: model.Learner) -> None:
+    """Write the weights to nowhere."""
+    patched: Any = hub_weights
+    patched.content_sum = lambda value: SUMMED_ON.add(value.device.type) or 0
+    patched.gather_json = lambda share, _doing: [share]
+    outputs: Any = SimpleNamespace(keeps=lambda _owner: True, add=lambda *_: None)
+    hub_weights.write_weights(learner, outputs, torch.bfloat16)
+
+
 def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any]:
     """Train for STEPS steps of one microbatch a rank, go to host memory and back, and train again."""
     install()
@@ -123,6 +138,9 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
         learner.to_device()
         step(1)
         again = BYTES.peak
+        if not settings.lora.rank:
+            write(learner)
+        written = BYTES.peak
         learner.to_host()
         return {
             "sharded": learner.layout.sharded,
@@ -131,6 +149,8 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
             "away": sorted(away),
             "same": all(own[name] is value for name, value in learner.parameters.items()),
             "again": again,
+            "written": written,
+            "summed": sorted(SUMMED_ON),
             "reused": places == host_places(learner),
         }
 

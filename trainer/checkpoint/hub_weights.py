@@ -23,6 +23,7 @@ from trainer.checkpoint.outputs import Outputs
 from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file, tensor_pieces
 from trainer.model.model import Learner
 
+HOST = torch.device("cpu")
 WHOLE_BYTES = 1 << 26
 """A smaller model is one file, which rank 0 writes."""
 
@@ -37,24 +38,29 @@ def write_weights(learner: Learner, outputs: Outputs, dtype: torch.dtype) -> dic
     """Write this rank's share of the weights as `dtype`.
 
     Collective. Each whole tensor goes to one rank, shared out by bytes. A rank holds its own share in host
-    memory (with that of its node's copy), and one tensor at a time of the others' shares. With the weights go
-    the index, and the sums by which an engine proves that it has them. Returns what this rank's own file
-    holds, by the file's name; nothing if it has none.
+    memory (with that of its node's copy), and one block at a time on its GPU, which adds it up. With the
+    weights go the index, and the sums by which an engine proves that it has them. Returns what this rank's
+    own file holds, by the file's name; nothing if it has none.
     """
     rank, _ = rank_and_world()
     model, parts = learner.model, _parts(learner, dtype)
     held: dict[int, dict[str, Tensor]] = {}  # by the rank that owns the file
+    sums: dict[str, int] = {}
     tensors = saved_tensors(model)
+    device = learner.device if len(parts.blocks) > 1 else HOST  # else it is the whole model
     for block, names in parts.blocks.items():  # in one order on all ranks: a DTensor is gathered by all
         owner = parts.owner[block]
         keeps = outputs.keeps(owner)
-        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, keeps)
+        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, keeps, device)
+        reverted = _reverted(model, whole) if keeps else {}
+        if owner == (rank if parts.ranks > 1 else 0):
+            sums |= {
+                name: content_sum(value) for name, value in reverted.items() if value.is_floating_point()
+            }
         if keeps:
-            held.setdefault(owner, {}).update(_reverted(model, whole))
+            held.setdefault(owner, {}).update({name: value.to("cpu") for name, value in reverted.items()})
     for owner, mine in held.items():
         outputs.add(_file_name(owner, parts.ranks), tensor_file(mine, METADATA), owner)
-    summed = held.get(rank if parts.ranks > 1 else 0, {})
-    sums = {name: content_sum(tensor) for name, tensor in summed.items() if tensor.is_floating_point()}
     shares = gather_json(sums, "adding up the weights") if parts.ranks > 1 else [sums]
     if outputs.keeps(0):
         outputs.add(CONTENT, content_document({k: v for share in shares for k, v in share.items()}, dtype))
@@ -206,9 +212,14 @@ def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _whole(
-    tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, keep: bool
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    keep: bool,
+    place: torch.device = HOST,
 ) -> dict[str, Tensor]:
-    """Return the tensors as `dtype`, whole and on the CPU; none unless this rank is to `keep` them.
+    """Return the tensors as `dtype`, whole and on the device `place`; none unless this rank is to `keep`
+    them.
 
     Collective for DTensors, which are put together on `device`, one by one.
     """
@@ -219,7 +230,7 @@ def _whole(
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             if keep:
-                kept[name] = value.to("cpu")
+                kept[name] = value.to(place)
     return kept
 
 

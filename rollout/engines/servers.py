@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,7 @@ REFUSED = {
 """Arguments of vLLM that the user cannot set, and why."""
 
 
+_WHOLE_UUID = re.compile("GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 WEIGHTS_SHARE = 0.6
 """Of a GPU's memory: of the 0.85 that vLLM takes, a quarter is left to keys and values, and to computing."""
 
@@ -127,6 +129,12 @@ def check_server(settings: EngineSettings, gpus: int, python: str = sys.executab
             f"--engine vllm: vLLM is not installed for {python}; install the extra 'vllm' "
             "(pip install -e '.[vllm]'), or give --engine torch"
         )
+    for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpus else ():
+        if item.strip().startswith("GPU-") and not _WHOLE_UUID.fullmatch(item.strip()):
+            raise ServerSettingError(
+                f"CUDA_VISIBLE_DEVICES={item.strip()}: CUDA takes the beginning of a UUID, vLLM does not; "
+                "give the whole one, which nvidia-smi -L lists, or the GPU's number"
+            )
     if settings.tensor_parallel_size and gpus % settings.tensor_parallel_size:
         raise ServerSettingError(
             f"engine.tensor_parallel_size={settings.tensor_parallel_size} does not divide the {gpus} GPUs of "

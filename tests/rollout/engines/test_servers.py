@@ -140,6 +140,21 @@ def test_model_chooses_how_many_gpus_a_replica_takes(
     assert f"--tensor-parallel-size={size}" in server.argv and server.replicas == 8 // size
 
 
+def test_vllm_gets_no_uuid_that_only_cuda_completes(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("vllm")
+    whole = "GPU-8f1c2a3b-1234-5678-9abc-def012345678"
+    for visible in (f"{whole}, 1", "0,1", f"{whole},{whole[:-1]}9"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        check_server(EngineSettings(kind="vllm"), 2)
+    for beginning in ("GPU-8f", whole[:-1]):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{whole}, {beginning}")
+        with pytest.raises(ServerSettingError, match=rf"CUDA_VISIBLE_DEVICES={beginning}: .* whole one"):
+            check_server(EngineSettings(kind="vllm"), 2)
+        check_server(EngineSettings(kind="torch"), 2)
+
+
 def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:
     settings = EngineSettings(kind="torch", tensor_parallel_size=3, args={"port": 1})
     check_server(settings, 8)

@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda", 0)
 def patch() -> None:
     """Read no values of files, and try no kernels."""
     patched: Any = loading
-    blank_model, layout_of = slices.blank_model, parallel.Layout.of
+    blank_model, layout_of = slices.blank_model, parallel.Layout.choose
     with_adapters, round_frozen = loading._with_blank_adapters, loading._round_frozen
 
     def fill(whole: Any, held: Any, *_: Any, **__: Any) -> None:
@@ -65,7 +65,7 @@ def patch() -> None:
     patched.load_model, patched._round_frozen = load_model, rounded
     patched._with_blank_adapters = apart(with_adapters)
     host_memory.pin = lambda _held: None
-    parallel.Layout.of = staticmethod(apart(layout_of))
+    parallel.Layout.choose = staticmethod(apart(layout_of))
     found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})
     model.Learner.arrange = lambda self, share_prompts: setattr(self, "arrangement", found)
 

@@ -90,7 +90,8 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         error = explained(error)
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
-        text = f"{node.messages.failure(error)}. {node.messages.repair()}"
+        gone = f". {gone}" if (gone := node.outage.gone()) else ""
+        text = f"{node.messages.failure(error)}{gone}. {node.messages.repair()}"
         return _end(node, Ended(Exit.FAILED, text, "failed"))
     finally:
         node.close()

@@ -42,22 +42,26 @@ class Outage:
         """Since when the run is not listed, on a filesystem that is mounted as it was."""
 
     def look_for_run(self) -> None:
-        """Raise Ended once it is clear that somebody has moved or removed the run directory: for RETRY_S the
-        same mount has not listed the run. One that is gone itself may come back, so it is waited for. Called
-        after a failed heartbeat, in the thread that beats: it may hang with the mount.
+        """Raise Ended once it is clear that somebody has moved or removed the run directory: it is `gone` for
+        RETRY_S. Called after a failed heartbeat, in the thread that beats: it may hang with the mount.
         """
-        now_s, root = time.monotonic(), self._identity.root
-        is_away = find_mount(self._resolved) != self._mount
-        if is_away or is_listed(self._identity.run_dir.run_json):
+        now_s, gone = time.monotonic(), self.gone()
+        if not gone:
             self._missed_s = None
         elif self._missed_s is None:
             self._missed_s = now_s
         elif now_s - self._missed_s > RETRY_S:
-            gone = (
-                f"{root} was moved or removed: {self._mount.point} is mounted as before, and has no run there"
-            )
-            cure = "Move it back, or give its new place as --log-path"
-            raise Ended(Exit.FAILED, f"{gone}. {cure}. {self._messages.repair()}")
+            raise Ended(Exit.FAILED, f"{gone}. {self._messages.repair()}")
+
+    def gone(self) -> str:
+        """Return what is said if the run directory's mount is as before, and does not list the run; else
+        nothing. A mount that is gone itself may come back, so it is waited for.
+        """
+        if find_mount(self._resolved) != self._mount or is_listed(self._identity.run_dir.run_json):
+            return ""
+        there = f"{self._mount.point} is mounted as before, and has no run there"
+        cure = "Move it back, or give its new place as --log-path"
+        return f"{self._identity.root} was moved or removed: {there}. {cure}"
 
     def full(self, error: SharedFsError) -> None:
         """Hear that this node waits for free space, as it does again and again. Raises Ended when it has done

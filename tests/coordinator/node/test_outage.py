@@ -96,6 +96,7 @@ def test_run_that_its_own_filesystem_does_not_list_was_moved(
     (tmp_path / "run.json").touch()  # it comes back: what was missed before does not count
     node.look_for_run()
     tmp_path.rename(moved := tmp_path.with_name(f"{tmp_path.name}.moved"))
+    assert bool(node.gone()) is is_mounted
     node.look_for_run()
     clock[0] += outage.RETRY_S + 1
     if is_mounted:

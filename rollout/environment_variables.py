@@ -1,4 +1,4 @@
-"""What others have set, as its owner reads it: variables of the environment, and limits of control groups.
+"""Read what others have set as its owner does: variables of the environment, and limits of control groups.
 No imports of ours.
 """
 

@@ -1,4 +1,4 @@
-"""What a model's chat template does with messages without a word: it leaves out parts of them, or ends an
+"""Warn of what a model's chat template does without a word: it leaves out parts of messages, or ends an
 answer with a mark at which no engine stops.
 """
 

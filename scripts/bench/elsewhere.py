@@ -1,4 +1,4 @@
-"""What other programs do on this machine while a benchmark runs."""
+"""The work of other programs on this machine while a benchmark runs."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""What torch 2.11 lacks of the torch that Flagpost needs, as far as one GPU needs it. Import this first.
+"""Give torch 2.11 what Flagpost needs of a newer torch, as far as one GPU needs it. Import it first.
 
 torchrun's --shutdown-timeout is left out: training jobs over processes need the torch of pyproject.toml.
 """

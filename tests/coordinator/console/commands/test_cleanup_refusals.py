@@ -9,6 +9,7 @@ from coordinator.console.commands import cleanup as module
 from coordinator.console.commands.cleanup import cleanup, moved
 from coordinator.directory.layout import Beat, Record, RunDir
 from coordinator.keeping import resume
+from coordinator.protocol import records
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import parse
@@ -121,7 +122,7 @@ def test_node_that_comes_back_while_the_epoch_is_claimed_stops_it_before_anythin
         beat(run_dir, 0, 2, 0, 0) if what == "beat" else claim(run_dir, record(5, "lobby", {}))
         return claimed
 
-    monkeypatch.setattr(module, "claim", claim_and_come_back)
+    monkeypatch.setattr(records, "claim", claim_and_come_back)
     before = everything(run_dir.root)
     beginning = {"beat": "rank 0 (node-0) still beats", "epoch": "epoch 5 of"}[what]
     assert refused(run_dir).startswith(beginning)
@@ -133,7 +134,7 @@ def test_lost_claim_removes_nothing(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         claim(run_dir, record(4, "lobby", {}, master_incarnation=2, token="another"))
         return claim(*arguments)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(module, "claim", claim_second)
+    monkeypatch.setattr(records, "claim", claim_second)
     before = everything(run_dir.root)
     text = refused(run_dir)
     assert "epoch 4" in text and "a node has started" in text

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollout.environments.policy import Policy, warn_once
 from rollout.origin import Sampling
+from rollout.tasks.fields import name_of_answer
 from rollout.tasks.messages import ANSWER, Message, same_beginning, without_answer
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Sample
@@ -173,7 +174,7 @@ def _answer(task: Task) -> Message:
     if not any(answer.get(name) for name in SAID):
         raise TaskError(
             f"task {task['id']!r} has no answer to demonstrate: give it an `answer`, or `messages` that end "
-            "with the assistant's"
+            f"with the assistant's, or {name_of_answer(task)}"
         )
     if "messages" in task and not messages_before(task):
         raise TaskError(

@@ -26,6 +26,15 @@ from rollout.tasks.messages import ANSWER
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 
 _MOST_SHAPES = 16
+_FOR_THE_MODEL = {
+    "system": "columns.system=system puts it before the messages",
+    "system_prompt": "columns.system=system_prompt puts it before the messages",
+    **dict.fromkeys(
+        ("instruction", "input", "context", "history", "functions"), "write it into the messages if it should"
+    ),
+}
+"""Fields of a task that are no part of its prompt, though data sets mean them for the model: what to do."""
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
 _MARKS_OF_TURN = 64
 """More tokens than a chat template writes around a message."""
 _UNLIMITED = 2**31
@@ -64,6 +73,7 @@ def try_tasks(
         + (f"; so do those of {len(those) - 1} other tasks" if len(those) > 1 else "")
         for mark, those in look.in_words.items()
     ]
+    warnings += _unseen(tasks)
     limits = {"end_ids": known.end_ids, "context": look.context, "vocabulary": rows}
 
     async def render() -> None:
@@ -85,6 +95,28 @@ def try_tasks(
 
     asyncio.run(render())
     return list({text.partition(": ")[2]: text for text in reversed(warnings)}.values())[::-1]
+
+
+def _unseen(tasks: TaskSet) -> Iterator[str]:
+    """Yield what of the tasks is meant for the model, and does not reach it as it is meant."""
+    fields: dict[str, int] = {}
+    roles: dict[str, int] = {}
+    for index, task in enumerate(tasks.tasks):
+        messages = task.get("messages", ())
+        has_system = any(message["role"] == "system" for message in messages)
+        for name in _FOR_THE_MODEL.keys() & task.keys():
+            if task[name] and not (has_system and name.startswith("system")):
+                fields.setdefault(name, index)
+        for message in messages:
+            if message["role"] not in _ROLES:
+                roles.setdefault(message["role"], index)
+    for name, index in sorted(fields.items()):
+        yield f"{tasks.place(index)}: the model does not see the field `{name}`; {_FOR_THE_MODEL[name]}"
+    for role, index in sorted(roles.items()):
+        yield (
+            f"{tasks.place(index)}: has a message of {role!r}, a role that few chat templates know; an "
+            "answer that should not be shown must be of the assistant"
+        )
 
 
 def _look(tasks: Sequence[Task], look: _Look) -> None:

@@ -25,8 +25,9 @@ from rollout.rewards.numbers import last_number, single_number
 from rollout.rewards.parts import Part, parts_of
 from rollout.rewards.regex import pattern_of, regex
 from rollout.rewards.served import SERVED, ServedReward
+from rollout.rewards.solutions import refuse_solution
 from rollout.settings import RolloutSettings
-from rollout.tasks.fields import whole_number
+from rollout.tasks.fields import name_of_answer, whole_number
 from rollout.tasks.reasoning_gym import gym_reward
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample, largest
@@ -147,6 +148,9 @@ def exact(task: Task, completion: str) -> float:
     of it.
     """
     answer = answer_text(task).strip()
+    if not answer:
+        raise ValueError("its `answer` is empty")
+    refuse_solution(answer)
     whole = re.sub(r"^([-+]?[0-9]+)\.0$", r"\1", answer)
     return float(completion.strip() in (answer, whole))
 
@@ -302,5 +306,5 @@ def _finite(value: Any, name: str, where: str) -> float:
 def answer_text(task: Task) -> str:
     """Return the answer of a task as a text, a whole number without a fraction."""
     if "answer" not in task:
-        raise ValueError("it has no `answer`")
+        raise ValueError(f"it has no `answer`; {name_of_answer(task)}")
     return str(whole_number(task["answer"]))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.processes.reward import LibraryReward
+from rollout.rewards.solutions import behind_mark
+from rollout.tasks.fields import name_of_answer
 
 _MATH_MARKS = ("$", "\\(", "\\[", "\\boxed", "\\begin{")
 
@@ -39,8 +41,8 @@ def make_verifier() -> Callable[[str, str], float]:
 
 def _arguments(task: dict[str, Any], completion: str) -> tuple[str, str]:
     if "answer" not in task:
-        raise ValueError("it has no `answer`")
-    return str(task["answer"]), completion
+        raise ValueError(f"it has no `answer`; {name_of_answer(task)}")
+    return behind_mark(str(task["answer"])), completion
 
 
 math_reward = LibraryReward(

@@ -5,6 +5,8 @@ meanwhile, so it runs in processes that may be killed.
 import re
 from typing import Any
 
+from rollout.rewards.solutions import refuse_solution
+
 
 def regex(task: dict[str, Any], completion: str) -> float:
     """1 if the pattern is found anywhere in the completion (to match all of it, anchor it with \\A and \\Z).
@@ -22,4 +24,8 @@ def pattern_of(task: dict[str, Any]) -> str:
     pattern = task.get("pattern", task.get("answer"))
     if not isinstance(pattern, str):
         raise ValueError("it has neither a `pattern` nor an `answer` that is a string")
+    if not pattern:
+        raise ValueError("its pattern is empty, which is found in every text")
+    if "pattern" not in task:
+        refuse_solution(pattern)
     return pattern

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from rollout.tasks.messages import (
+    ANSWER,
     Message,
     checked_message,
     checked_tools,
@@ -15,8 +16,11 @@ from rollout.tasks.messages import (
 )
 from rollout.tasks.rows import Row
 
-_CONVERSATIONS = ("messages", "prompt", "chosen", "rejected")
+_CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 """The fields that may be a list of messages."""
+_NONE_IF_NULL = {*_CONVERSATIONS, "answer", "tools"}
+_ANSWERS = ("ground_truth", "final_answer", "completion", "response", "output", "solution", "target", "label")
+"""What data sets call the field `answer`."""
 
 
 def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -27,12 +31,15 @@ def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]
     if not isinstance(row.fields, dict):
         raise ValueError(f"expected a JSON object, got {_kind(row.fields)}")
     task = _renamed(row.fields, columns)
+    task = {name: value for name, value in task.items() if value is not None or name not in _NONE_IF_NULL}
     for name in _CONVERSATIONS:
-        if name in task and (name != "prompt" or isinstance(task[name], list | str)):
+        if name in task:
             task[name] = _conversation(name, task[name], columns, is_table=row.is_text)
     if isinstance(text := task.get("messages"), str) and text:
         task["messages"] = [{"role": "user", "content": text}]
     _take_conversation(task, columns)
+    if "system" in columns:
+        _put_first(task, columns)
     if ("prompt" in task) == ("messages" in task):
         state = "both are there" if "prompt" in task else "neither is there"
         hint = "" if columns or "prompt" in task else _hint(task)
@@ -47,7 +54,39 @@ def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]
     task = without_answer({**task, "id": str(task["id"])})
     if task.get("messages") == []:
         raise ValueError("its one message is the answer, and there is nothing it answers")
-    return task
+    completion = None if {ANSWER, "answer"} & task.keys() else _completion(task)
+    return {**task, ANSWER: completion} if completion else task
+
+
+def _completion(task: Mapping[str, Any]) -> Message | None:
+    """Return the field `completion`, if that is what the task's prompt should be answered with: a text, or
+    the assistant's message. A task with a `label` beside it says how good it is.
+    """
+    completion = task.get("completion")
+    if isinstance(task.get("label"), bool) or not completion:
+        return None
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}
+    if isinstance(completion, list) and isinstance(completion[0], dict) and "role" in completion[0]:
+        if len(completion) == 1 and completion[0]["role"] == "assistant":
+            return completion[0]
+        raise ValueError(
+            f"`completion` must be one message of the assistant, got {len(completion)}; put the others "
+            "behind the messages of the prompt"
+        )
+    return None
+
+
+def _put_first(task: dict[str, Any], columns: Mapping[str, str]) -> None:
+    """Put what the column for `system` has before the other messages."""
+    text, messages = task.get("system"), task.get("messages")
+    if not isinstance(text, str | None) or not isinstance(messages, list):
+        kind = _kind(text) if isinstance(messages, list) else "no `messages` to put it before"
+        raise ValueError(f"{_named('system', columns)} must be a text before `messages`, got {kind}")
+    if text and messages and messages[0].get("role") == "system":
+        raise ValueError(f"{_named('system', columns)} and a message of the system: leave out one of them")
+    if text:
+        task["messages"] = [{"role": "system", "content": text}, *messages]
 
 
 def _conversation(name: str, value: Any, columns: Mapping[str, str], *, is_table: bool) -> Any:
@@ -60,6 +99,8 @@ def _conversation(name: str, value: Any, columns: Mapping[str, str], *, is_table
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{_named(name, columns)} is not JSON: {error}") from None
         value = value if read is None else read
+    if isinstance(value, dict) and value.keys() & {"role", "from"}:
+        value = [value]
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return value
     checked: list[Message] = []
@@ -70,7 +111,7 @@ def _conversation(name: str, value: Any, columns: Mapping[str, str], *, is_table
             if str(error).startswith("role:"):
                 return value  # the check of the field says what is wanted
             raise ValueError(f"{_named(name, columns)}: {at}.{error}") from None
-        if not message.keys() & {"content", "value"} and checked[-1].keys() == {"role", "content"}:
+        if not message.keys() & {"content", "value", "text"} and checked[-1].keys() == {"role", "content"}:
             return value
     return checked
 
@@ -98,16 +139,48 @@ def _take_conversation(task: dict[str, Any], columns: Mapping[str, str]) -> None
 
 
 def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for field, column in columns.items():
-        if column not in fields:
-            there = ", ".join(map(str, fields))
+        try:
+            values[field] = _column(fields, column)
+        except KeyError:
+            there = ", ".join(_names(fields))
             raise ValueError(
                 f"nothing in the column {column!r} (columns.{field}); there is {there or 'none'}"
-            )
+            ) from None
     others = {
         name: value for name, value in fields.items() if name not in columns and name not in columns.values()
     }
-    return {**others, **{field: fields[column] for field, column in columns.items()}}
+    return {**others, **values}
+
+
+def _column(fields: Mapping[str, Any], column: str) -> Any:
+    """Return what a column has, or what `COLUMN.FIELD` has within one; KeyError if nothing has this name."""
+    if column in fields:
+        return fields[column]
+    first, dot, rest = column.partition(".")
+    inside = fields.get(first)
+    if not dot or not isinstance(inside, dict):
+        raise KeyError(column)
+    return _column(cast("dict[str, Any]", inside), rest)
+
+
+def _names(fields: Mapping[str, Any]) -> list[str]:
+    """Return what the fields are called, and those within them."""
+    names: list[str] = []
+    for name, value in fields.items():
+        inside = _names(cast("dict[str, Any]", value)) if isinstance(value, dict) else []
+        names += [f"{name}.{each}" for each in inside] or [str(name)]
+    return names
+
+
+def name_of_answer(task: Mapping[str, Any]) -> str:
+    """Return how to name the column of the answer, for people; `task` has none."""
+    shown = ("id", "prompt", "messages", "tools", ANSWER)
+    there = _names({name: value for name, value in task.items() if name not in shown})
+    likely = [name for name in there if name.rpartition(".")[2] in _ANSWERS]
+    example = (likely or ["COLUMN"])[0]
+    return f"name its column, e.g. columns.answer={example} (there is {', '.join(there) or 'none'})"
 
 
 def _hint(task: Mapping[str, Any]) -> str:

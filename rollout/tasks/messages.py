@@ -11,8 +11,17 @@ Message = dict[str, Any]
 Task = dict[str, Any]
 ANSWER = "answer_message"
 """The field of a task with the assistant's message that its conversation ended with."""
-_SHARE_GPT = {"human": "user", "gpt": "assistant", "system": "system", "observation": "tool"}
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant"),
+    "function": "tool",
+}
+"""Roles of chat templates by what data sets call them, in small letters."""
+_SHARE_GPT = {**_ROLES, **dict.fromkeys(("observation", "function_response", "tool_response"), "tool")}
 """Roles by what `from` calls them, where messages are written as {"from": ..., "value": ...}."""
+_WITH_WORDS = ("system", "developer", "user")
+"""Roles whose messages are nothing without words."""
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|from|content|value)['"]""")
 
 
@@ -20,21 +29,38 @@ def checked_message(message: Any) -> Message:
     """Return a message in one form: its content as one string, its calls as the OpenAI API has them, no empty
     fields. ValueError, which begins with the name of the field, says what is wrong.
     """
-    if isinstance(message, Mapping) and message.get("from") in _SHARE_GPT and "role" not in message:
-        message = {"role": _SHARE_GPT[message["from"]], "content": message.get("value")}
+    if isinstance(message, Mapping) and isinstance(message.get("from"), str) and "role" not in message:
+        message = _of_share_gpt(message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("role: must be a string")
-    content = message.get("content")
+    message = {**message, "role": _ROLES.get(message["role"].lower(), message["role"])}
+    words = next((name for name in ("content", "value", "text") if name in message), "content")
+    content = message.pop(words, None)
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError("content: only parts of the type text are supported")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise ValueError("content: must be a string or parts of the type text")
+    if content is None and message["role"] in _WITH_WORDS:
+        raise ValueError(f"content: a message of the {message['role']} must have words; leave it out")
     filled = {name: value for name, value in message.items() if value not in (None, [], {})}
+    if (called := filled.pop("function_call", None)) and "tool_calls" not in filled:
+        filled["tool_calls"] = [called]  # as the OpenAI API had it
     if "tool_calls" in filled:
         filled["tool_calls"] = _checked_calls(filled["tool_calls"])
     return {**filled, "content": content or ""}
+
+
+def _of_share_gpt(message: Mapping[str, Any]) -> Message:
+    """Return a message that says who it is `from`, with a `role`."""
+    sender = message["from"].lower()
+    more = {name: value for name, value in message.items() if name not in ("from", "value")}
+    if sender == "function_call":
+        return {**more, "role": "assistant", "content": "", "tool_calls": message.get("value")}
+    if sender not in _SHARE_GPT:
+        raise ValueError(f"from: must be {', '.join(_SHARE_GPT)} or function_call, got {sender!r}")
+    return {"content": message.get("value"), **more, "role": _SHARE_GPT[sender]}
 
 
 def _checked_calls(calls: Any) -> list[dict[str, Any]]:
@@ -42,7 +68,8 @@ def _checked_calls(calls: Any) -> list[dict[str, Any]]:
     checked: list[dict[str, Any]] = []
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
-        for call in calls:
+        for call in [calls] if isinstance(calls, dict) else calls:
+            call = json.loads(call) if isinstance(call, str) else call
             function = call.get("function") or call
             id = {"id": str(call["id"])} if call.get("id") else {}
             arguments = json.dumps(_arguments(function.get("arguments")), ensure_ascii=False)

@@ -3,6 +3,7 @@ sets of Hugging Face. No file is held in memory.
 """
 
 import csv
+import functools
 import glob
 import itertools
 import json
@@ -11,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rollout.processes.reward import missing
 from rollout.storage import files
@@ -23,7 +26,11 @@ _BATCH = 1000
 _BOM = b"\xef\xbb\xbf"
 _WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", "tasks"}
 """What an object in one line calls the array of its rows."""
+_SHORT = {"float": np.float32, "halffloat": np.float16}
+"""Numbers of less than 64 bits, by what Arrow calls them."""
 _LONGEST_CELL = 2**31 - 1
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
+"""How the files of a split are named, one of which should not be trained on."""
 _OUTSIDE_BRACKETS = r":(?![^\[]*\])"
 
 
@@ -103,6 +110,14 @@ def _files(source: str) -> list[str]:
             raise RowError(f"{source}: no file fits this pattern")
     else:
         return [source]
+    splits = {match[0]: file for file in paths if (match := _SPLIT.match(Path(file).name))}
+    if len(splits) > 1:
+        first = next((name for name in splits if name == "train"), min(splits))
+        where = source if "*" not in source else str(Path(source).parent)
+        pattern = f"{where}/{first}*{Path(splits[first]).suffix}"
+        raise RowError(
+            f"{source}: has files of {' and '.join(sorted(splits))}; give a pattern, e.g. '{pattern}'"
+        )
     kinds = sorted({Path(file).suffix.lower() for file in paths})
     if len(kinds) > 1:
         raise RowError(f"{source}: has {' and '.join(kinds)} files; give a pattern, e.g. '*{kinds[0]}'")
@@ -132,7 +147,9 @@ def _json_lines(file: str) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            content = json.loads(line.decode("utf-8").lstrip("\ufeff"), parse_constant=_no_constant)
+            text = line.decode("utf-8").lstrip("\ufeff").rstrip()
+            text = text[:-1] if text.endswith("},") else text  # as copied out of an array
+            content = json.loads(text, parse_constant=_no_constant)
             if b"\\u" in line:
                 _check_text(content)
             yield Row(file, number, content)
@@ -232,8 +249,10 @@ def _csv(file: str) -> Iterator[Row]:
     number = 0
     try:
         texts = (line.decode("utf-8") + "\n" for line in itertools.chain([first], lines))
-        table = csv.reader(texts, strict=True)
-        header = next(table, [])
+        table = csv.reader(texts, strict=True, skipinitialspace=b", " in first)
+        header = [name.strip() for name in next(table, [])]
+        if len(header) == 1 and (sign := next((sign for sign in ";\t|" if sign in header[0]), None)):
+            raise RowError(f"{file}: has {sign!r} between its columns; save it with commas")
         if len(set(header)) < len(header):
             twice = next(name for name in header if header.count(name) > 1)
             raise RowError(f"{file}: the header has the column {twice!r} twice; rename one of them")
@@ -317,10 +336,11 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]]) -> Iterator[Row
             if not number:
                 _say_left_out(file, batch.schema)
             kept = [field.name for field in batch.schema if _is_json(field.type)]
+            kinds = {name: batch.schema.field(name).type for name in kept}
             for begin in range(0, batch.num_rows, _BATCH):
                 for values in batch.select(kept).slice(begin, _BATCH).to_pylist():
                     number += 1
-                    yield Row(file, number, _without_nulls(values))
+                    yield Row(file, number, _fields(values, kinds))
     except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
         raise RowError(
             f"{file}: damaged, or not of this kind: {' '.join(str(error).split()):.300}"
@@ -329,8 +349,21 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]]) -> Iterator[Row
 
 def _say_left_out(file: str, schema: Any) -> None:
     """Say which columns are no part of the tasks."""
-    if left := [f"{field.name} ({field.type})" for field in schema if not _is_json(field.type)]:
+    if left := [text for field in schema for text in _left_out(field.name, field.type)]:
         log.warning("%s: JSON has no such values, so these columns are left out: %s", file, ", ".join(left))
+
+
+def _left_out(name: str, kind: Any) -> Iterator[str]:
+    """Yield the columns, and the fields of structs, that are no part of the tasks."""
+    from pyarrow import types
+
+    if not _is_json(kind):
+        yield f"{name} ({kind})"
+    elif types.is_struct(kind):
+        for field in kind:
+            yield from _left_out(f"{name}.{field.name}", field.type)
+    elif _is_list(kind):
+        yield from _left_out(name, kind.value_type)
 
 
 def _need(library: str, source: str) -> None:
@@ -338,27 +371,51 @@ def _need(library: str, source: str) -> None:
         raise RowError(f"{source}: {reason}")
 
 
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view)
+    return any(test(kind) for test in lists)
+
+
+@functools.cache
 def _is_json(kind: Any) -> bool:
-    """Return whether JSON has values of an Arrow type. It has no dates, decimals, images or sounds."""
+    """Return whether JSON has values of an Arrow type, or of fields in it. It has no dates, decimals, images
+    or sounds.
+    """
     from pyarrow import types
 
     if types.is_struct(kind):
-        return all(_is_json(kind.field(index).type) for index in range(kind.num_fields))
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view)
-    if types.is_dictionary(kind) or any(test(kind) for test in lists):
+        return not kind.num_fields or any(_is_json(field.type) for field in kind)
+    if types.is_dictionary(kind) or _is_list(kind):
         return _is_json(kind.value_type)
     simple = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     return any(test(kind) for test in (*simple, *texts))
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out what a row of a table does not have, as a JSON line does; NaN is pandas' word for it."""
+def _fields(values: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a row of a table does not have, as a JSON line does, and what JSON has no values for.
+    NaN is pandas' word for nothing.
+    """
+    return {
+        name: _value(value, kinds[name])
+        for name, value in values.items()
+        if value is not None and value == value and _is_json(kinds[name])
+    }
+
+
+def _value(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type as JSON has it: of a number of 32 bits its shortest text, 0.1, and not
+    the 0.10000000149011612 that it is in 64.
+    """
     if isinstance(value, dict):
-        return {
-            name: _without_nulls(item) for name, item in value.items() if item is not None and item == item
-        }
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return _fields(value, {field.name: field.type for field in kind})
+    if isinstance(value, list):
+        return [_value(item, kind.value_type) for item in value]
+    if isinstance(value, float) and (short := _SHORT.get(str(kind))):
+        return float(str(short(value)))
+    return value
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}

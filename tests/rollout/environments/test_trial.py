@@ -145,6 +145,30 @@ def test_parts_of_messages_that_the_template_leaves_out_are_one_warning(
 
 
 @pytest.mark.parametrize(
+    ("task", "warning"),
+    [
+        ({"system": "Be short."}, "does not see the field `system`; columns.system=system puts it before"),
+        ({"input": "3 4"}, "does not see the field `input`; write it into the messages"),
+        ({"input": ""}, None),
+        ({"level": "easy"}, None),
+    ],
+)
+def test_field_that_is_meant_for_the_model_and_does_not_reach_it_is_a_warning(
+    tmp_path: Path, task: dict[str, Any], warning: str | None
+) -> None:
+    found = tried(tmp_path, {"messages": [{"role": "user", "content": "hi"}], **task})
+    assert [warning in text for text in found] == [True] if warning else not found
+
+
+def test_role_that_hardly_any_template_knows_is_a_warning(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "critic", "content": "7"}]
+    assert any(
+        "has a message of 'critic', a role that few" in text
+        for text in tried(tmp_path, {"messages": messages})
+    )
+
+
+@pytest.mark.parametrize(
     ("environment", "way_out"), [("single_turn", "rollout.stop="), ("demonstration", "add its id, 3,")]
 )
 def test_mark_of_the_template_that_ends_nothing_is_a_warning(

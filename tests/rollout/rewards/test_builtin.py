@@ -123,6 +123,12 @@ def test_built_in_reward(name: str, text: str, task: dict[str, Any], expected: f
     ("name", "task", "reason"),
     [
         ("exact", {}, "it has no `answer`"),
+        ("exact", {"a": {"ground_truth": 1}}, "columns.answer=a.ground_truth (there is a.ground_truth)"),
+        ("exact", {"answer": " "}, "its `answer` is empty"),
+        ("exact", {"answer": "1 + 1\n#### 2"}, "is a whole solution; take the reward numeric or math"),
+        ("exact", {"answer": "So it is $\\boxed{2}$."}, "is a whole solution"),
+        ("regex", {"answer": "1 + 1\n#### 2"}, "is a whole solution"),
+        ("regex", {"pattern": ""}, "its pattern is empty"),
         ("numeric", {"answer": "none"}, "its answer 'none' holds no number"),
         ("numeric", {"answer": "1, 2"}, "its answer '1, 2' is no single number: write ####"),
         ("numeric", {"answer": "12:30"}, "is no single number"),

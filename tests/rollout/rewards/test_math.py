@@ -103,6 +103,11 @@ def test_completion_that_takes_too_long_earns_nothing_and_is_said(
     assert scored(reward, "1", answer="1") == 1.0
 
 
+def test_answer_is_what_stands_behind_its_mark(reward: Reward) -> None:
+    for text, expected in (("it is 1042", 1.0), ("it is 2", 0.0)):
+        assert scored(reward, text, answer="1 + 1 = <<1+1=2>>2, so\n#### 1042") == expected
+
+
 @pytest.mark.parametrize(
     ("task", "reason"),
     [({}, "it has no `answer`"), ({"answer": ""}, "its answer '' holds no mathematics")],

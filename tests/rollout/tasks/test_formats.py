@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout.settings import RolloutSettings
@@ -442,3 +444,50 @@ def test_file_of_another_kind_says_what_to_make_of_it(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TaskError, match=reason):
         load_tasks(str(tmp_path / name), seed=0, split="train")
+
+
+def test_lines_that_were_copied_out_of_an_array_are_read(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"},\r\n{"prompt": "b"},\n')
+    assert [task["prompt"] for task in load(tmp_path / "tasks.jsonl").tasks] == ["a", "b"]
+
+
+def test_spaces_behind_the_commas_of_a_csv_are_no_part_of_names_and_cells(tmp_path: Path) -> None:
+    (tmp_path / "tasks.csv").write_text('prompt, answer\n"a, b", "3"\n')
+    assert list(load(tmp_path / "tasks.csv").tasks) == [{"id": "1", "prompt": "a, b", "answer": "3"}]
+
+
+@pytest.mark.parametrize("sign", [";", "\t"])
+def test_csv_with_other_signs_than_commas_is_refused(tmp_path: Path, sign: str) -> None:
+    (tmp_path / "tasks.csv").write_text(f"prompt{sign}answer\na, b{sign}3\n")
+    with pytest.raises(TaskError, match="between its columns; save it with commas"):
+        load(tmp_path / "tasks.csv")
+
+
+@pytest.mark.parametrize("kind", [pyarrow.float32(), pyarrow.float16()])
+def test_answer_of_few_bits_is_the_number_that_was_written(tmp_path: Path, kind: Any) -> None:
+    answers = pyarrow.array(np.array([0.1, 3.0], kind.to_pandas_dtype()), kind)
+    nested = pyarrow.StructArray.from_arrays([answers], ["level"])
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": answers, "extra": nested})
+    parquet.write_table(table, tmp_path / "tasks.parquet")
+    found = [(task["answer"], task["extra"]) for task in load(tmp_path / "tasks.parquet").tasks]
+    assert found == [(0.1, {"level": 0.1}), (3, {"level": 3.0})]
+
+
+def test_messages_with_dates_are_read_without_the_dates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = {"role": "user", "content": "a", "at": datetime(2026, 1, 1)}
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": [message]}]), tmp_path / "tasks.parquet")
+    (task,) = load(tmp_path / "tasks.parquet").tasks
+    assert task["messages"] == [{"role": "user", "content": "a"}]
+    assert "left out: messages.at (timestamp" in caplog.text
+
+
+def test_directory_with_files_of_several_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("train-00000.jsonl", "train-00001.jsonl", "test-00000.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": name}))
+    with pytest.raises(
+        TaskError, match=r"has files of test and train; give a pattern, e\.g\. .*/train\*\.jsonl"
+    ):
+        load(tmp_path)
+    assert len(load(f"{tmp_path}/train*.jsonl").tasks) == 2

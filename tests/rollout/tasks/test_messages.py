@@ -134,3 +134,84 @@ def test_whole_numbers_that_a_table_holds_as_floats_are_whole(tmp_path: Path) ->
     assert found == [{"id": "7", "prompt": "72?", "answer": 72}] * 2
     assert [type(task["answer"]) for task in found] == [int, int]
     assert loaded(tmp_path, {"prompt": "a", "answer": 7.25})["answer"] == 7.25
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "human", "content": "Add 3."}, {"role": "gpt", "content": "7"}],
+        [{"role": "User", "content": "Add 3."}, {"role": "Assistant", "content": "7"}],
+        [{"role": "user", "content": "Add 3."}, {"role": "model", "content": "7"}],
+        [{"role": "user", "value": "Add 3."}, {"role": "assistant", "text": "7"}],
+        [{"from": "user", "value": "Add 3."}, {"from": "Assistant", "value": "7"}],
+    ],
+)
+def test_answer_is_no_part_of_the_messages_whatever_its_role_is_called(
+    tmp_path: Path, messages: list[dict[str, Any]]
+) -> None:
+    task = loaded(tmp_path, {"messages": messages, "answer": "7"})
+    assert (task["messages"], task[ANSWER]) == ([ASK], SAY)
+
+
+def test_calls_of_share_gpt_and_of_older_apis_are_calls(tmp_path: Path) -> None:
+    function, wire = {"name": "add", "arguments": {"a": 3}}, {key: CALL[key] for key in ("type", "function")}
+    share_gpt = [
+        {"from": "human", "value": "Add 3."},
+        {"from": "function_call", "value": json.dumps(function)},
+        {"from": "observation", "value": "7"},
+    ]
+    older = [
+        ASK,
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "content": "7"},
+    ]
+    calls = {"role": "assistant", "content": "", "tool_calls": [wire]}
+    for messages in (share_gpt, older):
+        found = loaded(tmp_path, {"messages": messages})["messages"]
+        assert found == [ASK, calls, {"role": "tool", "content": "7"}]
+    with pytest.raises(TaskError, match=r"`messages`: 0\.from: must be .*, got 'critic'"):
+        loaded(tmp_path, {"messages": [{"from": "critic", "value": "no"}]})
+
+
+def test_question_without_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"0\.content: a message of the user must have words"):
+        loaded(tmp_path, {"messages": [{"role": "user", "content": None}], "answer": "7"})
+
+
+def test_column_for_system_comes_before_the_messages(tmp_path: Path) -> None:
+    row = {"system": "Be short.", "messages": [ASK, SAY]}
+    assert loaded(tmp_path, row)["messages"] == [ASK]
+    system = {"role": "system", "content": "Be short."}
+    assert loaded(tmp_path, row, system="system")["messages"] == [system, ASK]
+    with pytest.raises(TaskError, match="leave out one of them"):
+        loaded(tmp_path, {**row, "messages": [system, ASK]}, system="system")
+    with pytest.raises(TaskError, match="no `messages` to put it before"):
+        loaded(tmp_path, {"system": "Be short.", "prompt": "3"}, system="system")
+
+
+@pytest.mark.parametrize("completion", [[SAY], "7"])
+@pytest.mark.parametrize("prompt", [[ASK], "Add 3."])
+def test_completion_is_what_the_prompt_is_answered_with(tmp_path: Path, completion: Any, prompt: Any) -> None:
+    row = {"prompt": prompt, "completion": completion}
+    assert loaded(tmp_path, row)[ANSWER] == SAY
+    for more in ({"answer": "8"}, {"label": False}):
+        assert ANSWER not in loaded(tmp_path, {**row, **more})
+    with pytest.raises(TaskError, match="`completion` must be one message of the assistant, got 2"):
+        loaded(tmp_path, {"prompt": prompt, "completion": [SAY, SAY]})
+
+
+def test_one_message_stands_for_a_list_of_it(tmp_path: Path) -> None:
+    task = loaded(tmp_path, {"prompt": ASK, "chosen": {"from": "gpt", "value": "7"}, "rejected": SAY})
+    assert (task["messages"], task["chosen"], task["rejected"]) == ([ASK], [SAY], [SAY])
+
+
+def test_column_may_lie_within_another_one(tmp_path: Path) -> None:
+    row = {"prompt": [ASK], "reward_model": {"style": "rule", "ground_truth": "7"}}
+    assert loaded(tmp_path, row, answer="reward_model.ground_truth")["answer"] == "7"
+    with pytest.raises(TaskError, match=r"there is prompt, reward_model\.style, reward_model\.ground_truth"):
+        loaded(tmp_path, row, answer="reward_model.truth")
+
+
+def test_null_is_no_value_of_a_field(tmp_path: Path) -> None:
+    row = {"prompt": "3?", "messages": None, "answer": None, "tools": None, "level": None}
+    assert loaded(tmp_path, row) == {"id": "1", "prompt": "3?", "level": None}

@@ -45,7 +45,7 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
         ('{"messages": []}', "`messages` must be a non-empty array of messages, or the text of one, got an"),
         ('{"messages": ""}', "got an empty string"),
         ('{"messages": 3}', "got a number"),
-        ('{"messages": [{"role": "user"}]}', "messages that each hold the strings `role` and `content`"),
+        ('{"messages": [{"role": "user"}]}', "0.content: a message of the user must have words; leave"),
         ('{"messages": ["hi"]}', "messages that each hold"),
         ('{"prompt": "a", "id": null}', "`id` must be a non-empty string or an integer, got null"),
         ('{"prompt": "a", "id": true}', "got a boolean"),

@@ -147,3 +147,19 @@ def copy_of(path: Path) -> Produce:
             sink.write(piece)
 
     return produce
+
+
+def publish_directory(source: Path, target: Path) -> None:
+    """Publish a copy of the files in `source` as `target`, which appears whole and durable."""
+    staging = files.temporary_name(target)
+    files.make_directory(staging)
+    try:
+        with Writer(staging) as writer:
+            for path in source.iterdir():
+                writer.add(path.name, copy_of(path))
+            writer.finish()
+        files.fsync_directory(staging)
+        files.rename(staging, target)
+    except BaseException:
+        files.remove_tree(staging)
+        raise

@@ -102,7 +102,7 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.everything_said()}") from None
 
-    def command(self, *arguments: str, timeout_s: float = 60.0) -> str:
+    def command(self, *arguments: str, timeout_s: float = 180.0) -> str:
         """The output of another `run` command on the run directory."""
         command = [sys.executable, "-m", "coordinator.cli", *arguments, "--log-path", str(self.root)]
         environment = self.environment

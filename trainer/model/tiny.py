@@ -25,8 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.environments.calculator import CLOSE, OPEN
-from rollout.storage import files
-from rollout.storage.writer import Writer, copy_of
+from rollout.storage.writer import publish_directory
 from rollout.tasks.task_set import Task, load_tasks
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -161,18 +160,7 @@ def build(seed: int, steps: int, out: Path, source: str = "builtin:arithmetic") 
     with TemporaryDirectory() as saved:
         model.save_pretrained(saved)
         tokenizer.save_pretrained(saved)
-        staging = files.temporary_name(out)
-        files.make_directory(staging)
-        try:
-            with Writer(staging) as writer:
-                for path in Path(saved).iterdir():
-                    writer.add(path.name, copy_of(path))
-                writer.finish()
-            files.fsync_directory(staging)
-            files.rename(staging, out)
-        except BaseException:
-            files.remove_tree(staging)
-            raise
+        publish_directory(Path(saved), out)
 
 
 def main() -> None:

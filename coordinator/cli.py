@@ -265,8 +265,13 @@ def main() -> int:
     except SharedFsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
         return 1
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+    except (RuntimeError, OSError) as error:
+        from coordinator.machine.oddities import explained
+
+        if (reason := explained(error)) is not error:
+            print(f"run: {reason}", file=sys.stderr)
+            return 1
+        if not isinstance(error, OSError) or error.errno != errno.ENOSPC or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it would fail once more at the end
         print(f"run: the output cannot be written: {error.strerror}", file=sys.stderr)

@@ -9,6 +9,7 @@ from coordinator.collection import eval_sets
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_part_name
 from coordinator.directory.metrics_file import Finished
+from coordinator.directory.parts import has_finished
 from coordinator.keeping import resume
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -20,7 +21,7 @@ from coordinator.start.eval_tasks import SECTION
 from coordinator.start.functions import Functions, load_functions
 from coordinator.start.inputs import Inputs, difference
 from rollout.origin import Code, Origin, Sampling, described
-from rollout.part_file import DamagedPart, decode_part
+from rollout.part_file import DamagedPart, PartHeader, decode_part
 from rollout.storage import files
 
 KINDS: tuple[Kind, ...] = ("train", "eval")
@@ -127,15 +128,24 @@ def is_begun(run_dir: RunDir, iteration: int) -> bool:
     """Return whether groups of an iteration are finished, so that it has to end as it was begun."""
     names = published.names(run_dir.trajectories("train", iteration))
     return run_dir.manifest("train", iteration).name in names or any(
-        _unfinished_parts(run_dir, kind, iteration) for kind in KINDS
+        _newest_begun(run_dir, kind, iteration) for kind in KINDS
     )
 
 
-def _unfinished_parts(run_dir: RunDir, kind: Kind, iteration: int) -> list[str]:
-    """Return the names of the parts that no manifest is made of yet, by (epoch, rank, part)."""
-    names = published.names(run_dir.trajectories(kind, iteration))
-    parts = sorted(filter(None, map(parse_part_name, names)))
-    return [] if run_dir.manifest(kind, iteration).name in names else [part.name for part in parts]
+def _newest_begun(run_dir: RunDir, kind: Kind, iteration: int) -> PartHeader | None:
+    """Return the header of the newest part with a finished group that no manifest is made of yet."""
+    directory = run_dir.trajectories(kind, iteration)
+    names = published.names(directory)
+    if run_dir.manifest(kind, iteration).name in names:
+        return None
+    for part in sorted(filter(None, map(parse_part_name, names)), reverse=True):
+        try:
+            header, groups = decode_part(files.read(directory / part.name))
+        except (FileNotFoundError, DamagedPart):
+            continue
+        if has_finished(groups):  # with tombstones alone the iteration may be broken, and be mended
+            return header
+    return None
 
 
 # ---- the code of an open iteration
@@ -204,13 +214,8 @@ def _refuse_other_code(run_dir: RunDir, number: int, opened: Mapping[str, Any]) 
 
 
 def _newest_code(run_dir: RunDir, kind: Kind, iteration: int) -> dict[str, Code]:
-    """Return the code of the newest part that no manifest is made of yet: `reward`, `environment`; {} without
-    one.
+    """Return the code of the newest finished groups that no manifest is made of yet: `reward`,
+    `environment`; {} without one.
     """
-    for name in reversed(_unfinished_parts(run_dir, kind, iteration)):
-        try:
-            header, _ = decode_part(files.read(run_dir.trajectories(kind, iteration) / name))
-        except (FileNotFoundError, DamagedPart):
-            continue
-        return {"reward": header.reward, "environment": header.environment}
-    return {}
+    header = _newest_begun(run_dir, kind, iteration)
+    return {"reward": header.reward, "environment": header.environment} if header else {}

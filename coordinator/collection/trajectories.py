@@ -13,6 +13,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.chunks import Chunks, carried, cut, made_of, measured, paces_of
 from coordinator.protocol.split_slots import split_slots
+from rollout.collect import ALL_FAILED_MIN, AllGivenUp
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import once
@@ -146,6 +147,8 @@ def aggregate(
         once.withdraw(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, iteration.number)
     document, groups = parts.manifest(directory, iteration.number, quota, origin, named, totals["short"])
+    if kind == "train":
+        _refuse_tombstones_alone(document)
     history = node.histories[kind]
     tokens = {group.slot: max(1, group_length(group)) for group in groups if group.samples}
     costs, paces = measured(made_of(totals["made"]), tokens, history.known_costs(iteration.number, order))
@@ -158,3 +161,13 @@ def aggregate(
         log.warning("%s: %d groups were made with other code than the first", path, document["mixed_code"])
     document |= scores(groups)
     parts.publish_manifest(path, document, groups)
+
+
+def _refuse_tombstones_alone(manifest: Mapping[str, Any]) -> None:
+    """Raise AllGivenUp as one node does: its share alone may have been too small to tell."""
+    given_up = manifest["given_up"]
+    if len(given_up) >= ALL_FAILED_MIN and not manifest["groups"] and not manifest["unfinished"]:
+        first = given_up[0]
+        raise AllGivenUp(
+            f"all {len(given_up)} groups were given up, e.g. slot {first['slot']}: {first['reason']}"
+        )

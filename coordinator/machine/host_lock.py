@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 UNUSED_S = 7 * 86400.0
 """A link that nobody has asked for since, and whose directory was removed, is removed too."""
+EMPTY_S = 2.0
+"""How long a lock's file may be empty: its holder writes there as soon as it has made it."""
 HOLDER_PATIENCE_S = 10.0
 """How long an older process may take to end."""
 
@@ -92,8 +94,25 @@ def is_lockable(folder: Path) -> bool:
 
 
 def lock_of(path: Path) -> BaseFileLock:
-    """Return a lock, not yet acquired; where locks are refused, a file with its holder's pid is it."""
-    return FileLock(path) if is_lockable(path.parent) else SoftFileLock(path.with_suffix(".held"))
+    """Return a lock, not yet acquired; where locks are refused, a file with its holder's pid is it. One whose
+    holder is gone is taken over, also one that was killed before it had written its pid.
+    """
+    if is_lockable(path.parent):
+        return FileLock(path)
+    held = path.with_suffix(".held")
+    _remove_empty(held)
+    return SoftFileLock(held)
+
+
+def _remove_empty(held: Path) -> None:
+    """Remove a lock's file that stays empty: a holder that lives writes its pid at once."""
+    with contextlib.suppress(FileNotFoundError):
+        if (before := held.stat()).st_size:
+            return
+        time.sleep(EMPTY_S)
+        if held.stat() == before:
+            log.warning("%s is empty: its holder was killed before it had written its pid", held)
+            held.unlink()
 
 
 def host_lock(name: str) -> BaseFileLock:

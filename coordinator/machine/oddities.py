@@ -5,9 +5,11 @@ A run goes on without it. `oddities` says in a line each what that costs, for th
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import socket
@@ -29,6 +31,9 @@ FEW_PROCESSES = 512
 """A node has some 20 processes, and threads count as processes: a torch process has dozens."""
 SMALL_SHM_BYTES = 1 << 30
 _UP = 1
+_AGAIN = re.escape(str(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
+_TOO_FEW = re.compile(rf"^(?:\w+: )?(can't start new thread|{_AGAIN})$", re.MULTILINE)
+"""How the error reads, also at the end of a child's traceback."""
 
 
 class TooFewProcesses(RuntimeError):
@@ -100,13 +105,12 @@ def oddities() -> Iterator[str]:
 
 def explained(error: BaseException) -> BaseException:
     """Return `error`, or why no further process or thread can be started if that is what it says."""
-    is_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    if not is_thread and not isinstance(error, BlockingIOError):
+    if (match := _TOO_FEW.search(str(error))) is None:
         return error
     most = _most_processes()
     limit = f"{most} are" if most is not None else "no more are"
     return TooFewProcesses(
-        f"{error}: {limit} allowed here (ulimit -u; docker --pids-limit; pids.max); a node has "
+        f"{match[1]}: {limit} allowed here (ulimit -u; docker --pids-limit; pids.max); a node has "
         f"some 20 processes, with dozens of threads"
     )
 

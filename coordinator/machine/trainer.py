@@ -11,6 +11,7 @@ from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.network import free_port, interface_towards
+from coordinator.machine.oddities import explained
 from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.liveness import Stopwatch
 from rollout.storage import files
@@ -177,7 +178,10 @@ class TrainerHost:
         except launch.TrainerFailed as error:
             return False, _last_line(str(error)), error.comes_again
         if (code := self._child.poll()) is not None:
-            return False, f"torchrun ended with exit status {code}: {self._tail()}", False
+            error = RuntimeError(tail := self._tail())
+            if (reason := explained(error)) is not error:
+                return False, str(reason), True
+            return False, f"torchrun ended with exit status {code}: {tail}", False
         return False, None, False
 
     def _keep_traces(self, spool: Path, request: TrainRequest) -> None:

@@ -304,8 +304,8 @@ def test_error_on_one_node_ends_all_with_its_words(cluster: Cluster, engine_url:
 
 def test_reward_that_always_fails_ends_the_run_and_can_be_mended(cluster: Cluster, engine_url: str) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
-    assert cluster.run(1, *arguments, "rollout.reward=tests.cluster.plugins:broken") == [1]
-    assert cluster.run(1, *arguments) == [0], cluster.everything_said()
+    assert cluster.run(3, *arguments, "rollout.reward=tests.cluster.plugins:broken") == [1, 1, 1]
+    assert cluster.run(3, *arguments) == [0, 0, 0], cluster.everything_said()
     assert cluster.manifest(1)["groups"] == 8
 
 

@@ -33,7 +33,7 @@ from rollout.origin import Code, Origin, Sampling, described
 from rollout.quota import Quota
 from rollout.trajectory import UNFINISHED, Group
 from tests.coordinator import examples
-from tests.coordinator.examples import POLICY, group, opened, run_dir_at, write_json
+from tests.coordinator.examples import POLICY, group, opened, run_dir_at, tombstone, write_json
 
 NOW = load_functions("exact", "single_turn")
 ORIGIN = Origin(POLICY, 0, Sampling(n=2, max_tokens=8), NOW.reward, NOW.environment)
@@ -124,6 +124,12 @@ def test_iteration_is_begun_with_its_first_finished_group(run_dir: RunDir) -> No
     assert is_begun(run_dir, 1)
     conclude(run_dir, "train")
     assert is_begun(run_dir, 1)
+
+
+def test_iteration_is_not_begun_by_groups_that_were_given_up(run_dir: RunDir) -> None:
+    finish(run_dir, "train", OLDER, tombstone(0), tombstone(1))
+    assert not is_begun(run_dir, 1)
+    refuse_changed_code(run_dir, SETTINGS)  # the reward may have been mended
 
 
 def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:

@@ -14,6 +14,7 @@ from coordinator.directory.parts import PartWriter
 from coordinator.node.iteration import Iteration
 from coordinator.protocol.phases import Phase
 from coordinator.settings.loading import build
+from rollout.collect import AllGivenUp
 from rollout.quota import Quota
 from rollout.storage import files
 from rollout.trajectory import Group
@@ -132,3 +133,15 @@ def test_what_the_nodes_have_made_is_joined() -> None:
     made = [{"7": 3.5}, 4]
     said = {0: {"short": 0, "made": made}, 1: {"short": 0}}
     assert trajectories.sum_short({"short": 0}, said)["made"] == {"0": made}
+
+
+def test_groups_given_up_by_all_nodes_together_end_the_run_as_those_of_one(
+    node: Any, iteration: Iteration
+) -> None:
+    finish(node, *map(tombstone, range(4)))
+    totals, directory = {"short": 0, "made": {}}, node.run_dir.trajectories("train", 1)
+    with pytest.raises(AllGivenUp, match=r"all 4 groups were given up, .* slot 0: it took"):
+        trajectories.aggregate(node, iteration, "train", Quota(4, 4), ORIGIN, totals, {}, range(4))
+    assert not (directory / "manifest.json").exists()
+    plan = trajectories.plan(node, iteration, "train", Quota(4, 4), ORIGIN, range(4))
+    assert plan["needed"] == {"0": 2, "1": 1, "2": 1}, "they are made again, with a mended reward"

@@ -152,6 +152,14 @@ def test_sample_that_was_lost_to_its_reward_is_counted(directory: Path) -> None:
     assert read_groups(directory, document)[0].failed == lost.failed
 
 
+def test_group_that_was_made_again_takes_the_place_of_its_tombstone(directory: Path) -> None:
+    write(directory, tombstone(0), tombstone(1), epoch=2)
+    write(directory, group(0), tombstone(1), epoch=3)
+    document, groups = manifest(directory, 3, Quota(2, 2), ORIGIN)
+    assert [entry["slot"] for entry in document["given_up"]] == [1]
+    assert [(each.slot, each.given_up is None) for each in groups] == [(0, True), (1, False)]
+
+
 def test_manifest_of_tombstones_alone_has_no_figures(directory: Path) -> None:
     write(directory, tombstone(0))
     document, _ = manifest(directory, 3, Quota(1, 1), ORIGIN)

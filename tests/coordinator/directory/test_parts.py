@@ -66,6 +66,17 @@ def test_tombstone_finishes_its_slot(directory: Path) -> None:
     assert set(finished_groups(directory, ORIGIN)) == {0, 2}
 
 
+def test_tombstone_counts_for_nothing_where_its_node_has_finished_nothing(
+    directory: Path,
+) -> None:
+    write(directory, group(0), tombstone(1))
+    write(directory, tombstone(2), tombstone(3), rank=1)
+    write(directory, tombstone(4), epoch=3)
+    assert set(finished_groups(directory, ORIGIN)) == {0, 1}
+    write(directory, group(5), tombstone(4), epoch=3)
+    assert set(finished_groups(directory, ORIGIN)) == {0, 1, 4, 5}
+
+
 @pytest.mark.parametrize("harm", ["truncated", "altered", "empty"])
 def test_damaged_part_is_set_aside_and_named(
     directory: Path, harm: str, caplog: pytest.LogCaptureFixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import cli
 from coordinator.machine import oddities
 from coordinator.machine.oddities import TooFewProcesses, explained
 
@@ -23,10 +24,24 @@ def test_error_of_few_processes_says_how_many_are_allowed(
     monkeypatch.setattr(oddities, "control_groups", lambda: [tmp_path / "inner", tmp_path, tmp_path / "gone"])
     why = explained(error)
     assert isinstance(why, TooFewProcesses)
+    traceback = RuntimeError(f"Traceback:\n  t.start()\n{type(error).__name__}: {error}")
+    assert str(explained(traceback)) == str(why), "of a child"
     assert str(error) in str(why) and "24 are allowed here (ulimit -u; docker --pids-limit" in str(why)
     assert "24 processes and threads are allowed: a node may need more (docker: --pids-limit)" in [
         *oddities.oddities()
     ]
+
+
+def test_command_that_can_start_no_thread_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_name: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(cli, "_app", fail)
+    assert cli.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("run: can't start new thread: ") and error.count("\n") == 1
 
 
 def test_other_error_stays_as_it_is() -> None:

@@ -80,7 +80,7 @@ class Node:
         self.verifier = Verifier()
         self.ahead = Ahead()
         # ---- the others
-        self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now)
+        self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now, start.run_id)
         self.signals = Signals(self._interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
         self.row_endings = RowEndings(self.identity, self.position, self.watch, self.messages)

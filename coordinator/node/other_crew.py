@@ -34,7 +34,7 @@ class OtherCrew:
         (self._run_dir,) = [run_dir for run_dir in crews if run_dir.crew != identity.run_dir.crew]
         self.crew = self._run_dir.crew
         self._leads = crews[0] is self._run_dir
-        self._records = Records(self._run_dir)
+        self._records = Records(self._run_dir, identity.run_id)
         self._identity = identity
         self._cluster = identity.settings.cluster
         self._silence = Silence(self._cluster.beat_interval_s)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Flag, Record, RunDir
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import parse
 from rollout.origin import Code
 from rollout.storage import files, once
@@ -134,21 +135,31 @@ def move_away(run_dir: RunDir) -> None:
 
 
 class Records:
-    """Epoch records as read; they are immutable, so each is read once."""
+    """Epoch records as read; they are immutable, so each is read once.
 
-    def __init__(self, run_dir: RunDir) -> None:
+    Of a directory in which another run was begun, under nodes that still work for the one before, only the
+    records of `run_id` count.
+    """
+
+    def __init__(self, run_dir: RunDir, run_id: str | None = None) -> None:
         self._run_dir = run_dir
+        self._run_id = run_id
         self._known: dict[int, EpochRecord] = {}
+        self.is_replaced = False
+        """Whether another run is in the directory now."""
 
     def newest(self, numbers: Iterable[int], wait: bool = True) -> EpochRecord | None:
-        """Return the highest of `numbers` whose record parses; an unreadable one is skipped.
+        """Return the highest of `numbers` whose record parses; an unreadable one is skipped. Raises Ended if
+        run.json says that another run is there now.
 
         `wait=False`, for the thread that beats: one that is listed but denied is skipped too, until the next
         look.
         """
         for number in sorted(numbers, reverse=True):
             record = self._known.get(number) or self._read(number, wait)
-            if record is not None:
+            if record is not None and self._run_id not in {None, record.run_id}:
+                self._refuse_other_run()
+            elif record is not None:
                 return record
         return None
 
@@ -160,3 +171,11 @@ class Records:
             return None
         self._known[number] = record
         return record
+
+    def _refuse_other_run(self) -> None:
+        there = (published.read_json(self._run_dir.run_json) or {}).get("run_id")
+        self.is_replaced = there not in {None, self._run_id}
+        if self.is_replaced:
+            text = f"{self._run_dir.root} is of another run now ({there}; this node works for {self._run_id})"
+            cure = "its directory was moved or removed: give its new place as --log-path"
+            raise Ended(Exit.FAILED, f"{text}: {cure}")

@@ -60,15 +60,16 @@ class Watch:
         settings: RunSettings,
         describe: Callable[[], dict[str, Any]],
         end_training: Callable[[], None],
+        run_id: str | None = None,
     ) -> None:
         """`describe`: what a beat says; `end_training`: ends this node's part of the training job at once,
-        without a call on the shared directory.
+        without a call on the shared directory; `run_id`: the run that this node works for.
         """
         self.run_dir = run_dir
         self.rank = rank
         self._settings = settings
         cluster = settings.cluster
-        self.records = Records(run_dir)
+        self.records = Records(run_dir, run_id)
         self.silence = Silence(cluster.beat_interval_s)
         self.standstill = Standstill(_look_interval_s(cluster))
         self.fence = Fence(cluster.beat_interval_s, cluster.node_timeout_s, self._be_fenced)
@@ -136,7 +137,9 @@ class Watch:
         return self.heart.incarnation
 
     def close(self) -> None:
-        """Beat once more and stop; the last beat stays, so that the incarnation is never used again."""
+        """Beat once more and stop; the last beat stays, so that the incarnation is never used again. In the
+        directory of another run none stays.
+        """
         self._closed.set()
         self._wake.set()
         self.fence.close()
@@ -144,8 +147,11 @@ class Watch:
             self._thread.join(timeout=5.0)
             if not self._thread.is_alive():  # else the thread waits for a hung mount, and so would this one
                 with contextlib.suppress(SharedFsError, FileNotFoundError):
-                    self.beat()
-                    self.heart.end()
+                    if self.records.is_replaced:
+                        self.heart.remove()
+                    else:
+                        self.beat()
+                        self.heart.end()
         if self._observer is not None:
             self._observer.stop()
             self._observer.join(timeout=5.0)
@@ -201,12 +207,12 @@ class Watch:
                 self.fence.beat_is_back()
             ranks = self._judged(self.current) if self.current else board.beats
             self.silence.observe(board, ranks, self._looked_s)
+            newest = self.records.newest(board.records, wait=False)
             if self.current is not None:
                 self._look_for_late_names(before, self._looked_s - before_s)
                 self._observe_progress(board, self.current)
-                newest = self.records.newest(board.records, wait=False) or self.current
                 if self.verdict is None or self._is_held(self.verdict):
-                    self.verdict = self._judge(board, newest, self.current)
+                    self.verdict = self._judge(board, newest or self.current, self.current)
                 if self.verdict and not self._is_held(self.verdict):
                     self.stop.set()
                 self._repeat_losses(self.current)

@@ -26,7 +26,7 @@ def other_of(root: Path, crew: Any, followed_epoch: int = 0, **settings: Any) ->
     """What a leader of `crew` sees, of a run whose rollout crew has the master."""
     mine = placement_records.run_dir(root, crew)
     about = {"root": root, "run_dir": mine, "followed_epoch": followed_epoch, "is_master": True}
-    return OtherCrew(cast(Identity, SimpleNamespace(**about, settings=build(settings))))
+    return OtherCrew(cast(Identity, SimpleNamespace(**about, run_id="made-up", settings=build(settings))))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory.layout import Beat, Flag, Record
+from coordinator.protocol.exits import Ended
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import Board
@@ -363,6 +364,24 @@ def test_record_is_read_once_when_it_is_whole_and_again_while_it_is_torn(tmp_pat
     assert records.newest([3]) == record(3)
     path.unlink()
     assert records.newest([3]) == record(3)
+
+
+@pytest.mark.parametrize("there", ["of another run", "made-up", None])
+def test_record_of_another_run_ends_a_node_whose_directory_has_become_that_runs(
+    tmp_path: Path, there: str | None
+) -> None:
+    run_dir, mine = run_dir_at(tmp_path), record(2)
+    assert claim(run_dir, mine)
+    assert claim(run_dir, record(3).model_copy(update={"run_id": "of another run"}))
+    if there:
+        run_dir.run_json.write_text(json.dumps({"run_id": there}))
+    records = Records(run_dir, "made-up")
+    if there == "of another run":
+        with pytest.raises(Ended, match=r"this node works for made-up.*: give its new place as --log-path"):
+            records.newest([2, 3])
+    else:
+        assert records.newest([2, 3]) == mine, "a node of the other run has not yet found out"
+    assert records.is_replaced == (there == "of another run")
 
 
 def test_record_is_plain_json_on_disk(tmp_path: Path) -> None:

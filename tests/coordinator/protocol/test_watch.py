@@ -18,6 +18,7 @@ from watchdog.events import FileMovedEvent
 
 from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
 from coordinator.protocol import heartbeat, watch
+from coordinator.protocol.exits import Ended
 from coordinator.protocol.file_events import Waker
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import Board, parse, ranks_text
@@ -28,7 +29,7 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
-from tests.coordinator.examples import record
+from tests.coordinator.examples import record, write_json
 from tests.paths import REPOSITORY
 
 STARTER = """
@@ -405,6 +406,19 @@ def test_last_beat_stays_and_no_other_follows(make: Make, run_dir: RunDir) -> No
     assert json.loads((run_dir.entry(last)).read_text())["state"] == watch.ENDED and len(shown) <= 2
     time.sleep(10 * FAST.beat_s)
     assert beats(run_dir) == shown
+
+
+def test_node_that_gathers_in_what_is_the_directory_of_another_run_by_now_ends_and_leaves_no_beat(
+    run_dir: RunDir,
+) -> None:
+    gathering = Watch(run_dir, 0, told(CLUSTER), dict, ENDED_TRAININGS.clear, run_id="moved away")
+    gathering.begin(0, 2)
+    write_json(run_dir.run_json, {"run_id": "made-up"})
+    assert claim(run_dir, record(1))
+    with pytest.raises(Ended, match="is of another run now"):
+        gathering.look(whole=True)
+    gathering.close()
+    assert beats(run_dir, rank=0) == []
 
 
 def test_beat_of_the_master_says_how_long_it_has_heard_nothing(make: Make, run_dir: RunDir) -> None:

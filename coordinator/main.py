@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 import re
 import resource
 import sys
@@ -25,6 +26,7 @@ from coordinator.machine.entries import StoreError
 from coordinator.machine.network import NetworkError
 from coordinator.machine.oddities import TooFewProcesses, explained
 from coordinator.node.flags import call_document
+from coordinator.node.messages import STARTED_BY
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
@@ -36,7 +38,7 @@ from coordinator.rows.crews import is_finished, open_next
 from coordinator.rows.table import run_iterations
 from coordinator.settings.placement import Crew
 from coordinator.settings.tree import SettingsError
-from coordinator.start.announcement import announcement
+from coordinator.start.announcement import announcement, odd_here
 from coordinator.start.directory_access import share_with_group
 from coordinator.start.start import Start, start_master, start_worker
 from coordinator.start.wait_for_master import PLACED
@@ -78,7 +80,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
         if node.is_master and is_finished(node):
             _finish(node)
         else:
-            for line in announcement(start, open_next(node)) if start.overrides is not None else ():
+            for line in _beginning(node, start):
                 log.info("%s", line)
             with waiting_for_space(math.inf, partial(_wait_for_space, node)):
                 _run_epochs(node, iterate)
@@ -96,6 +98,13 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     finally:
         node.close()
         prefix.close()
+
+
+def _beginning(node: Node, start: Start) -> list[str]:
+    """Return the lines that say what begins; of a worker, what its machine lacks."""
+    if start.overrides is not None:
+        return announcement(start, open_next(node))
+    return [] if STARTED_BY in os.environ else odd_here()  # the master has said it of the same machine
 
 
 def _wait_for_space(node: Node, error: SharedFsError) -> None:

@@ -45,20 +45,23 @@ def need_loopback() -> None:
 
     Processes of one machine train over it.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or (flags := _loopback_flags()) & _UP:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        name, flags = struct.unpack("16sh22x", fcntl.ioctl(control, 0x8913, struct.pack("16sh22x", b"lo", 0)))
-        if flags & _UP:
-            return
         try:
-            fcntl.ioctl(control, 0x8914, struct.pack("16sh22x", name, flags | _UP))
+            fcntl.ioctl(control, 0x8914, struct.pack("16sh22x", b"lo", flags | _UP))
         except OSError as error:
             raise SettingsError(
                 f"the loopback interface of this machine is down ({error.strerror}), and training needs it: "
                 "`ip link set lo up` as root, or start the container with one (docker: --network none has it)"
             ) from None
     print("run: the loopback interface was down; it is up now", flush=True)
+
+
+def _loopback_flags() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        data = fcntl.ioctl(control, 0x8913, struct.pack("16sh22x", b"lo", 0))
+    return struct.unpack("16sh22x", data)[1]
 
 
 def need_temporary(root: Path) -> None:
@@ -88,6 +91,8 @@ def oddities() -> Iterator[str]:
     """Yield a line for each thing that this machine lacks, with what that costs."""
     if sys.platform != "linux":
         return
+    if not _loopback_flags() & _UP:
+        yield "the loopback interface is down: a start brings it up, which only root can do"
     if not network.has_boot_id():
         yield "no boot id (/proc): a restart of the machine under its processes goes unnoticed"
     if not _has_inotify():
@@ -96,6 +101,10 @@ def oddities() -> Iterator[str]:
         yield "no semaphores, as /dev/shm cannot be written: `run local` starts more slowly"
     elif count_gpus() and (size := shutil.disk_usage("/dev/shm").total) < SMALL_SHM_BYTES:
         yield f"/dev/shm holds {size >> 20} MB: NCCL and vLLM may need more (docker: --shm-size 8g)"
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        yield "no directory for temporary files can be written: a run takes one below its own directory"
     with contextlib.suppress(Ended, OSError):
         if not is_lockable(folder := own_folder("locks")):
             yield f"locks are refused in {folder}: files stand for them (or set TMPDIR to a local disk)"

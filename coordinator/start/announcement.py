@@ -46,8 +46,12 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "look": f"run status --watch --log-path {shlex.quote(str(start.run_dir.root))}",
         "": "(run logs and run report take the same --log-path)",
     }
-    odd = [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
-    return [f"{title:<10}{text}" for title, text in texts.items() if text] + odd
+    return [f"{title:<10}{text}" for title, text in texts.items() if text] + odd_here()
+
+
+def odd_here() -> list[str]:
+    """Return what this machine lacks, in MOST_ODD lines at most."""
+    return [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
 
 
 def _reward(settings: RunSettings) -> str:

@@ -32,6 +32,18 @@ def test_error_of_few_processes_says_how_many_are_allowed(
     ]
 
 
+def test_doctor_knows_of_a_loopback_that_is_down_and_that_temporary_files_have_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(oddities, "_loopback_flags", lambda: 0)
+    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    text = "; ".join(oddities.oddities())
+    assert "loopback interface is down" in text and "no directory for temporary files" in text
+
+
 def test_command_that_can_start_no_thread_says_so_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,10 @@
 """The life of this node's engine: it is started when there is work, minded, put to sleep, and ended."""
 
-import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from coordinator.directory.layout import RunDir
@@ -20,7 +18,6 @@ from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import UNIX, EngineError
 from rollout.engines.client import EngineFacts
 from rollout.engines.generated import Generated
-from rollout.engines.model_dir import WeightsError, own_files
 from rollout.engines.servers import Server, server_command
 from rollout.settings import EngineSettings
 
@@ -79,9 +76,6 @@ class EngineHost:
         `adapters`: if policies of the run may be adapters, and then in every call. A server of this node that
         fails is started once more: its files, or its port, may be there then.
         """
-        if settings.url is None:
-            policy = self._with_own_files(policy)
-            adapters = adapters and replace(adapters, base=self._with_own_files(adapters.base))
         self._loader.adapters = adapters
         try:
             self._have(policy, settings, check)
@@ -92,14 +86,6 @@ class EngineHost:
             self._child.stop(STOP_S)
             self._have(policy, settings, check)
         self.model = self._loader.name_of(policy)
-
-    def _with_own_files(self, policy: Policy) -> Policy:
-        """Return the policy; if it is the user's model, from a directory without weights of others."""
-        if policy.iteration:
-            return policy
-        with contextlib.suppress(WeightsError):  # which the server explains by itself
-            return replace(policy, directory=own_files(policy.directory, self._children.spool / "model"))
-        return policy
 
     def _have(self, policy: Policy, settings: EngineSettings, check: Callable[[], None]) -> None:
         if self._admin is None or (self._child is not None and self._child.poll() is not None):

@@ -216,7 +216,7 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
     for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
         if is_directory(candidate):
             return candidate
-    if settings.model.startswith((".", "/", "~")) or settings.model.count("/") > 1:
+    if is_path(settings.model):
         raise SettingsError(f"--model {settings.model}: no such directory")
     try:
         return fetch_model(settings.model)
@@ -224,6 +224,11 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
         raise SettingsError(
             f"--model {settings.model}: no such directory, and fetching it from Hugging Face failed: {error}"
         ) from None
+
+
+def is_path(model: str) -> bool:
+    """Return whether what names a model cannot be the name of one on Hugging Face."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def local_processes(settings: RunSettings) -> int:

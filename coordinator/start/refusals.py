@@ -14,7 +14,7 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION, EvalSets
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
-from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, close_tokenizer
 from rollout.engines.marks import Marks
 from rollout.engines.model_dir import is_adapter, read_json, tensor_names
 from rollout.engines.model_facts import (
@@ -183,9 +183,16 @@ def refuse_unrendered(
 
 
 def look_at_text(
-    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+    settings: RunSettings,
+    model_dir: Path,
+    tasks: TaskSet,
+    eval_tasks: TaskSet | None,
+    sets: EvalSets,
+    kind: ServerKind,
 ) -> None:
-    """Warn of tasks whose tokens hardly anybody means. SettingsError for one that the model cannot take."""
+    """Warn of tasks whose tokens hardly anybody means. SettingsError for one that the model cannot take, and
+    for a model without a tokenizer.
+    """
     has_other_template = settings.engine.url is not None or "chat-template" in _engine_args(settings)
     sampling = Sampling(
         chat_template=settings.rollout.chat_template,
@@ -202,6 +209,12 @@ def look_at_text(
                     log.warning("%s", text)
     except TaskError as error:
         raise SettingsError(str(error)) from None
+    except NoTokenizer as error:
+        if settings.rollout.environment in WRITTEN or (kind == "torch" and not settings.engine.url):
+            raise SettingsError(
+                f"--model {settings.model}: transformers cannot load its tokenizer ({error}); give it a "
+                "tokenizer.json (its save_pretrained writes one, where it can be loaded)"
+            ) from None
     except EngineError as error:
         if settings.rollout.environment in WRITTEN:
             raise SettingsError(f"--model {settings.model}: {error}") from None

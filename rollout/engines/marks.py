@@ -51,7 +51,13 @@ def read_marks(model_dir: Path) -> Marks:
 
     tokenizer, config = read("tokenizer.json"), read("tokenizer_config.json")
     named: dict[str, Any] = {**read("special_tokens_map.json"), **config}
-    added = [entry for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict)]
+    added = [
+        {"content": entry["token_str"], "id": entry["rank"], "special": entry.get("is_control", True)}
+        for entry in read("tekken.json").get("special_tokens") or ()  # of Mistral's own tokenizers
+    ]
+    if added:
+        named = {"eos_token": "</s>", **named}
+    added += [entry for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict)]
     added += [{**entry, "id": int(key)} for key, entry in (config.get("added_tokens_decoder") or {}).items()]
     vocabulary: dict[str, int] = {**_vocabulary(tokenizer), **read("vocab.json"), **read("added_tokens.json")}
     vocabulary |= {entry["content"]: entry["id"] for entry in added}

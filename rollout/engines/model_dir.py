@@ -123,21 +123,6 @@ def weight_files(path: str | os.PathLike[str]) -> list[str]:
     return listed
 
 
-def own_files(path: Path, links: Path) -> Path:
-    """Return a directory that has the files of a model and no weights of others: its own, or `links`, which
-    is made then. vLLM would take `consolidated*` for the model's, or all weights that no index names.
-    """
-    listed = weight_files(path)
-    if is_adapter(path) or all(
-        name in listed for name in files.file_names(path) if name.endswith(".safetensors")
-    ):
-        return path
-    for name in [] if links.exists() else model_files(path):
-        (links / name).parent.mkdir(parents=True, exist_ok=True)
-        (links / name).symlink_to((path / name).absolute())
-    return links
-
-
 def listed_weights(root: Path) -> list[str]:
     """Return the names of the files that should hold the weights, whether they are there or not."""
     if is_adapter(root):

@@ -16,8 +16,9 @@ from typing import Any, cast
 from coordinator.machine.run_command import settings_of
 from coordinator.settings.loading import OPTIONS, option_name
 from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.inputs import is_path
 from rollout.settings import PROGRAMS
-from rollout.storage.files import exists, facts_of
+from rollout.storage.files import exists, facts_of, is_directory
 from rollout.tasks.task_set import is_file
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}", re.ASCII)
@@ -183,6 +184,7 @@ def check(submission: Submission, decided: Sequence[str], allow_code: bool) -> N
         text = settings_of(["local", *submission.options, *decided, "--log-path", log_path], Path(directory))
         settings = RunSettings.published(json.loads(text))
         _refuse_absent(settings, Path(directory))
+        _refuse_absent_model(settings, Path(directory))
     if not allow_code:
         _refuse_code(settings)
 
@@ -203,6 +205,16 @@ def _refuse_absent(settings: RunSettings, directory: Path) -> None:
             raise SettingsError(
                 f"{option} {source}: the server has no such file; to send yours: --upload {source}"
             )
+
+
+def _refuse_absent_model(settings: RunSettings, directory: Path) -> None:
+    """Raise SettingsError for a model that is a path, and no directory at the server."""
+    below = Path(settings.data_path) if settings.data_path else directory
+    if is_path(settings.model) and not any(is_directory(at / settings.model) for at in (directory, below)):
+        raise SettingsError(
+            f"--model {settings.model}: the server has no such directory, and no model is sent to it; give "
+            "one that it has, or the name of a model on Hugging Face"
+        )
 
 
 def _refuse_code(settings: RunSettings) -> None:

@@ -18,6 +18,10 @@ DEADLINE_S = 60.0
 """How long a text may take; most take a millisecond."""
 
 
+class NoTokenizer(EngineError):
+    """The model has no tokenizer that transformers can load here; the message is its reason, in one line."""
+
+
 class LocalTokenizer(EngineClient):
     """Stands in for the client of an engine that only tokenises, and needs none. Its process starts with the
     first text, takes no torch, and stays for the next iteration.
@@ -37,6 +41,8 @@ class LocalTokenizer(EngineClient):
             raise EngineError(f"the tokenizer of {self._model_dir}: {error}") from error
         if isinstance(answer, str):
             raise RequestRefused(answer)
+        if "error" in answer:
+            raise NoTokenizer(answer["error"])
         return answer
 
 
@@ -54,7 +60,8 @@ def close_tokenizer() -> None:
 
 def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
     """Return the function that a process of the pool calls: from a model's directory, /tokenize or
-    /detokenize and the body of such a request to the answer, or to the reason why it is refused.
+    /detokenize and the body of such a request to the answer, or to the reason why it is refused. An answer
+    with `error`: the model has no tokenizer.
     """
     missing: Any = None
     sys.modules["torch"] = missing  # transformers works without it; loading it takes seconds and memory
@@ -66,10 +73,13 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
     def answer(model_dir: str, path: str, body: dict[str, Any]) -> dict[str, Any] | str:
         document = json.dumps(body).encode()
         try:
+            text = texts(model_dir)
+        except Exception as error:  # of the files, of a library that is not there, of code that is not run
+            return {"error": f"{type(error).__name__}: {' '.join(str(error).split()):.300}"}
+        try:
             if path == "/detokenize":
-                tokens = parse_body(DetokenizeBody, document).tokens
-                return {"prompt": texts(model_dir).detokenize(tokens)}
-            return {"tokens": texts(model_dir).tokenize(parse_body(TokenizeBody, document))}
+                return {"prompt": text.detokenize(parse_body(DetokenizeBody, document).tokens)}
+            return {"tokens": text.tokenize(parse_body(TokenizeBody, document))}
         except BadRequest as error:
             return str(error)
 

@@ -18,6 +18,7 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start import refusals
 from coordinator.start.inputs import load_inputs
 from coordinator.start.start import check_log_path, start_master
+from rollout.tasks.task_set import load_tasks
 from tests.models import write_model
 
 CHAT = {"messages": [{"role": "user", "content": "1+2?"}], "answer": "3"}
@@ -345,3 +346,30 @@ def test_adapters_that_the_embedded_engine_cannot_serve_are_refused(
     }
     assert "serves adapters of linear layers only" in refusal({**given, "trainer.lora.targets": targets})
     passes({**given, "trainer.lora.targets": passing})
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {},
+        {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["mine.Mine", null]}}'},
+        {"tokenizer.json": "{}"},
+    ],
+    ids=["none", "code", "damaged"],
+)
+def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
+    tmp_path: Path, tokenizer: dict[str, str]
+) -> None:
+    model = write_model(tmp_path / "model", {"model_type": "llama", "eos_token_id": 0})
+    (model / "tokenizer.json").unlink()
+    for name, text in tokenizer.items():
+        (model / name).write_text(text)
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
+    settings = loading.build({"model": str(model), "tasks": tasks})
+    loaded = load_tasks(tasks, seed=0, split="train")
+    with pytest.raises(
+        SettingsError, match=r"transformers cannot load its tokenizer \(\w+: .*; give it a"
+    ) as refused:
+        refusals.look_at_text(settings, model, loaded, None, {}, "torch")
+    assert "\n" not in str(refused.value)
+    refusals.look_at_text(settings, model, loaded, None, {}, "vllm")  # which may know another one

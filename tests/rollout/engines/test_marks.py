@@ -46,6 +46,12 @@ def test_sequence_ends_at_every_token_that_tokenizer_or_configurations_name(
     assert read_marks(tmp_path).end_ids == ends
 
 
+def test_special_tokens_of_a_tekken_file_are_known(tmp_path: Path) -> None:
+    special = [{"rank": 2, "token_str": "</s>", "is_control": True}, {"rank": 5, "token_str": "[/THINK]"}]
+    (tmp_path / "tekken.json").write_text(json.dumps({"special_tokens": special}))
+    assert read_marks(tmp_path) == Marks({"</s>": 2, "[/THINK]": 5}, (2,))
+
+
 def test_special_tokens_are_those_that_decoding_leaves_out(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -16,7 +16,6 @@ from rollout.engines.model_dir import (
     companions,
     is_adapter,
     model_files,
-    own_files,
     policy_digest,
     tensor_names,
     weight_files,
@@ -146,21 +145,6 @@ BESIDE = (
     ),
     *("qwen.tiktoken", "1_Pooling/config.json", "a_file_that_nobody_knows_yet", "code/layers/attention.py"),
 )
-
-
-@pytest.mark.parametrize("foreign", ["consolidated.safetensors", "model.fp16.safetensors"])
-def test_engine_is_shown_no_weights_of_others(directory: Path, tmp_path: Path, foreign: str) -> None:
-    links = tmp_path / "links"
-    assert own_files(directory, links) == directory and not links.exists()
-    (directory / foreign).write_bytes(b"others")
-    (directory / "chat_templates").mkdir()
-    (directory / "chat_templates" / "tools.jinja").write_text("{{ tools }}")
-    for _ in range(2):
-        assert own_files(directory, links) == links
-    assert sorted(map(str, (path.relative_to(links) for path in links.rglob("*")))) == [
-        "chat_templates", "chat_templates/tools.jinja", "config.json", "model.safetensors"
-    ]  # fmt: skip
-    assert tensor_names(links) == tensor_names(directory)
 
 
 @pytest.mark.parametrize("in_shards", [False, True])

@@ -166,6 +166,12 @@ def test_refusals_of_settings_are_those_of_run(served: Served) -> None:
     assert error.startswith("'foo' is neither a command, nor an option, nor KEY=VALUE")
 
 
+@pytest.mark.parametrize("model", ["./mine", "/nowhere/mine", "models/mine/v2"])
+def test_model_that_the_server_does_not_have_is_refused(served: Served, model: str) -> None:
+    status, error = served.post("/jobs", job("--model", model))
+    assert status == 400 and error.startswith(f"--model {model}: the server has no such directory, and no")
+
+
 def test_whole_refused_place_is_empty(tmp_path: Path) -> None:
     """What is checked is written elsewhere, and gone afterwards."""
     with serving(tmp_path / "jobs", at_once=0) as served:

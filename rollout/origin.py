@@ -17,6 +17,8 @@ class Sampling:
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     tool_parser: str = "auto"
     """What reads tool calls from the text; see rollout.environments.tool_calls."""

@@ -76,6 +76,11 @@ class RolloutSettings(Settings):
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; below 1 the engine's logprobs can no longer be compared with the trainer's."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from so many of the likeliest tokens; 0: from all. Above 0 as with `top_p` below 1."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample only tokens that are at least this times as likely as the likeliest. Above 0 as with `top_p`
+    below 1."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, in addition to the end-of-sequence token."""
     tool_parser: Literal[
@@ -180,7 +185,11 @@ class EvalSetSettings(Settings):
     temperature: Annotated[float, Field(ge=0)] | None = None
     """As `eval.temperature`."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus sampling; null: 1, as in every evaluation."""
+    """As `eval.top_p`."""
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """As `eval.top_k`."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """As `eval.min_p`."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """As `eval.max_tokens`."""
     success: float | None = None
@@ -198,7 +207,9 @@ class EvalSetSettings(Settings):
             "environment": rollout.environment,
             "samples_per_task": evaluation.samples_per_task,
             "temperature": evaluation.temperature,
-            "top_p": 1.0,
+            "top_p": evaluation.top_p,
+            "top_k": evaluation.top_k,
+            "min_p": evaluation.min_p,
             "max_tokens": evaluation.max_tokens or rollout.max_tokens,
             "success": evaluation.success,
             "max_tasks": evaluation.max_tasks,
@@ -219,6 +230,12 @@ class EvalSettings(Settings):
     """Samples of an evaluation task."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling of evaluation, which changes no training."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """As `rollout.top_k`, in evaluation."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """As `rollout.min_p`, in evaluation."""
     success: float = 1.0
     """A sample with this reward or more has solved its task; pass@k counts these."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None

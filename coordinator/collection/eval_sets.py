@@ -101,7 +101,7 @@ def chosen_sets(settings: RunSettings, inputs: Inputs, sampling: Sampling) -> li
         loaded = inputs.eval_sets[name]
         # All of it is given where a set is filled; pydantic's types do not say so.
         values: dict[str, Any] = eval_set.model_dump()
-        fields = {field: values[field] for field in ("max_tokens", "temperature", "top_p")}
+        fields = {field: values[field] for field in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
         sampled = replace(sampling, n=values["samples_per_task"], **fields)
         end = begin + min(len(loaded.tasks.tasks), values["max_tasks"])
         code = loaded.functions.reward, loaded.functions.environment

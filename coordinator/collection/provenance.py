@@ -29,10 +29,14 @@ OWN = ""
 """In the place of a set's name: the reward and the environment of training and of --eval-tasks."""
 SAMPLING = {
     "n": "samples_per_task",
-    **{name: name for name in ("max_tokens", "temperature", "top_p", "stop", "tool_parser", "chat_template")},
-    **{name: name for name in ("reasoning_end", "thinking_tokens", "history")},
+    **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")},
+    **{
+        name: name for name in ("tool_parser", "chat_template", "reasoning_end", "thinking_tokens", "history")
+    },
 }
 """The settings of sampling, by the field of Sampling."""
+EVAL_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Those that an evaluation has for itself."""
 _BEFORE = Sampling()
 """What holds for a field that an older iteration.json has not."""
 
@@ -45,8 +49,7 @@ def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
         sampling,
         n=evaluation.samples_per_task,
         max_tokens=evaluation.max_tokens or train.max_tokens,
-        temperature=evaluation.temperature,
-        top_p=1.0,
+        **{name: getattr(evaluation, name) for name in EVAL_SAMPLING},
     )
     sets = eval_sets.chosen_sets(settings, inputs, sampling)
     return {
@@ -98,7 +101,7 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             f"{section}.{SAMPLING[name]}": (opened[key].get(name, getattr(_BEFORE, name)), now[key][name])
             for section, key, names in (
                 ("rollout", "sampling", SAMPLING),
-                ("eval", "eval_sampling", ("n", "max_tokens", "temperature")),
+                ("eval", "eval_sampling", ("n", "max_tokens", *EVAL_SAMPLING)),
             )
             for name in names
         },

@@ -123,8 +123,6 @@ ANSWERS = {
     "system_prompt": "write it into the tasks, as the first of a task's `messages`, with the role system",
     "reward_weights": "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5",
     "max_prompt_length": "nothing is cut off a prompt: a task that leaves no room for an answer is refused",
-    "top_k": "there is none, since the trainer could not weigh what was sampled so; rollout.top_p is there",
-    "min_p": "there is none, since the trainer could not weigh what was sampled so; rollout.top_p is there",
     "entropy_coeff": "there is no entropy bonus; trainer.clip_high keeps entropy up (DAPO)",
     "entropy_coef": "there is no entropy bonus; trainer.clip_high keeps entropy up (DAPO)",
     "logging_steps": "every iteration is written to metrics.jsonl; run status --watch shows it",

@@ -9,6 +9,7 @@ from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION
 from coordinator.start.inputs import Inputs
 from coordinator.start.refusals import ENDLESS
+from rollout.settings import RolloutSettings
 
 WORKS_WITH = {
     "trainer.kl_coefficient": ("trainer.kl", ("k3", "k1", "k2")),
@@ -22,6 +23,11 @@ WORKS_WITH = {
     "rollout.dynamic_limit": ("rollout.dynamic_sampling", (True,)),
 }
 """Settings that are read only with certain values of another; the first of them is advised."""
+
+
+NARROWS = ("top_p", "top_k", "min_p")
+"""Settings that leave out tokens, whose probability the engine divides among the others: the trainer does
+not."""
 
 
 def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: Inputs) -> Iterator[str]:
@@ -46,8 +52,11 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: In
             f"rollout.max_tokens={settings.rollout.max_tokens}; give its config.json an eos_token_id, or set "
             "rollout.stop"
         )
-    if settings.rollout.top_p < 1 and settings.rl_phase != "rollout":
-        yield f"rollout.top_p={settings.rollout.top_p:g}: the engine's logprobs differ from the trainer's"
+    if settings.rl_phase != "rollout":
+        for name in NARROWS:
+            value = getattr(settings.rollout, name)
+            if value != RolloutSettings.model_fields[name].default:
+                yield f"rollout.{name}={value:g}: the engine's logprobs differ from the trainer's"
 
 
 def _warm_up(settings: RunSettings) -> Iterator[str]:

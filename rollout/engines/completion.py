@@ -70,6 +70,8 @@ def completion_request(
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "stop": list(sampling.stop),
         # vLLM takes only the tokenizer's end of sequence and those of generation_config.json by itself.
         "stop_token_ids": [*dict.fromkeys([*marks.end_ids, *marks.stop_ids(sampling.stop)])],
@@ -79,8 +81,6 @@ def completion_request(
         "return_token_ids": True,
         # vLLM takes missing values from the model's generation_config.json. Qwen2.5's has a
         # repetition penalty, so the logprobs would be of another policy than the trainer's.
-        "top_k": 0,
-        "min_p": 0.0,
         "repetition_penalty": 1.0,
         **sampling.more,
     }

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import UNIX
@@ -132,6 +138,16 @@ class Reference:
             logits = self._model(torch.tensor([token_ids])).logits[0, :-1].double()
         logprobs = torch.log_softmax(logits / temperature, dim=-1)
         return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+    def narrowed(self, token_ids: list[int], temperature: float, **settings: Any) -> list[float]:
+        """As `logprobs`, with what `top_k`, `top_p` and `min_p` of transformers' own leave."""
+        warpers = [("min_p", MinPLogitsWarper), ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)]
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([token_ids])).logits[0, :-1].double() / temperature
+        for name, warper in warpers:
+            if name in settings:
+                logits = warper(settings[name])(None, logits)
+        return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
     def error(self, completion: Completion, temperature: float = 1.0) -> float:
         """How far the worst of a completion's logprobs is off."""

@@ -35,6 +35,19 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert max(reference.error(completion, temperature) for completion in completions) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "narrowed", [{"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.8}, {"min_p": 0.05, "top_k": 8, "top_p": 0.9}]
+)
+def test_logprobs_of_narrowed_sampling_are_those_of_the_tokens_that_were_left(
+    engine: Engine, reference: Reference, narrowed: dict[str, float]
+) -> None:
+    sampling = Sampling(n=8, max_tokens=20, temperature=0.7, seed=3, **narrowed)
+    for completion in engine.ask(PROMPT, sampling):
+        tokens, begin = completion.prompt_ids + completion.token_ids, len(completion.prompt_ids)
+        wanted = reference.narrowed(tokens, 0.7, **narrowed)[begin - 1 :]
+        assert np.allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
+
+
 def test_greedy_takes_the_tokens_of_transformers_with_logprobs_of_temperature_1(
     engine: Engine, reference: Reference
 ) -> None:

@@ -39,6 +39,9 @@ class Generation:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a row too."""
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
     skip_special: bool = True
     """Whether special tokens are left out of the text, also where stop strings are searched."""
     future: "Future[list[Row]]" = field(default_factory=Future)
@@ -100,7 +103,9 @@ class Batch(ABC):
     def _draw(self, begin: int, logits: Tensor) -> tuple[list[int], list[float]]:
         """Draw the next token of the rows from `begin` on."""
         u = torch.from_numpy(uniforms(self._seeds[begin:], self._drawn[begin:]))
-        tokens, logprobs = draw(logits.double(), self._temperature[begin:], self._top_p[begin:], u)
+        logits, temperature = logits.double(), self._temperature[begin:]
+        narrowed = self._top_p[begin:], self._top_k[begin:], self._min_p[begin:]
+        tokens, logprobs = draw(logits, temperature, u, *narrowed)
         self._next[begin:] = tokens
         self._drawn[begin:] += np.uint64(1)
         return tokens.tolist(), logprobs.tolist()
@@ -115,6 +120,8 @@ class Batch(ABC):
         self._next = torch.tensor([(row.token_ids or row.generation.prompt_ids)[-1] for row in self.rows])
         self._temperature = torch.tensor([g.temperature for g in generations], dtype=torch.float64)
         self._top_p = torch.tensor([g.top_p for g in generations], dtype=torch.float64)
+        self._top_k = torch.tensor([g.top_k for g in generations], dtype=torch.int64)
+        self._min_p = torch.tensor([g.min_p for g in generations], dtype=torch.float64)
 
 
 def prefill_chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -131,17 +138,27 @@ def prefill_chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, temperature: Tensor, u: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
     """Draw token ids and log-probabilities, (B,) each, from logits (B, V) and per-row settings (B,), all
-    float64.
+    float64 but top_k, which is int64.
 
     A row's token is the inverse of its cumulative distribution at u, in [0, 1). The log-probability is after
-    temperature and top_p, i.e. in the distribution sampled from; of a greedy row it is the model's own
-    (temperature 1). Raises FloatingPointError if the logits are not finite.
+    temperature, min_p, top_k and top_p, which follow each other as in vLLM, i.e. in the distribution sampled
+    from; of a greedy row it is the model's own (temperature 1). Raises FloatingPointError if the logits are
+    not finite.
     """
     greedy = temperature < GREEDY_BELOW
     logprobs = log_softmax(logits / temperature.masked_fill(greedy, 1.0)[:, None], dim=-1)
-    top_p = top_p.masked_fill(greedy, 1.0)
+    top_p, top_k, min_p = (
+        setting.masked_fill(greedy, neutral) for setting, neutral in ((top_p, 1), (top_k, 0), (min_p, 0))
+    )
+    if bool((min_p > 0).any()):
+        floor = logprobs.max(-1, keepdim=True).values + min_p[:, None].log()
+        logprobs = log_softmax(logprobs.masked_fill(logprobs < floor, -torch.inf), dim=-1)
+    if bool((top_k > 0).any()):
+        logprobs = _likeliest(logprobs, top_k)
     if bool((top_p < 1).any()):
         logprobs = _nucleus(logprobs, top_p)
     cdf = logprobs.exp().cumsum(-1)
@@ -154,6 +171,14 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor) -> tuple
     if not bool(chosen.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
     return tokens, chosen
+
+
+def _likeliest(logprobs: Tensor, top_k: Tensor) -> Tensor:
+    """Keep each row's `top_k` most probable tokens, and those that are as probable as the last of them."""
+    vocabulary = logprobs.shape[1]
+    places = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary) - 1
+    least = logprobs.sort(dim=-1, descending=True).values.gather(1, places[:, None])
+    return log_softmax(logprobs.masked_fill(logprobs < least, -torch.inf), dim=-1)
 
 
 def _nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
-    "top_k": (0, -1),
-    "min_p": (0,),
     "min_tokens": (0,),
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
@@ -40,6 +38,8 @@ class CompletionBody(GenerationBody):
     max_tokens: StrictInt | None = Field(16, ge=1)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False, strict=True)
     top_p: float | None = Field(None, gt=0, le=1, strict=True)
+    top_k: StrictInt | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
     logprobs: StrictInt | None = None
     prompt_logprobs: StrictInt | None = None

@@ -104,6 +104,8 @@ class Server:
                 stop=body.stop_strings,
                 seed=seed,
                 stop_ids=frozenset(body.stop_token_ids or ()),
+                top_k=max(0, body.top_k or 0),
+                min_p=body.min_p or 0.0,
                 skip_special=body.skip_special_tokens,
             )
             for prompt_ids in prompts

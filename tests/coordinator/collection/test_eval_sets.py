@@ -33,6 +33,8 @@ def test_set_inherits_from_the_evaluation_and_then_from_the_rollout() -> None:
         "eval.sets.a.reward=numeric",
         "eval.sets.a.columns.prompt=question",
         "eval.temperature=0.5",
+        "eval.top_k=20",
+        "eval.sets.b.top_k=0",
         "eval.samples_per_task=4",
         "rollout.max_tokens=77",
         "rollout.environment=calculator",
@@ -41,6 +43,7 @@ def test_set_inherits_from_the_evaluation_and_then_from_the_rollout() -> None:
     )
     first, second = settings.eval_sets.values()
     assert list(settings.eval_sets) == ["a", "b"]
+    assert (first.top_k, second.top_k) == (20, 0)
     assert (first.reward, second.reward) == ("numeric", "exact")
     assert (first.columns, second.columns) == ({"prompt": "question"}, {"prompt": "q"})
     for one in (first, second):

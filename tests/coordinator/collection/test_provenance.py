@@ -138,6 +138,8 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
         "rollout.max_tokens": 11,
         "rollout.temperature": 0.5,
         "rollout.top_p": 0.9,
+        "rollout.top_k": 20,
+        "rollout.min_p": 0.05,
         "rollout.stop": ["\n", "###"],
         "rollout.tool_parser": "hermes",
         "rollout.chat_template.enable_thinking": False,
@@ -146,6 +148,7 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
         "rollout.history": "template",
         "eval.samples_per_task": 5,
         "eval.temperature": 0.25,
+        "eval.top_k": 7,
         "eval.max_tokens": 12,
     }
     settings = build(given)
@@ -154,19 +157,24 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
     chat = {"tool_parser": "hermes", "chat_template": {"enable_thinking": False}}
     chat |= {"reasoning_end": "</think>", "thinking_tokens": 4, "history": "template"}
     assert then["sampling"] == {
-        "n": 3, "max_tokens": 11, "temperature": 0.5, "top_p": 0.9, "stop": stop, **chat,
+        "n": 3, "max_tokens": 11, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.05,
+        "stop": stop, **chat,
     }  # fmt: skip
     assert then["eval_sampling"] == {
-        "n": 5, "max_tokens": 12, "temperature": 0.25, "top_p": 1.0, "stop": stop, **chat,
+        "n": 5, "max_tokens": 12, "temperature": 0.25, "top_p": 1.0, "top_k": 7, "min_p": 0.0,
+        "stop": stop, **chat,
     }  # fmt: skip
     number = {"groups": 4, "replace_flat": False, "max_async_level": 0}
     before = json.loads(json.dumps({**then, **number}))
     assert changes(before, {**then, **number}) == []
     older = json.loads(json.dumps(before))
-    del older["sampling"]["chat_template"], older["sampling"]["tool_parser"]
+    del older["sampling"]["chat_template"], older["sampling"]["tool_parser"], older["sampling"]["top_k"]
+    del older["eval_sampling"]["top_k"]
     assert changes(older, {**then, **number}) == [
+        "rollout.top_k=0 (now 20)",
         "rollout.tool_parser=auto (now hermes)",
         'rollout.chat_template={} (now {"enable_thinking": false})',
+        "eval.top_k=0 (now 7)",
     ]
     other = build({**given, "rollout.stop": [], "eval.temperature": 0.0, "rollout.reward": "numeric"})
     now = {**chosen(other, load_inputs(other, {})), **number, "groups": 5, "max_async_level": 2}

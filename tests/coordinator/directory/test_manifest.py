@@ -54,6 +54,7 @@ def test_manifest_names_every_slot_once_and_adds_up(directory: Path) -> None:
             "policy_iteration": 0,
             "sampling": {
                 **{"n": 2, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "stop": []},
+                **{"top_k": 0, "min_p": 0.0},
                 **{"tool_parser": "auto", "chat_template": {}, "history": "sampled"},
                 **{"reasoning_end": None, "thinking_tokens": None},
             },

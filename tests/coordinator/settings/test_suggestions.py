@@ -32,6 +32,8 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("trainr", "trainer"),
         ("algorithm.adv_estimator", "trainer.algorithm"),
         ("actor_rollout_ref.rollout.n", "rollout.samples_per_task"),
+        ("actor_rollout_ref.rollout.top_k", "rollout.top_k"),
+        ("min_p", "rollout.min_p"),
         ("data.train_batch_size", "rollout.tasks_per_iteration"),
         ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
     ],
@@ -48,7 +50,6 @@ def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: s
         ("num_iterations", "a batch is trained on once"),
         ("--system-prompt", "the first of a task's `messages`"),
         ("reward_weights", "--reward math=1"),
-        ("actor_rollout_ref.rollout.top_k", "there is none"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:

@@ -43,6 +43,8 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
         ),
         ({"eval__samples_per_task": 4}, "eval.temperature=0: all 4 samples of a task are the same"),
         ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: the engine's logprobs differ"),
+        ({"rollout__top_k": 20}, "rollout.top_k=20: the engine's logprobs differ"),
+        ({"rollout__min_p": 0.05}, "rollout.min_p=0.05: the engine's logprobs differ"),
     ],
 )  # fmt: skip
 def test_odd_setting_is_named_with_what_to_do(typed: dict[str, Any], text: str) -> None:
@@ -52,6 +54,7 @@ def test_odd_setting_is_named_with_what_to_do(typed: dict[str, Any], text: str) 
 def test_settings_that_work_are_not_mentioned() -> None:
     assert not warnings(trainer__kl="k1", trainer__kl_coefficient=0.1, iterations=100)
     assert not warnings(trainer__algorithm="grpo", trainer__kl_coefficient=0.1), "the preset sets kl"
+    assert not warnings(eval__top_k=20, eval__min_p=0.05, eval__top_p=0.9, iterations=100)
     assert not warnings(iterations=1, rl_phase="rollout", rollout_split="train-only")
 
 

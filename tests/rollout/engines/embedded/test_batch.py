@@ -60,6 +60,16 @@ def tokens_of(future: "Future[list[Row]]") -> list[list[int]]:
     return [row.token_ids for row in rows_of(future)]
 
 
+def drawn(
+    logits: torch.Tensor, u: torch.Tensor, **settings: list[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is drawn with these settings of each row; the others leave the distribution as it is."""
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+    rows = {name: settings.get(name, [value] * len(u)) for name, value in neutral.items()}
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
+    return draw(logits, u=u, **{**tensors, "top_k": tensors["top_k"].long()})
+
+
 def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
     """(T, V): at each generated position, from one plain forward pass over the whole sequence."""
     with torch.inference_mode():
@@ -237,8 +247,7 @@ def test_frequencies_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.2, 0.05, 0.0], dtype=torch.float64)
     draws = 20_000
     u = torch.from_numpy(uniforms(np.arange(draws, dtype=np.uint64), np.zeros(draws, dtype=np.uint64)))
-    ones = torch.ones(draws, dtype=torch.float64)
-    tokens, logprobs = draw(probabilities.log().expand(draws, -1), ones, ones, u)
+    tokens, logprobs = drawn(probabilities.log().expand(draws, -1), u)
     counts = torch.bincount(tokens, minlength=5)
     expected = probabilities * draws
     assert counts[4] == 0
@@ -250,35 +259,62 @@ def test_frequencies_follow_the_distribution() -> None:
 def test_top_p_keeps_the_smallest_set_that_reaches_it_and_renormalises() -> None:
     logits = torch.tensor([[0.2, 0.5, 0.05, 0.25]], dtype=torch.float64).log().expand(4, -1)
     u = torch.tensor([0.0, 0.2, 0.9999999, 0.5], dtype=torch.float64)
-    ones = torch.ones(4, dtype=torch.float64)
-    tokens, logprobs = draw(logits, ones, 0.7 * ones, u)
+    tokens, logprobs = drawn(logits, u, top_p=[0.7] * 4)
     assert tokens.tolist() == [1, 1, 3, 1]
     assert torch.allclose(logprobs.exp(), torch.tensor([2 / 3, 2 / 3, 1 / 3, 2 / 3], dtype=torch.float64))
 
 
-def test_rows_of_one_batch_keep_their_own_temperature_and_top_p() -> None:
-    logits = torch.tensor([[1.0, 2.0, 0.5]], dtype=torch.float64).expand(3, -1)
-    settings = (
-        torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64),
-        torch.tensor([0.1, 1.0, 1e-9], dtype=torch.float64),
+@pytest.mark.parametrize(
+    ("narrowed", "left"),
+    [
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 99}, [0, 1, 2, 3]),
+        ({"min_p": 0.39}, [0, 1, 3]),  # at least 0.39 * 0.5
+        ({"min_p": 0.45}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
+        # of what top_k leaves, 2/3 and 1/3, the first reaches 0.6
+        ({"top_k": 2, "top_p": 0.6}, [1]),
+        ({"min_p": 0.39, "top_k": 2, "top_p": 0.7}, [1, 3]),
+    ],
+)
+def test_top_k_and_min_p_leave_the_tokens_that_they_name_and_renormalise(
+    narrowed: dict[str, float], left: list[int]
+) -> None:
+    probabilities = torch.tensor([0.2, 0.5, 0.05, 0.25], dtype=torch.float64)
+    u = torch.linspace(0, 0.999, 200, dtype=torch.float64)
+    rows = {name: [value] * len(u) for name, value in narrowed.items()}
+    tokens, logprobs = drawn(probabilities.log().expand(len(u), -1), u, **rows)
+    assert sorted(set(tokens.tolist())) == left
+    assert torch.allclose(logprobs.exp(), probabilities[tokens] / probabilities[left].sum())
+
+
+def test_rows_of_one_batch_keep_their_own_settings() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.5]], dtype=torch.float64).expand(5, -1)
+    tokens, logprobs = drawn(
+        logits,
+        torch.full((5,), 0.01, dtype=torch.float64),
+        temperature=[0.0, 0.5, 1.0, 1.0, 1.0],
+        top_p=[0.1, 1.0, 1e-9, 1.0, 1.0],
+        top_k=[1, 0, 0, 1, 0],
+        min_p=[1.0, 0.0, 0.0, 0.0, 1.0],
     )
-    tokens, logprobs = draw(logits, *settings, torch.tensor([0.01, 0.01, 0.01], dtype=torch.float64))
-    assert tokens.tolist() == [1, 0, 1]
-    expected = [logits[0].log_softmax(0)[1], (logits[0] / 0.5).log_softmax(0)[0], 0.0]
+    assert tokens.tolist() == [1, 0, 1, 1, 1]
+    expected = [logits[0].log_softmax(0)[1], (logits[0] / 0.5).log_softmax(0)[0], 0.0, 0.0, 0.0]
     assert np.allclose(logprobs.numpy(), [float(x) for x in expected])
 
 
 def test_largest_random_number_still_finds_a_token_with_probability() -> None:
     logits = torch.tensor([[0.0, 0.0, -math.inf]], dtype=torch.float64)
-    one = torch.ones(1, dtype=torch.float64)
-    tokens, _ = draw(logits, one, one, torch.tensor([1 - 2**-53], dtype=torch.float64))
+    tokens, _ = drawn(logits, torch.tensor([1 - 2**-53], dtype=torch.float64))
     assert tokens.tolist() == [1]
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
-    one = torch.ones(1, dtype=torch.float64)
+@pytest.mark.parametrize("narrowed", [{}, {"top_p": [0.5]}, {"top_k": [2]}, {"min_p": [0.5]}])
+def test_logits_that_are_not_finite_are_an_error(narrowed: dict[str, list[float]]) -> None:
+    half = torch.tensor([0.5], dtype=torch.float64)
     with pytest.raises(FloatingPointError, match="not finite"):
-        draw(torch.full((1, 3), math.nan, dtype=torch.float64), one, one, 0.5 * one)
+        drawn(torch.full((1, 3), math.nan, dtype=torch.float64), half, **narrowed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -89,6 +89,11 @@ class RolloutSettings(Settings):
     """How tool calls are found in what the model writes. auto: as the model's chat template writes them."""
     chat_template: dict[str, Any] = {}
     """Variables for the model's chat template, e.g. rollout.chat_template.enable_thinking=false."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Put as a system message before the `messages` of each task that has none, also of evaluation tasks."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Training tasks whose prompt has more tokens, as the model's own chat template writes it, are left out
+    at the start, which says how many; null: none. Evaluation tasks stay, so that scores can be compared."""
     reasoning_end: Annotated[str, Field(min_length=1)] | None = None
     """What ends a model's reasoning, e.g. </think>. The reward then gets only what follows it, and the
     reasoning as the field `reasoning` of the task. null: the reward gets the whole text."""

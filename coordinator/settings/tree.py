@@ -10,6 +10,7 @@ from coordinator.settings.placement import Crew
 from rollout.settings import (
     GENERATED,
     NAME,
+    PROGRAMS,
     WRITTEN,
     EngineSettings,
     EvalSetSettings,
@@ -286,6 +287,23 @@ class RunSettings(Settings):
                     f"rollout.thinking_tokens={rollout.thinking_tokens} with {name}={most}: nothing is left "
                     "for the answer; give fewer, or raise the other"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_can_be_changed(self) -> "RunSettings":
+        rollout, sets = self.rollout, self.eval_sets
+        environments = {f"eval.sets.{name}.environment": str(sets[name].environment) for name in sets}
+        for name, environment in {"rollout.environment": rollout.environment, **environments}.items():
+            if rollout.system_prompt is not None and environment.startswith(PROGRAMS):
+                raise ValueError(
+                    f"rollout.system_prompt with {name}={environment}: that program writes its messages "
+                    "itself; leave one of them out"
+                )
+        if rollout.max_prompt_tokens is not None and self.model == TINY:
+            raise ValueError(
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} with --model {TINY}: its tokenizer "
+                "is not made yet when a run starts; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

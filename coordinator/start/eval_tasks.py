@@ -95,6 +95,7 @@ def _load(source: str, settings: RunSettings, columns: Mapping[str, str], option
             split="eval",
             columns=columns,
             directory=settings.cluster.local_dir,
+            system_prompt=settings.rollout.system_prompt,
         )
     except TaskError as error:
         raise SettingsError(f"{option}{error}") from None

@@ -160,6 +160,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             split="train",
             columns=settings.columns,
             directory=local_dir,
+            system_prompt=settings.rollout.system_prompt,
         )
         check_sampling(tasks, settings.rollout)
         if settings.rollout.environment == "demonstration":
@@ -186,6 +187,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
                     "(python -m trainer.checkpoint.merge ADAPTER OUT), or give the base model"
                 )
             refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
+            tasks = refusals.without_longer(settings, model, tasks)
             context = refusals.context_of(settings, model)
             has_end = refusals.has_end(settings, read_marks(model))
             base_files = known_files.checksums(model, model_files(model))

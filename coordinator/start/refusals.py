@@ -26,11 +26,12 @@ from rollout.engines.model_facts import (
 )
 from rollout.engines.servers import ServerKind, engine_dtype, server_kind
 from rollout.environments.environment import BUILT_IN, check_played
-from rollout.environments.trial import try_tasks
+from rollout.environments.trial import longer_prompts, try_tasks
 from rollout.origin import Sampling
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
 from rollout.settings import WRITTEN
+from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet
 
 log = logging.getLogger(__name__)
@@ -182,6 +183,46 @@ def refuse_unrendered(
             )
 
 
+def _sampling(settings: RunSettings) -> Sampling:
+    """Return what decides which tokens a task becomes."""
+    rollout = settings.rollout
+    return Sampling(
+        chat_template=rollout.chat_template, tool_parser=rollout.tool_parser, stop=tuple(rollout.stop)
+    )
+
+
+def without_longer(settings: RunSettings, model_dir: Path, tasks: TaskSet) -> TaskSet:
+    """Return the training tasks without those whose prompts are longer than `rollout.max_prompt_tokens`, and
+    say so. SettingsError if none is left.
+    """
+    longest, environment = settings.rollout.max_prompt_tokens, settings.rollout.environment
+    if longest is None:
+        return tasks
+    try:
+        tokenizer = LocalTokenizer(model_dir)
+        lengths = longer_prompts(tasks, environment, model_dir, _sampling(settings), tokenizer, longest)
+    except EngineError as error:
+        raise SettingsError(f"--model {settings.model}: {error}") from None
+    finally:
+        close_tokenizer()
+    if not lengths:
+        return tasks
+    if len(lengths) == len(tasks.tasks):
+        raise SettingsError(
+            f"rollout.max_prompt_tokens={longest}: all {len(lengths)} prompts of --tasks {settings.tasks} "
+            f"are longer, the shortest has {min(lengths.values())} tokens; give more"
+        )
+    first, count = next(iter(lengths.items()))
+    log.warning(
+        "rollout.max_prompt_tokens=%d: %d of %d tasks have longer prompts and are left out, e.g. %s "
+        "(%d tokens)",
+        *(longest, len(lengths), len(tasks.tasks), tasks.place(first), count),
+    )
+    tasks = tasks.without(lengths)
+    check_sampling(tasks, settings.rollout)
+    return tasks
+
+
 def look_at_text(
     settings: RunSettings,
     model_dir: Path,
@@ -194,11 +235,7 @@ def look_at_text(
     for a model without a tokenizer.
     """
     has_other_template = settings.engine.url is not None or "chat-template" in _engine_args(settings)
-    sampling = Sampling(
-        chat_template=settings.rollout.chat_template,
-        tool_parser=settings.rollout.tool_parser,
-        stop=tuple(settings.rollout.stop),
-    )
+    sampling = _sampling(settings)
     try:
         for played in _played(settings, tasks, eval_tasks, sets):
             is_written = played.environment in WRITTEN

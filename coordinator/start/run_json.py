@@ -10,6 +10,7 @@ from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.settings import loading
 from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from coordinator.start.inputs import Inputs
+from rollout.settings import RolloutSettings
 from rollout.storage import files, once
 from trainer.settings import LoraSettings
 
@@ -50,9 +51,18 @@ def fixed_of(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
     return {  # the seed first: the built-in tasks and model follow from it
         "rollout.seed": {"name": seed, "digest": seed},
         "model": {"name": model, "digest": inputs.model_digest or tiny},
-        "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest},
+        "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest, **_prompts(settings.rollout)},
         "trainer.lora": _adapters(settings.trainer.lora),
     }
+
+
+def _prompts(rollout: RolloutSettings) -> dict[str, str]:
+    """Return the settings that change what the tasks are, for people."""
+    names = ("system_prompt", "max_prompt_tokens")
+    given = [
+        f"rollout.{name}={value!r:.60}" for name in names if (value := getattr(rollout, name)) is not None
+    ]
+    return {"with": " ".join(given)} if given else {}
 
 
 def _adapters(lora: LoraSettings) -> dict[str, str]:
@@ -65,10 +75,11 @@ def refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     for key, now in fixed.items():
         then = run["fixed"][key]
         if then["digest"] != now["digest"]:
-            content = " (same name, other content)" if then["name"] == now["name"] else ""
+            was, name = (" with ".join(filter(None, (x["name"], x.get("with")))) for x in (then, now))
+            content = " (same name, other content)" if was == name else ""
             raise SettingsError(
-                f"{loading.option_name(key)} is {now['name']}{content}, but this run was started with "
-                f"{then['name']}; to start anew, use another log path"
+                f"{loading.option_name(key)} is {name}{content}, but this run was started with "
+                f"{was}; to start anew, use another log path"
             )
 
 

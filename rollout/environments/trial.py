@@ -134,11 +134,51 @@ def _look(tasks: Sequence[Task], look: _Look) -> None:
         shape = (holds, bool(task.get("tools")), frozenset((m.get("role"), *sorted(m)) for m in messages))
         if shape not in look.shapes and len(look.shapes) < _MOST_SHAPES:
             look.shapes[shape] = index
-        most = sum(len(text.encode()) for text in [*map(str, messages), *fields])
-        most += _MARKS_OF_TURN * (1 + len(messages)) + len(str(task.get("tools", "")))
-        is_long = look.context is not None and most > look.context
+        is_long = look.context is not None and _most_tokens(task, messages, fields) > look.context
         if is_long or any(token in text for token in look.lacking for text in [*words, *fields]):
             look.suspects.append(index)
+
+
+def _most_tokens(task: Task, messages: Sequence[Any], fields: Sequence[str]) -> int:
+    """Return a number of tokens that a task has at most with an answer, whatever the tokenizer: a token is a
+    byte or more.
+    """
+    most = sum(len(text.encode()) for text in [*map(str, messages), *fields])
+    return most + _MARKS_OF_TURN * (1 + len(messages)) + len(str(task.get("tools", "")))
+
+
+def longer_prompts(
+    tasks: TaskSet,
+    environment: str,
+    model_dir: Path,
+    sampling: Sampling,
+    tokenizer: EngineClient,
+    longest: int,
+) -> dict[int, int]:
+    """Return the tokens of each prompt that has more than `longest`, by the index of its task. Raises
+    TaskError, which names the task, for one that the model cannot take.
+    """
+    limits = {"end_ids": read_marks(model_dir).end_ids, "context": None, "vocabulary": None}
+    lengths: dict[int, int] = {}
+    template: dict[bool, int] = {}  # by whether tools are shown: more than it writes by itself
+
+    async def count() -> None:
+        for index, task in enumerate(tasks.tasks):
+            has_tools = bool(task.get("tools"))
+            texts = [str(task[name]) for name in ("prompt", "answer") if name in task]
+            most = _most_tokens(task, task.get("messages", ()), texts) + template.get(has_tools, longest)
+            if most <= longest:
+                continue
+            try:
+                prompt = await _prompt(task, environment, Policy(tokenizer, sampling, 0), limits)
+            except (TaskError, RequestRefused) as error:
+                raise TaskError(f"{tasks.place(index)}: {error}") from None
+            template.setdefault(has_tools, len(prompt))
+            if len(prompt) > longest:
+                lengths[index] = len(prompt)
+
+    asyncio.run(count())
+    return lengths
 
 
 async def _prompt(task: Task, environment: str, policy: Policy, limits: dict[str, Any]) -> list[int]:

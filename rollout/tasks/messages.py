@@ -131,6 +131,30 @@ def without_answer(task: Task) -> Task:
     return {**task, "messages": messages[:-1], ANSWER: messages[-1]}
 
 
+def with_system_prompt(task: Task, text: str | None) -> Task:
+    """Return a task whose conversation begins with a system message: its own, else one of this text. Raises
+    ValueError for a task that is no conversation.
+    """
+    if text is None:
+        return task
+    if "messages" not in task:
+        raise ValueError(
+            "rollout.system_prompt begins conversations, and this is a `prompt`, which goes to the model as "
+            "it is; give it as `messages` (columns.messages=prompt), or leave rollout.system_prompt out"
+        )
+    messages = task["messages"]
+    if any(message.get("role") in ("system", "developer") for message in messages):
+        return task
+    system = {"role": "system", "content": text}
+    # Answers may be whole conversations, which begin with the task's messages.
+    wholes = {
+        name: [system, *task[name]]
+        for name in ("chosen", "rejected")
+        if isinstance(task.get(name), list) and messages and task[name][: len(messages)] == messages
+    }
+    return {**task, **wholes, "messages": [system, *messages]}
+
+
 def same_beginning(first: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many elements two sequences begin with both."""
     pairs = enumerate(zip(first, other, strict=False))

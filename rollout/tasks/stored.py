@@ -13,6 +13,26 @@ KEEP_BYTES = 64 * 2**20
 _BUFFER_BYTES = 2**20
 
 
+class SomeTasks(Sequence[dict[str, Any]]):
+    """Those tasks of a sequence that have the given indices."""
+
+    def __init__(self, tasks: Sequence[dict[str, Any]], indices: Sequence[int]) -> None:
+        self._tasks = tasks
+        self._indices = array("Q", indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self._tasks[number] for number in self._indices[index]]
+        return self._tasks[self._indices[index]]
+
+
 class StoredTasks(Sequence[dict[str, Any]]):
     """Tasks that are read when they are asked for, 8 bytes in memory for each. What happens to the file that
     they are from has no effect on them. Each access gives a new object.

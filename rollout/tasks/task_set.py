@@ -4,7 +4,7 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,9 +14,10 @@ from rollout.counter_rng import random_bits
 from rollout.settings import GENERATED
 from rollout.tasks import reasoning_gym
 from rollout.tasks.fields import task_of
+from rollout.tasks.messages import with_system_prompt
 from rollout.tasks.openenv import openenv_tasks
 from rollout.tasks.rows import HUB, RowError, place, rows
-from rollout.tasks.stored import StoredTasks
+from rollout.tasks.stored import SomeTasks, StoredTasks
 from rollout.tasks.text_gym import text_gym_tasks
 from rollout.tasks.verifiers import verifiers_tasks
 
@@ -76,6 +77,18 @@ class TaskSet:
             return self.places.place(index)
         return f"{self.source}, task {self.tasks[index]['id']!r}"
 
+    def without(self, dropped: Collection[int]) -> "TaskSet":
+        """Return the set without the tasks of these indices."""
+        kept = [index for index in range(len(self.tasks)) if index not in dropped]
+        tasks, digest = SomeTasks(self.tasks, kept), hashlib.sha256()
+        for task in tasks:
+            digest.update(_canonical(task))
+        places = None if self.places is None else Places()
+        if self.places is not None and places is not None:
+            for index in kept:
+                places.add(self.places.file(index), self.places.numbers[index])
+        return TaskSet(tasks, digest.hexdigest(), self.source, places)
+
 
 def is_file(source: str) -> bool:
     """Return whether `source` names files. Other sources generate the tasks of both splits, or fetch them."""
@@ -89,27 +102,30 @@ def load_tasks(
     split: Split,
     columns: Mapping[str, str] | None = None,
     directory: str | None = None,
+    system_prompt: str | None = None,
 ) -> TaskSet:
     """Return the tasks that `source` names: the path of a file (see `rows`), of a directory, or a pattern of
     files, hf:NAME:CONFIG:SPLIT, one of BUILT_IN, or KIND:NAME,PARAMETER=VALUE,... with a KIND of
     FROM_LIBRARIES.
 
     `seed` applies to generated tasks only. So does `split`, and to a data set without a split: then it is
-    `train` or `test`. `columns` names the column of a field. A large set is copied to a temporary file in
-    `directory`. The digest is of the tasks, whatever the format of their files is. Raises TaskError.
+    `train` or `test`. `columns` names the column of a field. `system_prompt` begins each conversation that
+    has none. A large set is copied to a temporary file in `directory`. The digest is of the tasks, whatever
+    the format of their files is. Raises TaskError.
     """
     if not source.startswith(GENERATED):
-        return _load(source, "train" if split == "train" else "test", columns or {}, directory)
+        return _load(source, "train" if split == "train" else "test", columns or {}, directory, system_prompt)
     kind, _, parameters = source.partition(":")
-    if source in BUILT_IN:
-        tasks = BUILT_IN[source](seed, split)
-    elif kind in FROM_LIBRARIES:
-        try:
-            tasks = FROM_LIBRARIES[kind](parameters, seed, split)
-        except ValueError as error:
-            raise TaskError(f"{source}: {error}") from error
-    else:
+    if source not in BUILT_IN and kind not in FROM_LIBRARIES:
         raise TaskError(f"{source}: no such built-in task set; there is {' and '.join(BUILT_IN)}")
+    try:
+        if source in BUILT_IN:
+            tasks = BUILT_IN[source](seed, split)
+        else:
+            tasks = FROM_LIBRARIES[kind](parameters, seed, split)
+        tasks = [with_system_prompt(task, system_prompt) for task in tasks]
+    except ValueError as error:
+        raise TaskError(f"{source}: {error}") from error
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(_canonical(task))
@@ -120,13 +136,20 @@ def _canonical(task: Task) -> bytes:
     return json.dumps(task, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-def _load(source: str, default_split: str, columns: Mapping[str, str], directory: str | None) -> TaskSet:
+def _load(
+    source: str,
+    default_split: str,
+    columns: Mapping[str, str],
+    directory: str | None,
+    system_prompt: str | None,
+) -> TaskSet:
     """Read all rows once, and keep where the tasks are."""
     tasks, places, digest, ids = StoredTasks(directory), Places(), hashlib.sha256(), array("Q")
     try:
         for row in rows(source, default_split=default_split):
             try:
                 task = task_of(row, row.number if row.file == source else len(tasks) + 1, columns)
+                task = with_system_prompt(task, system_prompt)
                 tasks.append(task)
             except ValueError as error:
                 error_text = str(error).replace(

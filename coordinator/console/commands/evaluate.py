@@ -37,9 +37,9 @@ KEPT = (
     "cluster.local_dir",
     *(
         f"rollout.{name}"
-        for name in ("stop", "tool_parser", "chat_template", "reasoning_end", "thinking_tokens", "history",
-                     "concurrency", "group_timeout_s", "on_reward_error", "reward_timeout_s",
-                     "reward_processes", "ratio_field", "seed", "stall_timeout_s")
+        for name in ("stop", "tool_parser", "chat_template", "system_prompt", "reasoning_end",
+                     "thinking_tokens", "history", "concurrency", "group_timeout_s", "on_reward_error",
+                     "reward_timeout_s", "reward_processes", "ratio_field", "seed", "stall_timeout_s")
     ),
     *(
         f"engine.{name}"
@@ -84,7 +84,7 @@ def evaluate(
             settled["model"] = str(_merged(model, directory / "model"))
         # Tasks to train on are asked for, and never used here: those of the run may be large.
         tasks = directory / "no_training.jsonl"
-        tasks.write_text('{"prompt": "none"}\n')
+        tasks.write_text('{"messages": "none"}\n')
         log_path = directory / "run"
         code = _run(log_path, {**settled, "tasks": str(tasks)})
         if code != Exit.DONE:

@@ -34,6 +34,8 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("actor_rollout_ref.rollout.n", "rollout.samples_per_task"),
         ("actor_rollout_ref.rollout.top_k", "rollout.top_k"),
         ("min_p", "rollout.min_p"),
+        ("--system-prompt", "rollout.system_prompt"),
+        ("data.max_prompt_length", "rollout.max_prompt_tokens"),
         ("data.train_batch_size", "rollout.tasks_per_iteration"),
         ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
     ],
@@ -48,7 +50,6 @@ def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: s
         ("beta", "trainer.kl=k3 and trainer.kl_coefficient"),
         ("algorithm.use_kl_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
         ("num_iterations", "a batch is trained on once"),
-        ("--system-prompt", "the first of a task's `messages`"),
         ("reward_weights", "--reward math=1"),
     ],
 )

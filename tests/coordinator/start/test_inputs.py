@@ -13,6 +13,7 @@ from coordinator.start import inputs, refusals, run_json, start
 from coordinator.start.run_json import LARGE_STATE_BYTES
 from rollout.engines import servers
 from rollout.engines.admin import EngineAdmin
+from rollout.tasks.task_set import load_tasks
 from tests.models import make_model
 
 
@@ -145,3 +146,94 @@ def test_what_the_user_gives_goes_before_what_the_run_has_chosen(
     assert settings.trainer.save_interval == settings.trainer.state_interval == interval
     said = f"the optimizer's state has 20 GB: trainer.save_interval={interval} saves it in"
     assert (said in caplog.text) == (size == LARGE)
+
+
+# ---- prompts
+
+
+def chat(name: str, text: str, *before: dict[str, str]) -> dict[str, Any]:
+    return {"id": name, "messages": [*before, {"role": "user", "content": text}], "answer": "3"}
+
+
+def file_of(path: Path, *tasks: dict[str, Any]) -> str:
+    path.write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
+    return str(path)
+
+
+def test_tasks_with_longer_prompts_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model's tokens are characters, and its template writes `user 1+2\\na ` of a task."""
+    tasks = [
+        chat("a", "1+2"),
+        chat("b", "1" * 23),
+        chat("c", "1" * 22),
+        {"id": "d", "prompt": "1" * 31, "answer": "3"},
+    ]
+    given = {
+        "model": str(make_model(tmp_path / "model", seed=0)),
+        "tasks": file_of(tmp_path / "t.jsonl", *tasks),
+        "rollout.max_prompt_tokens": 30,
+    }
+    loaded = inputs.load_inputs(loading.build(given), given)
+    assert [task["id"] for task in loaded.tasks.tasks] == ["a", "c"]
+    assert [task["id"] for task in loaded.tasks.tasks[1:]] == ["c"] and loaded.tasks.place(1).endswith(":3")
+    (text,) = [record.getMessage() for record in caplog.records if "max_prompt" in record.getMessage()]
+    assert text.startswith("rollout.max_prompt_tokens=30: 2 of 4 tasks have longer prompts and are left out")
+    assert text.endswith("t.jsonl:2 (31 tokens)")
+    alone = load_tasks(file_of(tmp_path / "c.jsonl", tasks[0], tasks[2]), seed=0, split="train")
+    assert loaded.tasks.digest == alone.digest
+    with pytest.raises(SettingsError, match=r"=5: all 4 prompts of --tasks .* the shortest has 11 tokens;"):
+        inputs.load_inputs(loading.build({**given, "rollout.max_prompt_tokens": 5}), given)
+
+
+def test_system_prompt_begins_each_conversation_without_one_and_is_part_of_what_a_run_is_of(
+    tmp_path: Path,
+) -> None:
+    system = {"role": "system", "content": "add."}
+    tasks = file_of(tmp_path / "t.jsonl", chat("a", "1+2"), chat("b", "3+4", system))
+    given = {
+        "tasks": tasks,
+        "eval_tasks": tasks,
+        "rollout.system_prompt": "be kind.",
+    }
+    settings = loading.build(given)
+    loaded = inputs.load_inputs(settings, given)
+    assert loaded.eval_tasks is not None
+    for those in (loaded.tasks.tasks, loaded.eval_tasks.tasks):
+        first = [task["messages"][0]["content"] for task in those]
+        assert first == ["be kind.", "add."] and len(those[1]["messages"]) == 2
+    without = loading.build({name: value for name, value in given.items() if "system" not in name})
+    run = {"fixed": run_json.fixed_of(settings, loaded)}
+    with pytest.raises(
+        SettingsError, match=r"t\.jsonl, but .*t\.jsonl with rollout\.system_prompt='be kind\.';"
+    ):
+        run_json.refuse_changes(run, run_json.fixed_of(without, inputs.load_inputs(without, {})))
+
+
+@pytest.mark.parametrize("tasks", ["builtin:arithmetic", "t.jsonl"])
+def test_system_prompt_of_plain_prompts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file_of(tmp_path / "t.jsonl", chat("a", "1+2"), {"prompt": "1+2=", "answer": "3"})
+    settings = loading.build({"tasks": tasks, "rollout.system_prompt": "be kind"})
+    with pytest.raises(
+        SettingsError, match=r"^(builtin:arithmetic|t\.jsonl:2): rollout\.system_prompt begins conv"
+    ):
+        inputs.load_inputs(settings, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            {"rollout.environment": "gym:a:b", "rollout.system_prompt": "x"},
+            "that program writes its messages",
+        ),
+        ({"rollout.max_prompt_tokens": 5}, "--model builtin:tiny: its tokenizer is not made yet"),
+    ],
+)
+def test_prompts_that_cannot_be_changed_are_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        loading.build(given)

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout.tasks.messages import ANSWER
+from rollout.tasks.messages import ANSWER, with_system_prompt
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from tests.rollout.rollout_helpers import write_lines
 
@@ -215,3 +215,10 @@ def test_column_may_lie_within_another_one(tmp_path: Path) -> None:
 def test_null_is_no_value_of_a_field(tmp_path: Path) -> None:
     row = {"prompt": "3?", "messages": None, "answer": None, "tools": None, "level": None}
     assert loaded(tmp_path, row) == {"id": "1", "prompt": "3?", "level": None}
+
+
+def test_answers_that_are_whole_conversations_begin_with_the_system_prompt_too() -> None:
+    alone = [{**SAY, "content": "8"}]
+    task = with_system_prompt({"messages": [ASK], "chosen": [ASK, SAY], "rejected": alone}, "be kind")
+    system = {"role": "system", "content": "be kind"}
+    assert task == {"messages": [system, ASK], "chosen": [system, ASK, SAY], "rejected": alone}

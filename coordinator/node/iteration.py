@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.directory.published import Policy
 from coordinator.node.flags import Payload
@@ -33,6 +34,8 @@ class Iteration:
     durable."""
     ahead_s: float = 0.0
     """For how long this node has made groups of the iteration before its row had begun."""
+    progress: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What this node's position has said at the end of the training rollout (Position.describe)."""
     waited_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of a row in which this node had nothing to do but to see whether others leave it something."""
 
@@ -40,7 +43,7 @@ class Iteration:
         """Return the same iteration as another epoch begins it, with the times of what is finished."""
         begun = Iteration(self.number, self.begun_s, ahead_s=self.ahead_s)
         begun.phase_s, begun.work_s = dict(self.phase_s), dict(self.work_s)
-        begun.ended_in = dict(self.ended_in)
+        begun.ended_in, begun.progress = dict(self.ended_in), self.progress
         return begun
 
     @property

@@ -52,11 +52,25 @@ TRAINED = (
 """What training measures, as the trainer names it."""
 
 
-def report_timings(_node: Node, iteration: Iteration) -> Payload:
-    """Say for how many seconds this node worked and waited in the iteration."""
-    wait_s = sum(iteration.phase_s.values()) - sum(iteration.work_s.values())
+def report_timings(node: Node, iteration: Iteration) -> Payload:
+    """Say for how many seconds this node worked and waited in the iteration; a worker logs it too."""
+    work_s, seconds = sum(iteration.work_s.values()), sum(iteration.phase_s.values())
+    if not node.is_master:
+        log.info("%s", summary_of_node(iteration, work_s, seconds))
     ahead = {"ahead_s": round(iteration.ahead_s, 4)} if iteration.ahead_s else {}
-    return {"work_s": round(sum(iteration.work_s.values()), 4), "wait_s": round(wait_s, 4), **ahead}
+    return {"work_s": round(work_s, 4), "wait_s": round(seconds - work_s, 4), **ahead}
+
+
+def summary_of_node(iteration: Iteration, work_s: float, seconds: float) -> str:
+    """`iteration 3 | 42 groups, 336 samples | 1,434 tok/s | 4.1 s | busy 83 %`, of one node; without what it
+    has not done.
+    """
+    text, progress = [f"iteration {iteration.number}"], iteration.progress
+    if groups := progress.get("done"):
+        samples = progress["samples"] or groups * iteration.opened["sampling"]["n"]
+        text.append(f"{groups} group{'s'[: groups > 1]}, {samples:,} samples")
+    text += [f"{progress['tokens_per_s']:,.0f} tok/s"] if progress.get("tokens_per_s") else []
+    return " | ".join([*text, f"{seconds:.1f} s", f"busy {100 * work_s / max(seconds, 1e-9):.0f} %"])
 
 
 def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> None:
@@ -121,6 +135,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "mixed_code": train.get("mixed_code"),
         "tokens_per_s": round(generated / (rollout_s + ahead_s), 1) if is_of_now and rollout_s else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
+        "checkpoint_seconds": trained.get("checkpoint_seconds"),
         **{name: trained.get(name) for name in TRAINED},
         "truncated": train.get("truncated"),
         "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,

@@ -223,7 +223,9 @@ def plan_train(node: Node, iteration: Iteration) -> Payload:
 
 def collect_train(node: Node, iteration: Iteration) -> Payload:
     """Generate this node's share."""
-    return collect_share(node, iteration, share_of(node, iteration))
+    payload = collect_share(node, iteration, share_of(node, iteration))
+    iteration.progress = node.position.describe()
+    return payload
 
 
 def share_of(node: Node, iteration: Iteration) -> Share:

@@ -59,10 +59,10 @@ def fixed_of(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
 def _prompts(rollout: RolloutSettings) -> dict[str, str]:
     """Return the settings that change what the tasks are, for people."""
     names = ("system_prompt", "max_prompt_tokens")
-    given = [
+    typed = [
         f"rollout.{name}={value!r:.60}" for name in names if (value := getattr(rollout, name)) is not None
     ]
-    return {"with": " ".join(given)} if given else {}
+    return {"with": " ".join(typed)} if typed else {}
 
 
 def _adapters(lora: LoraSettings) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     "narrowed", [{"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.8}, {"min_p": 0.05, "top_k": 8, "top_p": 0.9}]
 )
 def test_logprobs_of_narrowed_sampling_are_those_of_the_tokens_that_were_left(
-    engine: Engine, reference: Reference, narrowed: dict[str, float]
+    engine: Engine, reference: Reference, narrowed: dict[str, Any]
 ) -> None:
     sampling = Sampling(n=8, max_tokens=20, temperature=0.7, seed=3, **narrowed)
     for completion in engine.ask(PROMPT, sampling):

@@ -10,6 +10,7 @@ result.json                         TrainResult; written last, so its presence s
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -150,11 +151,12 @@ def write(
     Collective: every rank writes its share, and gets the result once the checkpoint is whole. `probe`: token
     ids whose logprobs are written with new weights. The trainer state goes into the checkpoint, or in the
     background with `saver` into request.state_dir (settings.save_interval): until `saver.finish` has
-    returned, the learner must not change.
+    returned, the learner must not change. The result has `metrics`, with `checkpoint_seconds` of this.
 
     With request.ahead new weights are copied to each node first, and then `copied` is called, with the files
     of this node's copy, or None if it has none: it may move the learner's tensors.
     """
+    begun_s = time.perf_counter()
     lead = rank_and_world()[0] == 0
     state_dir = _state_dir(request)
     inside = request.settings.state_interval == 1
@@ -206,7 +208,7 @@ def write(
         settings=request.settings,
         max_tokens=request.max_tokens,
         iterations=request.iterations,
-        metrics=metrics,
+        metrics=metrics | {"checkpoint_seconds": time.perf_counter() - begun_s},
     )
     if lead:
         files.publish(staging_dir / RESULT, result.to_json())

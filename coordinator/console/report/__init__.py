@@ -106,7 +106,9 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
         "unreadable": sorted({name for crew in crews for name in crew.events.unreadable}),
         "node_iterations": figures.node_iterations(spans) or len(lines),
         "has_events": any(spans.values()),
-        "shares": figures.time_shares(spans) if any(spans.values()) else figures.shares_by_metrics(lines),
+        "shares": figures.time_shares(spans, lines)
+        if any(spans.values())
+        else figures.shares_by_metrics(lines),
         "meanings": figures.MEANINGS,
         "styles": {
             name: {figures.WAITING: "waiting", figures.OTHER_CREW: "idle", figures.BROKEN: "held"}.get(

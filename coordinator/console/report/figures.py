@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.console.report.timeline import CATEGORIES, IDLE, Span
-from coordinator.console.report.values import numbers, rows_s
+from coordinator.console.report.values import numbers, rows_s, seconds_of
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.split_slots import share_sizes
 
@@ -18,13 +18,15 @@ MEANINGS = {
     "rollout": "samples of the policy, and evaluation",
     "train": "the batch, and the training job",
     "load": "engines: starts, sleeping, new weights",
-    "save": "the checkpoint, published",
+    "save": "the checkpoint, written and published",
     "other": "beginning and ending iterations",
     WAITING: "for other nodes",
     OTHER_CREW: "waiting, between two iterations, for what the other crew publishes",
     BROKEN: "rows that a fault broke off, and until the run went on",
 }
 
+WRITTEN, TRAINS = "checkpoint_seconds", Phase.TRAINING.label
+"""What a metrics line calls the seconds in which the checkpoint was written, and the row that they are in."""
 WORTH_FRACTION, WORTH_S = 0.05, 0.1
 """Other weights are suggested if they save more of a rollout than both of these."""
 
@@ -57,13 +59,21 @@ def held_up(spans: Sequence[Span]) -> float:
     return seconds
 
 
-def time_shares(spans: Mapping[Any, Sequence[Span]]) -> list[TimeShare]:
-    """Return how all nodes together spent their time."""
+def time_shares(spans: Mapping[Any, Sequence[Span]], lines: Iterable[Mapping[str, Any]]) -> list[TimeShare]:
+    """Return how all nodes together spent their time. `lines`: of the metrics, which say for how long the
+    training job has written the checkpoint.
+    """
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
+    saved_s = {line.get("iteration"): seconds_of(line, WRITTEN) for line in lines}
     for node in spans.values():
         for span in node:
-            seconds[CATEGORIES.get(span.row, "other")] += span.work_s - min(span.load_s, span.work_s)
-            seconds["load"] += min(span.load_s, span.work_s)
+            load_s = min(span.load_s, span.work_s)
+            save_s = (
+                min(saved_s.get(span.iteration, 0.0), span.work_s - load_s) if span.row == TRAINS else 0.0
+            )
+            seconds[CATEGORIES.get(span.row, "other")] += span.work_s - load_s - save_s
+            seconds["load"] += load_s
+            seconds["save"] += save_s
             seconds[OTHER_CREW if span.row == IDLE else WAITING] += span.wait_s
         seconds[BROKEN] += held_up(node)
     return _shares(seconds)
@@ -79,7 +89,9 @@ def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[TimeShare]:
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for line in lines:
         for row, spent in numbers(line, "phase_seconds").items():
-            seconds[CATEGORIES.get(row, "other")] += spent
+            save_s = min(seconds_of(line, WRITTEN), spent) if row == TRAINS else 0.0
+            seconds[CATEGORIES.get(row, "other")] += spent - save_s
+            seconds["save"] += save_s
     return _shares(seconds)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from coordinator.directory import parts
 from coordinator.journal.trackers import scalars
 from coordinator.node.iteration import Iteration
@@ -73,6 +75,21 @@ def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
     assert told in metrics.summary(whole | measured, 8)
     uncut = metrics.summary(whole | measured | {"length": 5.0, "truncated": 0.0}, 8)
     assert "length 5 |" in uncut
+
+
+def test_worker_says_what_it_has_made_and_how_busy_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    label, opened = Phase.TRAIN_ROLLOUT.label, {"opened": {"sampling": {"n": 8}}}
+    iteration = Iteration(3, phase_s={label: 3.0, "training": 1.1}, work_s={label: 2.4, "training": 1.0})
+    iteration.documents[Phase.ITERATION_START] = opened
+    iteration.progress = {"done": 42, "samples": 0, "tokens_per_s": 1434.4}
+    with caplog.at_level("INFO"):
+        for is_master in (True, False):
+            node = cast(Node, SimpleNamespace(is_master=is_master))
+            assert metrics.report_timings(node, iteration) == {"work_s": 3.4, "wait_s": pytest.approx(0.7)}
+    assert caplog.messages == ["iteration 3 | 42 groups, 336 samples | 1,434 tok/s | 4.1 s | busy 83 %"]
+    iteration.progress["samples"] = 330
+    assert "42 groups, 330 samples" in metrics.summary_of_node(iteration, 3.4, 4.1)
+    assert metrics.summary_of_node(Iteration(4), 0.0, 2.0) == "iteration 4 | 2.0 s | busy 0 %"
 
 
 def test_engine_that_computes_another_policy_than_the_trainer_is_told_of() -> None:

@@ -67,6 +67,7 @@ def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
         assert result_of(request).metrics["loss"] == pytest.approx(
             sum(s.loss * s.trained_tokens for s in stats) / batch.loss_mask.sum(), abs=1e-5
         )
+        assert 0 < result_of(request).metrics["checkpoint_seconds"] < 60
     assert node.output().count("step 1/3 | loss ") == 3
     assert {line.split(" ")[0] for line in node.output().split("\n")} == {"", "step", "[trainer]"}
     assert node.output().count("rows hold several sequences") == node.output().count("[trainer]") == 2

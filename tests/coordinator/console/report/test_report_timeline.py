@@ -10,7 +10,13 @@ import pytest
 
 from coordinator.console.report.charts import Lanes, NodeTitle, lanes
 from coordinator.console.report.faults import all_faults, retries
-from coordinator.console.report.figures import held_up, rollout_work, row_times
+from coordinator.console.report.figures import (
+    held_up,
+    rollout_work,
+    row_times,
+    shares_by_metrics,
+    time_shares,
+)
 from coordinator.console.report.sources import read_events
 from coordinator.console.report.timeline import Timelines, spans_of
 from coordinator.directory.layout import RunDir
@@ -142,6 +148,19 @@ def test_masters_conclusion_is_work_that_follows_its_waiting() -> None:
     ]
     assert [(row.work_s, row.wait_s) for row in row_times({0: [span]})] == [(50.0, 50.0)]
     assert rollout_work({0: [span]}, [0], 1) == {1: {0: 40.0}}
+
+
+def test_writing_the_checkpoint_is_no_training() -> None:
+    node = Teller()
+    node.say(0.0, "begin", it=1, row="training")
+    node.say(100.0, "end", it=1, row="training", work_s=90.0)
+    (span,) = spans_of(0, node.lines)
+    line = {"iteration": 1, "checkpoint_seconds": 20.0, "phase_seconds": {"training": 100.0}}
+    for shares, trained in ((time_shares({0: [span]}, [line]), 70.0), (shares_by_metrics([line]), 80.0)):
+        seconds = {share.name: share.seconds for share in shares}
+        assert (seconds["train"], seconds["save"]) == (trained, 20.0)
+    (alone, _) = time_shares({0: [span]}, [{"iteration": 2, "checkpoint_seconds": 20.0}])
+    assert (alone.name, alone.seconds) == ("train", 90.0), "that line is another iteration's"
 
 
 @pytest.mark.parametrize("seconds", [None, "60", [1], float("nan"), float("inf"), -3.0])

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout.environment_variables import cores
 from rollout.plugins import is_installed, load_as_it_was, load_function, sources
+from rollout.processes.batched import for_one_sample
 from rollout.processes.pool import CallLost, DeadlinePassed, ProcessPool
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def _pool_of(name: str, function: Callable[..., Any], parameters: tuple[Any, ...
 def make_sync(name: str, loaded: dict[str, tuple[str, str]], parameters: list[Any]) -> Callable[..., Any]:
     """Load the function `name` from the source that the node has loaded, whatever its file has become."""
     load_as_it_was(loaded)
-    function = load_function(name)
+    function = for_one_sample(load_function(name))
 
     @functools.wraps(function)
     def call(task: dict[str, Any], completion: str) -> Any:

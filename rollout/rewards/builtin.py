@@ -15,6 +15,7 @@ import numpy as np
 
 from rollout.origin import Code
 from rollout.plugins import PluginError, check_call, code_of, is_async, load_function, sources
+from rollout.processes.batched import for_one_sample
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.rewards.code import NAME as CODE
@@ -35,7 +36,7 @@ from rollout.trajectory import Sample, largest
 Score = float | dict[str, float]
 """A number, or a dict of numbers: `reward` and any metrics."""
 RewardFunction = Callable[[Task, str], Score | Awaitable[Score]]
-"""What a user writes: (task, completion) -> score, sync or async."""
+"""What a user writes: (task, completion) -> score, sync or async; or a function of lists (`batched`)."""
 
 _DEFAULTS = RolloutSettings()
 
@@ -233,7 +234,7 @@ def _resolve(name: str) -> Reward:
         there = ", ".join([*BUILT_IN, *IN_PROCESSES, CODE])
         raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
     try:
-        function = load_function(name)
+        function = for_one_sample(load_function(name))
         check_call(function, ("task", "completion"))
     except PluginError as error:
         raise RewardSettingError(str(error)) from error

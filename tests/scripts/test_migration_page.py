@@ -38,18 +38,16 @@ def test_name_of_another_trainer_is_answered_with_the_setting_of_the_page() -> N
     } == set()
 
 
-def test_rewards_of_other_trainers_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_of_verl_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = (block for block in blocks(PAGE) if block.kind == "python")
-    trl, verl = ModuleType("my_trl_script"), ModuleType("my_verl_reward")
-    vars(trl)["reward_len"] = lambda prompts, completions, **columns: [float(len(c)) for c in completions]
+    verl = ModuleType("my_verl_reward")
     vars(verl)["compute_score"] = lambda data_source, solution_str, ground_truth, extra_info=None: float(
         ground_truth in solution_str
     )
-    for module in (trl, verl):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, verl.__name__, verl)
     (tmp_path / "my_old_rewards.py").write_text(block.text)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, object] = {}
     exec(block.text, names)
     task = {"id": "1", "prompt": "27+58=", "answer": "85", "source": "sums"}
-    assert [names[name](task, "it is 85") for name in ("from_trl", "from_verl")] == [8.0, 1.0]  # type: ignore[operator]
+    assert names["from_verl"](task, "it is 85") == 1.0  # type: ignore[operator]

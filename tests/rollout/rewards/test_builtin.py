@@ -49,6 +49,15 @@ def one_argument(completion): return 1
 def three_arguments(task, completion, info): return 1
 def yields(task, completion): yield 1
 def named_only(*, task, completion): return 1
+def trl(completions, prompts=None, **columns):
+    return [len(c) + len(p) + int(a) for c, p, a in zip(completions, prompts, columns["answer"])]
+def trl_chat(prompts, completions, answer):
+    pairs = zip(prompts, completions, answer)
+    return [float(c[0]["content"] == a and p[-1]["role"] == "user") for p, c, a in pairs]
+async def trl_later(completions, **columns): return np.array([0.5 for _ in completions])
+def trl_unscored(completions, **columns): return [None for _ in completions]
+def trl_number(completions, **columns): return 1.0
+def trl_lacks(completions, solution): return [1.0]
 lengthy = functools.partial(lambda scale, task, completion: scale * len(completion), 0.5)
 class Counts:
     def __init__(self): self.least = 2
@@ -202,6 +211,36 @@ def test_function_that_fails_is_named_with_the_task(user_code: str, function: st
     with pytest.raises(RewardError) as raised:
         scored(f"{user_code}:{function}", "abc")
     assert f"reward '{user_code}:{function}', task 't1'" in str(raised.value) and reason in str(raised.value)
+
+
+CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}]
+
+
+@pytest.mark.parametrize(
+    ("function", "task", "reward"),
+    [
+        ("trl", {"answer": "3"}, 6.0),
+        ("trl_chat", {"messages": CHAT, "answer": "12"}, 1.0),
+        ("trl_later", {}, 0.5),
+        ("trl_unscored", {}, 0.0),
+    ],
+)
+def test_function_of_lists_as_trl_calls_it_is_taken_as_it_is(
+    user_code: str, function: str, task: dict[str, Any], reward: float
+) -> None:
+    assert scored(f"{user_code}:{function}", "12", **task).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("trl_number", "must return a list with one reward for each; it returned 1.0"),
+        ("trl_lacks", "missing 1 required positional argument: 'solution'"),
+    ],
+)
+def test_function_of_lists_that_cannot_score_is_an_error(user_code: str, function: str, reason: str) -> None:
+    with pytest.raises(RewardError, match=reason):
+        scored(f"{user_code}:{function}", "12")
 
 
 @pytest.mark.parametrize(

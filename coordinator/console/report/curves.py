@@ -24,6 +24,7 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Entropy", "nats a token", "", (("entropy", "entropy"),)),
     ("Length", "tokens generated a sample", "", (("length", "tokens"),)),
     ("Truncated", "samples cut at rollout.max_tokens", " %", (("truncated", "cut"),)),
+    ("Learning rate", "of the last optimizer step", "", (("lr", "rate"),)),
     ("Gradient norm", "before clipping", "", (("grad_norm", "norm"),)),
     (
         "Clipped",

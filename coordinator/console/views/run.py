@@ -1,6 +1,16 @@
-"""`from coordinator import Run`: read a run directory from programs and notebooks; nothing is written."""
+"""`from coordinator import Run`: read a run directory from programs and notebooks, or start a run there.
 
-from collections.abc import Iterator
+Reading writes nothing.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,10 +18,17 @@ from coordinator.console.views.status import StatusReader
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
 from coordinator.directory.published import Incomplete
+from coordinator.machine.run_command import run_command, settings_of
+from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError
 
 if TYPE_CHECKING:
     from rollout.trajectory import Group
+
+
+LOOK_S = 0.2
+ENDS = {Exit.DONE: "finished", Exit.LOST: "lost", Exit.INTERRUPTED: "stopped"}
+"""How a run has ended, by the exit code of `run`; every other code: failed."""
 
 
 class Run:
@@ -36,6 +53,20 @@ class Run:
         self.run_dir = RunDir(Path(log_path).absolute())
         self._reader = StatusReader(self.run_dir.root)
         self._reader.open()
+
+    @staticmethod
+    def start(log_path: str | Path, settings: Mapping[str, Any] | None = None) -> "StartedRun":
+        """Start the nodes of a run as processes of this machine, as `run local` does; return it once its
+        directory is there. A run that is there already is resumed.
+
+        `settings`: by name, as `run` takes them. The run goes on when this program ends. SettingsError says
+        what `run local` refuses, in its words.
+
+            >>> run = Run.start("runs/sums", {"iterations": 3, "rollout.max_tokens": 8})
+            >>> run.wait(), run.metrics()[-1]["reward"]
+            ('finished', 0.953125)
+        """
+        return StartedRun(log_path, settings or {})
 
     def status(self) -> dict[str, Any]:
         """Return what `run status --json` prints: where each node is, what it waits for, its tasks done.
@@ -123,6 +154,54 @@ class Run:
         numbers = [number for name in published.names(directory) if (number := parse_iteration_name(name))]
         manifests = {number: self.run_dir.manifest(kind, number) for number in sorted(numbers)}
         return [number for number, path in manifests.items() if path.name in published.names(path.parent)]
+
+
+class StartedRun(Run):
+    """A run whose nodes this program has started; see Run.start."""
+
+    def __init__(self, log_path: str | Path, settings: Mapping[str, Any]) -> None:
+        root = Path(log_path).absolute()
+        words = ["local", f"--log-path={root}"]
+        words += [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+        settings_of(words)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._output.close)
+        # Ctrl+C in this program's terminal is not the run's.
+        self._process = subprocess.Popen(
+            run_command(*words),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        while True:
+            has_ended = self._process.poll() is not None
+            try:
+                super().__init__(root)
+                return
+            except SettingsError:
+                if has_ended:
+                    lines = self.output().strip().splitlines()
+                    raise SettingsError(lines[-1] if lines else f"{root}: no run was made") from None
+            time.sleep(LOOK_S)
+
+    def output(self) -> str:
+        """Return what `run local` has printed so far; `run logs` has the lines of each node."""
+        descriptor = self._output.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Return how the run has ended: finished, failed, lost or stopped. Raises TimeoutError."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.run_dir.root} goes on after {timeout_s:g} s") from None
+        return next((text for end, text in ENDS.items() if code == end), "failed")
+
+    def stop(self, now: bool = False) -> None:
+        """Stop the run in order, as one Ctrl+C; `now`: end each node at once."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM if now else signal.SIGINT)
 
 
 def _listed(numbers: list[int]) -> str:

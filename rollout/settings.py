@@ -77,10 +77,9 @@ class RolloutSettings(Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; below 1 the engine's logprobs can no longer be compared with the trainer's."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from so many of the likeliest tokens; 0: from all. Above 0 as with `top_p` below 1."""
+    """Sample from so many of the likeliest tokens; 0: all. It does to logprobs what `top_p` does."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample only tokens that are at least this times as likely as the likeliest. Above 0 as with `top_p`
-    below 1."""
+    """Sample tokens at least this times as likely as the likeliest; it does what `top_p` does."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, in addition to the end-of-sequence token."""
     tool_parser: Literal[
@@ -90,10 +89,10 @@ class RolloutSettings(Settings):
     chat_template: dict[str, Any] = {}
     """Variables for the model's chat template, e.g. rollout.chat_template.enable_thinking=false."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """Put as a system message before the `messages` of each task that has none, also of evaluation tasks."""
+    """A system message before the `messages` of each task that has none."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Training tasks whose prompt has more tokens, as the model's own chat template writes it, are left out
-    at the start, which says how many; null: none. Evaluation tasks stay, so that scores can be compared."""
+    """Training tasks with more tokens, by the model's own chat template, are left out and counted; null:
+    none."""
     reasoning_end: Annotated[str, Field(min_length=1)] | None = None
     """What ends a model's reasoning, e.g. </think>. The reward then gets only what follows it, and the
     reasoning as the field `reasoning` of the task. null: the reward gets the whole text."""
@@ -173,8 +172,8 @@ WRITTEN = ("demonstration", "preference")
 
 
 class EvalSetSettings(Settings):
-    """A named set of evaluation tasks, with a score of its own, evaluated whenever `eval_tasks` are. What is
-    not given is as in `eval`, then as in `rollout`. NAME is any name.
+    """A named set of evaluation tasks, with a score of its own. What is not given is as in `eval`, then as in
+    `rollout`.
     """
 
     tasks: Annotated[str, Field(min_length=1)]
@@ -236,11 +235,11 @@ class EvalSettings(Settings):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling of evaluation, which changes no training."""
+    """As `rollout.top_p`."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """As `rollout.top_k`, in evaluation."""
+    """As `rollout.top_k`."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """As `rollout.min_p`, in evaluation."""
+    """As `rollout.min_p`."""
     success: float = 1.0
     """A sample with this reward or more has solved its task; pass@k counts these."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -250,7 +249,7 @@ class EvalSettings(Settings):
     columns: dict[str, str] = {}
     """As the setting `columns`, for the evaluation tasks; default: the same."""
     sets: Annotated[dict[str, EvalSetSettings], BeforeValidator(partial(nested, "eval.sets"))] = {}
-    """Further sets of tasks, each with a score of its own, by a name of your own: see `eval.sets.NAME`."""
+    """Further sets of tasks, by a name of your own: see `eval.sets.NAME`."""
 
 
 class EngineSettings(Settings):

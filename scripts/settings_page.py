@@ -133,7 +133,7 @@ def type_words(annotation: Any, metadata: Any = ()) -> str:
         many = "list" if arguments[-1] is Ellipsis else str(len(arguments))
         return f"{many} of: {type_words(arguments[0])}"
     if is_section(annotation):
-        return "table of " + ", ".join(f"`{name}`" for name in annotation.model_fields)
+        return "table"
     if origin is dict:
         return f"by name: {type_words(arguments[1])}"
     signs = [(*SIGNS[type(bound)], bound) for bound in metadata if type(bound) in SIGNS]

@@ -9,8 +9,8 @@ from typing import Any
 
 from rollout.environment_variables import cores
 from rollout.plugins import is_installed, load_as_it_was, load_function, sources
-from rollout.processes.batched import for_one_sample
 from rollout.processes.pool import CallLost, DeadlinePassed, ProcessPool
+from rollout.processes.trl_and_verl import with_our_parameters
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _pool_of(name: str, function: Callable[..., Any], parameters: tuple[Any, ...
 def make_sync(name: str, loaded: dict[str, tuple[str, str]], parameters: list[Any]) -> Callable[..., Any]:
     """Load the function `name` from the source that the node has loaded, whatever its file has become."""
     load_as_it_was(loaded)
-    function = for_one_sample(load_function(name))
+    function = with_our_parameters(load_function(name))
 
     @functools.wraps(function)
     def call(task: dict[str, Any], completion: str) -> Any:

@@ -15,9 +15,9 @@ import numpy as np
 
 from rollout.origin import Code
 from rollout.plugins import PluginError, check_call, code_of, is_async, load_function, sources
-from rollout.processes.batched import for_one_sample
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
+from rollout.processes.trl_and_verl import with_our_parameters
 from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
 from rollout.rewards.endpoint import EndpointError
@@ -36,7 +36,7 @@ from rollout.trajectory import Sample, largest
 Score = float | dict[str, float]
 """A number, or a dict of numbers: `reward` and any metrics."""
 RewardFunction = Callable[[Task, str], Score | Awaitable[Score]]
-"""What a user writes: (task, completion) -> score, sync or async; or a function of lists (`batched`)."""
+"""What a user writes: (task, completion) -> score, sync or async; or as in `trl_and_verl`."""
 
 _DEFAULTS = RolloutSettings()
 
@@ -234,7 +234,7 @@ def _resolve(name: str) -> Reward:
         there = ", ".join([*BUILT_IN, *IN_PROCESSES, CODE])
         raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
     try:
-        function = for_one_sample(load_function(name))
+        function = with_our_parameters(load_function(name))
         check_call(function, ("task", "completion"))
     except PluginError as error:
         raise RewardSettingError(str(error)) from error

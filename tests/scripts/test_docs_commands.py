@@ -56,12 +56,12 @@ ELSEWHERE = {
 NOT_IN_CI = {"install", "demo"}
 """Targets that `.ci/run` does not name: a prerequisite of the others; below."""
 PAGES_WITH_TESTS = {
-    *("README.md", "docs/tasks.md", "docs/algorithms.md", "docs/serve.md", "docs/migration.md"),
+    *("README.md", "docs/tasks.md", "docs/algorithms.md", "docs/serve.md"),
     "docs/environments.md",
 }
 """Their Python blocks are run by tests/coordinator/test_readme.py, tests/rollout/test_docs.py,
 tests/rollout/test_docs_tools.py, tests/trainer/test_algorithms_page.py, tests/scripts/test_serve_page.py,
-tests/scripts/test_migration_page.py, and
+and
 test_verifiers.py, test_text_gym.py, test_openenv.py and test_python_tool.py in tests/rollout/environments.
 """
 ALL = sorted({command for page in PAGES for command in commands(page)})

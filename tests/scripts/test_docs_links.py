@@ -128,7 +128,6 @@ MESSAGES = [
     "restore it or use another log path",
     "was taken over by",
     "this process ends",
-    "to start anew, use another log path",
     "stop the run first:",
 ]
 

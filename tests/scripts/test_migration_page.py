@@ -1,16 +1,11 @@
-"""docs/migration.md: settings are there, names of others lead to the same ones, rewards of others score."""
+"""docs/migration.md: settings are there, names of others lead to the same ones."""
 
 import itertools
 import re
-import sys
-from pathlib import Path
-from types import ModuleType
-
-import pytest
 
 from coordinator.settings.loading import build, flatten, known_keys
 from coordinator.settings.suggestions import known_as
-from tests.scripts.pages import REPOSITORY, blocks
+from tests.scripts.pages import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "migration.md"
 TABLE = (
@@ -36,18 +31,3 @@ def test_name_of_another_trainer_is_answered_with_the_setting_of_the_page() -> N
     assert {
         (name, answer) for name, answer in answers.items() if answer and answer not in meanings[name]
     } == set()
-
-
-def test_rewards_of_verl_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = (block for block in blocks(PAGE) if block.kind == "python")
-    verl = ModuleType("my_verl_reward")
-    vars(verl)["compute_score"] = lambda data_source, solution_str, ground_truth, extra_info=None: float(
-        ground_truth in solution_str
-    )
-    monkeypatch.setitem(sys.modules, verl.__name__, verl)
-    (tmp_path / "my_old_rewards.py").write_text(block.text)
-    monkeypatch.syspath_prepend(tmp_path)
-    names: dict[str, object] = {}
-    exec(block.text, names)
-    task = {"id": "1", "prompt": "27+58=", "answer": "85", "source": "sums"}
-    assert names["from_verl"](task, "it is 85") == 1.0  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""Add an adapter to its base model: python -m trainer.checkpoint.merge ADAPTER OUT
+"""Add an adapter to its base model: python -m trainer.checkpoint.merge ADAPTER OUT [DTYPE]
 
-OUT is made: a Hugging Face directory with the sum of the weights, in the number type of the base model. The
-adapter names its base. Needs peft.
+OUT is made: a Hugging Face directory with the sum of the weights, in DTYPE (bfloat16, float16, float32), else
+in the number type of the base model. The adapter names its base. Needs peft.
 """
 
 import shutil
@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -24,9 +24,9 @@ NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README
 """Files that describe the adapter or its base alone."""
 
 
-def merge(adapter: Path, out: Path) -> None:
-    """Write the sum of an adapter and its base. Raises what transformers and peft raise, and WeightsError or
-    UserWarning if tensors of the one or the other are missing.
+def merge(adapter: Path, out: Path, dtype: torch.dtype | Literal["auto"] = "auto") -> None:
+    """Write the sum of an adapter and its base, computed in `dtype`. Raises what transformers and peft raise,
+    and WeightsError or UserWarning if tensors of the one or the other are missing.
     """
     from peft import PeftConfig, PeftModel  # here: most programs that import this room do without
 
@@ -35,7 +35,7 @@ def merge(adapter: Path, out: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for what has another name now
         warnings.filterwarnings("error", "Found missing adapter keys")  # they would add nothing
-        model = PeftModel.from_pretrained(load_model(base_dir, "auto"), str(adapter))
+        model = PeftModel.from_pretrained(load_model(base_dir, dtype), str(adapter))
     _untie(model)
     model.merge_and_unload().save_pretrained(out)
     for directory in (base_dir, adapter):  # what an adapter has of its own takes the place of its base's
@@ -61,9 +61,9 @@ def _untie(model: Any) -> None:
 def main() -> int:
     """Merge what the command line says; one line for what is wrong."""
     disable_progress_bar()
-    adapter, out = map(Path, sys.argv[1:])
+    adapter, out, *dtype = sys.argv[1:]
     try:
-        merge(adapter, out)
+        merge(Path(adapter), Path(out), getattr(torch, dtype[0]) if dtype else "auto")
     except ModuleNotFoundError as error:
         print(f"needs peft ({error}): pip install -e '.[lora]'", file=sys.stderr)
         return 1

@@ -8,13 +8,13 @@ import contextlib
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.console.commands.export import merge_adapter
 from coordinator.console.commands.interrupts import Interrupts
 from coordinator.console.commands.local import as_overrides, follow
 from coordinator.console.views.run import Run
@@ -81,7 +81,7 @@ def evaluate(
     }
     with _directory(out) as directory:
         if is_adapter(model):
-            settled["model"] = str(_merged(model, directory / "model"))
+            settled["model"] = str(merge_adapter(model, directory / "model"))
         # Tasks to train on are asked for, and never used here: those of the run may be large.
         tasks = directory / "no_training.jsonl"
         tasks.write_text('{"messages": "none"}\n')
@@ -136,16 +136,6 @@ def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> 
     else:
         directory = Run(root).checkpoint(None if checkpoint is None else int(checkpoint))
     return directory
-
-
-def _merged(adapter: Path, target: Path) -> Path:
-    """Make a model of an adapter and its base, for any engine; SettingsError if that cannot be."""
-    argv = [sys.executable, "-P", "-m", "trainer.checkpoint.merge", str(adapter), str(target)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.splitlines() or ["it ended without a word"])[-1]
-        raise SettingsError(f"{adapter} is an adapter, and could not be added to its base model: {reason}")
-    return target
 
 
 def _sets(settings: RunSettings) -> dict[str, Any]:

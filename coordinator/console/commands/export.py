@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +21,15 @@ from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
 from rollout.storage import files
 
 CARD = "README.md"
+DTYPES = ("bfloat16", "float16", "float32")
+"""Number types of a merged model."""
 
 
-def export(root: Path, iteration: int | None, target: Path) -> list[str]:
+def export(
+    root: Path, iteration: int | None, target: Path, merge: bool = False, dtype: str | None = None
+) -> list[str]:
     """Copy the model of `iteration` (None: the newest) into `target`, with a model card; return file names.
+    `merge`: an adapter is added to its base model, in `dtype`; None: in that of the base.
 
     Every copy is verified. `target` appears complete or, after a SettingsError, not at all.
     """
@@ -38,6 +45,13 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
     if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
         raise SettingsError(f"-o {target}: is there already; give a new directory")
     source = run_dir.checkpoint(iteration)
+    if dtype is not None and (not merge or dtype not in DTYPES):
+        problem = (
+            f"give {', '.join(DTYPES)}" if merge else "add --merge; else the weights stay as they are saved"
+        )
+        raise SettingsError(f"--dtype {dtype}: {problem}")
+    if merge and not is_adapter(source):
+        raise SettingsError(f"--merge: iteration {iteration} of {root} is a whole model; leave it out")
     try:
         facts = published.read_result(source).files
     except Incomplete as error:
@@ -50,12 +64,28 @@ def export(root: Path, iteration: int | None, target: Path) -> list[str]:
             inside = Path(temporary) / target.name
             inside.mkdir()
             _copy(source, inside, {name: facts[name] for name in names})
-            _name_base(inside, run)
-            (inside / CARD).write_text(_card(run_dir, run, iteration))
+            if merge:
+                inside = merge_adapter(inside, Path(temporary) / "merged", dtype)
+                names = sorted(
+                    file.relative_to(inside).as_posix() for file in inside.rglob("*") if file.is_file()
+                )
+            else:
+                _name_base(inside, run)
+            (inside / CARD).write_text(_card(run_dir, run, iteration, is_adapter(inside)))
             os.replace(inside, target)
     except OSError as error:
         raise SettingsError(f"-o {target}: {error.strerror or error}; give another directory") from None
     return [*names, CARD]
+
+
+def merge_adapter(adapter: Path, target: Path, dtype: str | None = None) -> Path:
+    """Make a model of an adapter and its base at `target`, and return that. SettingsError if it cannot be."""
+    argv = [sys.executable, "-P", "-m", "trainer.checkpoint.merge", str(adapter), str(target)]
+    done = subprocess.run([*argv, *([dtype] if dtype else [])], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.splitlines() or ["it ended without a word"])[-1]
+        raise SettingsError(f"{adapter} is an adapter, and could not be added to its base model: {reason}")
+    return target
 
 
 def _copy(source: Path, target: Path, expected: Mapping[str, Any]) -> None:
@@ -82,11 +112,11 @@ def _name_base(directory: Path, run: dict[str, Any]) -> None:
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _card(run_dir: RunDir, run: dict[str, Any], iteration: int) -> str:
+def _card(run_dir: RunDir, run: dict[str, Any], iteration: int, has_adapter: bool) -> str:
     """Return the README.md of the model, with the metadata that the Hub reads."""
     model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
     is_local = model.startswith(("/", ".", "builtin:"))
-    library = "peft" if is_adapter(run_dir.checkpoint(iteration)) else "transformers"
+    library = "peft" if has_adapter else "transformers"
     head = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [reinforcement-learning]"]
     head += [f"base_model: {model}"] if not is_local else []
     of_this_policy = [line for line in published.metrics_lines(run_dir) if measured(line) == iteration]

@@ -118,12 +118,17 @@ def fork(
 def export(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory for the model.")],
     iteration: Annotated[str | None, option("--iteration", metavar="N", help="Default: the newest.")] = None,
+    merge: Annotated[bool, option("--merge", help="Add the adapter to its base model.")] = False,
+    dtype: Annotated[
+        str | None, option("--dtype", metavar="DTYPE", help="Of a merged model; default: its base's.")
+    ] = None,
     log_path: LogPath = Path("runs/default"),
 ) -> int:
     """Copy a checkpoint's model, verified and with a model card, for the Hub or for a server."""
     from coordinator.console.commands.export import export as copy
 
-    files = copy(log_path.absolute(), _iteration(iteration) if iteration else None, out.absolute())
+    number = _iteration(iteration) if iteration else None
+    files = copy(log_path.absolute(), number, out.absolute(), merge, dtype)
     print(f"{out}: {', '.join(files)}")
     return 0
 

@@ -58,6 +58,10 @@ async def trl_later(completions, **columns): return np.array([0.5 for _ in compl
 def trl_unscored(completions, **columns): return [None for _ in completions]
 def trl_number(completions, **columns): return 1.0
 def trl_lacks(completions, solution): return [1.0]
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    hard = data_source == "sums" and extra_info["hard"]
+    return {"score": float(solution_str == ground_truth), "hard": hard}
+def compute_alone(solution_str, ground_truth): return float(solution_str == ground_truth)
 lengthy = functools.partial(lambda scale, task, completion: scale * len(completion), 0.5)
 class Counts:
     def __init__(self): self.least = 2
@@ -223,12 +227,19 @@ CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}
         ("trl_chat", {"messages": CHAT, "answer": "12"}, 1.0),
         ("trl_later", {}, 0.5),
         ("trl_unscored", {}, 0.0),
+        ("compute_alone", {"answer": "12"}, 1.0),
     ],
 )
-def test_function_of_lists_as_trl_calls_it_is_taken_as_it_is(
+def test_function_with_the_parameters_of_trl_or_verl_is_taken_as_it_is(
     user_code: str, function: str, task: dict[str, Any], reward: float
 ) -> None:
     assert scored(f"{user_code}:{function}", "12", **task).reward == reward
+
+
+def test_score_of_verl_is_the_reward_and_the_rest_are_metrics(user_code: str) -> None:
+    columns = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "12"}}
+    sample = scored(f"{user_code}:compute_score", "12", **columns, extra_info={"hard": 3})
+    assert (sample.reward, sample.metrics) == (1.0, {"hard": 3.0})
 
 
 @pytest.mark.parametrize(

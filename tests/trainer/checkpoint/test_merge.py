@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.console.commands import evaluate
+from coordinator.console.commands import export
 from coordinator.settings.tree import SettingsError
 from rollout.engines.model_dir import WeightsError
 from tests.models import make_model
@@ -52,6 +52,16 @@ def test_sum_has_the_weights_and_the_tokenizer_of_its_base(
     assert tokenizer.chat_template == {"default": "of the adapter", "tool_use": f'"{beside[0]}"'}
 
 
+def test_sum_is_written_in_another_number_type(adapter: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    merge.merge(adapter, tmp_path / "out", torch.bfloat16)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {weight.dtype for weight in made.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])
 def test_sum_is_the_policy_where_head_and_embeddings_are_one_tensor(target: str, tmp_path: Path) -> None:
     import torch
@@ -79,7 +89,7 @@ def test_base_that_is_gone_is_named(adapter: Path, tmp_path: Path, monkeypatch: 
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone"}))
     with pytest.raises(SettingsError, match="adapter is an adapter, and could not be added") as raised:
-        evaluate._merged(adapter, tmp_path / "out")
+        export.merge_adapter(adapter, tmp_path / "out")
     assert "/gone" in str(raised.value) and "\n" not in str(raised.value)
 
 

@@ -1,6 +1,7 @@
 """`run export`: what may be uploaded, whole and verified, and nothing that only a run needs."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,33 @@ def test_named_chat_templates_are_exported_in_their_folder(run_dir: RunDir, tmp_
         export(run_dir.root, 1, tmp_path / "other")
 
 
+def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_dir.checkpoint(1) / "adapter_config.json"
+    config.write_text('{"base_model_name_or_path": "/on/a/node"}')
+    result = read_result(run_dir.checkpoint(1))
+    (run_dir.checkpoint(1) / "config.json").unlink()
+    whole = {name: facts for name, facts in result.files.items() if name != "config.json"}
+    adapter = result.model_copy(update={"files": {**whole, config.name: files.file_facts(config)}})
+    (run_dir.checkpoint(1) / "result.json").write_bytes(adapter.to_json())
+
+    def merge(argv: list[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        """Write what trainer.checkpoint.merge would, from an adapter that names its base as the run does."""
+        adapter, out, dtype = map(Path, argv[-3:])
+        assert json.loads((adapter / config.name).read_text())["base_model_name_or_path"] == "/on/a/node"
+        out.mkdir()
+        (out / "model.safetensors").write_text(str(dtype))
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", merge)
+    out = tmp_path / "out"
+    assert export(run_dir.root, 1, out, merge=True, dtype="float16") == ["model.safetensors", "README.md"]
+    assert (out / "model.safetensors").read_text() == "float16"
+    assert "library_name: transformers" in (out / "README.md").read_text()
+    assert tree(out) == {"model.safetensors", "README.md"}
+
+
 def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Path) -> None:
     export(run_dir.root, None, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights 2"
@@ -98,6 +126,9 @@ def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> 
         (["--log-path", "nowhere"], "no run is here"),
         (["-o", "adder/run.json/out"], "run.json/out: File exists"),
         (["-o", "adder"], "adder: is there already"),
+        (["--merge"], "--merge: iteration 2 of"),
+        (["--dtype", "bfloat16"], "--dtype bfloat16: add --merge"),
+        (["--merge", "--dtype", "int8"], "--dtype int8: give bfloat16, float16, float32"),
     ],
 )
 def test_bad_input_of_export_is_one_line(

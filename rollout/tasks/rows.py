@@ -335,6 +335,7 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]]) -> Iterator[Row
         for batch in batches():
             if not number:
                 _say_left_out(file, batch.schema)
+                _say_classes(file, batch.schema)
             kept = [field.name for field in batch.schema if _is_json(field.type)]
             kinds = {name: batch.schema.field(name).type for name in kept}
             for begin in range(0, batch.num_rows, _BATCH):
@@ -351,6 +352,25 @@ def _say_left_out(file: str, schema: Any) -> None:
     """Say which columns are no part of the tasks."""
     if left := [text for field in schema for text in _left_out(field.name, field.type)]:
         log.warning("%s: JSON has no such values, so these columns are left out: %s", file, ", ".join(left))
+
+
+def _say_classes(file: str, schema: Any) -> None:
+    """Say which columns have the numbers of classes, whose names only `datasets` keeps, beside the table."""
+    try:
+        info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        classes = {
+            name: feature["names"]
+            for name, feature in info.get("info", {}).get("features", {}).items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        }
+    except (ValueError, AttributeError, KeyError):
+        return
+    for name, names in classes.items():
+        shown = ", ".join(f"{number} is {text}" for number, text in enumerate(names[:4]))
+        log.warning(
+            "%s: the column %s holds numbers (%s%s), and rewards see these, not the names",
+            file, name, shown, " ..." if names[4:] else "",
+        )  # fmt: skip
 
 
 def _left_out(name: str, kind: Any) -> Iterator[str]:

@@ -491,3 +491,14 @@ def test_directory_with_files_of_several_splits_is_refused(tmp_path: Path) -> No
     ):
         load(tmp_path)
     assert len(load(f"{tmp_path}/train*.jsonl").tasks) == 2
+
+
+def test_column_of_classes_holds_their_numbers_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    features = {"answer": {"names": ["no", "yes"], "_type": "ClassLabel"}, "prompt": {"_type": "Value"}}
+    about = json.dumps({"info": {"features": features}})
+    table = pyarrow.table({"prompt": ["a"], "answer": [1]}).replace_schema_metadata({"huggingface": about})
+    parquet.write_table(table, tmp_path / "tasks.parquet")
+    assert load(tmp_path / "tasks.parquet").tasks[0]["answer"] == 1
+    assert "the column answer holds numbers (0 is no, 1 is yes), and rewards see these" in caplog.text

@@ -271,6 +271,10 @@ def main() -> int:
         if (reason := explained(error)) is not error:
             print(f"run: {reason}", file=sys.stderr)
             return 1
+        if isinstance(error, FileNotFoundError) and error.filename is None:
+            print("run: the current directory was removed: go to another one (cd), and type it again",
+                  file=sys.stderr)  # fmt: skip
+            return 2
         if not isinstance(error, OSError) or error.errno != errno.ENOSPC or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it would fail once more at the end

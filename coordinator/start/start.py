@@ -3,6 +3,7 @@ that has found its master, and lacks what the run needs, says so in protocol/.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import shlex
@@ -254,6 +255,10 @@ def check_log_path(root: Path) -> None:
     existing = next(path for path in (root, *root.parents) if files.exists(path))
     if not files.is_directory(existing):
         raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    for path in itertools.takewhile(lambda path: path != existing, (root, *root.parents)):
+        if os.path.islink(path):
+            text = f"{path} is a link to {os.readlink(path)}, which is not there; is it mounted here?"
+            raise SettingsError(f"--log-path {root}: {text}")
     here = Path.cwd()
     if existing not in (root, root.parent) and here not in (existing, *existing.parents):
         raise SettingsError(

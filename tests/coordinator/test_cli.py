@@ -401,6 +401,15 @@ def test_log_path_that_is_a_file_is_refused(run: Run, place: Path, role: list[st
     assert text == f"--log-path {place / path}: {place / 'a file'} is a file; give a directory"
 
 
+def test_log_path_through_a_link_to_nothing_names_the_link(run: Run, place: Path) -> None:
+    (place / "shared").symlink_to("/nowhere")
+    text = f"{place / 'shared'} is a link to /nowhere, which is not there; is it mounted here?"
+    assert (
+        refusal(run, place, "--master", "--log-path", "shared/run")
+        == f"--log-path {place}/shared/run: {text}"
+    )
+
+
 def lose_privileges() -> None:
     """Let the permissions of files hold for root too, in a child that is about to start."""
     libc = ctypes.CDLL(None, use_errno=True)

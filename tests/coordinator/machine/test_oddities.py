@@ -44,16 +44,27 @@ def test_doctor_knows_of_a_loopback_that_is_down_and_that_temporary_files_have_n
     assert "loopback interface is down" in text and "no directory for temporary files" in text
 
 
-def test_command_that_can_start_no_thread_says_so_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (RuntimeError("can't start new thread"), 1, "run: can't start new thread: "),
+        (FileNotFoundError(errno.ENOENT, "of getcwd"), 2, "run: the current directory was removed: go to"),
+    ],
+)
+def test_command_that_cannot_start_says_why_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    text: str,
 ) -> None:
     def fail(_name: str) -> None:
-        raise RuntimeError("can't start new thread")
+        raise error
 
     monkeypatch.setattr(cli, "_app", fail)
-    assert cli.main() == 1
-    error = capsys.readouterr().err
-    assert error.startswith("run: can't start new thread: ") and error.count("\n") == 1
+    assert cli.main() == code
+    last = capsys.readouterr().err
+    assert last.startswith(text) and last.count("\n") == 1
 
 
 def test_other_error_stays_as_it_is() -> None:

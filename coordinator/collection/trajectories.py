@@ -27,7 +27,8 @@ _tally = Tally(log)  # of the process: each traceback is shown once, not in each
 def plan(
     node: Node, iteration: Iteration, kind: Kind, quota: Quota, origin: Origin, order: Sequence[int]
 ) -> Payload:
-    """Say who makes the slots that no part of `origin` holds yet; slot k is task `order[k]`.
+    """Say who makes the slots that no part of `origin` holds yet; slot k is task `order[k]`. What was given
+    up before this master has started is made again: the code, or what it needs, may have been mended.
 
     `short`: how many groups are needed beyond the slots left. `kept`, by rank (as JSON writes it): slots that
     it has in flight from the epoch before. Split by weight, by rank:
@@ -35,7 +36,8 @@ def plan(
     them it is to make. Claimed: the chunks (protocol.chunks), and the `spare` slots.
     """
     directory = node.run_dir.trajectories(kind, iteration.number)
-    finished = parts.finished_groups(directory, origin) if quota.slots else {}
+    started_after = node.identity.newest_epoch
+    finished = parts.finished_groups(directory, origin, started_after) if quota.slots else {}
     missing = quota.missing(finished.values())
     if finished:
         log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)

@@ -146,33 +146,32 @@ def names_of(directory: Path, origin: Origin, rank: int) -> dict[str, str]:
 
 def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
     """Each part with its groups whose slot is in no earlier part; a tombstone only if no part has its slot
-    finished.
+    finished, and no later one has it.
     """
     parts = list(parts)
     finished = {group.slot for part in parts for group in part.groups if group.given_up is None}
+    last_with = {group.slot: part for part in parts for group in part.groups if group.given_up is not None}
     taken: set[int] = set()
     for part in parts:
-        # A slot may have both: see finished_groups.
         groups = [
             group
             for group in part.groups
-            if group.slot not in taken and (group.given_up is None or group.slot not in finished)
+            if (group.slot not in taken if group.given_up is None else last_with[group.slot] is part)
+            and (group.given_up is None or group.slot not in finished)
         ]
         taken.update(group.slot for group in groups)
         yield part, groups
 
 
-def finished_groups(directory: Path, origin: Origin) -> dict[int, Group]:
-    """Return the finished groups and tombstones of this origin, by slot. The tombstones of a rank that has
-    finished no group in the same epoch are left out: its reward or its environment may have been broken.
+def finished_groups(directory: Path, origin: Origin, started_after: int = 0) -> dict[int, Group]:
+    """Return the finished groups of this origin, by slot, and the tombstones of epochs after
+    `started_after`: what was given up before is made again.
     """
-    parts = list(first_finished(read_parts(directory, origin)))
-    works = {(part.name.epoch, part.name.rank) for part, _ in parts if has_finished(part.groups)}
     return {
         group.slot: group
-        for part, groups in parts
+        for part, groups in first_finished(read_parts(directory, origin))
         for group in groups
-        if group.given_up is None or (part.name.epoch, part.name.rank) in works
+        if group.given_up is None or part.name.epoch > started_after
     }
 
 

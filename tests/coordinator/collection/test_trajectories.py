@@ -31,6 +31,7 @@ def node(tmp_path: Path) -> Any:
     settings = build({"model": "any"})
     return SimpleNamespace(
         run_dir=run_dir,
+        identity=SimpleNamespace(newest_epoch=1),
         record=record,
         kept={},
         histories={"train": History(run_dir, "train")},
@@ -143,5 +144,6 @@ def test_groups_given_up_by_all_nodes_together_end_the_run_as_those_of_one(
     with pytest.raises(AllGivenUp, match=r"all 4 groups were given up, .* slot 0: it took"):
         trajectories.aggregate(node, iteration, "train", Quota(4, 4), ORIGIN, totals, {}, range(4))
     assert not (directory / "manifest.json").exists()
+    node.identity.newest_epoch = 2
     plan = trajectories.plan(node, iteration, "train", Quota(4, 4), ORIGIN, range(4))
-    assert plan["needed"] == {"0": 2, "1": 1, "2": 1}, "they are made again, with a mended reward"
+    assert plan["needed"] == {"0": 2, "1": 1, "2": 1}, "the next start makes them again"

@@ -154,11 +154,13 @@ def test_sample_that_was_lost_to_its_reward_is_counted(directory: Path) -> None:
 
 
 def test_group_that_was_made_again_takes_the_place_of_its_tombstone(directory: Path) -> None:
-    write(directory, tombstone(0), tombstone(1), epoch=2)
+    broken = replace(ORIGIN, reward=Code("exact", "0" * 16))
+    write(directory, tombstone(0), tombstone(1), epoch=2, origin=broken)
     write(directory, group(0), tombstone(1), epoch=3)
     document, groups = manifest(directory, 3, Quota(2, 2), ORIGIN)
     assert [entry["slot"] for entry in document["given_up"]] == [1]
     assert [(each.slot, each.given_up is None) for each in groups] == [(0, True), (1, False)]
+    assert document["origin"]["reward"]["digest"] == ORIGIN.reward.digest and not document["mixed_code"]
 
 
 def test_manifest_of_tombstones_alone_has_no_figures(directory: Path) -> None:

@@ -66,15 +66,11 @@ def test_tombstone_finishes_its_slot(directory: Path) -> None:
     assert set(finished_groups(directory, ORIGIN)) == {0, 2}
 
 
-def test_tombstone_counts_for_nothing_where_its_node_has_finished_nothing(
-    directory: Path,
-) -> None:
-    write(directory, group(0), tombstone(1))
-    write(directory, tombstone(2), tombstone(3), rank=1)
-    write(directory, tombstone(4), epoch=3)
-    assert set(finished_groups(directory, ORIGIN)) == {0, 1}
-    write(directory, group(5), tombstone(4), epoch=3)
-    assert set(finished_groups(directory, ORIGIN)) == {0, 1, 4, 5}
+def test_tombstone_of_an_earlier_start_finishes_nothing(directory: Path) -> None:
+    write(directory, group(0), tombstone(1), tombstone(2))
+    write(directory, tombstone(3), epoch=3)
+    write(directory, group(2), epoch=4)
+    assert set(finished_groups(directory, ORIGIN, started_after=2)) == {0, 2, 3}
 
 
 @pytest.mark.parametrize("harm", ["truncated", "altered", "empty"])

@@ -115,6 +115,13 @@ def _remove_empty(held: Path) -> None:
             held.unlink()
 
 
+def if_stale(lock: BaseFileLock) -> str:
+    """Return what to say of a lock that others hold: a file that stands for one may have outlived its holder
+    where that cannot be seen, on another host or in another container.
+    """
+    return f"; if nothing runs, remove {lock.lock_file}" if isinstance(lock, SoftFileLock) else ""
+
+
 def host_lock(name: str) -> BaseFileLock:
     """Return the lock of this name, not yet acquired."""
     return lock_of(own_folder("locks") / f"{name}.lock")
@@ -163,7 +170,9 @@ def hold_for_process(name: str, who: str, check: Callable[[], None]) -> BaseFile
     if not acquire(lock, check, HOLDER_PATIENCE_S):
         _kill(holder)
         if not acquire(lock, check, HOLDER_PATIENCE_S):
-            text = f"another process of {who} on this host does not end; its pid is in {holder}"
+            text = (
+                f"another process of {who} on this host does not end; its pid is in {holder}{if_stale(lock)}"
+            )
             raise Ended(Exit.FAILED, text)
     holder.write_text(json.dumps(_facts(psutil.Process())))
     return lock

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from coordinator.directory import published
-from coordinator.machine.host_lock import link_in_utf8, lock_of, own_folder
+from coordinator.machine.host_lock import if_stale, link_in_utf8, lock_of, own_folder
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import Board
@@ -78,7 +78,8 @@ def _from_cache(node: Node) -> Path:
                 return model
         except Timeout:
             continue
-    raise Ended(Exit.FAILED, f"another process builds {model} and does not end; end it", "failed")
+    text = f"another process builds {model} and does not end; end it{if_stale(lock)}"
+    raise Ended(Exit.FAILED, text, "failed")
 
 
 def _build(node: Node, target: Path, tasks: str, seed: int, steps: int) -> None:

@@ -21,7 +21,7 @@ from coordinator.directory import published
 from coordinator.journal.control_characters import plain
 from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.machine.children import Child, Children
-from coordinator.machine.host_lock import host_lock
+from coordinator.machine.host_lock import host_lock, if_stale
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings.loading import build
@@ -70,6 +70,7 @@ def _alone(root: Path) -> Generator[None]:
         look = f"run status --log-path {shlex.quote(str(root))}"
         raise SettingsError(
             f"--log-path {root}: run local is at work there, pid {pid}; stop it with Ctrl+C, or look: {look}"
+            f"{if_stale(lock)}"
         ) from None
     try:
         holder.write_text(f"{os.getpid()}\n")

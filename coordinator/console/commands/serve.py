@@ -14,7 +14,7 @@ from filelock import Timeout
 from coordinator.console.server.access import Access, find_token
 from coordinator.console.server.app import Service
 from coordinator.console.server.launchers import Launcher
-from coordinator.machine.host_lock import host_lock
+from coordinator.machine.host_lock import host_lock, if_stale
 from coordinator.machine.network import LOOPBACK
 from coordinator.machine.signals import is_ignored_hangup
 from coordinator.protocol.exits import Ended, Exit
@@ -42,13 +42,13 @@ def serve(
     name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     try:
         lock = host_lock(f"serve-{name}")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise SettingsError(
-            f"--root {root}: run serve is at work there on this machine; stop it first"
-        ) from None
     except Ended as error:
         raise SettingsError(error.text) from None
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        text = "run serve is at work there on this machine; stop it first"
+        raise SettingsError(f"--root {root}: {text}{if_stale(lock)}") from None
     files.make_directory(root)
     token, where = find_token(root, token_file)
     service = Service(root, Access(token), launcher, allow_code, at_once, max_upload_mib * MIB)

@@ -21,6 +21,7 @@ from coordinator.machine.host_lock import (
     acquire,
     hold_for_process,
     host_lock,
+    if_stale,
     link_in_utf8,
     name_of_run,
     own_folder,
@@ -200,6 +201,7 @@ def test_a_filesystem_that_refuses_locks_keeps_two_processes_apart_all_the_same(
     first, second = host_lock("x"), host_lock("x")
     assert acquire(first, lambda: None, 1.0)
     assert not acquire(second, lambda: None, 0.5)
+    assert if_stale(second) == f"; if nothing runs, remove {second.lock_file}"
     first.release()
     assert acquire(second, lambda: None, 1.0)
     second.release()

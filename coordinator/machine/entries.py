@@ -17,6 +17,8 @@ UNUSED = 2
 """Copies that stay although no process uses them: the next start of a run needs them."""
 LOOK_S = 0.1
 """How often a node looks whether another one has finished a copy."""
+TRIES = 100
+"""How often a directory that was just made may be gone when it is opened, LOOK_S apart."""
 COPY, PART, NEW = "copy", "part", "new-"
 
 
@@ -51,11 +53,12 @@ def use(descriptor: int, entry: Path) -> bool:
 
 def begin(folder: Path) -> tuple[Path, int]:
     """Make an entry without a key; return it, and a descriptor with its exclusive lock. Raises OSError."""
-    while True:
+    for _attempt in range(TRIES):
         entry = Path(tempfile.mkdtemp(prefix=NEW, dir=folder))
         try:
             descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another process has taken it for one that nobody uses
+            time.sleep(LOOK_S)
             continue
         try:
             if _lock(descriptor, entry, fcntl.LOCK_EX):
@@ -65,6 +68,7 @@ def begin(folder: Path) -> tuple[Path, int]:
             entry.rmdir()
             raise
         os.close(descriptor)
+    raise _unseen(folder)
 
 
 def make_room(folder: Path, size: int) -> int:
@@ -108,12 +112,20 @@ def _used_ns(entry: Path) -> int:
 
 
 def _open(entry: Path) -> int:
-    while True:
+    for _attempt in range(TRIES):
         entry.mkdir(exist_ok=True)
         try:
             return os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another process has just removed it
-            continue
+            time.sleep(LOOK_S)
+    raise _unseen(entry.parent)
+
+
+def _unseen(folder: Path) -> StoreError:
+    return StoreError(
+        f"{folder} does not show the directories that are made there; give this node cluster.local_dir=DIR, "
+        "a directory on a disk of its own"
+    )
 
 
 def _lock(descriptor: int, entry: Path, kind: int) -> bool:

@@ -571,3 +571,19 @@ def test_policy_that_does_not_fit_is_refused(local: Path, disk: SimpleNamespace)
     disk.size = 500
     with pytest.raises(StoreError, match="has room for"):
         Store(str(local)).begin(1000)
+
+
+def test_folder_that_does_not_show_what_is_made_there_is_named_and_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden(path: Path, _flags: int) -> int:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    monkeypatch.setattr(entries, "LOOK_S", 0.0)
+    monkeypatch.setattr("os.open", hidden)
+    for ask in (
+        lambda: entries.begin(tmp_path),
+        lambda: entries.acquire(tmp_path / "a", lambda: None, lambda _: None),
+    ):
+        with pytest.raises(StoreError, match=r"does not show .* cluster\.local_dir=DIR"):
+            ask()

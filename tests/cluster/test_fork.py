@@ -1,4 +1,4 @@
-"""`run fork`: real runs that go on from an iteration of another one."""
+"""`run fork` and `run diff`: real runs that go on from an iteration of another one, and where they part."""
 
 import shutil
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands.fork import fork
+from coordinator.console.views.difference import Compared, compare, show_difference
+from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
 from coordinator.console.views.status_text import render
 from coordinator.directory import published
@@ -16,7 +18,7 @@ from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.weights import farthest
 from tests.coordinator.examples import tree
 
-GIVEN = (*FAST, "--iterations", "4", "--eval-interval", "2", "rollout.over_sample=1.25")
+GIVEN = (*FAST, "--iterations", "4", "--eval-interval", "2", "rollout.segment_tokens=4")
 """With groups that one iteration begins and the next one takes up. The optimizer's state is saved rarely: a
 job gets to the others by training again."""
 
@@ -39,7 +41,7 @@ def finish(cluster: Cluster, *arguments: str) -> None:
 
 
 def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with_another_reward_does_not(
-    cluster: Cluster, beside: Callable[[str], Cluster]
+    cluster: Cluster, beside: Callable[[str], Cluster], capsys: pytest.CaptureFixture[str]
 ) -> None:
     finish(cluster, *GIVEN, "trainer.save_interval=3", "checkpoints.keep_last=4")
     before = {path: path.read_bytes() for path in cluster.root.rglob("*") if path.is_file()}
@@ -53,11 +55,20 @@ def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with
         assert farthest(ours, theirs) == 0.0
     assert [line["reward"] for line in same.metrics()] == [line["reward"] for line in cluster.metrics()]
     assert {path: path.read_bytes() for path in before} == before, "nothing of the parent changes"
+    all_four = [1, 2, 3, 4]
+    assert compare(Run(cluster.root), Run(same.root)) == Compared(all_four, all_four, all_four, None)
 
     fork(same.root, 4, other.root)
     shutil.rmtree(cluster.root)
-    shutil.rmtree(same.root)
+    parent = same.root.rename(same.root.with_name("renamed"))
     finish(other, "rollout.reward=tests.cluster.plugins:constant")
+    assert show_difference(parent, other.root) == 1
+    printed = capsys.readouterr().out
+    assert "they part in iteration 4, row 2 (train_rollout): task " in printed
+    assert " against 0.5, for the same text " in printed
+    assert (
+        "setting --reward: tests.cluster.plugins:digits against tests.cluster.plugins:constant\n" in printed
+    )
     assert [line["reward"] for line in other.metrics()[:3]] != [0.5] * 3
     assert other.metrics()[3]["reward"] == 0.5
     text = render(StatusReader(other.root).read(), other.root)

@@ -15,6 +15,7 @@ GROUPS = {
         "logs": "what the nodes, their engines and trainers print",
         "report": "one page: rewards, where the time goes, faults, samples",
         "samples": "read samples as the model saw them: --best, --worst, --flat",
+        "diff": "where two runs part: iteration, task, sample and token",
         "plan": "would two crews be faster, with which devices and weights?",
         "profile": "where the time of one training step goes, by torch's profiler",
     },

@@ -1,4 +1,4 @@
-"""Commands that look at a run: `run status`, `logs`, `report`, `samples`, `plan`, `profile`."""
+"""Commands that look at runs: `run status`, `logs`, `report`, `samples`, `diff`, `plan`, `profile`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -95,6 +95,17 @@ def samples(
     order = chosen[0] if chosen else "spread"
     show_samples(log_path.absolute(), iteration, count, order, "eval" if of_eval else "train")
     return 0
+
+
+@command_in(APPS, "diff")
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run directory.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+) -> int:
+    """Say where two runs part: iteration, row, task, sample and token; 0 if they are equal, else 1."""
+    from coordinator.console.views.difference import show_difference
+
+    return show_difference(first.absolute(), second.absolute())
 
 
 @command_in(APPS, "plan")

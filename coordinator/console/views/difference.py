@@ -1,0 +1,248 @@
+"""`run diff`: the first place at which two runs part, and what they were started with that differs."""
+
+import hashlib
+import itertools
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.console.views.run import Run
+from coordinator.directory import published
+from coordinator.directory.layout import Kind
+from coordinator.directory.published import is_part_of_model
+from coordinator.protocol.phases import Phase
+from coordinator.protocol.records import EpochRecord
+from coordinator.settings.loading import flatten, option_name, show
+from coordinator.start.start import last_start
+from rollout.storage import files
+from rollout.trajectory import Group, Sample
+
+ROW_OF: dict[Kind, Phase] = {"train": Phase.TRAIN_ROLLOUT, "eval": Phase.EVAL_ROLLOUT}
+OPENED = ("tasks", "groups", "replace_flat", "eval_slots", "eval_tasks")
+"""What an iteration is made of, by its iteration.json, beside the policy and the code."""
+MEASURED = ("reward", "eval_reward", "length", "loss", "grad_norm", "entropy", "kl_engine", "kl_reference")
+"""What the lines of metrics.jsonl have in common where all else is equal; the rest is time."""
+
+
+class Parting(NamedTuple):
+    """The first difference between two runs."""
+
+    iteration: int
+    row: Phase
+    text: str
+
+
+class Compared(NamedTuple):
+    """What has been compared of two runs; all lists are of iterations."""
+
+    iterations: list[int]
+    samples: list[int]
+    weights: list[int]
+    parting: Parting | None
+
+
+def show_difference(first: Path, second: Path) -> int:
+    """Print where two runs part, then what they were started with that differs; return 0 if they are equal
+    as far as both go, 1 if not. SettingsError if one of them is no run.
+    """
+    runs = Run(first), Run(second)
+    compared = compare(*runs)
+    for name, root in (("A", first), ("B", second)):
+        print(f"{name}: {root}")
+    print(f"equal: {_listed(compared.iterations)}; of them samples of {_listed(compared.samples)}", end="")
+    print(f", weights of {_listed(compared.weights)}")
+    if compared.parting is None:
+        more = [f"only {name} goes on to iteration {there[-1]}" for name, there in _longer(*runs)]
+        print("\n".join(["the runs are equal as far as both go", *more]))
+    else:
+        iteration, row, text = compared.parting
+        print(f"they part in iteration {iteration}, row {row.value} ({row.label}): {text}")
+    for line in started_with(last_start(first), last_start(second)):
+        print(line)
+    return int(compared.parting is not None)
+
+
+def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:
+    theirs = {"A": first.iterations(), "B": second.iterations()}
+    for name, other in (("A", "B"), ("B", "A")):
+        if theirs[name] and theirs[name][-1] > max(theirs[other], default=0):
+            yield name, theirs[name]
+
+
+def _listed(numbers: list[int]) -> str:
+    """`1 to 4, 7`, `none`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
+
+
+def compare(first: Run, second: Run) -> Compared:
+    """Compare two runs iteration by iteration, until they part. What one of them has not kept is left out."""
+    runs = first, second
+    samples: dict[Kind, set[int]] = {
+        kind: set(first.collected(kind)) & set(second.collected(kind)) for kind in ROW_OF
+    }
+    weights = set(published.checkpoints(first.run_dir)) & set(published.checkpoints(second.run_dir))
+    lines = [{line["iteration"]: line for line in run.metrics()} for run in runs]
+    compared = Compared([], [], [], None)
+    for number in sorted(set(lines[0]) & set(lines[1])):
+        stages: list[Iterator[Parting]] = [_opening(number, *(_opened(run, number) for run in runs))]
+        for kind in ROW_OF:
+            if number in samples[kind]:
+                stages.append(_groups(number, kind, *(list(run.trajectories(number, kind)) for run in runs)))
+        if number in weights:
+            stages.append(_training(number, *(run.run_dir.checkpoint(number) for run in runs)))
+        stages.append(_measured(number, *(of_run[number] for of_run in lines)))
+        if (parting := next(itertools.chain.from_iterable(stages), None)) is not None:
+            return compared._replace(parting=parting)
+        compared.iterations.append(number)
+        compared.samples.extend([number] if number in samples["train"] else [])
+        compared.weights.extend([number] if number in weights else [])
+    return compared
+
+
+def _opened(run: Run, iteration: int) -> Mapping[str, Any]:
+    return published.read_json(run.run_dir.iteration_json(iteration)) or {}
+
+
+def _opening(iteration: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Parting]:
+    if not first or not second:  # one of them is removed
+        return
+    before = first["policy_iteration"], second["policy_iteration"]
+    if first["policy"] != second["policy"]:
+        policies = f"{first['policy'][:12]} against {second['policy'][:12]}"
+        which = f"of iteration {before[0]}" if before[0] == before[1] else "that sample"
+        yield Parting(iteration, Phase.ITERATION_START, f"the policies {which} are others: {policies}")
+    for name in OPENED:
+        ours, theirs = first.get(name), second.get(name)
+        if ours != theirs:
+            yield Parting(iteration, Phase.ITERATION_START, f"{name}: {_values(ours, theirs)}")
+
+
+def _values(ours: Any, theirs: Any) -> str:
+    if not isinstance(ours, list) or not isinstance(theirs, list):
+        return f"{ours} against {theirs}"
+    lists = cast(list[list[Any]], [ours, theirs])
+    pairs = itertools.zip_longest(*lists, fillvalue="nothing")
+    place, (left, right) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"{left} against {right} in place {place}"
+
+
+def _groups(iteration: int, kind: Kind, first: list[Group], second: list[Group]) -> Iterator[Parting]:
+    ours, theirs = ({group.slot: group for group in groups} for groups in (first, second))
+    for slot in sorted(ours.keys() | theirs.keys()):
+        if slot not in ours or slot not in theirs:
+            group, name = (ours[slot], "A") if slot in ours else (theirs[slot], "B")
+            text = f"only {name} has made it"
+        else:
+            group = ours[slot]
+            text = _of_group(group, theirs[slot])
+        if text:
+            yield Parting(iteration, ROW_OF[kind], f"task {group.task_id} (slot {slot}): {text}")
+
+
+def _of_group(ours: Group, theirs: Group) -> str:
+    """Say what differs between two groups of one slot; empty: nothing."""
+    if ours.task_id != theirs.task_id:
+        return f"B has task {theirs.task_id} there"
+    if ours.given_up != theirs.given_up:
+        return f"given up: {ours.given_up or 'no'} against {theirs.given_up or 'no'}"
+    for number, (left, right) in enumerate(zip(ours.samples, theirs.samples, strict=False)):
+        if text := _of_sample(left, right):
+            return f"sample {number}, {text}"
+    if len(ours.samples) != len(theirs.samples):
+        return f"{len(ours.samples)} samples against {len(theirs.samples)}"
+    return ""
+
+
+def _of_sample(ours: Sample, theirs: Sample) -> str:
+    both = ours, theirs
+    place = _first_other(ours.token_ids, theirs.token_ids)
+    if place is not None:
+        ids = [
+            str(sample.token_ids[place]) if place < len(sample.token_ids) else "the end" for sample in both
+        ]
+        return f"token {place}: {ids[0]} against {ids[1]} (texts {ours.text!r} and {theirs.text!r})"
+    place = _first_other(ours.logprobs, theirs.logprobs)
+    if place is not None:
+        return f"token {place}: logprob {ours.logprobs[place]} against {theirs.logprobs[place]}"
+    if ours.reward != theirs.reward:
+        return f"reward {ours.reward} against {theirs.reward}, for the same text {ours.text!r}"
+    return ""
+
+
+def _first_other(ours: NDArray[Any], theirs: NDArray[Any]) -> int | None:
+    """Return the first place at which two arrays differ, bit by bit; None: nowhere."""
+    size = min(ours.size, theirs.size)
+    bits = np.dtype(f"V{ours.itemsize}")
+    others = np.flatnonzero(ours[:size].view(bits) != theirs[:size].view(bits))
+    if others.size:
+        return int(others[0])
+    return None if ours.size == theirs.size else size
+
+
+def _training(iteration: int, first: Path, second: Path) -> Iterator[Parting]:
+    ours, theirs = published.read_result(first), published.read_result(second)
+    if ours.policy == theirs.policy:
+        return
+    if ours.batch_sha256 != theirs.batch_sha256:
+        batches = f"{ours.batch_sha256[:12]} against {theirs.batch_sha256[:12]}"
+        yield Parting(iteration, Phase.TRAIN_DATA, f"the batches are others: {batches}")
+    for name in sorted(filter(is_part_of_model, ours.files.keys() | theirs.files.keys())):
+        if ours.files.get(name) != theirs.files.get(name):
+            yield Parting(iteration, Phase.TRAINING, _of_file(name, first / name, second / name))
+
+
+def _of_file(file: str, ours: Path, theirs: Path) -> str:
+    if not file.endswith(".safetensors") or not (files.exists(ours) and files.exists(theirs)):
+        return f"{file} differs"
+    left, right = _tensors(ours), _tensors(theirs)
+    others = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
+    return f"{len(others)} of {len(left)} tensors of {file} differ, the first is {', '.join(others[:1])}"
+
+
+def _tensors(path: Path) -> dict[str, tuple[str, list[int], str]]:
+    """Return dtype, shape and digest of each tensor of a safetensors file."""
+    (length,) = struct.unpack("<Q", b"".join(files.pieces(path, 0, 8)))
+    header: dict[str, Any] = json.loads(b"".join(files.pieces(path, 8, 8 + length)))
+    tensors: dict[str, tuple[str, list[int], str]] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            digest = hashlib.sha256()
+            for piece in files.pieces(path, begin, end):
+                digest.update(piece)
+            tensors[name] = (entry["dtype"], entry["shape"], digest.hexdigest())
+    return tensors
+
+
+def _measured(iteration: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Parting]:
+    for name in MEASURED:
+        if first.get(name) != second.get(name):
+            text = f"{name} {first.get(name)} against {second.get(name)} in metrics.jsonl"
+            yield Parting(iteration, Phase.ITERATION_END, text)
+
+
+def started_with(first: EpochRecord | None, second: EpochRecord | None) -> Iterator[str]:
+    """Yield a line for each setting of the last starts, and for each code behind one, that differs."""
+    if first is None or second is None:
+        return
+    ours, theirs = dict(flatten(first.settings)), dict(flatten(second.settings))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            values = (show(settings.get(key)) or "empty" for settings in (ours, theirs))
+            yield f"setting {option_name(key)}: {' against '.join(values)}"
+    for key in sorted(first.inputs.keys() & second.inputs.keys()):
+        left, right = first.inputs[key], second.inputs[key]
+        if left.name == right.name and left.digest != right.digest:
+            digests = f"digest {left.digest} against {right.digest}"
+            yield f"code or content of {option_name(key)} {left.name}: {digests}"

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from filelock import BaseFileLock
@@ -54,7 +54,7 @@ from rollout.storage.retry import CACHED_S
 log = logging.getLogger(__name__)
 
 Act = Callable[["Node", Iteration], Payload | None]
-Meanwhile = Callable[["Node", Iteration], None]
+Beside = Callable[["Node", Iteration], None]
 Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
 
 
@@ -324,13 +324,14 @@ class Node:
         phase: Phase,
         act: Act,
         then: Conclude | None = None,
-        meanwhile: Meanwhile = lambda _node, _iteration: None,
+        before: Sequence[Beside] = (),
+        after: Sequence[Beside] = (),
     ) -> None:
         """Run one row: act if it is ours, raise our flag, wait for the master's.
 
         Where the master acts alone, the document of its flag is the row's result. Else it acts, waits for the
         flags of all, concludes with `then` from their payloads, and raises its own flag last; the conclusion
-        is its own. Where the master acts alone, a worker does `meanwhile` before it waits.
+        is its own. Every node does what is in `before`, whoever acts, and in `after`, once the row is done.
         """
         if not iteration.has(phase, self.settings):
             return
@@ -340,7 +341,9 @@ class Node:
         started_s = iteration.row_begun_s = time.monotonic()
         self.events.add("begin", it=number, row=phase.label)
         acts = self.is_master or phase.by is By.ALL
-        payload = (act(self, iteration) or {}) if acts else (meanwhile(self, iteration) or {})
+        for beside in before:
+            beside(self, iteration)
+        payload = (act(self, iteration) or {}) if acts else {}
         acted_s = time.monotonic()
         concluded_s = 0.0
         self.check()
@@ -367,3 +370,5 @@ class Node:
         if phase is Phase.ITERATION_START:
             iteration.resume_at = Phase(payload["resume_at"])
             self.flags.clear()
+        for beside in after:
+            beside(self, iteration)

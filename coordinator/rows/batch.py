@@ -36,11 +36,11 @@ class Made(NamedTuple):
 
 
 def begin_batch(node: Node, iteration: Iteration) -> None:
-    """Begin to make the batch in the background, now that the manifest is there: an evaluation may come
-    before row 8.
+    """Begin to make the batch in the background, on the master, now that the manifest is there: an evaluation
+    may come before row 8.
     """
     run_dir, number, settings = node.run_dir, iteration.number, node.settings
-    if iteration.has(Phase.TRAIN_DATA, settings):
+    if node.is_master and iteration.has(Phase.TRAIN_DATA, settings):
         digest = published.manifest_digest(run_dir, number)
         expected = _wanted(digest, settings)
         node.ahead.begin((number, expected), partial(_make, run_dir, number, settings, digest))

@@ -35,7 +35,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase, rows_of
-from coordinator.rows import batch, evaluation
+from coordinator.rows import evaluation
 from coordinator.rows.tasks import draw_tasks
 from rollout.environments.segments import Segment
 from rollout.quota import Quota
@@ -278,4 +278,3 @@ def write_manifest(node: Node, iteration: Iteration) -> None:
     totals, named = documents[Phase.TRAIN_ROLLOUT], documents[Phase.TRAIN_FILES_READY]
     quota = resume.quota(opened)
     trajectories.aggregate(node, iteration, "train", quota, origin, totals, named, opened["tasks"])
-    batch.begin_batch(node, iteration)

@@ -124,7 +124,6 @@ def publish_checkpoint(node: Node, iteration: Iteration) -> None:
     """Weigh what training wrote, give it its name, and point LATEST to it. It is read back in the background:
     its ranks have hashed what they wrote, and all would wait here meanwhile.
     """
-    head_start.run(node, iteration)
     run_dir = node.run_dir
     target = run_dir.checkpoint(iteration.number)
     if target.name not in published.names(run_dir.checkpoints):

@@ -323,8 +323,9 @@ BROKEN: dict[Callable[[pytest.MonkeyPatch], None], list[Fault]] = {
     nobody_waits_for_enter: [Fault("twin", 1, 1, 10, 6, 1.0)],
     staging_has_no_epoch: [Fault("trainer", 0, 1, 10, 10, 1.0)],
 }
-SEEDS = 60
-"""With which the faults hit the moment at which it matters at least once."""
+SEEDS = 240
+"""With which the faults hit the moment at which it matters at least once; the first of these ends the
+search."""
 
 
 @pytest.mark.parametrize("broken", BROKEN)

@@ -55,6 +55,7 @@ def test_node_none_of_whose_groups_ends_gives_them_up_when_the_others_have_made_
     cluster: Cluster, engine_url: str, rank: int
 ) -> None:
     phase = ("--rl-phase", "rollout", "--iterations", "1", "--eval-interval", "0", "--num-nodes", "2")
+    phase = (*phase, "--rank-weights", "1,1")  # a node that claims may come too late to get any group
     finishing = ("rollout.completion_threshold=0.25", "rollout.grace_period_s=0.2")
     arguments = (*FAST, *phase, *finishing, "--engine-url", engine_url)
     stuck = ("--environment", "tests.cluster.plugins:stuck_here")

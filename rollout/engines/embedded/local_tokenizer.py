@@ -6,13 +6,18 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.bodies import BadRequest, parse_body
 from rollout.engines.client import EngineClient
 from rollout.origin import Sampling
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.storage.retry import PASSING, SharedFsError, library_errors, retry
+
+if TYPE_CHECKING:
+    from rollout.engines.embedded.text import Texts
 
 DEADLINE_S = 60.0
 """How long a text may take; most take a millisecond."""
@@ -68,14 +73,23 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
     from rollout.engines.embedded.protocol import DetokenizeBody, TokenizeBody
     from rollout.engines.embedded.text import Texts
 
-    texts = functools.cache(Texts)
+    def load(model_dir: str) -> "Texts":
+        with library_errors():
+            return Texts(model_dir)
+
+    @functools.cache
+    def texts(model_dir: str) -> "Texts":
+        return retry("load the tokenizer of", Path(model_dir), functools.partial(load, model_dir))
 
     def answer(model_dir: str, path: str, body: dict[str, Any]) -> dict[str, Any] | str:
         document = json.dumps(body).encode()
         try:
             text = texts(model_dir)
         except Exception as error:  # of the files, of a library that is not there, of code that is not run
-            return {"error": f"{type(error).__name__}: {' '.join(str(error).split()):.300}"}
+            if isinstance(error, OSError) and error.errno in PASSING:
+                raise  # of the mount, for as long as it was tried: the model may have a tokenizer
+            cause = error.__cause__ if isinstance(error, SharedFsError) else error
+            return {"error": f"{type(cause).__name__}: {' '.join(str(cause).split()):.300}"}
         try:
             if path == "/detokenize":
                 return {"prompt": text.detokenize(parse_body(DetokenizeBody, document).tokens)}

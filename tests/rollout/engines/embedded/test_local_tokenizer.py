@@ -1,6 +1,8 @@
 """Text becomes tokens without an engine, as an engine would have it."""
 
 import asyncio
+import errno
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.engines.embedded.local_tokenizer import LocalTokenizer
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, tokenizing
 from rollout.origin import Sampling
 from tests.rollout.rollout_helpers import RunningServer
 
@@ -55,7 +57,34 @@ def test_messages_that_are_none_are_refused_and_a_missing_tokenizer_is_named(
 ) -> None:
     with pytest.raises(RequestRefused, match=r"messages\.1"):
         ask(LocalTokenizer(model_dir), lambda client: client.tokenize([{"content": [1]}, 3]))  # pyright: ignore
-    with pytest.raises(EngineError, match=f"the tokenizer of {tmp_path}"):
+    with pytest.raises(NoTokenizer, match="instantiate"):
         ask(LocalTokenizer(tmp_path), lambda client: client.tokenize("1"))
     with pytest.raises(EngineError, match="there is no engine here"):
         ask(LocalTokenizer(model_dir), lambda client: client.generate("1", Sampling()))
+
+
+def test_error_of_a_mount_that_passes_is_no_missing_tokenizer(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = iter(
+        [
+            OSError(errno.EIO, "Input/output error"),
+            OSError("Stale file handle (os error 116)"),
+            ValueError("no such class"),
+        ]
+    )
+
+    class Texts:
+        def __init__(self, _model_dir: str) -> None:
+            if (error := next(errors, None)) is not None:
+                raise error
+
+        def detokenize(self, _tokens: list[int]) -> str:
+            return "text"
+
+    monkeypatch.setattr("rollout.engines.embedded.text.Texts", Texts)
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch"))  # which it hides in its own process
+    answer = tokenizing()
+    arguments = str(model_dir), "/detokenize", {"model": "m", "tokens": [1]}
+    assert answer(*arguments) == {"error": "ValueError: no such class"}
+    assert answer(*arguments) == {"prompt": "text"}

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.layout import Kind
-from coordinator.directory.published import is_part_of_model
+from coordinator.directory.published import Incomplete, is_part_of_model
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.settings.loading import flatten, option_name, show
+from coordinator.settings.tree import SettingsError
 from coordinator.start.start import last_start
 from rollout.storage import files
 from rollout.trajectory import Group, Sample
@@ -48,10 +49,18 @@ class Compared(NamedTuple):
 
 def show_difference(first: Path, second: Path) -> int:
     """Print where two runs part, then what they were started with that differs; return 0 if they are equal
-    as far as both go, 1 if not. SettingsError if one of them is no run.
+    as far as both go, 1 if not. SettingsError if one of them is no run, or damaged where it is read, or if
+    they have no finished iteration in common.
     """
     runs = Run(first), Run(second)
-    compared = compare(*runs)
+    try:
+        compared = compare(*runs)
+    except Incomplete as error:
+        raise SettingsError(f"{error}; what is damaged cannot be compared") from None
+    if not compared.iterations and compared.parting is None:
+        raise SettingsError(
+            f"{first} and {second} have no finished iteration in common; wait until both have finished one"
+        )
     for name, root in (("A", first), ("B", second)):
         print(f"{name}: {root}")
     print(f"equal: {_listed(compared.iterations)}; of them samples of {_listed(compared.samples)}", end="")

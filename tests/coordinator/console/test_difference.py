@@ -9,8 +9,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from coordinator.console.views import difference
+from coordinator.console.views.run import Run
+from coordinator.directory.published import Incomplete
 from coordinator.protocol.phases import Phase
+from coordinator.settings.tree import SettingsError
 from rollout.trajectory import Group, Sample
+from tests.coordinator.example_run import make_run
 
 
 def sample(ids: list[int], text: str = "", reward: float = 0.0, logprob: float = -0.5) -> Sample:
@@ -69,3 +73,28 @@ def test_other_tasks_are_named_by_their_place() -> None:
     (parting,) = difference._opening(2, first, second)
     assert parting.text == "tasks: 2 against 5 in place 1"
     assert not list(difference._opening(2, first, first))
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> tuple[Path, Path]:
+    roots = tmp_path / "one", tmp_path / "two"
+    for root in roots:
+        make_run(root, nodes=1, iterations=2)
+    return roots
+
+
+def test_runs_without_a_finished_iteration_in_common_are_not_called_equal(
+    two_runs: tuple[Path, Path],
+) -> None:
+    (two_runs[1] / "metrics.jsonl").write_text("")
+    with pytest.raises(SettingsError, match="have no finished iteration in common; wait until"):
+        difference.show_difference(*two_runs)
+
+
+def test_what_is_damaged_is_named(two_runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(_run: Run, _iteration: int, _kind: str) -> Any:
+        raise Incomplete("part0001 differs from the manifest's checksum")
+
+    monkeypatch.setattr(Run, "trajectories", damaged)
+    with pytest.raises(SettingsError, match=r"part0001 differs .*; what is damaged cannot be compared"):
+        difference.show_difference(*two_runs)

@@ -92,7 +92,7 @@ def _scored(generation: Generation, tokenizer: Any, task: Task) -> Group:
 
 
 def token_logprobs(model: Any, token_ids: Tensor) -> Tensor:
-    """(N, T) logprob of each token at the sampling temperature; 0 for the first, which nothing predicts."""
+    """Return (N, T) logprobs of the tokens at the sampling temperature; 0 for the first one."""
     logits = model(input_ids=token_ids).logits / TEMPERATURE  # (N, T, V)
     logprobs = logits[:, :-1].log_softmax(-1)  # the logits at place t score token t + 1
     return pad(logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1), (1, 0))

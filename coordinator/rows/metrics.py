@@ -62,8 +62,8 @@ def report_timings(node: Node, iteration: Iteration) -> Payload:
 
 
 def summary_of_node(iteration: Iteration, work_s: float, seconds: float) -> str:
-    """`iteration 3 | 42 groups, 336 samples | 1,434 tok/s | 4.1 s | busy 83 %`, of one node; without what it
-    has not done.
+    """Return the line of one node, without what it has not done:
+    `iteration 3 | 42 groups, 336 samples | 1,434 tok/s | 4.1 s | busy 83 %`.
     """
     text, progress = [f"iteration {iteration.number}"], iteration.progress
     if groups := progress.get("done"):

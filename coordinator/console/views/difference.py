@@ -84,7 +84,7 @@ def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:
 
 
 def _listed(numbers: list[int]) -> str:
-    """`1 to 4, 7`, `none`."""
+    """Return numbers as people write them: `1 to 4, 7`; `none`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

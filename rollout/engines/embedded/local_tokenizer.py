@@ -7,17 +7,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.bodies import BadRequest, parse_body
 from rollout.engines.client import EngineClient
+from rollout.engines.model_dir import companions
 from rollout.origin import Sampling
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
-from rollout.storage.retry import PASSING, SharedFsError, library_errors, retry
-
-if TYPE_CHECKING:
-    from rollout.engines.embedded.text import Texts
+from rollout.storage import files
 
 DEADLINE_S = 60.0
 """How long a text may take; most take a millisecond."""
@@ -73,23 +72,19 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
     from rollout.engines.embedded.protocol import DetokenizeBody, TokenizeBody
     from rollout.engines.embedded.text import Texts
 
-    def load(model_dir: str) -> "Texts":
-        with library_errors():
-            return Texts(model_dir)
-
-    @functools.cache
-    def texts(model_dir: str) -> "Texts":
-        return retry("load the tokenizer of", Path(model_dir), functools.partial(load, model_dir))
+    loaded: dict[str, Texts] = {}
 
     def answer(model_dir: str, path: str, body: dict[str, Any]) -> dict[str, Any] | str:
         document = json.dumps(body).encode()
-        try:
-            text = texts(model_dir)
-        except Exception as error:  # of the files, of a library that is not there, of code that is not run
-            if isinstance(error, OSError) and error.errno in PASSING:
-                raise  # of the mount, for as long as it was tried: the model may have a tokenizer
-            cause = error.__cause__ if isinstance(error, SharedFsError) else error
-            return {"error": f"{type(cause).__name__}: {' '.join(str(cause).split()):.300}"}
+        if model_dir not in loaded:
+            with TemporaryDirectory() as copy:
+                _copy_companions(Path(model_dir), Path(copy))
+                try:
+                    loaded[model_dir] = Texts(copy, model_dir)
+                except Exception as error:  # of files, of a missing library, of code that is not run
+                    reason = " ".join(str(error).replace(copy, model_dir).split())
+                    return {"error": f"{type(error).__name__}: {reason:.300}"}
+        text = loaded[model_dir]
         try:
             if path == "/detokenize":
                 return {"prompt": text.detokenize(parse_body(DetokenizeBody, document).tokens)}
@@ -98,3 +93,13 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
             return str(error)
 
     return answer
+
+
+def _copy_companions(model_dir: Path, target: Path) -> None:
+    """Copy what goes with the weights. When a call on a mount fails, transformers takes the file for missing,
+    and goes on without it.
+    """
+    for name in companions(model_dir):
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(files.read(model_dir / name))

@@ -21,8 +21,9 @@ _CONTEXT_TOKENS = 6
 class Texts:
     """The tokenizer of one model. Used by one thread."""
 
-    def __init__(self, model_dir: str | os.PathLike[str]) -> None:
-        self._model_dir = model_dir
+    def __init__(self, model_dir: str | os.PathLike[str], name: str = "") -> None:
+        """Load it from `model_dir`, which messages call `name`."""
+        self._name = name or os.fspath(model_dir)
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self._token_text: dict[int, str] = {}
         self._prompt: list[int] = []
@@ -43,7 +44,7 @@ class Texts:
         if body.prompt is not None:
             return self.encode(body.prompt, body.add_special_tokens is not False)
         if not self._tokenizer.chat_template:
-            raise BadRequest(f"messages: the tokenizer of {self._model_dir} has no chat template")
+            raise BadRequest(f"messages: the tokenizer of {self._name} has no chat template")
         messages = [_with_arguments(message) for message in body.messages or ()]
         try:
             text = self._rendered(messages, body)

@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import os
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,27 +66,24 @@ def test_messages_that_are_none_are_refused_and_a_missing_tokenizer_is_named(
 
 
 def test_error_of_a_mount_that_passes_is_no_missing_tokenizer(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors = iter(
-        [
-            OSError(errno.EIO, "Input/output error"),
-            OSError("Stale file handle (os error 116)"),
-            ValueError("no such class"),
-        ]
-    )
-
-    class Texts:
-        def __init__(self, _model_dir: str) -> None:
-            if (error := next(errors, None)) is not None:
-                raise error
-
-        def detokenize(self, _tokens: list[int]) -> str:
-            return "text"
-
-    monkeypatch.setattr("rollout.engines.embedded.text.Texts", Texts)
     monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch"))  # which it hides in its own process
-    answer = tokenizing()
-    arguments = str(model_dir), "/detokenize", {"model": "m", "tokens": [1]}
-    assert answer(*arguments) == {"error": "ValueError: no such class"}
-    assert answer(*arguments) == {"prompt": "text"}
+    body = {"model": "m", "messages": MESSAGES}
+    tokens = tokenizing()(str(model_dir), "/tokenize", body)
+    read, stat = Path.read_bytes, os.stat
+    seen: set[tuple[Any, str]] = set()
+
+    def fails_first(call: Callable[..., Any], path: Any, *arguments: Any, **more: Any) -> Any:
+        if str(path).startswith(str(model_dir)) and (call, str(path)) not in seen:
+            seen.add((call, str(path)))
+            raise OSError(errno.EIO, "Input/output error")
+        return call(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "read_bytes", lambda path: fails_first(read, path))
+    monkeypatch.setattr(os, "stat", partial(fails_first, stat))
+    assert tokenizing()(str(model_dir), "/tokenize", body) == tokens
+    assert {(read, str(model_dir / name)) for name in ("tokenizer.json", "chat_template.jinja")} <= seen
+    (tmp_path / "config.json").write_text("{")
+    answer = tokenizing()(str(tmp_path), "/tokenize", body)
+    assert isinstance(answer, dict) and str(tmp_path) in answer["error"]  # not the copy that it was read from

@@ -241,7 +241,7 @@ def test_trainer_of_a_node_without_its_mount_is_stopped(nodes: Nodes, tmp_path: 
     pairs = [{"prompt": f"{k}+1=", "chosen": f"{k + 1}", "rejected": f"({k + 1})"} for k in range(10, 90)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     training = ("--tasks", f"{tmp_path / 'pairs.jsonl'}", "trainer.algorithm=dpo")  # which needs no engine
-    nodes.start(*FAST, *training, "--iterations", "12", "cluster.node_timeout_s=4")
+    nodes.start(*FAST, *training, "--iterations", "5", "cluster.node_timeout_s=4")
     nodes.cluster.until(lambda: nodes.cluster.metrics(), "the first iteration", 120)
     assert trainers(nodes.cluster.nodes[1].pid)
     nodes.shared[1].freeze()
@@ -249,7 +249,7 @@ def test_trainer_of_a_node_without_its_mount_is_stopped(nodes: Nodes, tmp_path: 
     nodes.cluster.until(lambda: "rank 1" in lost(nodes, 0), "the master finds it lost")
     nodes.shared[1].thaw()
     assert nodes.cluster.wait() == [0, 0], nodes.said()
-    assert [line["iteration"] for line in nodes.cluster.metrics()] == list(range(1, 13))
+    assert [line["iteration"] for line in nodes.cluster.metrics()] == list(range(1, 6))
 
 
 def trainers(pid: int) -> list[psutil.Process]:

@@ -117,8 +117,9 @@ class Invariants:
         if made.name == "iteration.unused":
             self._forget_opening(process, path)
         if operation in CHANGES:
-            for output in [output for output in self._published if {path, made} & {output, *output.parents}]:
-                if not self._is_unchanged(output):
+            changed = tuple({f"{path}/", f"{made}/"})
+            for output in self._published:
+                if f"{output}/".startswith(changed) and not self._is_unchanged(output):
                     self._violate(process, f"{operation} {path} -> {target} changes the output {output}")
         if operation == "unlink" and (claim := parse_claim_name(path.name)):
             self._claimed.pop((_crew(path), claim), None)  # nobody reads it any more

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import numbers
 import re
+import unicodedata
 from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
 from typing import Any
@@ -148,12 +149,17 @@ def exact(task: Task, completion: str) -> float:
     """1 if the completion, stripped, is the answer. A whole number is one also where a table has made 85.0
     of it.
     """
-    answer = answer_text(task).strip()
+    answer, text = _plain(answer_text(task)), _plain(completion)
     if not answer:
         raise ValueError("its `answer` is empty")
     refuse_solution(answer)
     whole = re.sub(r"^([-+]?[0-9]+)\.0$", r"\1", answer)
-    return float(completion.strip() in (answer, whole))
+    return float(text in (answer, whole))
+
+
+def _plain(text: str) -> str:
+    """Return a text without outer spaces, in the one form that Unicode has for what looks the same."""
+    return unicodedata.normalize("NFC", text.replace("\r\n", "\n")).strip()
 
 
 def numeric(task: Task, completion: str) -> float:
@@ -305,7 +311,8 @@ def _finite(value: Any, name: str, where: str) -> float:
 
 
 def answer_text(task: Task) -> str:
-    """Return the answer of a task as a text, a whole number without a fraction."""
+    """Return the answer of a task as a text: a number with all its digits, a whole one without a fraction."""
     if "answer" not in task:
         raise ValueError(f"it has no `answer`; {name_of_answer(task)}")
-    return str(whole_number(task["answer"]))
+    value = whole_number(task["answer"])
+    return f"{Decimal(repr(value)):f}" if isinstance(value, float) else str(value)  # not 1e-05

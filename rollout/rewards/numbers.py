@@ -15,6 +15,12 @@ _MINUS = (
 )
 _SPACES = " \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}\N{SIX-PER-EM SPACE}"
 _VULGAR = "¼½¾⅐-⅞"
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12} | {
+    "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8
+}  # fmt: skip
+_ASCII = {"．": ".", "，": ",", "٫": ".", "٬": ",", "／": "/"}
+_RAISED = re.compile("(?<=[0-9)])[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _COMMA = r",|\{,\}|,\\!|\\,|\\[ ;:]|~"
 _OTHER = rf"[{_SPACES}'’_]"
 _HEAD = "[1-9][0-9]{0,2}"
@@ -25,17 +31,19 @@ _GROUPED = (
     rf"|{_HEAD}(?:\.[0-9]{{3}}){{2,}}(?:,[0-9]+)?(?![.,]?[0-9])"
     rf"|{_HEAD}(?:\.[0-9]{{3}})+,[0-9]{{1,2}}(?![.,]?[0-9]))"
 )
+_BRACES = r"\{(?:[^{}]|\{[^{}]{0,80}\}){0,200}\}"
 _EXPRESSION = re.compile(
     "|".join(
         [
             # What holds digits and is no number: roots, dates, times, ratios, versions, exponents, indices.
             r"(?P<none>\\sqrt(?:\[[^\]]*\])?(?:\{[^{}]*\}|[0-9]+)|√\s*[0-9.]+"
             r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?![0-9])|[0-9]+(?:[/⁄][0-9]+){2,}"
-            r"|[0-9]+(?::[0-9]+)+(?:\.[0-9]+)?)",
+            rf"|{_PLAIN}(?::{_PLAIN})+)",
             r"(?P<mark>[\^_]\s*\{?\s*[-+−]?[0-9.]+\s*\}?|\b(?:mm|cm|dm|km|m|ft|in|yd|mi)[23]\b)",
             rf"(?P<fraction>(?:(?P<whole>[0-9]+)\s*)?\\[dtc]?frac\s*"
-            rf"(?:\{{\s*(?P<above>[-−]?{_PLAIN})\s*\}}\s*\{{\s*(?P<below>{_PLAIN})\s*\}}"
+            rf"(?:\{{\s*(?P<above>[-−]?{_PLAIN})\s*\}}\s*\{{\s*(?P<below>[-−]?{_PLAIN})\s*\}}"
             r"|(?P<above1>[0-9])\s*(?P<below1>[0-9])))",
+            rf"(?P<terms>\\[dtc]?frac\s*{_BRACES}\s*{_BRACES})",
             rf"(?P<mixed>(?:(?P<units>[0-9]{{1,9}})[{_SPACES}]?)?(?P<vulgar>[{_VULGAR}]))",
             r"(?P<mixed2>(?P<units2>[0-9]+)[ -](?P<top>[0-9]+)[/⁄](?P<bottom>[0-9]+)(?![/⁄]?[0-9]))",
             rf"(?P<grouped>{_GROUPED})",
@@ -46,6 +54,15 @@ _EXPRESSION = re.compile(
     )
 )
 _OVER = re.compile(rf"\s?[/⁄]\s?(?P<by>{_PLAIN})")
+_SCALE = re.compile(rf"[-{_SPACES}]?(hundred|thousand|million|billion|trillion)\b|\s?([万萬亿億])")
+_FACTOR = re.compile(
+    r"\s*(?:\\pi(?![a-z])|π|\\?sqrt|√)|[eixyz](?![a-zA-Z0-9])|[)\]}]+\s*(?:\^|\*\*)\s*\{?\s*[-0-9]"
+)
+"""What makes a term of the number before it, or a power of what is in brackets."""
+_TERM = re.compile(r"(?:(?:\\pi|π|\b[xyz])\s*/|±|\\pm|(?:\\|\b)(?:sqrt|ln|log|sin|cos|tan|exp)\s?[({]*)\s*$")
+"""What makes another number of the one behind it, or two."""
+_NAME = re.compile(r"(?<![A-Za-z\\])(?!(?:[A-Z]{3}|Rs)[0-9])[A-Za-z]+-?[0-9]")
+"""A name with digits in it (H2O, COVID-19), unless it is a currency's with an amount."""
 _POWER = re.compile(
     r"\s*(?:\\times|\\cdot|[×*·x])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,3})\s*\}?"
     r"|\s*(?P<own>(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,2})\s*\}?)"
@@ -65,11 +82,12 @@ def single_number(text: str) -> Fraction | None:
     """
     text = text.rpartition("####")[2].rpartition("\\boxed{")[2]
     values = [value for values in _expressions(text) for value in values]
-    return values[0] if len(values) == 1 else None
+    return values[0] if len(values) == 1 and not _NAME.search(text) else None
 
 
 def _expressions(text: str) -> Iterator[list[Fraction | None]]:
     """Yield what each expression of a text is, in order: a number, the numbers of a list, or None."""
+    text = _with_ascii_digits(text)
     at = 0
     while match := _EXPRESSION.search(text, at):
         at = match.end()
@@ -93,7 +111,19 @@ def _expressions(text: str) -> Iterator[list[Fraction | None]]:
                 exponent = int((power[1] or power[3]).replace("−", "-"))
                 is_huge = abs(exponent) > 99 or len(str(base)) > 20 or (not base and exponent < 0)
                 value = None if is_huge else base**exponent * (1 if power["own"] else value)
-        yield [None if value is None else sign * value]
+        if value is not None and (scale := _SCALE.match(text, at)):
+            at = scale.end()
+            value *= _SCALES[scale[1] or scale[2]]
+        is_term = _FACTOR.match(text, at) or _TERM.search(text[max(0, match.start() - 12) : match.start()])
+        yield [None if value is None or is_term else sign * value]
+
+
+def _with_ascii_digits(text: str) -> str:
+    """Return a text in which the digits of all scripts are ASCII's, and raised ones behind them powers."""
+    if text.isascii():
+        return text
+    text = "".join(str(unicodedata.decimal(char, _ASCII.get(char, char))) for char in text)
+    return _RAISED.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

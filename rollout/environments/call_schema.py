@@ -3,7 +3,7 @@
 import ast
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from rollout.environments.call_values import read_json
@@ -19,27 +19,57 @@ _KINDS: list[tuple[str, Any]] = [
     ("object", dict),
     ("null", type(None)),
 ]
+_OTHER_NAMES = {
+    **{"int": "integer", "float": "number", "double": "number", "bool": "boolean", "str": "string"},
+    **{"dict": "object", "list": "array", "tuple": "array", "none": "null"},
+}
+"""Types that are no JSON Schema's, by which tools say the same."""
 Schema = Mapping[str, Any]
 
 
 def fitted(arguments: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """Return arguments of which texts, and whole numbers with a fraction, are what the schema asks for."""
+    """Return arguments of which texts, whole numbers with a fraction, and what should be a text are what the
+    schema asks for.
+    """
     return {name: _fitted(value, _property(schema, name), schema) for name, value in arguments.items()}
 
 
 def _fitted(value: Any, schema: Any, root: Schema) -> Any:
     types, choices = types_of(schema, root)
     if isinstance(value, str) and types and "string" not in types:
-        return _read(value, types, choices)
+        value = _read(value, types, choices)
+    if types and types <= {"string", "null"} and not isinstance(value, str | None):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float) and value.is_integer() and types and not types & {"number", "string"}:
         return int(value) if "integer" in types else value
-    resolved = _resolved(schema, root)
-    if isinstance(value, dict) and isinstance(resolved.get("properties"), Mapping):
+    shapes = list(_shapes(schema, root)) if isinstance(value, dict | list) else []
+    if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
-        return {name: _fitted(item, _property(resolved, name), root) for name, item in items}
-    if isinstance(value, list) and isinstance(resolved.get("items"), Mapping):
-        return [_fitted(item, resolved["items"], root) for item in cast("list[Any]", value)]
+        return {
+            name: _fitted(item, _within(shapes, lambda shape, name=name: _property(shape, name)), root)
+            for name, item in items
+        }
+    if isinstance(value, list):
+        return [
+            _fitted(item, _within(shapes, lambda shape, at=at: _item(shape, at)), root)
+            for at, item in enumerate(cast("list[Any]", value))
+        ]
     return value
+
+
+def _shapes(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
+    """Yield a schema and those that it is made of."""
+    schema = _resolved(schema, root)
+    yield schema
+    for union in ("anyOf", "oneOf", "allOf") if depth < _DEEPEST else ():
+        for part in schema.get(union) or ():
+            yield from _shapes(part, root, depth + 1)
+
+
+def _within(shapes: Sequence[Schema], part: Callable[[Schema], Any]) -> Any:
+    """Return the schema of what is within a value, which may have any of these shapes."""
+    known = [schema for shape in shapes if (schema := part(shape)) is not None]
+    return known[0] if len(known) == 1 else {"anyOf": known}
 
 
 def argument_of(text: str, name: str, schema: Any) -> Any:
@@ -60,7 +90,8 @@ def types_of(schema: Any, root: Schema, depth: int = 0) -> tuple[set[str], list[
         return set(), []
     choices = [schema["const"]] if "const" in schema else list(schema.get("enum") or ())
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else set(named) if isinstance(named, Sequence) else set[str]()
+    names = [named] if isinstance(named, str) else named if isinstance(named, Sequence) else []
+    types = {_OTHER_NAMES.get(name.lower(), name.lower()) for name in names if isinstance(name, str)}
     if choices and not types:
         types = {next(name for name, kind in _KINDS if isinstance(choice, kind)) for choice in choices}
     for union in ("anyOf", "oneOf"):
@@ -98,11 +129,16 @@ def _property(schema: Schema, name: str) -> Any:
     return known if known is not None else schema.get("additionalProperties")
 
 
+def _item(schema: Schema, at: int) -> Any:
+    first = schema.get("prefixItems")
+    return first[at] if isinstance(first, list) and at < len(first) else schema.get("items")
+
+
 def _read(text: str, types: set[str], choices: Sequence[Any]) -> Any:
     """Return what a text says in one of the types; the text itself if it says nothing in these."""
     stripped = text.strip()
     for choice in choices:
-        if stripped == (choice if isinstance(choice, str) else json.dumps(choice)):
+        if stripped in (choice, json.dumps(choice)):
             return choice
     if types == {"string"}:
         return text

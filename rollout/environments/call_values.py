@@ -57,17 +57,24 @@ def end_behind(text: str, mark: str, begin: int) -> int:
 
 def call_of(value: Any) -> Call:
     """Return the call that {"name": ..., "arguments" or "parameters": {...}} is. Without arguments, or with
-    the text of a JSON object for them, too. Raises NoCall.
+    the text of a JSON object for them, or as the OpenAI API has it (`function`), too. Raises NoCall.
     """
     if not isinstance(value, dict):
         raise NoCall
+    if "name" not in value:  # {"type": "function", "function": {...}}, or the function's name alone
+        function = value.get("function")
+        value = {**value, **(function if isinstance(function, dict) else {"name": function})}
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(source := arguments, str) and source.strip():
-        arguments, end = read_json(source)
+    if isinstance(source := arguments, str):
+        arguments, end = read_json(source) if source.strip() else (None, len(source))
         if source[end:].strip():
             raise NoCall
     name, id = value.get("name"), value.get("id")
-    if not isinstance(name, str) or not (isinstance(arguments, dict) or arguments in (None, "")):
+    is_elsewhere = arguments is None and any(
+        isinstance(other, dict) for key, other in value.items() if key != "function"
+    )
+    is_object = isinstance(arguments, dict) or arguments in (None, [])
+    if not isinstance(name, str) or is_elsewhere or not is_object:
         raise NoCall
     is_id = isinstance(id, str) and re.fullmatch("[a-zA-Z0-9]{9}", id)
     return Call(name, arguments if isinstance(arguments, dict) else {}, id if is_id else None)

@@ -73,9 +73,11 @@ def gemma4(text: str, schemas: Mapping[str, Any]) -> Found:
         reader.expect("call:")
         name = reader.name()
         is_empty = text.startswith("<tool_call|>", reader.at)
-        call = call_of({"name": name, "arguments": {} if is_empty else reader.value()})
+        arguments = {} if is_empty else reader.value()
         reader.expect("<tool_call|>")
-        return [call], reader.at
+        if not isinstance(arguments, dict):
+            raise NoCall
+        return [Call(name, arguments)], reader.at
 
     return calls_behind(text, re.compile(r"<\|tool_call>"), read)
 

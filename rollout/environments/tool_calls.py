@@ -40,6 +40,9 @@ def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     begin = _behind_reasoning(text, parser, schemas)
     before, read = _read(parser, text[begin:], schemas)
+    if not read:  # a call of these functions without the marks of the family
+        bare = _FENCE.sub("", text[begin:])
+        read = [None for call in _read("llama3_json", bare, schemas)[1] if call is not None]
     calls = [call for call in read if call is not None]
     seed = hashlib.sha256(json.dumps([turn.prompt_ids, turn.token_ids]).encode()).hexdigest()
     ids = [call.id or _id(f"{seed}/{number}") for number, call in enumerate(calls)]
@@ -65,7 +68,8 @@ def _fitting(call: Call | None, schemas: Mapping[str, Any]) -> Call | None:
     if call is None or call.name not in schemas or not isinstance(call.arguments, dict):
         return None
     try:
-        json.dumps(call.arguments, allow_nan=False)  # 1e999 is read as infinity
+        # 1e999 is read as infinity, and half a character is no text.
+        json.dumps(call.arguments, allow_nan=False, ensure_ascii=False).encode()
         return call._replace(arguments=fitted(call.arguments, schemas[call.name]))
     except (ValueError, RecursionError):
         return None
@@ -85,9 +89,9 @@ def _behind_reasoning(text: str, parser: str, schemas: Mapping[str, Any]) -> int
         if is_argument:
             _, calls = _read(parser, text[begin : close + len(closes)], schemas)
             _, earlier = _read(parser, text[begin:at], schemas)
-            is_argument = (
-                bool(calls) and None not in calls and len(calls) > len(earlier) - earlier.count(None)
-            )
+            complete = len(earlier) - earlier.count(None)
+            is_argument = bool(calls) and None not in calls and len(calls) > complete
+            is_argument &= not (closes and complete)  # else the call had ended before the mark
         if not is_argument:
             return at + len(end)
         at = text.rfind(end, 0, at)
@@ -145,10 +149,11 @@ def _llama3_json(text: str, schemas: Mapping[str, Any]) -> Found:
     while rest:
         try:
             value, end = read_json(rest)
-            is_call = isinstance(value, dict) and (value.keys() & {"parameters", "arguments"})
-            if not is_call and not (isinstance(value, dict) and value.get("name") in schemas):
-                raise NoCall
-            calls.append(call_of(value))
+            for each in value if isinstance(value, list) else [value]:
+                is_call = isinstance(each, dict) and each.keys() & {"parameters", "arguments", "function"}
+                if not is_call and not (isinstance(each, dict) and each.get("name") in schemas):
+                    raise NoCall
+                calls.append(call_of(each))
         except (ValueError, RecursionError):
             return "", [*calls, None] if calls or is_marked else []
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
@@ -189,12 +194,13 @@ def _call_or_none(value: Any) -> Call | None:
         return None
 
 
+_FENCE = re.compile(r"\A\s*```\w*|```\s*\Z")
 _QWEN_MARK = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
 _QWEN_NAME = re.compile(r"([^>\n]+)>")
 _QWEN_ARGUMENT = re.compile(
     r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))", re.DOTALL
 )
-_MISTRAL_NAME = re.compile(r"([\w.-]+)(?:\[ARGS\])?\s*(?:(?=(\{))|(?=\[TOOL_CALLS\]|$))")
+_MISTRAL_NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?:(?=(\{))|(?=\[TOOL_CALLS\]|$))")
 PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Found]] = {
     "hermes": _hermes,
     "qwen3_coder": _qwen3_coder,

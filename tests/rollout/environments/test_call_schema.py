@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollout.engines.completion import Completion
-from rollout.environments.call_schema import argument_of
+from rollout.environments.call_schema import argument_of, fitted
 from rollout.environments.policy import sample_of
 from rollout.environments.tool_calls import PARSERS, with_calls
 
@@ -72,6 +72,7 @@ VALUES = [
     ("nullable", "null", None),
     ("nested", '{"b": "False"}', {"b": False}),
     ("items", '["1", 2.0]', [1, 2]),
+    ("side", '"left"', "left"),
     ("i", "five", "five"),
     ("loop", "5", 5),
     ("unknown", "5", 5),
@@ -99,7 +100,8 @@ CALLS = {
 
 @pytest.mark.parametrize("parser", CALLS)
 @pytest.mark.parametrize("nothing", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": {}',
-                                     ', "parameters": "{}"'])  # fmt: skip
+                                     ', "parameters": "{}"', ', "arguments": " "',
+                                     ', "arguments": []'])  # fmt: skip
 def test_call_without_arguments_is_a_call_however_that_is_said(parser: str, nothing: str) -> None:
     (call,) = read(parser, CALLS[parser]("now", nothing)).calls
     assert (call.name, call.arguments) == ("now", {})
@@ -145,7 +147,34 @@ def test_marks_inside_of_values_without_quotes_are_theirs(value: str) -> None:
 
 def test_values_of_json_have_the_types_of_the_schema_too() -> None:
     (call,) = read("hermes", CALLS["hermes"]("f", ', "arguments": {"b": "False", "i": 5.0, "s": 5}')).calls
-    assert call.arguments == {"b": False, "i": 5, "s": 5}
+    assert call.arguments == {"b": False, "i": 5, "s": "5"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "typed"),
+    [
+        ("maybe_object", {"k": "5"}, {"k": 5}),
+        ("maybe_object", '{"k": "5"}', {"k": 5}),
+        ("maybe_items", ["1", 2.0], [1, 2]),
+        ("map", {"x": "1", "y": 2}, {"x": 1, "y": 2}),
+        ("pair", ["1", 2], [1, "2"]),
+        ("python", "5", 5),
+        ("google", "5", 5),
+        ("s", {"a": 1}, '{"a": 1}'),
+        ("s", None, None),
+    ],
+)
+def test_values_within_values_have_the_types_of_the_schema(name: str, value: Any, typed: Any) -> None:
+    item, counts = {"k": {"type": "integer"}}, {"type": "array", "items": {"$ref": "#/$defs/Count"}}
+    properties = SCHEMA["properties"] | {
+        "maybe_object": {"anyOf": [{"type": "object", "properties": item}, {"type": "null"}]},
+        "maybe_items": {"anyOf": [counts, {"type": "null"}]},
+        "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "pair": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]},
+        "python": {"type": "int"},
+        "google": {"type": "INTEGER"},
+    }
+    assert fitted({name: value}, SCHEMA | {"properties": properties}) == {name: typed}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +194,49 @@ def test_call_that_cannot_be_read_hides_no_other_and_is_counted(parser: str, goo
         assert [call.name for call in turn.calls] == ["now"] and turn.unread_calls == 1
     assert sample_of(read(parser, bad)).metrics == {"unread_calls": 1.0}
     assert sample_of(read(parser, good)).metrics == {"unread_calls": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", CALLS["hermes"]("f", ', "args": {"s": "5"}')),
+        ("hermes", CALLS["hermes"]("f", ', "arguments": {"s": "\\ud83d"}')),
+        ("hermes", CALLS["llama3_json"]("f", ', "arguments": {"s": "5"}')),
+        ("hermes", f"```json\n{CALLS['llama3_json']('f', '')}\n```"),
+        ("qwen3_coder", CALLS["llama3_json"]("now", "")),
+    ],
+)
+def test_call_in_another_form_than_the_family_writes_is_counted(parser: str, text: str) -> None:
+    turn = read(parser, text)
+    assert (turn.calls, turn.unread_calls) == ((), 1)
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_call_as_the_api_writes_it_is_read(parser: str) -> None:
+    wrapped = CALLS[parser]("f", ', "arguments": {"s": "5"}').replace('{"name"', '{"function": {"name"')
+    (call,) = read(parser, wrapped.replace('"5"}}', '"5"}}}')).calls
+    assert call.arguments == {"s": "5"}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3_json", '[{"name": "f", "parameters": {"s": "5"}}]'),
+        ("llama3_json", '{"type": "function", "function": "f", "parameters": {"s": "5"}}'),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"s": "5"}'),
+        (
+            "hermes",
+            f"<think>{CALLS['hermes']('now', '')}</think>"
+            + CALLS["hermes"]("f", ', "arguments": {"s": "5"}'),
+        ),
+        ("qwen3_coder", f"<think>{QWEN % ('now', '')}</think>" + QWEN % ("f", "<parameter=s>5</parameter>")),
+    ],
+)
+def test_calls_of_neighbouring_forms_are_read_and_drafts_of_the_reasoning_are_none(
+    parser: str, text: str
+) -> None:
+    (call,) = read(parser, text).calls
+    assert (call.name, call.arguments) == ("f", {"s": "5"})
 
 
 @pytest.mark.parametrize("parser", PARSERS)

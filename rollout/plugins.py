@@ -19,6 +19,8 @@ from rollout.origin import Code
 
 PACKAGES = ("rollout", "trainer", "coordinator")
 """Ours. The current directory may have files of these names."""
+_searched: list[str] = []
+"""Where this process searched for modules before it loaded code of the user's."""
 
 
 class PluginError(ValueError):
@@ -43,8 +45,9 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything when it is imported
+        sys.path = search_path()
         error_text = " ".join(str(error).split())
-        searched = f"looked for in {os.getcwd()}, on PYTHONPATH and in what is installed"
+        searched = f"looked for in {_here() or 'no directory'}, on PYTHONPATH and in what is installed"
         # The module that lacks a name: of `from queue import Tasks`, of `import queue; queue.Tasks`
         lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
         lacking = lacking or getattr(getattr(error, "obj", None), "__name__", "")
@@ -52,6 +55,7 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
             f"module {module_name!r} cannot be imported: {type(error).__name__}: {error_text} "
             f"({hidden_file(str(lacking)) or searched})"
         ) from error
+    sys.path = search_path()  # what this program imports later must be found too
     function = getattr(module, function_name, None)
     if not callable(function):
         problem = "no such name" if function is None else f"a {type(function).__name__}, no function"
@@ -77,11 +81,36 @@ def search_here() -> None:
     """Have imports search the current directory, behind everything else: a file there may well be named like
     one of our packages, of the standard library, or of what is installed.
     """
+    sys.path = search_path()
     for package in PACKAGES:  # what finds an editable installation of them is asked after all of sys.path
         with suppress(ImportError):
             importlib.import_module(package)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if (here := _here()) and here not in sys.path:
+        sys.path.append(here)
+    if not _searched:
+        _searched.extend(sys.path)
+
+
+def _here() -> str:
+    """Return the current directory; empty if it was removed, which user code may have gone to."""
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return ""
+
+
+def search_path() -> list[str]:
+    """Return where imports search: where they do now, and last where they did before the user's code was
+    loaded, which may have taken that away, or put there what is no path.
+    """
+    now: Any = sys.path
+    paths = [path for path in now if isinstance(path, str)] if isinstance(now, list) else list[str]()
+    return list(dict.fromkeys([*paths, *_searched]))
+
+
+def keep_recursion() -> None:
+    """Let code of the user's raise the limit of recursion, and not lower it: this program runs beside it."""
+    least, limit = sys.getrecursionlimit(), sys.setrecursionlimit
+    sys.setrecursionlimit = lambda new, /: limit(max(new, least))
 
 
 def hidden_file(module_name: str) -> str:
@@ -92,7 +121,7 @@ def hidden_file(module_name: str) -> str:
     spec = None
     with suppress(ValueError, ImportError):
         spec = importlib.util.find_spec(top)
-    file = _source_file(Path(top).absolute(), inner)
+    file = _source_file(Path(top), inner)
     if file is None or spec is None:
         return ""
     places = spec.submodule_search_locations or [str(spec.origin).removesuffix(".py")]
@@ -101,7 +130,8 @@ def hidden_file(module_name: str) -> str:
             return ""
     kind = "Flagpost's own package" if top in PACKAGES else "Python's own module"
     kind = kind if top in {*PACKAGES, *sys.stdlib_module_names} else f"the installed module at {places[0]}, "
-    return f"{file} is hidden by {kind} {top!r}, which imports find first; give your file another name"
+    path = file.absolute()
+    return f"{path} is hidden by {kind} {top!r}, which imports find first; give your file another name"
 
 
 def is_installed(library: str) -> bool:

@@ -39,6 +39,7 @@ from coordinator.directory.parts import PartWriter
 from coordinator.journal.logs import is_for_people
 from rollout.collect import OURS, Collector, Stopped
 from rollout.engines.answers import EngineError
+from rollout.plugins import keep_recursion
 from rollout.slots import Listed, Slot, Source
 from rollout.storage.retry import SharedFsError, waiting_for_space
 from rollout.tally import Tally
@@ -354,6 +355,7 @@ def main() -> int:
     """Run the collector."""
     process = Process(Path(sys.argv[1]))
     _set_up_log(process)
+    keep_recursion()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of samples have connections each
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from rollout.storage import files
 
 FEW_PROCESSES = 512
 """A node has some 20 processes, and threads count as processes: a torch process has dozens."""
+LEAST_PROCESSES = 48
+"""So many, with threads, has a run of one node on two cores."""
 SMALL_SHM_BYTES = 1 << 30
 _UP = 1
 _AGAIN = re.escape(str(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
@@ -110,6 +113,21 @@ def oddities() -> Iterator[str]:
             yield f"locks are refused in {folder}: files stand for them (or set TMPDIR to a local disk)"
     if (most := _most_processes()) is not None and most < FEW_PROCESSES:
         yield f"{most} processes and threads are allowed: a node may need more (docker: --pids-limit)"
+
+
+def startable(most: int) -> int:
+    """Return how many more threads can be started here, `most` at most; each counts as a process."""
+    end = threading.Event()
+    threads: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError):
+        for _ in range(most):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    end.set()
+    for thread in threads:
+        thread.join()
+    return len(threads)
 
 
 def explained(error: BaseException) -> BaseException:

@@ -34,6 +34,7 @@ from typing import IO, Any
 import psutil
 
 from rollout.environment_variables import cores
+from rollout.plugins import search_path
 
 START_TIMEOUT_S = 120.0
 """How long Python and the library may take to start. It counts against no call's deadline."""
@@ -115,11 +116,23 @@ class ProcessPool:
                 raise CallFailed("the pool is closed")
             self._calls.put(call)
             if not self._idle.acquire(blocking=False) and self._workers < self.size:
-                if self._workers == 0:
-                    atexit.register(self.close)  # so that an orderly end reaps the processes too
-                self._workers += 1
-                threading.Thread(target=self._work, name=f"pool {self.maker}", daemon=True).start()
+                self._start_worker()
         return call.future
+
+    def _start_worker(self) -> None:
+        """Start a thread that makes calls. If none can be started, other threads make this call; if there is
+        none, RuntimeError.
+        """
+        try:
+            threading.Thread(target=self._work, name=f"pool {self.maker}", daemon=True).start()
+        except RuntimeError:  # too few are allowed
+            if self._workers == 0:
+                self._calls.get()
+                raise
+            return
+        if self._workers == 0:
+            atexit.register(self.close)  # so that an orderly end reaps the processes too
+        self._workers += 1
 
     async def wait(self, *arguments: Any, deadline_s: float) -> Any:
         """As `call`, in an event loop. If it is cancelled, the process that makes the call is killed."""
@@ -195,7 +208,7 @@ class ProcessPool:
                 raise CallFailed("the pool is closed")
             process = _Process(self.maker, self._say)
             self._processes.add(process)
-        first = {"parameters": self._parameters, "path": sys.path, "is_library": self._say is None}
+        first = {"parameters": self._parameters, "path": search_path(), "is_library": self._say is None}
         try:
             answer = process.exchange(json.dumps(first).encode() + b"\n", START_TIMEOUT_S)
             if "error" in answer:

@@ -52,6 +52,8 @@ def main(maker: str) -> None:
         _search(first["path"])
         if first["is_library"]:
             _restrict()
+        else:
+            importlib.import_module("rollout.plugins").keep_recursion()
         answer(lambda: functions.append(_make(maker, first["parameters"])), [])
         for line in lines if functions else ():
             answer(functions[0], json.loads(line))

@@ -44,6 +44,15 @@ def judge_machine(oddities: Sequence[str]) -> Check:
     return Check("machine", "; ".join(oddities), "warn", "a run does without", {"lacks": list(oddities)})
 
 
+def judge_processes(startable: int, least: int) -> list[Check]:
+    """Judge how many more processes and threads can be started; no row if a run has at `least` enough."""
+    if startable >= least:
+        return []
+    advice = f"a run has {least} on the smallest machine: raise ulimit -u, docker --pids-limit or pids.max"
+    figure = f"{startable} more can be started, threads included"
+    return [Check("processes", figure, "fail", advice, {"startable": startable})]
+
+
 def judge_gpus(gpus: Sequence[Mapping[str, Any]], usable: int, problem: str, machine: str) -> Check:
     """Judge GPUs, {"name", "memory_bytes" or None} from the driver, and how many this process may use."""
     values = {"gpus": [dict(gpu) for gpu in gpus], "usable": usable}

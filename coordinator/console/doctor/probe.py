@@ -24,7 +24,7 @@ from coordinator.console.doctor.partner import Partner, versioned
 from coordinator.machine import network
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.gpus import count_gpus, list_gpus
-from coordinator.machine.oddities import oddities
+from coordinator.machine.oddities import LEAST_PROCESSES, oddities, startable
 from rollout.environment_variables import cores
 from rollout.storage import files, once
 from rollout.storage.retry import SharedFsError, retry
@@ -61,6 +61,7 @@ def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[
         yield "write speed", lambda: check_big_file(directory, partner)
     yield "address", lambda: [check_addresses()]
     yield "machine", lambda: [judge_node.judge_machine(list(oddities()))]
+    yield "processes", lambda: judge_node.judge_processes(startable(LEAST_PROCESSES), LEAST_PROCESSES)
     yield "GPUs", lambda: [check_gpus()]
     yield "versions", lambda: [judge_node.judge_versions(versions(), NEEDED)]
 

@@ -2,13 +2,15 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from coordinator import cli
+from coordinator.console.doctor.node_checks import judge_processes
 from coordinator.machine import oddities
-from coordinator.machine.oddities import TooFewProcesses, explained
+from coordinator.machine.oddities import TooFewProcesses, explained, startable
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,26 @@ def test_command_that_cannot_start_says_why_in_a_line(
     assert cli.main() == code
     last = capsys.readouterr().err
     assert last.startswith(text) and last.count("\n") == 1
+
+
+@pytest.mark.parametrize("allowed", [3, 10])
+def test_doctor_says_that_a_node_may_start_too_few_processes(
+    monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    rows = judge_processes(startable(10), 10)
+    assert [(row.verdict, row.figure) for row in rows] == [
+        ("fail", "3 more can be started, threads included")
+    ] * (allowed < 10)
+    assert len(started) == allowed and not any(thread.is_alive() for thread in started)
 
 
 def test_other_error_stays_as_it_is() -> None:

@@ -98,6 +98,45 @@ def cispo() -> dict[str, Any]:
     }
 
 
+def sapo() -> dict[str, Any]:
+    """Soft adaptive policy optimization: Gao et al. 2025, arXiv 2511.20347.
+
+    GRPO with a smooth gate in place of the clip, and no KL: a token far from the old policy counts less and
+    less instead of not at all.
+    """
+    return {
+        "advantage": "standardised",
+        "clip": "soft",
+        "aggregation": "sequence",
+        "keep_flat_groups": True,
+    }
+
+
+def gmpo() -> dict[str, Any]:
+    """Geometric-mean policy optimization: Zhao et al. 2025, arXiv 2507.20673.
+
+    The geometric mean of a sequence's ratios, each clipped to e^-0.4 to e^0.4 (section 4): one token with an
+    absurd ratio does not carry the others away.
+    """
+    return {
+        "advantage": "standardised",
+        "clip": "geometric",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "aggregation": "sequence",
+        "keep_flat_groups": True,
+    }
+
+
+def maxrl() -> dict[str, Any]:
+    """Maximum likelihood reinforcement learning: Tajwar et al. 2026, arXiv 2602.02710.
+
+    A = (r - mean) / mean, of rewards 0 and 1: a step climbs the mean of log p, the chance of a success, where
+    r - mean climbs that of p. An answer is one action, so its tokens are summed; nothing is clipped.
+    """
+    return {"advantage": "success", "clip": "none", "aggregation": "constant", "keep_flat_groups": True}
+
+
 def rloo() -> dict[str, Any]:
     """REINFORCE leave-one-out: Ahmadian et al. 2024, arXiv 2402.14740.
 
@@ -183,6 +222,9 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "dapo": dapo,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "maxrl": maxrl,
     "rloo": rloo,
     "reinforce++": reinforce_pp,
     "rft": rft,

@@ -27,25 +27,27 @@ class TrainerSettings(Settings):
     algorithm: str = "default"
     """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
     are given themselves."""
-    advantage: Literal["centred", "standardised", "leave_one_out", "whitened", "one", "zero", "pair"] = (
-        "centred"
-    )
+    advantage: Literal[
+        "centred", "standardised", "leave_one_out", "success", "whitened", "one", "zero", "pair"
+    ] = "centred"
     """How a reward r becomes an advantage: r - mean of its group; the same over the group's standard
-    deviation; r - mean of the others; r - mean of its group, whitened over the tokens of the batch; 1 for
-    every sample; 0 for every sample; only the best and the worst sample of a group are trained, as a pair
-    (`pair_beta`)."""
+    deviation; r - mean of the others; r - mean over the mean (rewards from 0 up); r - mean of its group,
+    whitened over the tokens of the batch; 1 for every sample; 0 for every sample; only the best and the worst
+    sample of a group are trained, as a pair (`pair_beta`)."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair: how much of a distance from the base model it takes to prefer the better sample
     (beta of DPO, arXiv 2305.18290)."""
     ratio: Literal["token", "sequence"] = "token"
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
-    clip: Literal["ppo", "dual", "cispo", "none", "likelihood"] = "ppo"
-    """What is done with the ratio: PPO's clip; PPO's clip with a floor (`dual_clip`); CISPO's clip; nothing;
-    or no ratio at all, A log pi (likelihood)."""
+    clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "none", "likelihood"] = "ppo"
+    """What is done with the ratio: PPO's clip; PPO's clip with a floor (`dual_clip`); CISPO's clip; SAPO's
+    soft gate; GMPO's geometric mean over a sequence of clipped ratios; nothing; or no ratio at all, A log pi
+    (likelihood)."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """How far below 1 the ratio may go; see `clip_high`."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476)."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476); with clip=geometric its
+    logarithm to [-clip_low, clip_high]."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
     aggregation: Literal["token", "sequence", "sum", "constant"] = "token"
@@ -184,7 +186,13 @@ class TrainerSettings(Settings):
                 f"trainer.save_interval={self.save_interval} with trainer.keep_alive=false would repeat the "
                 "training since the last saved state in every iteration; leave one of them out"
             )
-        if self.kl != "off" and self.kl_in != "loss" and self.advantage in {"standardised", "one", "pair"}:
+        if self.advantage == "success" and self.overlong == "penalise":
+            raise ValueError(
+                "trainer.overlong=penalise with trainer.advantage=success: a penalty makes rewards "
+                "negative, and success divides by their mean; use trainer.overlong=drop or another advantage"
+            )
+        scaled = {"standardised", "success", "one", "pair"}
+        if self.kl != "off" and self.kl_in != "loss" and self.advantage in scaled:
             raise ValueError(
                 f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "
                 "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"

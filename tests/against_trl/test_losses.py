@@ -35,6 +35,7 @@ from trl import (  # type: ignore[import-not-found]
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer  # type: ignore[import-not-found]
 
 from rollout.trajectory import Group, Sample
 from tests.models import EOS, make_model
@@ -133,7 +134,7 @@ def trl(model_dir: Path, tmp_path: Path) -> Callable[..., Found]:
     """Let TRL's trainer take the steps of the batch."""
 
     def run(steps: int, cls: Any = GRPOTrainer, engine: str | None = None, **settings: Any) -> Found:
-        config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[cls]
+        config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, GMPOTrainer: GMPOConfig}[cls]
         trainer = make_trainer(
             cls, config, model_dir, tmp_path,
             per_device_train_batch_size=ROWS // steps, steps_per_generation=steps,
@@ -294,6 +295,7 @@ BOTH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
         {"algorithm": "gspo"},
     ),
+    "sapo": ({"loss_type": "sapo"}, {"algorithm": "sapo"}),
 }
 """TRL's settings, and ours."""
 CORRECTIONS: list[tuple[str | None, str]] = [
@@ -323,6 +325,12 @@ def test_loss_and_gradient_are_those_of_trl(
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the gradient: see above
     else:
         assert_equal(found, expected, steps)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gmpo_is_that_of_trl(trl: Callable[..., Found], ours: Callable[..., Found], steps: int) -> None:
+    expected = trl(steps, GMPOTrainer, beta=0.0)
+    assert_equal(ours(expected.order, steps, algorithm="gmpo"), expected, steps)
 
 
 @pytest.mark.parametrize("name", ["dapo", "cispo"])

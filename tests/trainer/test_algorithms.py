@@ -20,7 +20,7 @@ REWARDS = [[1.0, 0.0, 0.25], [0.0, 2.0], [1.0, 1.0]]
 # inside and outside of every preset's clip, for both signs of the advantage.
 TOKENS: dict[tuple[int, int], list[list[float]]] = {
     (0, 0): [[-1.0, -0.5, -2.0], [-1.05, -1.0, -1.0], [-1.0, -1.1, -0.9], [-1.2, -0.6, -1.5]],
-    (0, 1): [[-0.5, -2.0], [-1.0, -1.6], [-1.0, -1.5], [-0.7, -1.0]],
+    (0, 1): [[-0.5, -2.0], [-1.0, -1.55], [-1.0, -1.5], [-0.7, -1.0]],
     (0, 2): [
         [-3.0, -0.3, -1.0, -2.0, -1.5],
         [-2.9, -0.7, -2.7, -2.0, -1.4],
@@ -64,6 +64,9 @@ ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
     "dapo": {**STANDARDISED, **{(0, j): a / std([1, 0, -0.75]) for j, a in enumerate(OVERLONG_0)}},
     "gspo": {**STANDARDISED, **FLAT},
     "cispo": STANDARDISED,
+    "sapo": {**STANDARDISED, **FLAT},
+    "gmpo": {**STANDARDISED, **FLAT},
+    "maxrl": {(0, 0): 1.4, (0, 1): -1.0, (0, 2): -0.4, (1, 0): -1.0, (1, 1): 1.0, **FLAT},
     "rloo": {(0, 0): 0.875, (0, 1): -0.625, (0, 2): -0.25, (1, 0): -2.0, (1, 1): 2.0, **FLAT},
     "reinforce++": {key: (a - MEAN) / SPREAD for key, a in {**CENTRED, **FLAT}.items()},
     "rft": {(0, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0},
@@ -127,6 +130,30 @@ def cispo(rows: list[Row], at: list[Row]) -> float:
     return -total / tokens(rows)
 
 
+def sapo(rows: list[Row], at: list[Row]) -> float:
+    total = 0.0
+    for new, old, engine, _, a in rows:
+        tau = 1.0 if a > 0 else 1.05
+        gates = [4 / (tau * (1 + exp(-tau * (exp(n - o) - 1)))) for n, o in zip(new, old, strict=True)]
+        total += sum(tis(o, e) * g * a for g, o, e in zip(gates, old, engine, strict=True)) / len(new)
+    return -total / len(rows)
+
+
+def gmpo(rows: list[Row], at: list[Row]) -> float:
+    """Corrected for the engine by token, so in the form of GSPO-token."""
+
+    def clipped(log_ratio: float, a: float) -> float:
+        return min(log_ratio, 0.4) if a > 0 else max(log_ratio, -0.4)
+
+    total = 0.0
+    for (new, old, engine, _, a), (now, *_) in zip(rows, at, strict=True):
+        moved, still = ([clipped(n - o, a) for n, o in zip(at, old, strict=True)] for at in (new, now))
+        mean = sum(still) / len(still)
+        terms = [tis(o, e) * exp(mean + m - s) for m, s, o, e in zip(moved, still, old, engine, strict=True)]
+        total += a * sum(terms) / len(new)
+    return -total / len(rows)
+
+
 def rloo(rows: list[Row], at: list[Row]) -> float:
     total = 0.0
     for new, old, engine, _, a in rows:
@@ -163,6 +190,9 @@ LOSSES: dict[str, Callable[[list[Row], list[Row]], float]] = {
     "dapo": dapo,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "maxrl": rloo,
     "rloo": rloo,
     "reinforce++": reinforce_pp,
     "rft": likelihood,

@@ -29,6 +29,18 @@ def _leave_one_out(rewards: Values) -> Values:
     return (rewards - rewards.mean()) * len(rewards) / max(1, len(rewards) - 1)
 
 
+def _success(rewards: Values) -> Values:
+    """(r - mean) / mean (MaxRL, arXiv 2602.02710): with rewards of 0 and 1 the step climbs log p, where p is
+    the chance of a success, so a task that hardly ever succeeds weighs more.
+    """
+    if (rewards < 0).any():
+        raise ValueError(
+            f"trainer.advantage=success divides by a group's mean reward, so it needs rewards from 0 up, got "
+            f"{rewards.tolist()}; shift the reward, or take another advantage"
+        )
+    return (rewards - rewards.mean()) / rewards.mean()
+
+
 def _pair(rewards: Values) -> Values:
     """1 for the first of the best, -1 for the first of the worst, 0 for all others."""
     signs = np.zeros_like(rewards)
@@ -40,6 +52,7 @@ _KINDS: dict[str, Callable[[Values], Values]] = {
     "centred": _centred,
     "standardised": _standardised,
     "leave_one_out": _leave_one_out,
+    "success": _success,
     "whitened": _centred,  # `whiten` does the second half, which needs the whole batch
     "one": np.ones_like,
     "zero": np.zeros_like,
@@ -53,7 +66,7 @@ def group_advantages(rewards: ArrayLike, kind: str = "centred", *, keep_flat: bo
     `rewards` (n,) holds the samples that exist: the caller leaves out a cancelled or failed one, which is not
     a zero. The result is None if the group teaches nothing, with fewer than two samples or no variance;
     zeros with `keep_flat`. `one` is 1 for every sample, `zero` 0. Raises ValueError for a
-    reward that is not finite.
+    reward that is not finite, or that `kind` has no advantage for.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from trainer.settings import TrainerSettings
 
+SOFT_TEMPERATURES = (1.0, 1.05)
+"""Of clip=soft, for advantages above 0 and for the others: what pushes tokens down is damped sooner (SAPO,
+arXiv 2511.20347)."""
 _STATISTIC_MAX = 20.0
 """Limit of a log ratio in a statistic: one absurd token must not make the statistic infinite."""
 
@@ -55,7 +58,7 @@ def policy_loss(
     """
     old_logprobs = old_logprobs.detach()
     ratio = _ratio(logprobs, old_logprobs, sequences, settings)
-    objective, cut_off = _objective(ratio, logprobs, advantages, settings)
+    objective, cut_off = _objective(ratio, logprobs, advantages, sequences, settings)
     log_mismatch = torch.where(engine_logprobs.isnan(), 0.0, old_logprobs - engine_logprobs)
     weight = _correction(log_mismatch, sequences, settings)
     terms = -weight * objective
@@ -90,13 +93,16 @@ def _ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, settings: 
 
 
 def _objective(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, settings: TrainerSettings
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, sequences: Tensor, settings: TrainerSettings
 ) -> tuple[Tensor, Tensor]:
     """(N,) what is to be maximised, and (N,) bool, where the clip has cut off or weakened its gradient.
 
     none: rho A. ppo: min(rho A, clip(rho) A). dual: as ppo, but at least c A where A < 0 (arXiv 1912.09729).
-    cispo: sg(clip(rho)) A log pi, which keeps a gradient at every token (arXiv 2506.13585). likelihood:
-    A log pi; with A = 1 the loss is the negative log-likelihood, whatever the ratio.
+    cispo: sg(clip(rho)) A log pi, which keeps a gradient at every token (arXiv 2506.13585). soft:
+    A (4 / t) sigmoid(t (rho - 1)), a gate whose slope is 1 at rho = 1 and less on both sides (SAPO, arXiv
+    2511.20347); weakened is what has less than half. geometric: A times the geometric mean of the sequence's
+    ratios, with log rho clipped to [-clip_low, clip_high] where the advantage leads further out (GMPO, arXiv
+    2507.20673). likelihood: A log pi; with A = 1 the loss is the negative log-likelihood, whatever the ratio.
     """
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     match settings.clip:
@@ -110,6 +116,18 @@ def _objective(
             return torch.minimum(ratio * advantages, clipped * advantages), (
                 clipped * advantages < ratio * advantages
             )
+        case "soft":
+            temperature = torch.where(advantages > 0, *ratio.new_tensor(SOFT_TEMPERATURES))
+            gate = torch.sigmoid(temperature * (ratio - 1))
+            return 4 / temperature * gate * advantages, 4 * gate * (1 - gate) < 0.5
+        case "geometric":
+            log_ratio = torch.log(ratio)
+            bounded = log_ratio.clamp(-settings.clip_low, settings.clip_high)
+            kept = torch.where(
+                advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
+            )
+            mean = _means(kept.detach(), sequences)[sequences]
+            return torch.exp(mean + kept - kept.detach()) * advantages, kept != log_ratio
         case "dual":
             bounded = torch.minimum(ratio * advantages, clipped * advantages)
             floor = torch.where(advantages < 0, settings.dual_clip * advantages, -torch.inf)

@@ -14,6 +14,7 @@ KINDS = ["centred", "standardised", "leave_one_out", "whitened", "one"]
         ("centred", [0.75, -0.25, -0.25, -0.25]),
         ("standardised", [1.5, -0.5, -0.5, -0.5]),  # the deviation of the sample is 1/2
         ("leave_one_out", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        ("success", [3.0, -1.0, -1.0, -1.0]),
         ("whitened", [0.75, -0.25, -0.25, -0.25]),
         ("one", [1.0, 1.0, 1.0, 1.0]),
     ],
@@ -43,6 +44,13 @@ def test_rewards_that_differ_by_rounding_alone_are_not_blown_up() -> None:
 def test_reward_that_is_not_a_number_is_refused_with_the_values(kind: str) -> None:
     with pytest.raises(ValueError, match=r"nan.*reward function"):
         group_advantages([1.0, float("nan")], kind)
+
+
+def test_success_needs_rewards_that_are_not_negative() -> None:
+    with pytest.raises(
+        ValueError, match=r"success divides .* from 0 up, got \[-1.0, 1.0\]; shift the reward"
+    ):
+        group_advantages([-1.0, 1.0], "success")
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=16), st.sampled_from(KINDS[:-1]))

@@ -219,6 +219,8 @@ def test_sharded_layout_without_a_job_is_refused() -> None:
         ({"lora": {"rank": 4}, "tensor_parallel_size": 2}, "adapters are not split"),
         ({"keep_alive": False, "save_interval": 2}, "would repeat the training"),
         ({"algorithm": "gspo", "kl": "k1", "kl_in": "reward"}, "kl_in=reward with .*=standardised"),
+        ({"algorithm": "maxrl", "kl": "k1", "kl_in": "reward"}, "kl_in=reward with .*=success"),
+        ({"algorithm": "maxrl", "overlong": "penalise"}, "a penalty makes rewards"),
         ({"betas": [2, 3]}, "betas=2,3: each must lie in"),
         ({"algorithm": [1]}, "trainer.algorithm=.1.: there is default, grpo"),
     ],

@@ -22,7 +22,7 @@ TOTALS = Totals(tokens=10, sequences=5, max_tokens=8)
 COMBINATIONS = list(
     itertools.product(
         ["token", "sequence"],
-        ["ppo", "dual", "cispo", "none", "likelihood"],
+        ["ppo", "dual", "cispo", "soft", "geometric", "none", "likelihood"],
         ["token", "sequence", "constant"],
         ["off", "truncated", "masked"],
         ["off", "k1", "k2", "k3"],

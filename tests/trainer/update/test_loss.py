@@ -118,6 +118,15 @@ def test_first_update_is_the_policy_gradient_though_old_is_the_policy_itself() -
     assert stats[STATS.index("clip_fraction")] == 0
 
 
+@pytest.mark.parametrize("algorithm", ["sapo", "gmpo"])
+def test_first_step_is_that_of_grpo_without_kl(algorithm: str) -> None:
+    expected = compute(TrainerSettings(algorithm="grpo", kl="off"), old=NEW)[1]
+    assert compute(TrainerSettings(algorithm=algorithm), old=NEW)[1] == pytest.approx(expected, rel=1e-12)
+    assert compute(TrainerSettings(algorithm=algorithm))[1] != pytest.approx(
+        compute(TrainerSettings(algorithm="grpo", kl="off"))[1], rel=1e-2
+    )
+
+
 def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
     far_above = {"new": [-0.5], "old": [-3.0], "engine": [-3.0], "advantages": [-0.4], "sequences": [0]}
     assert math.exp(2.5) > 3

@@ -107,16 +107,23 @@ def search_path() -> list[str]:
     return list(dict.fromkeys([*paths, *_searched]))
 
 
-def keep_recursion() -> None:
-    """Let code of the user's raise the limit of recursion, and not lower it: this program runs beside it."""
+def keep_process() -> None:
+    """Keep code of the user's from taking what this program needs in the same process: calls that are as deep
+    as before, and files that others can read.
+    """
     least, limit = sys.getrecursionlimit(), sys.setrecursionlimit
     sys.setrecursionlimit = lambda new, /: limit(max(new, least))
+    mask = os.umask(0o077)
+    os.umask(mask)
+    os.umask = lambda _new, /: mask
 
 
 def hidden_file(module_name: str) -> str:
     """Say that imports of a module miss its file in the current directory, and what to do; an empty text if
     they find it, or one that is equal, or if there is none.
     """
+    if not module_name:
+        return ""
     top, *inner = module_name.split(".")
     spec = None
     with suppress(ValueError, ImportError):

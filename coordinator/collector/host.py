@@ -21,6 +21,7 @@ from coordinator.collector.work import Work
 from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children
+from coordinator.machine.oddities import explained
 from coordinator.protocol.liveness import Stopwatch
 from rollout.collect import AllGivenUp, Stopped
 from rollout.engines.answers import EngineError
@@ -188,8 +189,12 @@ class CollectorHost:
         while True:
             for message in self._box.receive():
                 if "flushed" in message:
-                    if message["flushed"] is not None:
-                        raise error_of(message["flushed"])
+                    if message["flushed"] is None:
+                        return
+                    failure = self._failure(message["flushed"])
+                    if not isinstance(failure, _Died):
+                        raise failure
+                    log.error("the collector of this node %s: its finished groups are made again", failure)
                     return
                 self._hear(message, None, listener)
             if self._child.poll() is not None:
@@ -293,13 +298,24 @@ class CollectorHost:
                 if (error := ended.get("error")) is None:
                     self._is_working = "paused" in ended
                     return ended
-                if not error["kind"]:
-                    log.error("%s", error["traceback"])
-                raise error_of(error)
+                raise self._failure(error)
             self._hear(message, work, listener)
         if is_dead:
             raise _Died(self._how())
         return None
+
+    def _failure(self, error: dict[str, Any]) -> Exception:
+        """Return what an error of the collector means. One that nobody expects ends its process, which user
+        code may have spoiled.
+        """
+        failure = error_of(error)
+        if error["kind"]:
+            return failure
+        log.error("%s", error["traceback"])
+        if explained(failure) is not failure:
+            return failure
+        self._end_child()
+        return _Died(f"has failed ({error['text']})")
 
     def _hear(self, message: dict[str, Any], work: Work | None, listener: Listener) -> None:
         match message:

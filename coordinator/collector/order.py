@@ -2,6 +2,7 @@
 
 import errno
 import os
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -122,7 +123,10 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     if isinstance(error, SharedFsError | FileNotFoundError):  # the latter: nothing is mounted there
         return {"kind": "SharedFsError", "text": str(error), "errno": error.errno}
     kind = next((known.__name__ for known in EXPECTED if isinstance(error, known)), "")
-    return {"kind": kind, "text": str(error) if kind else f"{type(error).__name__}: {error}"}
+    if kind:
+        return {"kind": kind, "text": str(error)}
+    trace = "".join(traceback.format_exception(error))
+    return {"kind": "", "text": f"{type(error).__name__}: {error}", "traceback": trace}
 
 
 def error_of(message: Mapping[str, Any]) -> Exception:

@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -39,7 +38,7 @@ from coordinator.directory.parts import PartWriter
 from coordinator.journal.logs import is_for_people
 from rollout.collect import OURS, Collector, Stopped
 from rollout.engines.answers import EngineError
-from rollout.plugins import keep_recursion
+from rollout.plugins import keep_process
 from rollout.slots import Listed, Slot, Source
 from rollout.storage.retry import SharedFsError, waiting_for_space
 from rollout.tally import Tally
@@ -79,6 +78,7 @@ class Process:
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
+        self._pid = os.getpid()
         self._number = 0
         """Of the order that is being done, or was done last."""
         self._box = Mailbox.of_collector(spool, 0)
@@ -134,9 +134,15 @@ class Process:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._end_fork()
             if self._obeying is not None and not self._obeying.done():
                 steps, self._steps = self._steps, 0
                 self._box.send({"steps": steps})
+
+    def _end_fork(self) -> None:
+        """End this process if it is a fork by user code, which has come back to us twice."""
+        if os.getpid() != self._pid:
+            os._exit(0)
 
     def _step(self) -> None:
         self._steps += 1
@@ -166,7 +172,8 @@ class Process:
         except Stopped:
             ended = {"paused": self._making.collector.open_slots if self._making else []}
         except Exception as error:
-            ended = {"error": {**describe_error(error), "traceback": traceback.format_exc()}}
+            ended = {"error": describe_error(error)}
+        self._end_fork()
         self._tally.say_counts()  # before whatever ends the row is said, which may be the last line of all
         self._box.send({"ended": ended})
 
@@ -355,7 +362,7 @@ def main() -> int:
     """Run the collector."""
     process = Process(Path(sys.argv[1]))
     _set_up_log(process)
-    keep_recursion()
+    keep_process()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of samples have connections each
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -53,7 +53,7 @@ def main(maker: str) -> None:
         if first["is_library"]:
             _restrict()
         else:
-            importlib.import_module("rollout.plugins").keep_recursion()
+            importlib.import_module("rollout.plugins").keep_process()
         answer(lambda: functions.append(_make(maker, first["parameters"])), [])
         for line in lines if functions else ():
             answer(functions[0], json.loads(line))

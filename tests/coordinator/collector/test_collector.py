@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import re
 import threading
 import time
@@ -18,7 +19,7 @@ from coordinator.collector import making, process
 from coordinator.collector.host import CollectorHost, InFlight, Listener
 from coordinator.collector.order import CollectorFailed, EngineAddress, Order, RecipeNames
 from coordinator.directory.layout import RunDir
-from coordinator.directory.parts import read_parts
+from coordinator.directory.parts import PartWriter, read_parts
 from rollout.collect import AllGivenUp, Stopped
 from rollout.engines.answers import EngineError
 from rollout.engines.client import EngineClient, EngineFacts
@@ -373,6 +374,52 @@ def test_run_ends_where_every_group_ends_its_collector(
         collector.collect(order_for(run_dir, [*range(6)]), listener)
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_collector_that_fails_as_nobody_expects_is_replaced(
+    machine: Machine,
+    collector: CollectorHost,
+    listener: Listener,
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_last: bool,
+) -> None:
+    let(machine, *range(6 if is_last else 5))
+    flush, failures = PartWriter.flush, [RuntimeError("threading.excepthook is None")]
+
+    def fail_once(writer: PartWriter) -> Any:
+        let(machine)
+        if failures:
+            raise failures.pop()
+        return flush(writer)
+
+    monkeypatch.setattr(PartWriter, "flush", fail_once)
+    order = order_for(run_dir, [*range(6)], part_interval_s=600.0 if is_last else 0.01)
+    collector.collect(order, listener)
+    collector.flush(listener)
+    if is_last:  # the row finds out what is not there
+        collector.collect(order, listener)
+        collector.flush(listener)
+    assert durable(run_dir) == dict.fromkeys(range(6)) and len(machine.children) == 2
+    assert "has failed (RuntimeError: threading.excepthook is None): " in caplog.text
+
+
+def test_collector_that_may_start_no_thread_ends_the_row(
+    machine: Machine,
+    collector: CollectorHost,
+    listener: Listener,
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_writer: PartWriter) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    let(machine, *range(5))
+    monkeypatch.setattr(PartWriter, "flush", fail)
+    with pytest.raises(CollectorFailed, match="can't start new thread"):
+        collector.collect(order_for(run_dir, [*range(6)]), listener)
+
+
 def test_collector_that_does_not_react_is_killed_and_the_row_ends(
     machine: Machine,
     collector: CollectorHost,
@@ -461,3 +508,18 @@ def test_requests_go_on_while_a_part_is_written(
     assert collector.collect(order_for(run_dir, [0, 1]), listener)["short"] == 0
     collector.flush(listener)
     assert set(durable(run_dir)) == {0, 1}
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_fork_that_comes_back_from_user_code_says_nothing_to_the_node(
+    tmp_path: Path, run_dir: RunDir
+) -> None:
+    collector = process.Process(tmp_path)
+    fork = os.fork()
+    if fork == 0:
+        try:
+            asyncio.run(collector._obey(order_for(run_dir, [])))
+        finally:
+            os._exit(7)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert all("ended" not in report.read_text() for report in tmp_path.glob("report_*"))

@@ -13,16 +13,21 @@ import pytest
 from rollout.processes.pool import ProcessPool
 
 SCORES = """
-import asyncio, os
-from rollout.plugins import keep_recursion
+import asyncio, os, tempfile
+from rollout.plugins import keep_process
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 
 async def main():
     reward, settings = resolve_reward("spoils:score"), RolloutSettings(reward_processes=1)
-    print([await reward.values({"id": "t"}, "x", settings) for _ in range(2)], flush=True)
+    print([await reward.values({"id": "t"}, "x", settings) for _ in range(2)], end=" ")
+    with tempfile.NamedTemporaryFile(mode="w") as file:
+        os.mkdir(f"{file.name}.d")
+        print(oct(os.stat(f"{file.name}.d").st_mode & 0o777), flush=True)
+        os.rmdir(f"{file.name}.d")
 
-keep_recursion()
+os.umask(0o027)
+keep_process()
 asyncio.run(main())
 os._exit(0)
 """
@@ -35,6 +40,7 @@ def spoil():
     os.chdir(tempfile.mkdtemp())
     os.rmdir(os.getcwd())
     sys.setrecursionlimit(len(inspect.stack(0)) + 8)
+    os.umask(0o777)
 
 def score(task, completion):
     spoil()
@@ -49,7 +55,7 @@ def test_a_reward_that_spoils_its_process_is_called_all_the_same(tmp_path: Path,
     (tmp_path / "spoils.py").write_text(SPOILS.format(path=path))
     argv = [sys.executable, "-P", "-c", SCORES]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[{'reward': 1.0}, {'reward': 1.0}]", done.stderr
+    assert done.stdout.strip() == "[{'reward': 1.0}, {'reward': 1.0}] 0o750", done.stderr
 
 
 def test_a_call_whose_thread_cannot_be_started_is_an_error_and_the_next_one_is_made(

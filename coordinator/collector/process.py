@@ -171,7 +171,9 @@ class Process:
             ended = await (self._begin(order) if order.is_held else self._collect(order))
         except Stopped:
             ended = {"paused": self._making.collector.open_slots if self._making else []}
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the user's module may raise SystemExit when it is imported
             ended = {"error": describe_error(error)}
         self._end_fork()
         self._tally.say_counts()  # before whatever ends the row is said, which may be the last line of all

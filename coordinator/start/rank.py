@@ -46,17 +46,17 @@ def resolve_rank(
 def nodes_from(environment: Mapping[str, str]) -> int | None:
     """Return the number of nodes that a scheduler says, if one does."""
     text = environment.get(NODES_VARIABLE, "")
-    return int(text) if text.isdigit() and int(text) > 0 else None
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _refuse_leftovers(ranks: Mapping[str, str], environment: Mapping[str, str]) -> None:
     """Raise SettingsError if variables are from two launchers: one was started in the other's environment."""
     values = {name: int(text) if text.isdecimal() else text for name, text in ranks.items()}
     pairs = [f"{name}={ranks[name]}" for name in values]
-    world, nodes = environment.get("WORLD_SIZE", ""), environment.get(NODES_VARIABLE, "")
+    world, nodes = environment.get("WORLD_SIZE", ""), nodes_from(environment) or 0
     if len(set(values.values())) > 1:
         conflict = f"{' and '.join(pairs)} name different ranks"
-    elif {"RANK", "SLURM_NODEID"} <= ranks.keys() and world.isdecimal() and 0 < int(world) < int(nodes or 0):
+    elif {"RANK", "SLURM_NODEID"} <= ranks.keys() and world.isdecimal() and 0 < int(world) < nodes:
         conflict = f"WORLD_SIZE={world} and {NODES_VARIABLE}={nodes} name different numbers of nodes"
     else:
         return

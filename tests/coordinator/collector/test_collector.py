@@ -404,6 +404,17 @@ def test_collector_that_fails_as_nobody_expects_is_replaced(
     assert "has failed (RuntimeError: threading.excepthook is None): " in caplog.text
 
 
+def test_module_that_exits_when_a_collector_imports_it_ends_the_row(
+    collector: CollectorHost, listener: Listener, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(_name: str) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(making, "resolve_reward", leave)
+    with pytest.raises(CollectorFailed, match=r"the collector has failed \(SystemExit: 3\)"):
+        collector.collect(order_for(run_dir, [*range(6)]), listener)
+
+
 def test_collector_that_may_start_no_thread_ends_the_row(
     machine: Machine,
     collector: CollectorHost,

@@ -39,6 +39,7 @@ def test_each_variable_of_a_scheduler_says_the_rank(variable: str) -> None:
 def test_variables_that_agree_say_the_rank() -> None:
     assert rank(RANK="", NODE_RANK="1", SLURM_NODEID="1") == 1
     assert rank(RANK="0", SLURM_NODEID="0", WORLD_SIZE="16", SLURM_NNODES="2") == 0
+    assert rank(RANK="0", SLURM_NODEID="0", WORLD_SIZE="1", SLURM_NNODES="2(x2)") == 0
 
 
 def test_numbers_left_over_from_another_launcher_are_refused_with_both_values() -> None:

@@ -27,6 +27,7 @@ from coordinator.protocol.exits import Ended
 from coordinator.settings.tree import SettingsError
 from rollout.environment_variables import control_groups
 from rollout.storage import files
+from trainer.job import launch
 
 FEW_PROCESSES = 512
 """A node has some 20 processes, and threads count as processes: a torch process has dozens."""
@@ -111,6 +112,9 @@ def oddities() -> Iterator[str]:
     with contextlib.suppress(Ended, OSError):
         if not is_lockable(folder := own_folder("locks")):
             yield f"locks are refused in {folder}: files stand for them (or set TMPDIR to a local disk)"
+    for variable in launch.INTERFACES:
+        if (value := os.environ.get(variable)) and variable not in launch.interfaces_of_user():
+            yield f"{variable}={value} is not followed: this machine has no such network interface"
     if (most := _most_processes()) is not None and most < FEW_PROCESSES:
         yield f"{most} processes and threads are allowed: a node may need more (docker: --pids-limit)"
 

@@ -20,6 +20,7 @@ Every file appears whole (temporary name, rename). A trainer exits when the spoo
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -45,6 +46,8 @@ WATCH_INTERVAL_S = 0.5
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """How a user says what torch's allocator does, now and before torch 2.9."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Where a user says on which network interfaces ranks meet."""
 GPUS = "FLAGPOST_GPUS"
 """How many GPUs the node has counted."""
 READ_AT_IMPORT = {
@@ -142,8 +145,8 @@ def environment(launch: Launch) -> dict[str, str]:
         "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "1000",  # some microseconds, which sleeping and waking would cost as well
         # NCCL takes a name for the beginning of one, if it has no "=" before it: eth1 is eth10 too.
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", launch.interface),
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={launch.interface}"),
+        **{"GLOO_SOCKET_IFNAME": launch.interface, "NCCL_SOCKET_IFNAME": f"={launch.interface}"},
+        **interfaces_of_user(),
         # Rows have many shapes: blocks of fixed sizes would be left with holes that nothing fits.
         "PYTORCH_ALLOC_CONF": next(filter(None, map(os.environ.get, ALLOCATOR)), "expandable_segments:True"),
         **({} if launch.gpus is None else {GPUS: str(launch.gpus)}),
@@ -154,6 +157,22 @@ def environment(launch: Launch) -> dict[str, str]:
         "TORCH_FR_DUMP_TEMP_FILE": str(launch.spool / TRACE),
         **READ_AT_IMPORT,
     }
+
+
+def interfaces_of_user() -> dict[str, str]:
+    """Return the user's variables that say which interfaces ranks meet on. One whose names this machine does
+    not have is left out, as of a profile that was written for other machines.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    users: dict[str, str] = {}
+    for variable in INTERFACES:
+        value = os.environ.get(variable, "")
+        is_exact = variable.startswith("GLOO") or value.startswith("=")
+        names = value.removeprefix("=").split(",")
+        known = [name in here if is_exact else any(each.startswith(name) for each in here) for name in names]
+        if value and (value.startswith("^") or all(known)):
+            users[variable] = value
+    return users
 
 
 # The node's side.

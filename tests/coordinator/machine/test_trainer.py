@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from coordinator.machine.children import Children
+from coordinator.machine.oddities import oddities
 from coordinator.machine.trainer import TrainerHost
 from coordinator.protocol.exits import TrainerFailed
 from tests.coordinator.examples import run_dir_at
@@ -56,10 +57,25 @@ def test_users_own_interface_and_allocator_win(tmp_path: Path, monkeypatch: pyte
     told = launch.environment(job)
     ours = ["eth1", "=eth1", "expandable_segments:True"]  # "eth1" of NCCL's would be eth10 too
     assert [told[name] for name in names[:3]] == ours and told["FLAGPOST_GPUS"] == "8"
-    for name, value in zip(names, ("eth2", "ib0", "", "backend:cudaMallocAsync"), strict=True):
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth2"), (3, "ib0")])
+    for name, value in zip(names, ("eth2", "ib", "", "backend:cudaMallocAsync"), strict=True):
         monkeypatch.setenv(name, value)
     told = launch.environment(job)
-    assert [told[name] for name in names[:3]] == ["eth2", "ib0", "backend:cudaMallocAsync"]
+    assert [told[name] for name in names[:3]] == ["eth2", "ib", "backend:cudaMallocAsync"]
+
+
+@pytest.mark.parametrize("variable", launch.INTERFACES)
+@pytest.mark.parametrize(("value", "is_followed"), [("eth2", True), ("ens5", False), ("eth2,ens5", False)])
+def test_interface_that_this_machine_lacks_is_not_followed_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_followed: bool
+) -> None:
+    """The profile of a cluster names the interface of its other machines."""
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth2")])
+    monkeypatch.setenv(variable, value)
+    job = launch.Launch(1, 0, 1, "127.0.0.1", 1, "lo", tmp_path, 1, 1.0, 1.0)
+    assert launch.environment(job)[variable].removeprefix("=") == (value if is_followed else "lo")
+    is_said = f"{variable}={value} is not followed: this machine has no such network interface"
+    assert (is_said in oddities()) is not is_followed
 
 
 @pytest.mark.parametrize("counted", ["8", "0"])

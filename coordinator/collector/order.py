@@ -16,8 +16,7 @@ from coordinator.directory.layout import Kind
 from coordinator.directory.published import Incomplete
 from coordinator.settings.placement import Crew
 from rollout.collect import AllGivenUp
-from rollout.engines.answers import EngineError
-from rollout.engines.client import EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts
 from rollout.environments.segments import Segment
 from rollout.origin import Origin, Sampling
 from rollout.quota import Quota

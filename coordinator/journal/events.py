@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.line_writer import LineWriter
+from rollout.engines.kinds import choice
 
 Say = Callable[..., None]
 """`Events.add`."""
 
 LINGER_S = 1.0
 """Lines are written together, so often."""
-PACKAGES = ("flagpost", "torch", "transformers", "vllm")
+PACKAGES = ("flagpost", "torch", "transformers", *choice.PACKAGES)
 CLOSE_S = 2.0
 """How long the end of a process waits for its last lines to be written."""
 
@@ -73,11 +74,15 @@ class Events(logging.Handler):
 
 def about_this_process() -> dict[str, Any]:
     """Return what a report says of a process: the wall clock's time, for people, and versions."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    return {"at": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions()}
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions that should be equal on all nodes, None for a missing package; imports none."""
+    by_package: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            versions[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            versions[package] = None
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"at": at, "versions": versions}
+            by_package[package] = None
+    return by_package

@@ -51,7 +51,8 @@ from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.oddities import has_semaphores
 from coordinator.settings.groups import GroupSettings
-from rollout.engines.servers import RPC_BYTES, SOCKET_BYTES
+from rollout.engines.kinds.kind import SOCKET_BYTES
+from rollout.engines.kinds.vllm import RPC_BYTES
 from trainer.job import forks
 from trainer.job.launch import LAUNCHER, READ_AT_IMPORT
 

@@ -15,10 +15,10 @@ from coordinator.machine.gpus import count_gpus, least_gpu_bytes
 from coordinator.machine.host_lock import acquire, host_lock
 from coordinator.machine.weights import Adapters, Loader, Running
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.answers import UNIX, EngineError
-from rollout.engines.client import EngineFacts
+from rollout.engines.answers import UNIX, EngineError, EngineFacts
 from rollout.engines.generated import Generated
-from rollout.engines.servers import Server, server_command
+from rollout.engines.kinds.choice import engine_kind
+from rollout.engines.kinds.kind import EngineKind, Server
 from rollout.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class EngineHost:
         self._child: Child | None = None
         """The node's own server; None: the user runs it, or there is none yet."""
         self._admin: EngineAdmin | None = None
+        self._kind: EngineKind | None = None
         self._server: Server | None = None
         self._unnamed: Policy | None = None
         """The policy that the node's own server was started with, until its name is set."""
@@ -92,7 +93,8 @@ class EngineHost:
             self._start(policy, settings, self._socket)
         self._await(settings, check)
         if self._facts_of is not self._admin:
-            self.facts, self._facts_of = self._ask_facts(), self._admin
+            assert self._kind is not None and self._admin is not None
+            self.facts, self._facts_of = self._kind.facts(self._admin, self._server), self._admin
         if settings.url is None:
             self._load(policy, settings)
             return
@@ -107,24 +109,11 @@ class EngineHost:
         finally:
             lock.release()
 
-    def _ask_facts(self) -> EngineFacts:
-        """Return the facts of a server that answers. vLLM says all of them only after some seconds, so a
-        server of the node is asked for what is not known of it.
-        """
-        assert self._admin is not None
-        if self._server is None or self._server.kind == "torch":
-            return self._admin.facts()
-        samples = self._admin.most_samples() if self._server.proves else EngineFacts.samples
-        replicas = self._server.replicas
-        return EngineFacts(samples * replicas, replicas, is_seeded=False)
-
     def _load(self, policy: Policy, settings: EngineSettings) -> None:
-        assert self._admin is not None
+        assert self._admin is not None and self._kind is not None
         replicas = self._server.replicas if self._server else 1
         start = self._starts if self._child is not None else 0
-        proves = self._server.proves if self._server else None
-        dtype = self._server.dtype if self._server else ""
-        running = Running(self._admin, self.url, replicas, start, proves, dtype)
+        running = Running(self._admin, self.url, replicas, start, self._kind.proves, self._kind.dtype[1])
         self._loader.load(running, policy, settings.probe_tolerance)
 
     def end(self) -> None:
@@ -246,24 +235,25 @@ class EngineHost:
 
         `socket`: where the server before listened, if there was one: requests may wait for this one there.
         """
+        gpus = count_gpus()
+        self._kind = engine_kind(settings, gpus, self._children.python)
         if settings.url is not None:
-            self.url, self._admin = settings.url, EngineAdmin(settings.url)
+            self.url, self._admin = settings.url, self._kind.admin(settings.url)
             return
         self._starts += 1
         self._socket = socket or self._children.spool / f"engine-{self._starts}.sock"
         self._socket.unlink(missing_ok=True)  # a server that was killed has left it
         model, adapters = self._loader.model_of(policy), self._loader.adapters
         rank = adapters.rank if adapters is not None else 0
-        directory, gpus, python = model.directory.absolute(), count_gpus(), self._children.python
         gpu_bytes = least_gpu_bytes() if gpus > 1 else None
-        self._server = server_command(settings, directory, self._socket, gpus, rank, python, gpu_bytes)
+        self._server = self._kind.command(model.directory.absolute(), self._socket, rank, gpu_bytes)
         path = self._run_dir.logs(self._rank) / f"engine.{os.getpid()}.{self._starts}.log"
         self._say("engine_start")
         self._started_s = time.monotonic()
         self._child = self._children.start("engine", self._server.argv, env=self._server.env, log=path)
         self._unnamed = model
         self.url = f"{UNIX}{self._socket}"
-        self._admin = EngineAdmin(self.url, after_reload=self._server.after_reload)
+        self._admin = self._kind.admin(self.url)
 
     def _await(self, settings: EngineSettings, check: Callable[[], None]) -> None:
         """Wait until the server answers. What `check` raises leaves it starting, for the next time."""

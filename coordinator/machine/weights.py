@@ -10,10 +10,9 @@ from typing import NamedTuple
 from coordinator.directory import published
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
-from rollout.engines.admin import PROBE, EngineAdmin, WrongWeights, adapter_name
+from rollout.engines.admin import PROBE, TO_PROVE, EngineAdmin, WrongWeights, adapter_name
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG
-from rollout.engines.servers import EXTENSION
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +110,9 @@ class Loader:
             self._met = server.start, proves
             if not proves:
                 log.warning(
-                    "the engine at %s cannot prove its weights by content (start vLLM with "
-                    "--worker-extension-cls %s): the logprobs of %s alone are compared",
-                    server.url, EXTENSION, PROBE,
+                    "the engine at %s cannot prove its weights by content (%s): the logprobs of %s alone are "
+                    "compared",
+                    server.url, TO_PROVE, PROBE,
                 )  # fmt: skip
         elif server.start:
             return False

@@ -19,7 +19,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.chunks import measured_weights, paces_of
 from coordinator.protocol.phases import Phase, spent_s
 from coordinator.settings.tree import RunSettings
-from rollout.engines.servers import engine_dtype
+from rollout.engines.kinds.choice import engine_kind
 from rollout.storage import files
 from rollout.storage.lines import append_line
 
@@ -224,10 +224,9 @@ def _rewards_by_source(
 def _number_types(settings: RunSettings) -> str:
     """Name the number types that engine and trainer compute with, and what chooses them."""
     gpus = count_gpus()
-    engine = f"a server of yours ({settings.engine.url})"
-    if settings.engine.url is None:
-        engine = "{1} ({0})".format(*engine_dtype(settings.engine, gpus))
+    place, engine = engine_kind(settings.engine, gpus).dtype
     trainer = settings.trainer.rounded_to(gpus > 0)
+    engine = f"{engine or 'a server of yours'} ({place})"
     return f"the engine computes with {engine}, the trainer with {trainer} (trainer.save_dtype)"
 
 

@@ -11,20 +11,19 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, Field
 
 from coordinator.settings.ranges import parse_ranges
+from rollout.engines.kinds.choice import VARIABLES
 from rollout.settings import NAME, Settings
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 _OWN = """
-    VLLM_SERVER_DEV_MODE VLLM_NO_USAGE_STATS VLLM_API_KEY VLLM_RPC_BASE_PATH VLLM_HOST_IP
-    VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_ALLOW_RUNTIME_LORA_UPDATING
-    TMPDIR GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME OMP_WAIT_POLICY GOMP_SPINCOUNT
-    OMP_NUM_THREADS TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_FR_BUFFER_SIZE
-    TORCH_FR_DUMP_TEMP_FILE LOGLEVEL TOKENIZERS_PARALLELISM USE_HUB_KERNELS
+    GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME OMP_NUM_THREADS TORCH_NCCL_ASYNC_ERROR_HANDLING
+    TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_FR_BUFFER_SIZE TORCH_FR_DUMP_TEMP_FILE LOGLEVEL
+    TOKENIZERS_PARALLELISM USE_HUB_KERNELS
     RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
     ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT FLAGPOST_GPUS PYTORCH_ALLOC_CONF
 """
-OWN = frozenset(_OWN.split())
-"""Variables that an engine (rollout.engines.servers), a training job (trainer.job.launch) or torchrun sets,
+OWN = frozenset(_OWN.split()) | VARIABLES
+"""Variables that an engine (rollout.engines.kinds), a training job (trainer.job.launch) or torchrun sets,
 whatever a group says. torchrun has more, which begin with TORCHELASTIC_.
 """
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)

@@ -12,11 +12,10 @@ from coordinator.machine.oddities import oddities
 from coordinator.settings.loading import show
 from coordinator.settings.tree import RunSettings
 from coordinator.start import estimate
-from coordinator.start.inputs import Inputs, base_model_dir, python_of
+from coordinator.start.inputs import Inputs, base_model_dir, engine_of
 from coordinator.start.refusals import evaluates
 from coordinator.start.start import Start
 from rollout.engines.model_dir import tensor_names
-from rollout.engines.servers import server_kind, server_reason, tensor_parallel_size
 from rollout.environment_variables import cores
 from rollout.settings import PROGRAMS
 
@@ -34,7 +33,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
     texts = {
         "demo": "" if start.overrides else "nothing was given: the built-in model learns to add",
         "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
-        "engine": _engine(settings, inputs, gpus, python_of(settings, start.run_dir.machine(start.rank))),
+        "engine": _engine(settings, inputs, start.run_dir.machine(start.rank)),
         "algorithm": _algorithm(settings),
         "tasks": _tasks(settings, inputs),
         "samples": _samples(settings, first),
@@ -66,17 +65,13 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
-def _engine(settings: RunSettings, inputs: Inputs, gpus: int, python: str) -> str:
+def _engine(settings: RunSettings, inputs: Inputs, machine: int) -> str:
     if settings.rl_phase == "update":
         return "none (--rl-phase update)"
-    if settings.engine.url is not None:
-        return f"the server at {settings.engine.url}"
-    reason = server_reason(settings.engine, gpus, python)
-    if gpus < 2 or not inputs.model_files or server_kind(settings.engine, gpus, python) != "vllm":
-        return reason
-    model_dir = base_model_dir(settings, RunDir(Path()))
-    size = tensor_parallel_size(settings.engine, model_dir, gpus, least_gpu_bytes())
-    return f"{reason}, a replica on {_gpus(size)}"
+    engine, size = engine_of(settings, machine), 0
+    if engine.gpus > 1 and inputs.model_files:
+        size = engine.replica_gpus(base_model_dir(settings, RunDir(Path())), least_gpu_bytes())
+    return f"{engine.name}, a replica on {_gpus(size)}" if size else engine.name
 
 
 def _gpus(count: int) -> str:

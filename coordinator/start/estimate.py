@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coordinator.settings.tree import RunSettings
+from rollout.engines.kinds.choice import engine_kind
 from rollout.settings import WRITTEN
 from trainer.memory import HALF_BYTES, Shape, is_sharded, least_bytes
 from trainer.settings import TrainerSettings
@@ -102,9 +103,9 @@ def cpu_time_text(parameters: int, settings: RunSettings, count: int, flops: flo
     """Return how long an iteration takes on `count` machines without GPUs that compute `flops` in float32, if
     each sample is as long as it may be. Generation is bound by computing.
     """
-    engine, computed = settings.engine, 2 * parameters * _samples(settings) * settings.rollout.max_tokens
+    computed = 2 * parameters * _samples(settings) * settings.rollout.max_tokens
     rollout_s = computed / (CPU_GENERATES * flops * count)
-    is_exact = engine.dtype == "float64" and engine.kind != "vllm" and engine.url is None
+    is_exact = engine_kind(settings.engine, 0).dtype == ("engine.dtype", "float64")
     faster = f" ({_duration(rollout_s)} with engine.dtype=float32)" if is_exact else ""
     rollout_s *= 2 if is_exact else 1
     return _time_text(settings, rollout_s, _train_s(parameters, settings, flops * count), faster)

@@ -17,10 +17,11 @@ from coordinator.start import refusals
 from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
 from coordinator.start.functions import Functions, load_functions
 from rollout.engines.hub import NotFetched, fetch_model
+from rollout.engines.kinds.choice import any_kind, engine_kind
+from rollout.engines.kinds.kind import EngineKind, ServerSettingError
 from rollout.engines.marks import read_marks
 from rollout.engines.model_dir import WeightsError, is_adapter, model_files, policy_digest
 from rollout.engines.model_facts import count_parameters
-from rollout.engines.servers import ServerSettingError, check_server, server_kind
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
@@ -126,23 +127,22 @@ def python_of(settings: RunSettings, machine: int) -> str:
     return group.program
 
 
+def engine_of(settings: RunSettings, machine: int) -> EngineKind:
+    """Return the engine of a machine, if this is it; SettingsError as python_of."""
+    return engine_kind(settings.engine, count_gpus(), python_of(settings, machine))
+
+
 def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: int = 0) -> Inputs:
     """Tasks, reward, environment; SettingsError says what is wrong with which. `machine`: its number, as in
     --worker.
     """
-    python = python_of(settings, machine)
-    local_dir = settings.cluster.local_dir
+    engine, local_dir = engine_of(settings, machine), settings.cluster.local_dir
     for option, path in (("--data-path ", settings.data_path), ("cluster.local_dir=", local_dir)):
         if path is not None and not is_directory(Path(path)):
             raise SettingsError(f"{option}{path}: no such directory")
     if settings.data_path is not None:
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
-    if settings.engine.url is None and settings.rl_phase != "update":
-        try:
-            check_server(settings.engine, count_gpus(), python)
-        except ServerSettingError as error:
-            raise SettingsError(str(error)) from None
-    refusals.refuse_two_precisions(settings, count_gpus(), python)
+    refusals.refuse_two_precisions(settings, engine)
     processes, size = local_processes(settings), settings.trainer.tensor_parallel_size
     if settings.rl_phase != "rollout" and processes % size:
         raise SettingsError(
@@ -150,10 +150,11 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             "node; choose a divisor, or trainer.processes_per_node"
         )
     functions = load_functions(settings.rollout.reward, settings.rollout.environment)
-    refusals.refuse_absent_server(settings)
     refusals.refuse_wrong_teacher(settings)
     seed = settings.rollout.seed
     try:
+        if settings.rl_phase != "update":
+            engine.check()
         tasks = load_tasks(
             find_data(settings.tasks, settings),
             seed=seed,
@@ -176,11 +177,10 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         if settings.model != TINY:
             model = base_model_dir(settings, RunDir(Path()))
             refusals.refuse_quantised(settings, model)
-            refusals.refuse_unserved_adapters(
-                settings, model, server_kind(settings.engine, count_gpus(), python)
-            )
             parameters = count_parameters(model)
-            refusals.refuse_slow_engine(settings, count_gpus(), parameters, python)
+            if settings.rl_phase != "update":
+                lora = settings.trainer.lora
+                engine.check_model(settings.model, model, parameters, lora.targets if lora.rank else None)
             if is_adapter(model):
                 raise SettingsError(
                     f"--model {settings.model}: is an adapter; merge it into its base model first "
@@ -188,7 +188,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
                 )
             refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
             tasks = refusals.without_longer(settings, model, tasks)
-            context = refusals.context_of(settings, model)
+            context = any_kind(settings.engine).context(model)
             has_end = refusals.has_end(settings, read_marks(model))
             base_files = known_files.checksums(model, model_files(model))
             model_digest = policy_digest(base_files)
@@ -205,7 +205,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             context=context,
             has_end=has_end,
         )
-    except TaskError as error:
+    except (TaskError, ServerSettingError) as error:
         raise SettingsError(str(error)) from None
     except WeightsError as error:
         raise SettingsError(f"--model {settings.model}: {error}") from None

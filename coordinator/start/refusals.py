@@ -4,7 +4,6 @@ What may work passes: an environment of the user's may score and render by itsel
 """
 
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,19 +11,13 @@ from typing import Any, NamedTuple
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION, EvalSets
-from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, close_tokenizer
+from rollout.engines.kinds.choice import any_kind
+from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.marks import Marks
-from rollout.engines.model_dir import is_adapter, read_json, tensor_names
-from rollout.engines.model_facts import (
-    DEQUANTISED,
-    context_tokens,
-    may_have_chat_template,
-    quantisation,
-    steady_tokens,
-)
-from rollout.engines.servers import ServerKind, engine_dtype, server_kind
+from rollout.engines.model_dir import is_adapter
+from rollout.engines.model_facts import DEQUANTISED, may_have_chat_template, quantisation
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.trial import longer_prompts, try_tasks
 from rollout.origin import Sampling
@@ -36,15 +29,7 @@ from rollout.tasks.task_set import TaskError, TaskSet
 
 log = logging.getLogger(__name__)
 
-SERVER_TIMEOUT_S = 10.0
-"""How long a server that the user runs may take to answer a question that it can answer at once."""
 ENDLESS = "neither its tokenizer nor its configuration names a token that ends a sequence"
-EMBEDDINGS = re.compile(r"(^|\.)(wte|wpe|shared|\w*embed_(tokens|positions|in)|\w*embeddings?)$")
-"""How modules are named that look tokens or positions up."""
-CONV1D = {"gpt2", "openai-gpt"}
-"""Families whose layers are Conv1D of transformers, which are linear but hold the weight transposed."""
-CONTEXT_ARGS = {"max-model-len", "hf-overrides", "rope-scaling"}
-"""Arguments of vLLM that give the model another context than its files say."""
 
 
 def evaluates(settings: RunSettings) -> bool:
@@ -95,39 +80,24 @@ def refuse_wrong_teacher(settings: RunSettings) -> None:
             raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
 
 
-SLOW_PARAMETERS = 1e8
-"""Above this the embedded engine is no choice that anyone would have made."""
 EXACT = {"float32", "float", "float64"}
 """Number types that change no weight of a checkpoint."""
 
 
-def refuse_two_precisions(settings: RunSettings, gpus: int, python: str) -> None:
+def refuse_two_precisions(settings: RunSettings, engine: EngineKind) -> None:
     """Raise SettingsError if the engine of this node would round the weights in another way than training."""
-    if settings.rl_phase != "both" or settings.engine.url is not None or settings.cluster.place:
+    name, computed = engine.dtype
+    if settings.rl_phase != "both" or not computed or settings.cluster.place:
         return
-    name, computed = engine_dtype(settings.engine, gpus, python)
-    trained, saved = settings.trainer.rounded_to(gpus > 0), settings.trainer.save_dtype
+    trained, saved = settings.trainer.rounded_to(engine.gpus > 0), settings.trainer.save_dtype
     served = {computed, trained if saved == "auto" else saved} - EXACT
     if served != {trained} - EXACT:
-        other = "" if gpus or computed != "bfloat16" else ", or give trainer.save_dtype=bfloat16"
+        other = "" if engine.gpus or computed != "bfloat16" else ", or give trainer.save_dtype=bfloat16"
         engines = " and ".join(sorted(served)) or "float32"
         raise SettingsError(
             f"{name}={computed} with trainer.save_dtype={saved}: the engine would compute with weights in "
             f"{engines}, and training with weights in {trained}, so the one would miss updates of the other; "
             f"leave {name} out{other}"
-        )
-
-
-def refuse_slow_engine(settings: RunSettings, gpus: int, parameters: int, python: str) -> None:
-    """Raise SettingsError if a large model would be served on the CPU because vLLM is not installed."""
-    engine = settings.engine
-    chosen = engine.kind != "auto" or engine.url is not None or settings.rl_phase == "update"
-    if chosen or not gpus or parameters <= SLOW_PARAMETERS:
-        return
-    if server_kind(engine, gpus, python) == "torch":
-        raise SettingsError(
-            f"this machine has {gpus} GPUs but no vLLM, and the embedded engine would generate with "
-            f"{parameters / 1e9:.1f} B parameters on a CPU; pip install -e '.[vllm]', or give --engine torch"
         )
 
 
@@ -168,9 +138,7 @@ def refuse_unrendered(
     settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
 ) -> None:
     """Raise SettingsError for a task with messages if the model certainly has no chat template."""
-    if settings.engine.url is not None or "chat-template" in _engine_args(settings):
-        return
-    if may_have_chat_template(model_dir):
+    if any_kind(settings.engine).has_other_template or may_have_chat_template(model_dir):
         return
     for played in _played(settings, tasks, eval_tasks, sets):
         those = played.tasks
@@ -229,12 +197,12 @@ def look_at_text(
     tasks: TaskSet,
     eval_tasks: TaskSet | None,
     sets: EvalSets,
-    kind: ServerKind,
+    engine: EngineKind,
 ) -> None:
     """Warn of tasks whose tokens hardly anybody means. SettingsError for one that the model cannot take, and
     for a model without a tokenizer.
     """
-    has_other_template = settings.engine.url is not None or "chat-template" in _engine_args(settings)
+    has_other_template = any_kind(settings.engine).has_other_template
     sampling = _sampling(settings)
     try:
         for played in _played(settings, tasks, eval_tasks, sets):
@@ -247,7 +215,7 @@ def look_at_text(
     except TaskError as error:
         raise SettingsError(str(error)) from None
     except NoTokenizer as error:
-        if settings.rollout.environment in WRITTEN or (kind == "torch" and not settings.engine.url):
+        if settings.rollout.environment in WRITTEN or engine.uses_transformers:
             raise SettingsError(
                 f"--model {settings.model}: transformers cannot load its tokenizer ({error}); give it a "
                 "tokenizer.json (its save_pretrained writes one, where it can be loaded)"
@@ -269,34 +237,6 @@ def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
         f"--model {settings.model}: its weights are quantised ({method}), and a run trains and serves them "
         f"as numbers of 16 or 32 bits; give the model that it was made of, or a dequantised copy{makes}"
     )
-
-
-def refuse_unserved_adapters(settings: RunSettings, model_dir: Path, kind: ServerKind) -> None:
-    """Raise SettingsError if adapters would sit on modules that the embedded engine certainly cannot serve
-    them on: it takes those of linear layers.
-    """
-    lora = settings.trainer.lora
-    if not lora.rank or kind != "torch" or settings.engine.url or settings.kind == "update":
-        return
-    if is_adapter(model_dir):
-        return
-    config = read_json(model_dir / "config.json")
-    is_transposed = config.get("model_type") in CONV1D
-    for target in (part.strip() for part in lora.targets.split(",")):
-        modules = {
-            name.removesuffix(".weight"): shape
-            for name, (_, shape) in tensor_names(model_dir).items()
-            if f".{name}".endswith(f".{target}.weight")
-        }
-        wrong = next((name for name, shape in modules.items() if len(shape) != 2), None)
-        wrong = wrong or next((name for name in modules if EMBEDDINGS.search(name)), None)
-        if is_transposed and target != "lm_head":
-            wrong = wrong or next(iter(modules), "its Conv1D layers" if target == "all-linear" else None)
-        if wrong is not None:
-            raise SettingsError(
-                f"trainer.lora.targets={lora.targets}: {wrong} of {settings.model} is no linear layer, "
-                "and the embedded engine serves adapters of linear layers only; name others, or use vLLM"
-            )
 
 
 def has_end(settings: RunSettings, marks: Marks) -> bool:
@@ -322,45 +262,6 @@ def refuse_no_evaluation(settings: RunSettings, overrides: Mapping[str, Any], ha
             f"{option} needs tasks to evaluate on, and --tasks {settings.tasks} has none for it; add "
             f"--eval-tasks FILE, or leave {option.split()[0]} out"
         )
-
-
-def refuse_absent_server(settings: RunSettings) -> None:
-    """Raise SettingsError unless the server that the user runs answers, and as an engine does."""
-    url = settings.engine.url
-    if url is None or settings.rl_phase == "update":
-        return
-    admin = EngineAdmin(url, timeout_s=SERVER_TIMEOUT_S)
-    try:
-        admin.check()
-    except EngineError as error:
-        error_text = " ".join(str(error).split())
-        raise SettingsError(
-            f"--engine-url {url}: no engine answers there ({error_text}); start it, and wait until it is "
-            "ready, or leave --engine-url out: then each node starts its own"
-        ) from None
-
-
-def context_of(settings: RunSettings, model_dir: Path) -> int | None:
-    """Return the longest sequence that the run's engines take, in tokens; None where it is not certain.
-
-    SettingsError if engines of the run would compute positions otherwise than its trainers.
-    """
-    args = _engine_args(settings)
-    steady, max_model_len = steady_tokens(model_dir), args.get("max-model-len")
-    if settings.engine.url is None and steady and type(max_model_len) is int and max_model_len > steady:
-        raise SettingsError(
-            f"engine.args.max_model_len={max_model_len}: beyond {steady} tokens --model {settings.model} "
-            "computes positions otherwise, in all sequences, and the trainer would not agree; "
-            f"give {steady} or less"
-        )
-    if settings.engine.url is not None or args.keys() & CONTEXT_ARGS:
-        is_certain = settings.engine.url is None and type(max_model_len) is int and max_model_len > 0
-        return max_model_len if is_certain else None
-    return context_tokens(model_dir)
-
-
-def _engine_args(settings: RunSettings) -> dict[str, Any]:
-    return {name.replace("_", "-"): value for name, value in settings.engine.args.items()}
 
 
 def fit_max_tokens(settings: RunSettings, overrides: Mapping[str, Any], context: int | None) -> RunSettings:

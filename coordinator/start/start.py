@@ -16,7 +16,6 @@ from typing import Any, cast
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
-from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import link_in_utf8
 from coordinator.machine.oddities import need_loopback, need_temporary
 from coordinator.protocol import placement_records
@@ -36,8 +35,8 @@ from coordinator.start.inputs import (
     Inputs,
     base_model_dir,
     difference,
+    engine_of,
     load_inputs,
-    python_of,
 )
 from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.odd_settings import odd_settings
@@ -45,7 +44,6 @@ from coordinator.start.refusals import fit_max_tokens, look_at_text
 from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
 from coordinator.start.wait_for_master import await_master
 from coordinator.start.whole_model import refuse_incomplete
-from rollout.engines.servers import server_kind
 from rollout.environment_variables import is_utf8
 from rollout.storage import files
 from rollout.tasks.rows import is_there
@@ -132,8 +130,8 @@ def check_master(
         model = base_model_dir(settings, run_dir)
         refuse_incomplete(settings, model)
         if settings.rl_phase != "update":
-            kind = server_kind(settings.engine, count_gpus(), python_of(settings, MASTER))
-            look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets, kind)
+            engine = engine_of(settings, MASTER)
+            look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets, engine)
     unnamed_tasks = inputs.eval_tasks if settings.eval_tasks else None
     refuse_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
     check_sinks(settings.metrics)

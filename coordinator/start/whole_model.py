@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import MASTER
-from coordinator.machine.gpus import count_gpus
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.inputs import python_of
+from coordinator.start.inputs import engine_of
 from rollout.engines.model_dir import read_json, tensor_names
-from rollout.engines.servers import server_kind
 from rollout.storage import known_files
 
 log = logging.getLogger(__name__)
@@ -27,9 +25,9 @@ def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
 
     A process finds out, as this takes torch; what it says is remembered on this machine.
     """
-    python = python_of(settings, MASTER)
-    is_served_here = not settings.engine.url and server_kind(settings.engine, count_gpus(), python) == "torch"
-    if settings.rl_phase == "rollout" and not is_served_here:
+    engine = engine_of(settings, MASTER)
+    python = engine.python
+    if settings.rl_phase == "rollout" and not engine.uses_transformers:
         return  # nothing of it is loaded by transformers
     described = json.dumps([read_json(model_dir / "config.json"), tensor_names(model_dir)], sort_keys=True)
     digest = hashlib.sha256(described.encode()).hexdigest()

@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.engines.answers import EngineError
+from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.calls import Calls, EngineDead
-from rollout.engines.client import EngineFacts
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
-from rollout.engines.servers import EXTENSION
 
+EXTENSION = "rollout.engines.vllm_worker.WorkerExtension"
+"""vLLM's --worker-extension-cls by which its workers prove their weights."""
+TO_PROVE = f"start vLLM with --worker-extension-cls {EXTENSION}"
+"""What to do where a server cannot prove its weights."""
 LOADING = "loading"
 """The weight version of an engine whose weights are being replaced. No policy has this digest."""
 DROPPED = "dropped"
@@ -53,7 +55,9 @@ class EngineAdmin:
         timeout_s: float = 30.0,
         drain_timeout_s: float = 1800.0,
     ) -> None:
-        """`after_reload`: as in rollout.engines.servers.Server. The timeouts are those of Calls."""
+        """`after_reload`: methods of its workers to call after a reload (rollout.engines.vllm_worker). The
+        timeouts are those of Calls.
+        """
         self._calls = Calls(base_url, timeout_s, drain_timeout_s)
         self._after_reload = after_reload
 

@@ -1,11 +1,15 @@
 """The address that a server is asked at, and what its answer or its error says; for each kind of call."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
+from rollout.engines.marks import NO_MARKS, Marks
+
 UNIX = "unix:"
 """A base URL is http://HOST:PORT, or this and the path of a Unix socket that a server listens on."""
+LOOPBACK = "127.0.0.1"
 HOST_OF_SOCKET = "http://localhost"
 """What a request over a Unix socket says that it goes to."""
 EXCERPT = 500
@@ -28,6 +32,24 @@ class ContextFull(RequestRefused):
 
 class AdapterMissing(EngineError):
     """The engine has no such adapter (404). An engine that has just restarted will get it soon."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What those who ask an engine should know of it."""
+
+    samples: int = 256
+    """How many samples it generates at the same time, all its replicas together."""
+    replicas: int = 1
+    """How many copies of the model it has, each with a prefix cache of its own."""
+    is_seeded: bool = True
+    """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
+    requests that have a seed are drawn one after the other: it gets none."""
+    may_force: bool = True
+    """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
+    the policy would not have chosen, or nothing is."""
+    marks: Marks = NO_MARKS
+    """The special tokens of the model that it serves."""
 
 
 def socket_of(base_url: str) -> str | None:

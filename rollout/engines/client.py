@@ -5,7 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rollout.engines import spelling
@@ -15,13 +15,13 @@ from rollout.engines.answers import (
     AdapterMissing,
     ContextFull,
     EngineError,
+    EngineFacts,
     RequestRefused,
     excerpt,
     parse_answer,
     socket_of,
 )
-from rollout.engines.completion import NO_MARKS, Completion, completion_of, completion_request
-from rollout.engines.marks import Marks
+from rollout.engines.completion import Completion, completion_of, completion_request
 from rollout.origin import Sampling
 
 if TYPE_CHECKING:
@@ -34,24 +34,6 @@ LONGEST_RETRY_S = 1.0
 _FAILING_S = 60.0
 """How long an engine may answer with errors. One that dies does so until its process ends (vLLM's front end
 for 8 s after its engine core, longer on a busy machine)."""
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What those who ask an engine should know of it."""
-
-    samples: int = 256
-    """How many samples it generates at the same time, all its replicas together."""
-    replicas: int = 1
-    """How many copies of the model it has, each with a prefix cache of its own."""
-    is_seeded: bool = True
-    """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
-    requests that have a seed are drawn one after the other: it gets none."""
-    may_force: bool = True
-    """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
-    the policy would not have chosen, or nothing is."""
-    marks: Marks = NO_MARKS
-    """The special tokens of the model that it serves."""
 
 
 class EngineClient:
@@ -70,7 +52,7 @@ class EngineClient:
         model: str | None = None,
         request_timeout_s: float = 1800.0,
         retry_s: float = 10.0,
-        facts: EngineFacts = EngineFacts(),
+        facts: EngineFacts = facts,
     ) -> None:
         """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself."""
         self.facts = facts

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.engines.marks import Marks
+from rollout.engines.marks import NO_MARKS, Marks
 from rollout.origin import Sampling
 from rollout.trajectory import Turn
 
@@ -15,8 +15,6 @@ _FINISH_REASONS = {
     **dict.fromkeys(("length", "max_tokens"), "length"),
 }
 """What engines and agents say: it ended by itself, or it was cut."""
-NO_MARKS = Marks()
-"""Of a model of which nothing is known."""
 
 
 @dataclass(frozen=True)

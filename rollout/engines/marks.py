@@ -42,6 +42,10 @@ class Marks:
         return re.sub("|".join(map(re.escape, sorted(left_out, key=len, reverse=True))) or "(?!)", "", text)
 
 
+NO_MARKS = Marks()
+"""Of a model of which nothing is known."""
+
+
 def read_marks(model_dir: Path) -> Marks:
     """Return what the directory says; WeightsError for a file that is no JSON object."""
     names = set(files.file_names(model_dir))

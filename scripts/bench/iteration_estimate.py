@@ -8,7 +8,7 @@ prints the table of docs/gpus.md.
 from dataclasses import dataclass
 
 from coordinator.start.estimate import PEAKS, REACHED
-from rollout.engines.servers import replica_gpus
+from rollout.engines.kinds.vllm import fewest_gpus
 from trainer.memory import HALF_BYTES
 
 GPU_BYTES = 86e9
@@ -57,7 +57,7 @@ def seconds(case: Case) -> dict[str, float]:
     """Return the seconds of each part of an iteration."""
     ranks = case.nodes * case.gpus
     weights = HALF_BYTES * case.parameters
-    size = replica_gpus(weights, case.heads, case.gpus, GPU_BYTES)
+    size = fewest_gpus(weights, case.heads, case.gpus, GPU_BYTES)
     replicas = ranks // size
     cached = 2 * HALF_BYTES * case.layers * case.heads[1] * case.head_dim  # keys and values of a token
     held = (weights + case.samples / replicas * case.tokens / 2 * cached) / size

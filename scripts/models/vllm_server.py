@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout.engines.servers import EXTENSION
+from rollout.engines.admin import EXTENSION
 
 LIMIT_S = 300
 """Then a fork ends, whatever it does; whoever asked finds the connection closed."""

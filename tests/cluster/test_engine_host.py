@@ -18,8 +18,7 @@ from coordinator.machine.children import Children
 from coordinator.machine.engine import Adapters, EngineHost
 from coordinator.protocol.exits import EpochChanged
 from rollout.engines.admin import PROBE, EngineAdmin
-from rollout.engines.answers import EngineError
-from rollout.engines.client import EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.settings import EngineSettings
 from rollout.storage.files import checksums

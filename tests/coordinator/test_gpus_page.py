@@ -18,7 +18,7 @@ from coordinator.node.node import Node
 from coordinator.rows import metrics
 from coordinator.settings.loading import build, flatten, parse_override
 from coordinator.start.estimate import memory_text, time_text
-from rollout.engines.servers import server_command
+from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import EngineSettings
 from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
 from trainer.memory import (
@@ -91,7 +91,7 @@ def test_settings_of_the_page_take_these_values() -> None:
 
 
 def test_arguments_for_a_server_of_adapters_are_those_that_ours_gets() -> None:
-    ours = server_command(EngineSettings(kind="vllm"), "model", socket="s", gpus=1, lora_rank=16)
+    ours = Vllm(EngineSettings(), gpus=1).command("model", socket="s", lora_rank=16)
     (serve,) = (code for code in CODE if code.startswith("vllm serve"))
     assert {"--enable-lora", "--max-lora-rank=16"} <= set(ours.argv)
     assert "--enable-lora --max-lora-rank 16" in serve

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -26,14 +26,15 @@ from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import UNIX
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
-from rollout.engines.servers import ServerKind, server_command
+from rollout.engines.kinds.choice import engine_kind
 from rollout.origin import Sampling
 from rollout.settings import EngineSettings
 from tests.imports import forked
 from tests.models import CONTEXT
 
 REPOSITORY = Path(__file__).parents[2]
-KINDS: list[ServerKind] = ["torch", "vllm"] if find_spec("vllm") else ["torch"]
+Kind = Literal["vllm", "torch"]
+KINDS: list[Kind] = ["torch", "vllm"] if find_spec("vllm") else ["torch"]
 START_TIMEOUT_S = 240.0
 STOP_S = 20.0
 VLLM_ARGS = {
@@ -52,7 +53,7 @@ Request = tuple[str | Sequence[int], Sampling]
 class Engine:
     """A server in a process group of its own."""
 
-    kind: ServerKind
+    kind: Kind
     url: str
     admin: EngineAdmin
     process: subprocess.Popen[bytes]
@@ -93,7 +94,7 @@ class Engine:
 
 @contextlib.contextmanager
 def serving(
-    kind: ServerKind, model: Path, log: Path, lora_rank: int = 0, ranks: int = 1, **args: Any
+    kind: Kind, model: Path, log: Path, lora_rank: int = 0, ranks: int = 1, **args: Any
 ) -> Iterator[Engine]:
     """A server of `model` in float32, for adapters of `lora_rank`; what it says is in the file `log`.
 
@@ -103,7 +104,8 @@ def serving(
     settings = EngineSettings(
         kind=kind, dtype="float32", args={**VLLM_ARGS, **args}, tensor_parallel_size=ranks
     )
-    server = server_command(settings, model, socket, 0, lora_rank)
+    served = engine_kind(settings, 0)
+    server = served.command(model, socket, lora_rank)
     paths = [os.environ.get("PYTHONPATH", ""), str(REPOSITORY)]  # for a worker extension of the tests
     env = {**os.environ, **server.env, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with open(log, "wb") as file:
@@ -111,7 +113,7 @@ def serving(
             forked(server.argv), cwd=REPOSITORY, env=env, stdout=file, stderr=file, start_new_session=True
         )
     url = f"{UNIX}{socket}"
-    engine = Engine(kind, url, EngineAdmin(url, after_reload=server.after_reload), process)
+    engine = Engine(kind, url, served.admin(url), process)
     try:
         try:
             engine.admin.wait_healthy(START_TIMEOUT_S, lambda: process.poll() is None)

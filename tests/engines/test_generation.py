@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from coordinator.machine.network import LOOPBACK
-from rollout.engines.answers import UNIX, RequestRefused
-from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.answers import UNIX, EngineFacts, RequestRefused
+from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.engines.marks import Marks
 from rollout.environments.policy import Policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout.engines.admin import adapter_name
-from rollout.engines.client import EngineFacts
+from rollout.engines.answers import EngineFacts
 from rollout.origin import Sampling
 from tests.adapters import make_adapter
 from tests.engines.engines import Reference, serving

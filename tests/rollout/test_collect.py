@@ -19,8 +19,8 @@ import pytest
 
 from rollout import blocking
 from rollout.collect import Collector, Stopped, collect
-from rollout.engines.answers import EngineError, RequestRefused
-from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts, RequestRefused
+from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
 from rollout.origin import Code, Sampling

@@ -13,7 +13,7 @@ LIGHT = [
     "engines.client",
     "engines.completion",
     "engines.embedded.protocol",
-    "engines.servers",
+    "engines.kinds.choice",
     "engines.model_dir",
     "environments.environment",
     "evaluation",

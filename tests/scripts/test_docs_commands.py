@@ -27,7 +27,7 @@ ELSEWHERE = {
     r"run trainer\.algorithm=reinforce --dry-run": "tests/trainer/test_algorithms_page.py",
     r"run doctor .*--peers .*": "tests/cluster/test_doctor.py",
     r"hf upload .*": "tests/coordinator/test_gpus_page.py",
-    r"(\S+=1 )?vllm serve .*--logprobs-mode processed_logprobs": "tests/rollout/engines/test_servers.py",
+    r"(\S+=1 )?vllm serve .*--logprobs-mode processed_logprobs": "tests/rollout/engines/test_kinds.py",
     r"vllm serve .*--enable-lora .*": "tests/coordinator/test_gpus_page.py",
     r"\.venv-trl/bin/python scripts/bench/\w+\.py": "tests/scripts/test_benchmarks.py",
     r"(\.venv/bin/)?python -m pytest tests/gpu -s": "tests/gpu/test_gpu_training.py",

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.admin import WrongWeights
-from rollout.engines.answers import EngineError
-from rollout.engines.client import EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.completion import Completion
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import policy_digest

@@ -33,7 +33,9 @@ from coordinator.start import functions
 from coordinator.start import start as start_module
 from coordinator.start.functions import describe
 from coordinator.start.inputs import Inputs, load_inputs
-from rollout.engines.servers import Server, server_command
+from rollout.engines.kinds import kind
+from rollout.engines.kinds.embedded import Embedded
+from rollout.engines.kinds.kind import Server
 from rollout.storage import files, lines
 from tests.simulation.children import Children, Machines
 from tests.simulation.engines import EngineAdmin, EngineClient
@@ -112,8 +114,8 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(node, "Events", lambda: _NOTHING_IS_KEPT)
     patch.setattr(node, "Store", lambda below: Store(below or str(_own_directory(machines))))
     patch.setattr(node, "GpuSampler", lambda _period_s: SimpleNamespace(latest=[]))
-    patch.setattr(engine, "EngineAdmin", partial(EngineAdmin, machines.engines))
-    patch.setattr(engine, "server_command", _start_server_on_gpu)
+    patch.setattr(kind, "EngineAdmin", partial(EngineAdmin, machines.engines))
+    patch.setattr(Embedded, "command", _start_server_on_gpu)
     patch.setattr(making, "EngineClient", partial(EngineClient, machines.engines))
     patch.setattr(collector_process, "Bell", _Bell)
     patch.setattr(launch, "argv", lambda job: [job])
@@ -149,9 +151,12 @@ def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
     patch.setattr(functions, "ProcessPool", lambda *_, **_more: loader)
 
 
+_command = Embedded.command
+
+
 def _start_server_on_gpu(*args: Any) -> Server:
     """So that it has to sleep while the trainer works."""
-    return replace(server_command(*args), on_gpu=True)
+    return replace(_command(*args), on_gpu=True)
 
 
 _NOTHING_IS_KEPT = SimpleNamespace(open=lambda *_: None, add=lambda _what, **_more: None, end=lambda: None)

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.console.doctor.probe import versions
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER
+from coordinator.journal.events import versions
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
 from coordinator.protocol.fresh_listing import FreshListing

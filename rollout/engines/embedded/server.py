@@ -21,7 +21,8 @@ from aiohttp import web
 from pydantic_core import to_json
 from transformers.utils import logging as transformers_logging
 
-from rollout.engines.answers import UNIX
+from rollout.engines.admin import EXTENSION
+from rollout.engines.answers import LOOPBACK, UNIX
 from rollout.engines.bodies import AnyBody, BadRequest, error_body, parse_body
 from rollout.engines.content import WrongContent
 from rollout.engines.embedded import protocol
@@ -30,7 +31,6 @@ from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngi
 from rollout.engines.embedded.text import Texts
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError
-from rollout.engines.servers import EXTENSION, LOOPBACK
 
 _MAX_BODY_BYTES = 256 * 2**20
 BACKLOG = 4096

@@ -11,7 +11,7 @@ from coordinator.collector.host import InFlight
 from coordinator.node.iteration import Iteration
 from coordinator.protocol.phases import Phase
 from coordinator.settings.loading import build
-from rollout.engines.client import EngineFacts
+from rollout.engines.answers import EngineFacts
 from rollout.environments.environment import single_turn
 
 

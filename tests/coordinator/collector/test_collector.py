@@ -21,8 +21,8 @@ from coordinator.collector.order import CollectorFailed, EngineAddress, Order, R
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter, read_parts
 from rollout.collect import AllGivenUp, Stopped
-from rollout.engines.answers import EngineError
-from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts
+from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.origin import Sampling
 from rollout.quota import Quota

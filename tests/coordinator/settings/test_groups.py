@@ -18,8 +18,10 @@ from coordinator.settings.groups import OWN
 from coordinator.settings.tree import SettingsError
 from coordinator.start.inputs import load_inputs, python_of
 from coordinator.start.last_settings import with_kept
-from rollout.engines import servers
-from rollout.engines.servers import server_command, server_kind
+from rollout.engines.kinds import vllm
+from rollout.engines.kinds.choice import engine_kind
+from rollout.engines.kinds.embedded import Embedded
+from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import EngineSettings
 from tests.coordinator.examples import record
 from trainer.job import launch
@@ -149,7 +151,7 @@ def test_variables_that_flagpost_sets_are_those_that_are_refused() -> None:
     kinds = (EngineSettings(kind="torch"), EngineSettings(kind="vllm"))
     found: set[str] = set()
     for settings, count, lora in itertools.product(kinds, gpus, adapters):
-        found |= server_command(settings, "model", "s", count, lora).env.keys()
+        found |= engine_kind(settings, count).command("model", "s", lora).env.keys()
     job = launch.Launch(1, 0, 1, "127.0.0.1", 1, "lo", Path("spool"), 1, 1.0, 1.0)
     found |= launch.environment(job).keys()
     assert found <= OWN  # torchrun's: tests/cluster/test_groups.py
@@ -199,11 +201,11 @@ def test_kind_of_engine_goes_by_what_is_installed_for_the_python_of_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has, lacks = (script(tmp_path / name, f"exit {code}") for name, code in (("has", 0), ("lacks", 1)))
-    monkeypatch.setattr(servers, "is_installed", lambda _module: False)
-    assert server_kind(EngineSettings(), 1, str(has)) == "vllm"
-    assert server_kind(EngineSettings(), 1, str(lacks)) == "torch"
-    assert server_kind(EngineSettings(), 1, str(tmp_path / "absent")) == "torch"
-    assert server_command(EngineSettings(kind="vllm"), "m", "s", 1, 0, str(has)).argv[0] == str(has)
+    monkeypatch.setattr(vllm, "is_installed", lambda _module: False)
+    assert isinstance(engine_kind(EngineSettings(), 1, str(has)), Vllm)
+    assert isinstance(engine_kind(EngineSettings(), 1, str(lacks)), Embedded)
+    assert isinstance(engine_kind(EngineSettings(), 1, str(tmp_path / "absent")), Embedded)
+    assert Vllm(EngineSettings(), 1, str(has)).command("m", "s").argv[0] == str(has)
 
 
 def test_group_stands_above_the_environment_and_below_what_a_child_needs(

@@ -9,17 +9,17 @@ from safetensors.numpy import load_file
 
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
-from coordinator.start import inputs, refusals, run_json, start
+from coordinator.start import inputs, run_json, start
 from coordinator.start.run_json import LARGE_STATE_BYTES
-from rollout.engines import servers
 from rollout.engines.admin import EngineAdmin
+from rollout.engines.kinds import embedded, vllm
 from rollout.tasks.task_set import load_tasks
 from tests.models import make_model
 
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "is_installed", lambda _module: False)
+    monkeypatch.setattr(vllm, "is_installed", lambda _module: False)
 
 
 @pytest.mark.usefixtures("no_vllm")
@@ -40,7 +40,7 @@ def test_node_that_starts_no_vllm_needs_none(given: dict[str, str], monkeypatch:
 
 def test_gpus_that_replicas_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    monkeypatch.setattr(servers, "is_installed", lambda _module: True)
+    monkeypatch.setattr(vllm, "is_installed", lambda _module: True)
     settings = loading.build({"engine.kind": "vllm", "engine.tensor_parallel_size": 2})
     with pytest.raises(SettingsError, match=r"tensor_parallel_size=2 does not divide the 3 GPUs"):
         inputs.load_inputs(settings, {})
@@ -63,7 +63,7 @@ def test_engine_and_trainer_that_would_round_weights_differently_are_refused(
     gpus: str, given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(servers, "is_installed", lambda _module: True)
+    monkeypatch.setattr(vllm, "is_installed", lambda _module: True)
     with pytest.raises(SettingsError, match=words) as refused:
         inputs.load_inputs(loading.build(given), {})
     assert "\n" not in str(refused.value)
@@ -85,16 +85,16 @@ def test_engine_that_rounds_as_training_does_is_taken(
     gpus: str, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(servers, "is_installed", lambda _module: True)
+    monkeypatch.setattr(vllm, "is_installed", lambda _module: True)
     inputs.load_inputs(loading.build(given), {})
 
 
 def test_large_model_on_gpus_without_vllm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(servers, "is_installed", lambda _module: False)
+    monkeypatch.setattr(vllm, "is_installed", lambda _module: False)
     given = {"model": str(make_model(tmp_path / "model", seed=0))}
     inputs.load_inputs(loading.build(given), {})
-    monkeypatch.setattr(refusals, "SLOW_PARAMETERS", 1000)
+    monkeypatch.setattr(embedded, "SLOW_PARAMETERS", 1000)
     with pytest.raises(
         SettingsError, match=r"2 GPUs but no vLLM, .* pip install -e '.\[vllm\]', or give --eng"
     ):

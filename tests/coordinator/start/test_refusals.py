@@ -18,6 +18,11 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start import refusals
 from coordinator.start.inputs import load_inputs
 from coordinator.start.start import check_log_path, start_master
+from rollout.engines.kinds import yours
+from rollout.engines.kinds.choice import any_kind
+from rollout.engines.kinds.embedded import Embedded
+from rollout.engines.kinds.vllm import Vllm
+from rollout.settings import EngineSettings
 from rollout.tasks.task_set import load_tasks
 from tests.models import write_model
 
@@ -183,10 +188,9 @@ def test_argument_of_the_server_decides_its_context(
     tmp_path: Path, args: dict[str, Any], context: int | None
 ) -> None:
     model = write_model(tmp_path, {"max_position_embeddings": 64})
-    settings = loading.build({"engine.args": args})
-    assert refusals.context_of(settings, model) == context
-    elsewhere = loading.build({"engine.url": "http://127.0.0.1:8000", "engine.args": args})
-    assert refusals.context_of(elsewhere, model) is None
+    assert any_kind(EngineSettings(args=args)).context(model) == context
+    assert any_kind(EngineSettings(url="http://127.0.0.1:8000", args=args)).context(model) is None
+    assert any_kind(EngineSettings(kind="torch", args=args)).context(model) == 64, "it takes no arguments"
 
 
 # ---- a server of the user's
@@ -251,7 +255,7 @@ def test_server_that_is_not_there_is_refused_at_once() -> None:
 
 
 def test_server_that_does_not_answer_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "SERVER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(yours, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "timed out" in refusal({"engine.url": f"http://127.0.0.1:{silent.getsockname()[1]}"})
 
@@ -370,6 +374,8 @@ def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
     with pytest.raises(
         SettingsError, match=r"transformers cannot load its tokenizer \(\w+: .*; give it a"
     ) as refused:
-        refusals.look_at_text(settings, model, loaded, None, {}, "torch")
+        refusals.look_at_text(settings, model, loaded, None, {}, Embedded(settings.engine, 0))
     assert "\n" not in str(refused.value)
-    refusals.look_at_text(settings, model, loaded, None, {}, "vllm")  # which may know another one
+    refusals.look_at_text(
+        settings, model, loaded, None, {}, Vllm(settings.engine, 0)
+    )  # which may know another one

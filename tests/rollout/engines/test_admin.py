@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.answers import EngineError
-from rollout.engines.client import EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.model_dir import WeightsError
 from rollout.origin import Sampling
 from tests.adapters import make_adapter

@@ -11,8 +11,8 @@ import pytest
 
 from rollout.engines import client as client_module
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.answers import EngineError, RequestRefused, parse_answer
-from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts, RequestRefused, parse_answer
+from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.settings.loading import build
-from coordinator.settings.tree import SettingsError
-from coordinator.start.refusals import context_of
 from rollout.engines.embedded.engine import TorchEngine
 from rollout.engines.embedded.weights import load_model
-from rollout.engines.servers import server_command
+from rollout.engines.kinds.choice import any_kind
+from rollout.engines.kinds.kind import ServerSettingError
+from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import EngineSettings
 from scripts.tiny_models import make_tiny_model
 
@@ -49,13 +48,11 @@ def test_neighbour_that_is_long_changes_nothing(model_dir: Path) -> None:
 
 def test_no_engine_takes_longer_sequences(model_dir: Path) -> None:
     assert TorchEngine(model_dir, dtype=torch.float32, max_batch=2).max_model_len == STEADY
-    argv = server_command(EngineSettings(kind="vllm"), model_dir, "/tmp/s", gpus=1).argv
+    argv = Vllm(EngineSettings(), gpus=1).command(model_dir, "/tmp/s").argv
     assert f"--max-model-len={STEADY}" in argv
 
 
 def test_longer_context_for_vllm_is_refused(model_dir: Path) -> None:
-    settings = build({"model": str(model_dir), "engine.args": {"max_model_len": 64}})
-    with pytest.raises(SettingsError, match=r"engine\.args\.max_model_len=64: beyond 16 tokens.*give 16"):
-        context_of(settings, model_dir)
-    settings = build({"model": str(model_dir), "engine.args": {"max_model_len": 9}})
-    assert context_of(settings, model_dir) == 9
+    with pytest.raises(ServerSettingError, match=r"args\.max_model_len=64: beyond 16 tokens.*give 16"):
+        any_kind(EngineSettings(args={"max_model_len": 64})).context(model_dir)
+    assert any_kind(EngineSettings(args={"max_model_len": 9})).context(model_dir) == 9

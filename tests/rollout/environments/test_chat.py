@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.answers import RequestRefused
-from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.answers import EngineFacts, RequestRefused
+from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.engines.marks import Marks
 from rollout.environments.chat import ChatTemplate

@@ -9,7 +9,8 @@ import aiohttp
 import openai
 import pytest
 
-from rollout.engines.client import EngineClient, EngineFacts
+from rollout.engines.answers import EngineFacts
+from rollout.engines.client import EngineClient
 from rollout.engines.completion import completion_request
 from rollout.environments import policy as policy_module
 from rollout.environments.environment import serve

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from rollout.engines import servers
-from rollout.engines.servers import (
-    ServerSettingError,
-    check_server,
-    replica_gpus,
-    server_command,
-    server_kind,
-)
+from rollout.engines.kinds import vllm as module
+from rollout.engines.kinds.choice import KINDS, engine_kind
+from rollout.engines.kinds.embedded import Embedded
+from rollout.engines.kinds.kind import Server, ServerSettingError
+from rollout.engines.kinds.vllm import Vllm, fewest_gpus
 from rollout.settings import EngineSettings
 from tests.models import write_model
 
@@ -39,13 +36,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
             return "0.32.0"
 
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(servers, "is_installed", lambda _module: bool(name))
+        monkeypatch.setattr(module, "is_installed", lambda _module: bool(name))
 
     return install
 
 
-def vllm(gpus: int = 0, **settings: Any) -> servers.Server:
-    return server_command(EngineSettings(kind="vllm", **settings), "/models/m", SOCKET, gpus)
+def vllm(gpus: int = 0, **settings: Any) -> Server:
+    return Vllm(EngineSettings(**settings), gpus).command("/models/m", SOCKET)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_finds_a_gpu(
     installed: Installed, kind: Any, distribution: str | None, gpus: int, taken: str
 ) -> None:
     installed(distribution)
-    assert server_kind(EngineSettings(kind=kind), gpus) == taken
+    assert type(engine_kind(EngineSettings(kind=kind), gpus)) is KINDS[taken]
 
 
 def test_vllm_that_is_not_installed_is_refused(installed: Installed) -> None:
@@ -72,8 +69,8 @@ def test_vllm_that_is_not_installed_is_refused(installed: Installed) -> None:
     with pytest.raises(
         ServerSettingError, match=r"--engine vllm: vLLM is not installed for .*pip install -e '\.\[vllm\]'"
     ):
-        check_server(EngineSettings(kind="vllm"), 0)
-    check_server(EngineSettings(), 8)
+        Vllm(EngineSettings(), 0).check()
+    engine_kind(EngineSettings(), 8).check()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def test_settings_that_no_server_can_have_are_refused(
 ) -> None:
     installed("vllm")
     with pytest.raises(ServerSettingError, match=said) as refused:
-        check_server(EngineSettings(kind="vllm", **settings), gpus)
+        Vllm(EngineSettings(**settings), gpus).check()
     assert "\n" not in str(refused.value)
 
 
@@ -116,7 +113,7 @@ def test_settings_that_no_server_can_have_are_refused(
 def test_replica_takes_the_fewest_gpus_that_hold_it(
     parameters: float, heads: tuple[int, int], gpus: int, memory: float, size: int
 ) -> None:
-    assert replica_gpus(2 * parameters, heads, gpus, memory) == size
+    assert fewest_gpus(2 * parameters, heads, gpus, memory) == size
 
 
 @pytest.mark.parametrize(
@@ -135,8 +132,7 @@ def test_model_chooses_how_many_gpus_a_replica_takes(
     installed("vllm")
     config = {"num_attention_heads": 4}
     model = write_model(tmp_path / "model", config, {}, {"model.safetensors": [(1000, 1000)]})
-    vllm = EngineSettings(kind="vllm", **settings)
-    server = server_command(vllm, model, SOCKET, 8, gpu_bytes=memory)
+    server = Vllm(EngineSettings(**settings), 8).command(model, SOCKET, gpu_bytes=memory)
     assert f"--tensor-parallel-size={size}" in server.argv and server.replicas == 8 // size
 
 
@@ -147,21 +143,21 @@ def test_vllm_gets_no_uuid_that_only_cuda_completes(
     whole = "GPU-8f1c2a3b-1234-5678-9abc-def012345678"
     for visible in (f"{whole}, 1", "0,1", f"{whole},{whole[:-1]}9"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        check_server(EngineSettings(kind="vllm"), 2)
+        Vllm(EngineSettings(), 2).check()
     for beginning in ("GPU-8f", whole[:-1]):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{whole}, {beginning}")
         with pytest.raises(ServerSettingError, match=rf"CUDA_VISIBLE_DEVICES={beginning}: .* whole one"):
-            check_server(EngineSettings(kind="vllm"), 2)
-        check_server(EngineSettings(kind="torch"), 2)
+            Vllm(EngineSettings(), 2).check()
+        Embedded(EngineSettings(), 2).check()
 
 
 def test_the_embedded_engine_is_asked_for_nothing_of_vllm() -> None:
-    settings = EngineSettings(kind="torch", tensor_parallel_size=3, args={"port": 1})
-    check_server(settings, 8)
-    server = server_command(settings, "/models/m", SOCKET, 8)
+    kind = Embedded(EngineSettings(tensor_parallel_size=3, args={"port": 1}), 8)
+    kind.check()
+    server = kind.command("/models/m", SOCKET)
     assert server.argv[:4] == [sys.executable, "-P", "-m", "rollout.engines.embedded.server"]
     assert not {"--host", "--tensor-parallel-size"} & {*server.argv}
-    assert (server.on_gpu, server.replicas, server.after_reload) == (False, 1, ())
+    assert (server.on_gpu, server.replicas) == (False, 1)
     assert not any(name.startswith("VLLM") for name in server.env)
 
 
@@ -215,8 +211,9 @@ def test_on_a_cpu_vllm_leaves_memory_to_others_and_repacks_weights_after_a_reloa
     (extension,) = [argument for argument in server.argv if argument.startswith("--worker-extension-cls=")]
     module, _, name = extension.partition("=")[2].rpartition(".")
     methods = vars(getattr(importlib.import_module(module), name))
-    assert server.after_reload and {*server.after_reload} <= methods.keys()
-    assert vllm(gpus=1).after_reload == ()
+    repacks = Vllm(EngineSettings(), 0).admin("http://127.0.0.1:1")._after_reload
+    assert repacks and {*repacks} <= methods.keys()
+    assert Vllm(EngineSettings(), 1).admin("http://127.0.0.1:1")._after_reload == ()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +247,7 @@ def test_vllm_is_started_for_adapters_of_the_rank_that_is_trained(
     installed: Installed, rank: int, most: int
 ) -> None:
     installed("vllm")
-    server = server_command(EngineSettings(kind="vllm"), "/models/m", SOCKET, 8, rank)
+    server = Vllm(EngineSettings(), 8).command("/models/m", SOCKET, rank)
     assert {"--enable-lora", f"--max-lora-rank={most}"} <= {*server.argv}
     assert server.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     # vLLM refuses to load adapters if there are more, and takes as many as there are replicas by default.

@@ -1,0 +1,94 @@
+"""A kind of engine: what the rest of the code asks of it, before and after a server is started.
+
+For a further one: a class in a file beside this, a line in rollout.engines.kinds.choice, and its name in
+EngineSettings.kind. Its server answers EngineClient; if it is administered by other calls than EngineAdmin
+makes, `admin` returns its own.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout.engines.admin import EngineAdmin
+from rollout.engines.answers import EngineFacts
+from rollout.settings import EngineSettings
+
+PathLike = str | os.PathLike[str]
+SOCKET_BYTES = 100
+"""Longest path of a Unix socket; systems take 104 to 108 bytes."""
+
+
+class ServerSettingError(ValueError):
+    """No server can be started with these settings on this machine; one line says what to do."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server is started, and its properties."""
+
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    """Variables beside the environment that it inherits."""
+    on_gpu: bool = False
+    """Whether it holds GPU memory, which sleeping frees."""
+    replicas: int = 1
+    """How many copies of the model it holds, each with its own weights."""
+
+
+class EngineKind:
+    """The engine of a node with this number of GPUs, which this Python would run."""
+
+    name: str
+    """As people read it, with why it is taken."""
+    dtype = "", ""
+    """What chooses its number type, and that type; empty if it is not known."""
+    proves: bool | None = None
+    """Whether it can prove its weights (EngineAdmin.prove); None: it must be asked."""
+    uses_transformers = False
+    """Whether it loads model and tokenizer by transformers, so that it cannot use what those cannot load."""
+    has_other_template = False
+    """Whether it may write messages with another chat template than the model's."""
+
+    def __init__(self, settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
+        self.settings = settings
+        self.gpus = gpus
+        self.python = python
+
+    def check(self) -> None:
+        """Raise ServerSettingError unless it can be had with these settings on this machine."""
+
+    def check_model(self, name: str, model_dir: Path, parameters: int, lora_targets: str | None) -> None:
+        """Raise ServerSettingError if it cannot serve the model `name`, or adapters of `lora_targets` in it,
+        or if nobody would have chosen it for so many parameters.
+        """
+
+    def context(self, model_dir: Path) -> int | None:
+        """Return the longest sequence that it takes, in tokens; None where that is not certain.
+        ServerSettingError if it would compute positions otherwise than the trainer.
+        """
+        return None
+
+    def replica_gpus(self, model_dir: Path, gpu_bytes: float | None) -> int:
+        """Return how many GPUs one copy of the model takes, if each has that much memory; 0 for none."""
+        return 0
+
+    def command(
+        self, model_dir: PathLike, socket: PathLike, lora_rank: int = 0, gpu_bytes: float | None = None
+    ) -> Server:
+        """Return a server of `model_dir` that listens on a Unix socket.
+
+        `socket`: its path, in a directory that no other user can enter, because every client can load
+        weights. It must not exist yet, and may have SOCKET_BYTES, for vLLM RPC_BYTES less in its directory.
+        `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters. `gpu_bytes`: the
+        memory of the smallest GPU, if it is known.
+        """
+        raise NotImplementedError
+
+    def admin(self, url: str) -> EngineAdmin:
+        """Return what administers its server at `url`."""
+        return EngineAdmin(url)
+
+    def facts(self, admin: EngineAdmin, server: Server | None) -> EngineFacts:
+        """Return the facts of its server, which answers; `server`: as it was started here."""
+        return admin.facts()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
 from rollout.processes.reward import LibraryReward, missing
+from rollout.tasks.parameters import parse
 
 SOURCE = "reasoning_gym:"
 GENERATE_TIMEOUT_S = 1800.0
@@ -59,17 +60,10 @@ def _is_held_out(question: str) -> bool:
 
 
 def _parse(part: str, seed: int) -> tuple[str, dict[str, Any]]:
-    name, *pairs = re.split(r",(?=[A-Za-z_]\w*=)", part)
-    config: dict[str, Any] = {"seed": seed}
+    name, parameters = parse(part)
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{name!r} is not of the form NAME,PARAMETER=VALUE")
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        try:
-            config[key] = json.loads(value)
-        except ValueError:
-            config[key] = value
-    return name, config
+    return name, {"seed": seed, **parameters}
 
 
 @functools.lru_cache(maxsize=8)  # the tasks of training and evaluation are parts of the same questions

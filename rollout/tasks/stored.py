@@ -6,7 +6,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 KEEP_BYTES = 64 * 2**20
 """A longer text of the tasks is in a temporary file, which has no name: it ends with the process."""
@@ -23,11 +23,7 @@ class SomeTasks(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._tasks[number] for number in self._indices[index]]
         return self._tasks[self._indices[index]]
@@ -72,11 +68,7 @@ class StoredTasks(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         index = range(len(self))[index]

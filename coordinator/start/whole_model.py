@@ -21,7 +21,8 @@ TIMEOUT_S = 300.0
 
 def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
     """Raise SettingsError if tensors of the model are not in its files, or have other shapes there:
-    transformers would fill them at random. Warn of tensors in the files that are none of the model's.
+    transformers would fill them at random. Also if it knows no such model, or this one cannot have the
+    adapters of the settings. Warn of tensors in the files that are none of the model's.
 
     A process finds out, as this takes torch; what it says is remembered on this machine.
     """
@@ -29,10 +30,14 @@ def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
     python = engine.python
     if settings.rl_phase == "rollout" and not engine.uses_transformers:
         return  # nothing of it is loaded by transformers
-    described = json.dumps([read_json(model_dir / "config.json"), tensor_names(model_dir)], sort_keys=True)
+    lora = settings.trainer.lora
+    adapters = [lora.model_dump_json()] if lora.rank and settings.rl_phase != "rollout" else []
+    described = json.dumps(
+        [read_json(model_dir / "config.json"), tensor_names(model_dir), *adapters], sort_keys=True
+    )
     digest = hashlib.sha256(described.encode()).hexdigest()
     mark = [python, f"transformers {version('transformers')}: {digest}"]
-    answer: dict[str, Any] = known_files.remembered(mark, lambda: _answer(python, model_dir)) or {}
+    answer: dict[str, Any] = known_files.remembered(mark, lambda: _answer(python, model_dir, *adapters)) or {}
     if "refusal" in answer:
         raise SettingsError(f"--model {settings.model}: {answer['refusal'].removeprefix(f'{model_dir}: ')}")
     if unknown := answer.get("unknown"):
@@ -45,12 +50,17 @@ def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
         )
 
 
-def _answer(python: str, model_dir: Path) -> dict[str, Any] | None:
-    """Return what trainer.model.check says; None if it cannot tell, which the trainer will explain."""
-    argv = [python, "-P", "-m", "trainer.model.check", str(model_dir)]
+def _answer(python: str, model_dir: Path, *adapters: str) -> dict[str, Any] | None:
+    """Return what trainer.model.check says; None if it cannot tell, which the trainer will explain.
+    SettingsError for adapters that cannot be: peft may be installed for the next start.
+    """
+    argv = [python, "-P", "-m", "trainer.model.check", str(model_dir), *adapters]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         log.debug("cannot tell whether %s has all tensors: %s", model_dir, error)
         return None
+    if "adapters" in answer:
+        raise SettingsError(f"{answer['adapters']:.300}")
+    return answer

@@ -29,6 +29,7 @@ _ITEM_BITS = {
     "F4": 4,
 }
 _HEADER_LIMIT_BYTES = 100_000_000  # the limit of the safetensors library
+_POINTER_BYTES = 1024
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,8 +107,14 @@ def weight_files(path: str | os.PathLike[str]) -> list[str]:
             "or remove an index that belongs to other files"
         )
     if missing:
-        others = [name for name in names if name.endswith((".safetensors", *OTHER_WEIGHTS))]
-        beside = f"; {others[0]} has another name than transformers reads" if others else ""
+        beside = ""
+        if foreign := [name for name in names if name.endswith(OTHER_WEIGHTS)]:
+            beside = (
+                f"; {foreign[0]} is in another format: write it as safetensors first (what transformers can "
+                "load, its save_pretrained writes so)"
+            )
+        if others := [name for name in names if name.endswith(".safetensors")]:
+            beside = f"; {others[0]} has another name than transformers reads"
         index = f" and no {INDEX}" if whole else ""
         raise WeightsError(f"{root}: holds no {listed[0]}{index}, so there are no weights to load{beside}")
     if whole and INDEX in names and WEIGHTS in names and WEIGHTS not in listed:
@@ -212,6 +219,8 @@ def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if prefix == b"version " and size < _POINTER_BYTES:
+            raise WeightsError(f"{file}: is a pointer of Git LFS; run `git lfs pull` there to get the file")
         if not 2 <= length <= min(size - 8, _HEADER_LIMIT_BYTES):
             raise WeightsError(
                 f"{file}: is truncated or no safetensors file ({size} bytes, header of {length})"

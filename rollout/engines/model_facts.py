@@ -95,7 +95,7 @@ def quantisation(model_dir: Path) -> str | None:
         if name in _QUANTISED_BESIDE:
             return _QUANTISED_BESIDE[name]
     for name, (dtype, _) in tensor_names(model_dir).items():
-        if dtype.startswith(("F4", "F6", "F8")) or (dtype[0] in "IU" and name.endswith(_QUANTISED_NAMES)):
+        if dtype.startswith(("F4", "F6_", "F8_")) or (dtype[0] in "IU" and name.endswith(_QUANTISED_NAMES)):
             return f"{name} is {dtype}"
     return None
 

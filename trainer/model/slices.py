@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.auto.auto_factory import _get_model_class
 
 from rollout.engines.embedded.weights import refuse_incomplete
-from rollout.engines.model_dir import tensor_names, weight_files
+from rollout.engines.model_dir import WeightsError, read_json, tensor_names, weight_files
 from trainer.model.parallel import local_part
 
 TensorNames = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -61,10 +61,9 @@ def blank_model(model_dir: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Sou
 
 def blank_of_files(model_dir: Path, names: TensorNames, dtype: torch.dtype) -> tuple[Any, list[str]]:
     """Return the causal LM on meta, and which of the tensors that were found in its files it does not know.
-    Raises WeightsError as `blank_model`.
+    Raises WeightsError as `blank_model`, and if transformers has no such model.
     """
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    model_class = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    config, model_class = _class_of(model_dir)
     if model_class.config_class is config.sub_configs.get("text_config"):  # the decoder of a multimodal model
         config = config.get_text_config()
     shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, shape) in names.items()}
@@ -79,6 +78,23 @@ def blank_of_files(model_dir: Path, names: TensorNames, dtype: torch.dtype) -> t
     )
     refuse_incomplete(model_dir, model, info)
     return model, sorted(info["unexpected_keys"])
+
+
+def _class_of(model_dir: Path) -> tuple[Any, Any]:
+    """Return the configuration of a model, and its class."""
+    try:
+        config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        if "model_type" not in read_json(model_dir / "config.json"):
+            raise  # whatever it is, the trainer will explain
+        reason = " ".join(str(error).replace(str(model_dir), model_dir.name).split())
+        raise WeightsError(f"{model_dir}: transformers cannot read its config.json: {reason:.300}") from error
+    try:
+        return config, _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    except KeyError:
+        raise WeightsError(
+            f"{model_dir}: transformers has no causal language model of type {config.model_type!r}"
+        ) from None
 
 
 def _sources(model: Any, names: Mapping[str, Any]) -> dict[str, Source]:

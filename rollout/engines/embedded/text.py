@@ -24,7 +24,9 @@ class Texts:
     def __init__(self, model_dir: str | os.PathLike[str], name: str = "") -> None:
         """Load it from `model_dir`, which messages call `name`."""
         self._name = name or os.fspath(model_dir)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
         self._token_text: dict[int, str] = {}
         self._prompt: list[int] = []
         self._skips = True

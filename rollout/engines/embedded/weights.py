@@ -91,6 +91,7 @@ def load_model(
             model_dir,
             dtype=dtype,
             local_files_only=True,
+            trust_remote_code=False,  # else it asks whoever sits at the terminal
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             # The attention is transformers' choice: sdpa, or eager where a model has none. Its

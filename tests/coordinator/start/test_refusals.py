@@ -321,7 +321,7 @@ def test_quantised_model_is_refused(tmp_path: Path, config: dict[str, Any]) -> N
 def test_model_whose_tensors_alone_are_quantised_is_refused(tmp_path: Path, name: str, dtype: Any) -> None:
     model = write_model(tmp_path / "model", {"eos_token_id": 0})
     given = {"model": str(model), "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})}
-    buffer = {"position_ids": np.zeros(2, np.int64)}
+    buffer = {"position_ids": np.zeros(2, np.int64), "k_proj.weight": np.zeros((2, 2), np.float64)}
     save_file(buffer, model / "model.safetensors")
     passes(given)
     save_file({**buffer, name: np.zeros((2, 2), dtype)}, model / "model.safetensors")

@@ -1,5 +1,6 @@
 """A model whose files lack tensors is refused before the start: transformers fills them at random."""
 
+import json
 import logging
 import subprocess
 from collections.abc import Callable
@@ -89,10 +90,36 @@ def test_tensors_that_the_model_has_not_are_warned_of(
     )
 
 
-def test_what_transformers_cannot_make_is_left_to_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            {"model_type": "of tomorrow"},
+            "transformers cannot read its config.json: .* model type `of tomorrow`",
+        ),
+        ({"model_type": "of tomorrow", "auto_map": {"AutoConfig": "its.Own"}}, "contains custom code"),
+        ({"model_type": "t5"}, "transformers has no causal language model of type 't5'"),
+    ],
+)
+def test_model_that_transformers_does_not_know_is_refused(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
     model = make_model(tmp_path / "model", seed=0)
-    (model / "config.json").write_text('{"model_type": "of tomorrow"}')
-    check(model)
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match=reason) as refused:
+        check(model)
+    assert "\n" not in str(refused.value)
+
+
+def test_adapters_that_the_model_cannot_have_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = make_model(tmp_path / "model", seed=0)
+    for targets, reason in (("q_proj,typo", "the model has no module typo"), ("norm", "is not supported")):
+        with pytest.raises(SettingsError, match=reason) as refused:
+            check(model, **{"trainer.lora.rank": 2, "trainer.lora.targets": targets})
+        assert str(refused.value).startswith(f"trainer.lora.targets={targets}: ")
+        assert "\n" not in str(refused.value)
+    check(model, **{"trainer.lora.rank": 2, "trainer.lora.targets": "q_proj"})
 
 
 def test_model_that_only_vllm_loads_is_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,13 @@ def test_what_is_missing_is_named(directory: Path, tmp_path: Path) -> None:
         check_model_dir(directory)
 
 
+def test_pointer_in_place_of_a_file_is_said(directory: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123\n"
+    (directory / "model.safetensors").write_text(pointer)
+    with pytest.raises(WeightsError, match="is a pointer of Git LFS; run `git lfs pull` there"):
+        check_model_dir(directory)
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_damaged_config_is_refused(directory: Path, content: str) -> None:
     (directory / "config.json").write_text(content)
@@ -173,7 +180,7 @@ def test_weights_are_those_that_transformers_reads_and_all_that_is_small_goes_wi
             "holds no model.safetensors and .*; consolidated.safetensors has another",
         ),
         ("model-00001-of-00002.safetensors", "no model.safetensors.index.json, .* has another name than"),
-        ("pytorch_model.bin", "; pytorch_model.bin has another name than transformers reads"),
+        ("pytorch_model.bin", "; pytorch_model.bin is in another format: write it as safetensors first"),
     ],
 )
 def test_weights_that_transformers_does_not_read_are_no_weights(

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.model_dir import read_json
+from rollout.engines.pieces import CONTROL, USER_DEFINED, Piece, read_pieces
 from rollout.storage import files
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PIECES = "tokenizer.model"
 _FURTHER = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -59,11 +61,20 @@ def read_marks(model_dir: Path) -> Marks:
         {"content": entry["token_str"], "id": entry["rank"], "special": entry.get("is_control", True)}
         for entry in read("tekken.json").get("special_tokens") or ()  # of Mistral's own tokenizers
     ]
+    pieces: list[Piece] = []
+    if not tokenizer and _PIECES in names:
+        pieces = read_pieces(files.read(model_dir / _PIECES))
+    added += [
+        {"content": piece.text, "id": id, "special": piece.kind == CONTROL}
+        for id, piece in enumerate(pieces)
+        if piece.kind in (CONTROL, USER_DEFINED)
+    ]
     if added:
         named = {"eos_token": "</s>", **named}
     added += [entry for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict)]
     added += [{**entry, "id": int(key)} for key, entry in (config.get("added_tokens_decoder") or {}).items()]
-    vocabulary: dict[str, int] = {**_vocabulary(tokenizer), **read("vocab.json"), **read("added_tokens.json")}
+    vocabulary: dict[str, int] = {piece.text: id for id, piece in enumerate(pieces)}
+    vocabulary |= {**_vocabulary(tokenizer), **read("vocab.json"), **read("added_tokens.json")}
     vocabulary |= {entry["content"]: entry["id"] for entry in added}
     special = {entry["content"] for entry in added if entry.get("special")} | set(_special_texts(named))
     ends = [vocabulary.get(_content(named.get("eos_token")))]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,6 +84,9 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
                     loaded[model_dir] = Texts(copy, model_dir)
                 except Exception as error:  # of files, of a missing library, of code that is not run
                     reason = " ".join(str(error).replace(copy, model_dir).split())
+                    has_pieces = (Path(copy) / "tokenizer.model").exists()
+                    if has_pieces and find_spec("sentencepiece") is None:
+                        reason = f"pip install sentencepiece, if its tokenizer.model is one; {reason}"
                     return {"error": f"{type(error).__name__}: {reason:.300}"}
         text = loaded[model_dir]
         try:

@@ -52,6 +52,32 @@ def test_special_tokens_of_a_tekken_file_are_known(tmp_path: Path) -> None:
     assert read_marks(tmp_path) == Marks({"</s>": 2, "[/THINK]": 5}, (2,))
 
 
+def test_special_tokens_of_a_sentencepiece_model_alone_are_known(tmp_path: Path) -> None:
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("[INST]", 4), ("▁a" * 99, 1), ("</think>", 3)]
+    trainer_spec = b"\x12\x02\x18\x01"
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(_piece(*each) for each in pieces) + trainer_spec)
+    assert read_marks(tmp_path) == Marks({"</s>": 2, "</think>": 5, "<s>": 1}, (2,))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[INST]"}')
+    assert read_marks(tmp_path).end_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x0a", b"\x0a\xff\xff", b"\x0a\x03\x0a\x01\xff", b"IQ== 0\nIg== 1\n"]
+)
+def test_tokenizer_model_of_another_program_says_nothing(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    assert read_marks(tmp_path) == Marks()
+
+
+def _piece(text: str, kind: int) -> bytes:
+    """Return a piece as SentencePiece's protobuf has it, with a score."""
+    words = text.encode()
+    size = bytes([len(words)]) if len(words) < 128 else bytes([len(words) & 127 | 128, len(words) >> 7])
+    body = b"\x0a" + size + words + b"\x15" + bytes(4) + bytes([0x18, kind])
+    length = bytes([len(body)]) if len(body) < 128 else bytes([len(body) & 127 | 128, len(body) >> 7])
+    return b"\x0a" + length + body
+
+
 def test_special_tokens_are_those_that_decoding_leaves_out(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

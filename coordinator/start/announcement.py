@@ -16,6 +16,7 @@ from coordinator.start.inputs import Inputs, base_model_dir, engine_of
 from coordinator.start.refusals import evaluates
 from coordinator.start.start import Start
 from rollout.engines.model_dir import tensor_names
+from rollout.engines.model_facts import count_active_parameters
 from rollout.environment_variables import cores
 from rollout.settings import PROGRAMS
 
@@ -119,23 +120,24 @@ def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str
         disk = {"disk": estimate.disk_text(inputs.parameters, inputs.state_bytes, settings, on_gpu=gpus > 0)}
     else:
         disk = {}
-    nodes = settings.cluster.num_nodes
+    nodes, model_dir = settings.cluster.num_nodes, base_model_dir(settings, RunDir(Path()))
+    active = count_active_parameters(model_dir)
     if not gpus:
         return {
-            "time": estimate.cpu_time_text(inputs.parameters, settings, nodes, measured_flops()),
+            "time": estimate.cpu_time_text(active, settings, nodes, measured_flops()),
             **disk,
         }
     known, _ = list_gpus()
     sizes = [gpu["memory_bytes"] for gpu in known if gpu["memory_bytes"]]
     if not sizes:
         return disk
-    tensors = tensor_names(base_model_dir(settings, RunDir(Path())))
+    tensors = tensor_names(model_dir)
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     count = nodes * gpus
     names = [gpu["name"] for gpu in known]
     return {
         "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes)),
-        "time": estimate.time_text(inputs.parameters, settings, count, names),
+        "time": estimate.time_text(inputs.parameters, settings, count, names, active),
         **disk,
     }
 

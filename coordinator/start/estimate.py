@@ -58,10 +58,11 @@ def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int) -> flo
 
 
 def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:
-    """Yield the sum of both widths of each matrix that gets an adapter."""
+    """Yield the sum of both widths of each matrix that gets an adapter: experts are no linear layers."""
     names = "|".join(map(re.escape, re.split(r"\s*,\s*", targets.strip())))
     pattern = re.compile(r"\.\d+\." if targets == "all-linear" else rf"\b(?:{names})\.")
-    return (sum(shape) for name, shape in tensors.items() if len(shape) == 2 and pattern.search(name))
+    linear = {name: shape for name, shape in tensors.items() if len(shape) == 2 and ".experts." not in name}
+    return (sum(shape) for name, shape in linear.items() if pattern.search(name))
 
 
 def _lower(trainer: TrainerSettings, count: int, sharded: bool) -> Iterator[dict[str, Any]]:
@@ -82,12 +83,15 @@ def _with(trainer: TrainerSettings, less: Mapping[str, Any]) -> TrainerSettings:
     return trainer.model_copy(update={**less, "lora": lora})
 
 
-def time_text(parameters: int, settings: RunSettings, count: int, names: Sequence[str]) -> str:
+def time_text(
+    parameters: int, settings: RunSettings, count: int, names: Sequence[str], active: int | None = None
+) -> str:
     """Return how long an iteration takes on `count` GPUs if each sample is as long as it may be; empty for
     GPUs that are not in PEAKS.
 
     Generation is bound by reading the weights, once for a token of each sample in flight. Training computes
-    8 FLOP a parameter and token: forward, again for the backward pass, and that.
+    8 FLOP a parameter and token: forward, again for the backward pass, and that. `active`: the parameters
+    that compute a token; None: all.
     """
     peaks = [peak for word, peak in PEAKS.items() for name in names if re.search(rf"\b{word}\b", name)]
     if len(peaks) < len(names) or not names:
@@ -96,19 +100,20 @@ def time_text(parameters: int, settings: RunSettings, count: int, names: Sequenc
     flops, bytes_per_s = (min(values) for values in zip(*peaks, strict=True))
     rounds = max(1.0, samples / ((rollout.concurrency or IN_FLIGHT) * count))
     rollout_s = rollout.max_tokens * rounds * HALF_BYTES * parameters / bytes_per_s
-    return _time_text(settings, rollout_s, _train_s(parameters, settings, flops * count))
+    return _time_text(settings, rollout_s, _train_s(active or parameters, settings, flops * count))
 
 
-def cpu_time_text(parameters: int, settings: RunSettings, count: int, flops: float) -> str:
+def cpu_time_text(active: int, settings: RunSettings, count: int, flops: float) -> str:
     """Return how long an iteration takes on `count` machines without GPUs that compute `flops` in float32, if
-    each sample is as long as it may be. Generation is bound by computing.
+    each sample is as long as it may be. Generation is bound by computing with the parameters that are
+    `active` for a token.
     """
-    computed = 2 * parameters * _samples(settings) * settings.rollout.max_tokens
+    computed = 2 * active * _samples(settings) * settings.rollout.max_tokens
     rollout_s = computed / (CPU_GENERATES * flops * count)
     is_exact = engine_kind(settings.engine, 0).dtype == ("engine.dtype", "float64")
     faster = f" ({_duration(rollout_s)} with engine.dtype=float32)" if is_exact else ""
     rollout_s *= 2 if is_exact else 1
-    return _time_text(settings, rollout_s, _train_s(parameters, settings, flops * count), faster)
+    return _time_text(settings, rollout_s, _train_s(active, settings, flops * count), faster)
 
 
 def disk_text(parameters: int, state_bytes: int, settings: RunSettings, on_gpu: bool) -> str:
@@ -139,8 +144,8 @@ def _samples(settings: RunSettings) -> int:
     return rollout.tasks_per_iteration * rollout.samples_per_task
 
 
-def _train_s(parameters: int, settings: RunSettings, flops: float) -> float:
-    return 8 * parameters * _samples(settings) * settings.rollout.max_tokens / (REACHED * flops)
+def _train_s(active: int, settings: RunSettings, flops: float) -> float:
+    return 8 * active * _samples(settings) * settings.rollout.max_tokens / (REACHED * flops)
 
 
 def _time_text(settings: RunSettings, rollout_s: float, train_s: float, faster: str = "") -> str:

@@ -12,6 +12,11 @@ from rollout.engines.model_dir import companions, read_json, tensor_names
 from rollout.storage import files
 
 _CONTEXT = ("max_position_embeddings", "n_positions")
+_EXPERTS = (
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k"),
+)
+"""How configurations call the number of experts, and of those that a token goes to."""
 _QUANTISED = ("quantization_config", "compression_config")
 """Where a configuration says how its weights are quantised, in whichever part of it."""
 _QUANTISED_BESIDE = {
@@ -31,6 +36,18 @@ _TOKENIZERS_WITH_CODE = ("tekken.json", "tokenizer.model.v3")
 def count_parameters(model_dir: Path) -> int:
     """Return the number of parameters in the weights' files; WeightsError if these are not whole."""
     return sum(math.prod(shape) for _, shape in tensor_names(model_dir).values())
+
+
+def count_active_parameters(model_dir: Path) -> int:
+    """Return the number of parameters that compute a token: of a mixture, those of the experts it goes to."""
+    text = _configs(model_dir)[1]
+    experts, active = (
+        next((text[key] for key in keys if type(text.get(key)) is int), 0) for keys in _EXPERTS
+    )
+    share = min(1.0, active / experts) if experts and active else 1.0
+    sizes = {name: math.prod(shape) for name, (_, shape) in tensor_names(model_dir).items()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return sum(sizes.values()) - round(of_experts * (1 - share))
 
 
 def context_tokens(model_dir: Path) -> int | None:

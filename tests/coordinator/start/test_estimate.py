@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coordinator.settings.loading import build
-from coordinator.start.estimate import cpu_time_text, disk_text, memory_text, time_text
+from coordinator.start.estimate import _adapted, cpu_time_text, disk_text, memory_text, time_text
 from trainer.settings import TrainerSettings
 
 GB = 1e9
@@ -18,6 +18,10 @@ TENSORS = {
 }
 LAYERS = DEPTH * (WIDTH * (WIDTH + 1024 + WIDE) + WIDTH)
 ENDS = 2 * VOCABULARY * WIDTH
+
+
+def _sums(tensors: dict[str, Any]) -> list[int]:
+    return list(_adapted(tensors, "all-linear"))
 
 
 def held(**settings: Any) -> float:
@@ -38,6 +42,8 @@ def test_memory_is_the_sum_of_its_parts() -> None:
     least = (2 * (LAYERS + ENDS) + 18 * shared + inputs + 1e9) / GB
     assert held(**adapters) == pytest.approx(least, abs=0.1)
     assert held(**adapters, kl="k3") == held(**adapters)
+    experts = {"model.layers.0.mlp.experts.0.up_proj.weight": (WIDE, WIDTH)}  # peft gives them none
+    assert _sums(TENSORS | experts) == _sums(TENSORS)
     everywhere = 8 * DEPTH * (WIDTH + WIDTH + 1024 + WIDTH + WIDE + WIDTH)
     assert held(lora={"rank": 8}) == pytest.approx(least + 18 * (everywhere - shared) / GB, abs=0.1)
 
@@ -74,6 +80,12 @@ def test_time_is_for_samples_of_full_length() -> None:
     assert text == "an iteration generates for 5 s and trains for 41 s if samples have 1000 tokens"
     slower = time_text(int(8e9), build(given), 2, ["NVIDIA H100", "NVIDIA A100-SXM4-80GB"])
     assert slower == "an iteration generates for 8 s and trains for 2 min if samples have 1000 tokens"
+
+
+def test_training_computes_with_the_experts_that_a_token_goes_to() -> None:
+    settings = build({"model": "any/model"})
+    times = [time_text(int(30e9), settings, 1, ["NVIDIA H100"], active=n) for n in (None, int(3e9))]
+    assert times[0].split(" trains")[0] == times[1].split(" trains")[0] and times[0] != times[1]
 
 
 def test_time_on_cpus_comes_from_their_measured_speed() -> None:

@@ -3,15 +3,38 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from rollout.engines.model_facts import context_tokens, count_parameters, may_have_chat_template
+from rollout.engines.model_facts import (
+    context_tokens,
+    count_active_parameters,
+    count_parameters,
+    may_have_chat_template,
+)
 from tests.models import write_model
 
 
 def test_parameters_are_counted_over_all_files(tmp_path: Path) -> None:
     model = write_model(tmp_path, shapes={"model-1.safetensors": [(3, 5)], "model-2.safetensors": [(2,), ()]})
-    assert count_parameters(model) == 3 * 5 + 2 + 1
+    assert count_parameters(model) == count_active_parameters(model) == 3 * 5 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_experts": 8, "num_experts_per_tok": 2},
+        {"text_config": {"num_local_experts": 8, "num_experts_per_tok": 2}},
+        {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    ],
+)
+def test_of_experts_those_count_that_a_token_goes_to(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = write_model(tmp_path, config)
+    experts = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": np.zeros((5, 2)) for n in range(8)}
+    shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": np.zeros((5, 2))}
+    save_file({**experts, **shared}, model / "model.safetensors")
+    assert (count_parameters(model), count_active_parameters(model)) == (90, 30)
 
 
 @pytest.mark.parametrize(

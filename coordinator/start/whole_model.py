@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import subprocess
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
     transformers would fill them at random. Also if it knows no such model, or this one cannot have the
     adapters of the settings. Warn of tensors in the files that are none of the model's.
 
-    A process finds out, as this takes torch; what it says is remembered on this machine.
+    A process finds out, as this takes torch; what it says of a model that can be trained is remembered on
+    this machine.
     """
     engine = engine_of(settings, MASTER)
     python = engine.python
@@ -37,9 +39,8 @@ def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
     )
     digest = hashlib.sha256(described.encode()).hexdigest()
     mark = [python, f"transformers {version('transformers')}: {digest}"]
-    answer: dict[str, Any] = known_files.remembered(mark, lambda: _answer(python, model_dir, *adapters)) or {}
-    if "refusal" in answer:
-        raise SettingsError(f"--model {settings.model}: {answer['refusal'].removeprefix(f'{model_dir}: ')}")
+    ask = partial(_answer, settings.model, python, model_dir, *adapters)
+    answer: dict[str, Any] = known_files.remembered(mark, ask) or {}
     if unknown := answer.get("unknown"):
         log.warning(
             "--model %s: its files hold %d tensors that transformers leaves out of the model, as those of "
@@ -50,9 +51,10 @@ def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
         )
 
 
-def _answer(python: str, model_dir: Path, *adapters: str) -> dict[str, Any] | None:
-    """Return what trainer.model.check says; None if it cannot tell, which the trainer will explain.
-    SettingsError for adapters that cannot be: peft may be installed for the next start.
+def _answer(model: str, python: str, model_dir: Path, *adapters: str) -> dict[str, Any] | None:
+    """Return what trainer.model.check says of a `model` that can be trained; None if it cannot tell, which
+    the trainer will explain. SettingsError for one that cannot, which is asked anew at the next start:
+    another version of this program may know better, and peft may be installed.
     """
     argv = [python, "-P", "-m", "trainer.model.check", str(model_dir), *adapters]
     try:
@@ -61,6 +63,8 @@ def _answer(python: str, model_dir: Path, *adapters: str) -> dict[str, Any] | No
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         log.debug("cannot tell whether %s has all tensors: %s", model_dir, error)
         return None
+    if "refusal" in answer:
+        raise SettingsError(f"--model {model}: {answer['refusal'].removeprefix(f'{model_dir}: ')}")
     if "adapters" in answer:
         raise SettingsError(f"{answer['adapters']:.300}")
     return answer

@@ -67,6 +67,16 @@ def test_model_with_tensors_that_would_be_random_is_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_refusal_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of this program may take the model."""
+    model = altered(tmp_path / "model", lambda tensors: tensors.pop(UP))
+    with pytest.raises(SettingsError):
+        check(model)
+    fixed = subprocess.CompletedProcess([], 0, stdout='{"unknown": []}\n')
+    monkeypatch.setattr(whole_model.subprocess, "run", lambda *_, **__: fixed)
+    check(model)
+
+
 def test_tied_head_is_not_missing_and_what_is_known_is_not_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,9 +11,11 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rollout.storage import files
@@ -90,6 +92,20 @@ def _companions(root: Path, folder: str) -> list[str]:
         if not below.startswith((".", "__")) and below != ORIGINAL:
             paths += _companions(root, f"{folder}{below}/")
     return paths
+
+
+@contextmanager
+def copied(path: str | os.PathLike[str], names: Iterable[str]) -> Iterator[Path]:
+    """Copy files of a model's directory, by their paths below it, into a temporary one for the time of the
+    context. Where a call on a mount fails for a moment, our calls are repeated; transformers takes the file
+    for missing, and goes on without it.
+    """
+    with TemporaryDirectory() as folder:
+        for name in names:
+            copy = Path(folder, name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(files.read(Path(path, name)))
+        yield Path(folder)
 
 
 def weight_files(path: str | os.PathLike[str]) -> list[str]:

@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.auto.auto_factory import _get_model_class
 
 from rollout.engines.embedded.weights import refuse_incomplete
-from rollout.engines.model_dir import WeightsError, read_json, tensor_names, weight_files
+from rollout.engines.model_dir import WeightsError, copied, read_json, tensor_names, weight_files
 from trainer.model.parallel import local_part
 
 TensorNames = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -82,13 +82,16 @@ def blank_of_files(model_dir: Path, names: TensorNames, dtype: torch.dtype) -> t
 
 def _class_of(model_dir: Path) -> tuple[Any, Any]:
     """Return the configuration of a model, and its class."""
-    try:
-        config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        if "model_type" not in read_json(model_dir / "config.json"):
-            raise  # whatever it is, the trainer will explain
-        reason = " ".join(str(error).replace(str(model_dir), model_dir.name).split())
-        raise WeightsError(f"{model_dir}: transformers cannot read its config.json: {reason:.300}") from error
+    with copied(model_dir, ["config.json"]) as copy:
+        try:
+            config: Any = AutoConfig.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+        except (ValueError, OSError) as error:
+            if "model_type" not in read_json(model_dir / "config.json"):
+                raise  # whatever it is, the trainer will explain
+            reason = " ".join(str(error).replace(str(copy), model_dir.name).split())
+            raise WeightsError(
+                f"{model_dir}: transformers cannot read its config.json: {reason:.300}"
+            ) from error
     try:
         return config, _get_model_class(config, AutoModelForCausalLM._model_mapping)
     except KeyError:

@@ -7,17 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.bodies import BadRequest, parse_body
 from rollout.engines.client import EngineClient
-from rollout.engines.model_dir import companions
+from rollout.engines.model_dir import companions, copied
 from rollout.origin import Sampling
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
-from rollout.storage import files
 
 DEADLINE_S = 60.0
 """How long a text may take; most take a millisecond."""
@@ -78,13 +75,12 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
     def answer(model_dir: str, path: str, body: dict[str, Any]) -> dict[str, Any] | str:
         document = json.dumps(body).encode()
         if model_dir not in loaded:
-            with TemporaryDirectory() as copy:
-                _copy_companions(Path(model_dir), Path(copy))
+            with copied(model_dir, companions(model_dir)) as copy:
                 try:
                     loaded[model_dir] = Texts(copy, model_dir)
                 except Exception as error:  # of files, of a missing library, of code that is not run
-                    reason = " ".join(str(error).replace(copy, model_dir).split())
-                    has_pieces = (Path(copy) / "tokenizer.model").exists()
+                    reason = " ".join(str(error).replace(str(copy), model_dir).split())
+                    has_pieces = (copy / "tokenizer.model").exists()
                     if has_pieces and find_spec("sentencepiece") is None:
                         reason = f"pip install sentencepiece, if its tokenizer.model is one; {reason}"
                     return {"error": f"{type(error).__name__}: {reason:.300}"}
@@ -97,13 +93,3 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
             return str(error)
 
     return answer
-
-
-def _copy_companions(model_dir: Path, target: Path) -> None:
-    """Copy what goes with the weights. When a call on a mount fails, transformers takes the file for missing,
-    and goes on without it.
-    """
-    for name in companions(model_dir):
-        copy = target / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(files.read(model_dir / name))

@@ -108,6 +108,14 @@ def test_adapters_are_the_same_on_every_rank_and_in_every_layout(models: Path, t
         assert rank["adapters/qwen3"]["differs"] == rank["adapters/qwen3_moe"]["differs"] == []
 
 
+def test_config_is_there_though_a_call_of_transformers_on_the_mount_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, real = make(tmp_path / "model", "qwen3"), os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda path: "/model/" not in str(path) and real(path))
+    assert blank_model(model, torch.float32)[0].config.model_type == "qwen3"
+
+
 @pytest.mark.parametrize(
     ("family", "part"), [("llama", "up_proj"), ("deepseek_v3", "e_score_correction_bias")]
 )

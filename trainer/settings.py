@@ -41,7 +41,7 @@ class TrainerSettings(Settings):
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
     clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "none", "likelihood"] = "ppo"
     """What is done with the ratio: PPO's clip; PPO's clip with a floor (`dual_clip`); CISPO's clip; SAPO's
-    soft gate; GMPO's geometric mean over a sequence of clipped ratios; nothing; or no ratio at all, A log pi
+    gate; GMPO's geometric mean of clipped ratios; nothing; or no ratio at all, A log pi
     (likelihood)."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """How far below 1 the ratio may go; see `clip_high`."""

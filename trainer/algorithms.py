@@ -115,7 +115,7 @@ def sapo() -> dict[str, Any]:
 def gmpo() -> dict[str, Any]:
     """Geometric-mean policy optimization: Zhao et al. 2025, arXiv 2507.20673.
 
-    The geometric mean of a sequence's ratios, each clipped to e^-0.4 to e^0.4 (section 4): one token with an
+    The geometric mean of a sequence's ratios, each clipped to e^-0.4 to e^0.4: one token with an
     absurd ratio does not carry the others away.
     """
     return {

@@ -11,11 +11,15 @@ from coordinator.start.inputs import Inputs
 from coordinator.start.refusals import ENDLESS
 from rollout.settings import RolloutSettings
 
+CLIPS = ("ppo", "dual", "cispo", "geometric")
+"""Values of trainer.clip that have bounds."""
 WORKS_WITH = {
     "trainer.kl_coefficient": ("trainer.kl", ("k3", "k1", "k2")),
     "trainer.kl_in": ("trainer.kl", ("k3", "k1", "k2")),
     "trainer.kl_to": ("trainer.kl", ("k3", "k1", "k2")),
     "trainer.pair_beta": ("trainer.advantage", ("pair",)),
+    "trainer.clip_low": ("trainer.clip", CLIPS),
+    "trainer.clip_high": ("trainer.clip", CLIPS),
     "trainer.dual_clip": ("trainer.clip", ("dual",)),
     "trainer.engine_correction_cap": ("trainer.engine_correction", ("truncated", "masked")),
     "trainer.overlong_buffer": ("trainer.overlong", ("penalise",)),

@@ -32,6 +32,10 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
         ),
         ({"trainer__dual_clip": 2.0}, "trainer.dual_clip=2.0 does nothing with trainer.clip="),
         (
+            {"trainer__algorithm": "sapo", "trainer__clip_low": 0.1},
+            "trainer.clip_low=0.1 does nothing with trainer.clip=soft; give trainer.clip=ppo as well",
+        ),
+        (
             {"rollout__dynamic_limit": 2},
             "rollout.dynamic_limit=2 does nothing with rollout.dynamic_sampling=false; "
             "give rollout.dynamic_sampling=true as well",
@@ -54,6 +58,7 @@ def test_odd_setting_is_named_with_what_to_do(typed: dict[str, Any], text: str) 
 def test_settings_that_work_are_not_mentioned() -> None:
     assert not warnings(trainer__kl="k1", trainer__kl_coefficient=0.1, iterations=100)
     assert not warnings(trainer__algorithm="grpo", trainer__kl_coefficient=0.1), "the preset sets kl"
+    assert not warnings(trainer__algorithm="gmpo", trainer__clip_low=0.3, iterations=100)
     assert not warnings(eval__top_k=20, eval__min_p=0.05, eval__top_p=0.9, iterations=100)
     assert not warnings(iterations=1, rl_phase="rollout", rollout_split="train-only")
 

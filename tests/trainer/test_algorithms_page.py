@@ -32,7 +32,7 @@ def with_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_block_of_the_page_goes_untested() -> None:
     assert [kind for kind, _ in BLOCKS] == ["json", "json", "python"]
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == len([line for line in PAGE.splitlines() if re.search(r"(^    |`)run ", line)])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -137,6 +137,21 @@ def maxrl() -> dict[str, Any]:
     return {"advantage": "success", "clip": "none", "aggregation": "constant", "keep_flat_groups": True}
 
 
+def gdpo() -> dict[str, Any]:
+    """Group reward-decoupled normalization policy optimization: Liu et al. 2026, arXiv 2601.05242.
+
+    GRPO of several rewards without KL: each is standardised within its group, then they are added up by their
+    weights, and the sums are standardised over the batch.
+    """
+    return {
+        "advantage": "decoupled",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "sequence",
+        "keep_flat_groups": True,
+    }
+
+
 def rloo() -> dict[str, Any]:
     """REINFORCE leave-one-out: Ahmadian et al. 2024, arXiv 2402.14740.
 
@@ -225,6 +240,7 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "sapo": sapo,
     "gmpo": gmpo,
     "maxrl": maxrl,
+    "gdpo": gdpo,
     "rloo": rloo,
     "reinforce++": reinforce_pp,
     "rft": rft,

@@ -28,12 +28,13 @@ class TrainerSettings(Settings):
     """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
     are given themselves."""
     advantage: Literal[
-        "centred", "standardised", "leave_one_out", "success", "whitened", "one", "zero", "pair"
+        "centred", "standardised", "leave_one_out", "success", "whitened", "decoupled", "one", "zero", "pair"
     ] = "centred"
     """How a reward r becomes an advantage: r - mean of its group; the same over the group's standard
     deviation; r - mean of the others; r - mean over the mean (rewards from 0 up); r - mean of its group,
-    whitened over the tokens of the batch; 1 for every sample; 0 for every sample; only the best and the worst
-    sample of a group are trained, as a pair (`pair_beta`)."""
+    whitened over the tokens of the batch; the weighted sum of several rewards, each standardised within its
+    group, and then in the batch (decoupled); 1 for every sample; 0 for every sample; only the best and the
+    worst sample of a group are trained, as a pair (`pair_beta`)."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair: how much of a distance from the base model it takes to prefer the better sample
     (beta of DPO, arXiv 2305.18290)."""
@@ -191,7 +192,12 @@ class TrainerSettings(Settings):
                 "trainer.overlong=penalise with trainer.advantage=success: a penalty makes rewards "
                 "negative, and success divides by their mean; use trainer.overlong=drop or another advantage"
             )
-        scaled = {"standardised", "success", "one", "pair"}
+        if self.advantage == "decoupled" and self.overlong == "penalise":
+            raise ValueError(
+                "trainer.overlong=penalise with trainer.advantage=decoupled: the penalty is none of the "
+                "rewards that are standardised; use trainer.overlong=drop, or make it one of them"
+            )
+        scaled = {"standardised", "success", "decoupled", "one", "pair"}
         if self.kl != "off" and self.kl_in != "loss" and self.advantage in scaled:
             raise ValueError(
                 f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "

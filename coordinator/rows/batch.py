@@ -17,6 +17,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.settings.tree import RunSettings
 from rollout.origin import Origin
+from rollout.rewards.builtin import weights_by_title
 from rollout.storage import files, once
 from rollout.tasks.task_set import group_seed
 from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
@@ -103,7 +104,7 @@ def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str) -
     """
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
     groups = parts.read_groups(run_dir.trajectories("train", iteration), manifest, decoded)
-    older = _older(run_dir, iteration, settings.trainer.replay_window)
+    older = _older(run_dir, iteration, settings)
     origin = Origin.from_document(manifest["origin"])
     age = iteration - 1 - origin.policy_iteration
     if age > settings.cluster.max_async_level:
@@ -120,6 +121,7 @@ def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str) -
         iteration=iteration,
         policy_iteration=origin.policy_iteration,
         older=list(older.values()),
+        reward_weights=_weights(settings, origin),
     )
     return Made(batch, batch.encode(), [*older, iteration])
 
@@ -133,13 +135,18 @@ def _verifies(run_dir: RunDir, iteration: int, batch_json: dict[str, Any]) -> bo
     return hashlib.sha256(data).hexdigest() == batch_json["sha256"]
 
 
-def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
-    """Return the groups of the `window` - 1 iterations before this one, oldest first, with their sampling.
+def _weights(settings: RunSettings, origin: Origin) -> dict[str, float] | None:
+    """Return the weights of the rewards that samples of this origin have, if the batch needs them."""
+    return weights_by_title(origin.reward.name) if settings.trainer.advantage == "decoupled" else None
+
+
+def _older(run_dir: RunDir, iteration: int, settings: RunSettings) -> dict[int, Older]:
+    """Return the groups of the replay window's iterations before this one, oldest first, with their sampling.
 
     An iteration whose trajectories are gone or damaged is left out, with a warning.
     """
     by_iteration: dict[int, Older] = {}
-    for older in range(max(1, iteration - window + 1), iteration):
+    for older in range(max(1, iteration - settings.trainer.replay_window + 1), iteration):
         manifest = published.read_manifest(run_dir, "train", older)
         try:
             if manifest is None:
@@ -147,7 +154,8 @@ def _older(run_dir: RunDir, iteration: int, window: int) -> dict[int, Older]:
             groups = parts.read_groups(run_dir.trajectories("train", older), manifest, decoded)
             origin = Origin.from_document(manifest["origin"])
             sampling, policy = origin.sampling, origin.policy_iteration
-            by_iteration[older] = Older(groups, sampling.temperature, sampling.max_tokens, policy)
+            weights = _weights(settings, origin)
+            by_iteration[older] = Older(groups, sampling.temperature, sampling.max_tokens, policy, weights)
         except Incomplete as error:
             log.warning("iteration %d is not replayed in iteration %d: %s", older, iteration, error)
     return by_iteration

@@ -9,6 +9,7 @@ from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import Crew
 from rollout.settings import (
     GENERATED,
+    JOIN,
     NAME,
     PROGRAMS,
     WRITTEN,
@@ -313,6 +314,18 @@ class RunSettings(Settings):
             raise ValueError(
                 f"rollout.samples_per_task={self.rollout.samples_per_task}: a group of one has no "
                 "advantage, so nothing would be learnt; give at least 2, or --rl-phase rollout"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_are_several(self) -> "RunSettings":
+        reward, environment = self.rollout.reward, self.rollout.environment
+        gives_its_own = environment in WRITTEN or environment.startswith(PROGRAMS)
+        if self.trainer.advantage == "decoupled" and (gives_its_own or JOIN not in reward):
+            where = f"environment={environment}" if gives_its_own else f"reward={reward}"
+            raise ValueError(
+                f"trainer.advantage=decoupled with rollout.{where}: there are not several rewards to "
+                'standardise; give some, e.g. --reward "math=1 + length=0.1", or leave it out'
             )
         return self
 

@@ -251,6 +251,22 @@ def _with_parameters(name: str) -> ServedReward | CodeReward:
     return CodeReward(name) if is_code(name) else ServedReward(name)
 
 
+def weights_by_title(text: str) -> dict[str, float] | None:
+    """Return the weight of each reward that a sound setting names, by the name of its metric; None: a single
+    reward, which is none.
+    """
+    parts = parts_of(text)
+    if len(parts) == 1 and parts[0].weight is None:
+        return None
+    is_ours = [part.name.startswith(SERVED) or is_code(part.name) for part in parts]
+    titles = [
+        _checking(part.name).title if ours else part.name for part, ours in zip(parts, is_ours, strict=True)
+    ]
+    return {
+        title: 1.0 if part.weight is None else part.weight for title, part in zip(titles, parts, strict=True)
+    }
+
+
 _checking = functools.cache(_with_parameters)  # the check of each task needs it
 
 

@@ -53,6 +53,8 @@ GROUPS, SAMPLES, LONGEST = 5, 4, 6
 ROWS = GROUPS * SAMPLES
 REWARDS = [[1, 0, 0.25, 0], [1, 1, 1, 1], [0, 2, 0.5, 0.5], [0, 0, 0, 0], [1, 0, 1, 0.75]]
 """Two groups are flat."""
+WEIGHTS = {"right": 1.0, "long": -0.25}
+"""Of two rewards: those, and the lengths of the answers."""
 LENGTHS = [2 + (3 * row) % (LONGEST - 1) for row in range(ROWS)]
 TRUNCATED = {row for row in range(ROWS) if LENGTHS[row] == LONGEST}
 assert TRUNCATED
@@ -98,7 +100,12 @@ WRITTEN = {
 
 def make_trainer(cls: Any, config: Any, model_dir: Path, out: Path, **settings: Any) -> Any:
     rows: list[dict[str, Any]] = [{"prompt": "1+1=", "reward": 0.0}]
-    more: dict[str, Any] = {"reward_funcs": lambda completions, reward, **_: reward}
+    rewards = {
+        "right": lambda completions, reward, **_: reward,
+        "long": lambda completions, tokens, **_: tokens,
+    }
+    names = WEIGHTS if "reward_weights" in settings else ["right"]
+    more: dict[str, Any] = {"reward_funcs": [rewards[name] for name in names]}
     if cls in WRITTEN:
         rows, more = [WRITTEN[cls]], {}
     quiet = {
@@ -168,7 +175,10 @@ def trl(model_dir: Path, tmp_path: Path) -> Callable[..., Found]:
             trainer.vllm_importance_sampling_clip_min = 0.5 if engine == "token_mask" else None
             trainer.vllm_importance_sampling_clip_max = 2.0
         rewards = [reward for of_group in REWARDS for reward in of_group]
-        inputs = [{"prompt": "1+1=", "reward": float(reward)} for reward in rewards]
+        inputs = [
+            {"prompt": "1+1=", "reward": float(reward), "tokens": float(tokens)}
+            for reward, tokens in zip(rewards, LENGTHS, strict=True)
+        ]
         found = Found()
         for step in range(steps):
             trainer._step = step
@@ -238,7 +248,9 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
             max_tokens_per_microbatch=40,
         )
         about: dict[str, Any] = {"manifest_sha256": "", "policy": "", "temperature": 1.0, "seed": 0}
-        batch: Batch = build_batch(groups(), settings=settings, max_tokens=LONGEST, **about)
+        batch: Batch = build_batch(
+            groups(), settings=settings, max_tokens=LONGEST, reward_weights=WEIGHTS, **about
+        )
         learner: Any = Table()
         train(learner, batch, settings, max_tokens=LONGEST, report=lambda _: None)
         return learner.found
@@ -262,6 +274,7 @@ def sample(row: int, reward: float) -> Sample:
         finish_reason="length" if row in TRUNCATED else "stop",
         text="",
         reward=float(reward),
+        metrics={"right": float(reward), "long": float(length)},
     )
 
 
@@ -296,6 +309,15 @@ BOTH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"algorithm": "gspo"},
     ),
     "sapo": ({"loss_type": "sapo"}, {"algorithm": "sapo"}),
+    "gdpo": (
+        {
+            "loss_type": "grpo",
+            "epsilon": 0.2,
+            "multi_objective_aggregation": "normalize_then_sum",
+            "reward_weights": list(WEIGHTS.values()),
+        },
+        {"algorithm": "gdpo"},
+    ),
 }
 """TRL's settings, and ours."""
 CORRECTIONS: list[tuple[str | None, str]] = [

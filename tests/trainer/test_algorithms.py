@@ -16,6 +16,8 @@ from trainer.update.loss import Totals, policy_loss
 MAX_TOKENS = 5
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 2.0], [1.0, 1.0]]
 """Of three groups, the last of which is flat."""
+WEIGHTS = {"right": 1.0, "long": 0.5}
+"""Of two rewards, for a preset of several: those, and how many tokens an answer has."""
 # One row a sample: log pi_theta, log pi_old, log mu, log pi_reference of its trained tokens. The ratios lie
 # inside and outside of every preset's clip, for both signs of the advantage.
 TOKENS: dict[tuple[int, int], list[list[float]]] = {
@@ -57,6 +59,14 @@ FLAT = {(2, 0): 0.0, (2, 1): 0.0}
 PER_TOKEN = [a for key, a in {**CENTRED, **FLAT}.items() for _ in TOKENS[key][0]]
 MEAN = sum(PER_TOKEN) / 17
 SPREAD = sqrt(sum((a - MEAN) ** 2 for a in PER_TOKEN) / 17)
+BOTH = {  # of each group: the answers' first reward, then their tokens, each less its mean over its deviation
+    **{
+        (0, j): a / std(REWARDS[0]) + 0.5 * b / std([3, 2, 5])
+        for j, (a, b) in enumerate(zip(GROUP_0, [-1 / 3, -4 / 3, 5 / 3], strict=True))
+    },
+    **{(1, j): sign / std(REWARDS[1]) + 0.5 * sign / std([1, 3]) for j, sign in enumerate([-1, 1])},
+    **{(2, j): 0.5 * b / std([2, 1]) for j, b in enumerate([0.5, -0.5])},
+}
 ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
     "default": CENTRED,
     "grpo": {**STANDARDISED, **FLAT},
@@ -67,6 +77,7 @@ ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
     "sapo": {**STANDARDISED, **FLAT},
     "gmpo": {**STANDARDISED, **FLAT},
     "maxrl": {(0, 0): 1.4, (0, 1): -1.0, (0, 2): -0.4, (1, 0): -1.0, (1, 1): 1.0, **FLAT},
+    "gdpo": {key: a / std([*BOTH.values()]) for key, a in BOTH.items()},
     "rloo": {(0, 0): 0.875, (0, 1): -0.625, (0, 2): -0.25, (1, 0): -2.0, (1, 1): 2.0, **FLAT},
     "reinforce++": {key: (a - MEAN) / SPREAD for key, a in {**CENTRED, **FLAT}.items()},
     "rft": {(0, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0},
@@ -109,6 +120,11 @@ def dapo(rows: list[Row], at: list[Row]) -> float:
 
 def reinforce_pp(rows: list[Row], at: list[Row]) -> float:
     return -sum(sum(clipped_terms(row, 0.2, 0.2)) for row in rows) / tokens(rows)
+
+
+def without_kl(rows: list[Row], at: list[Row]) -> float:
+    """GRPO's."""
+    return -sum(sum(clipped_terms(row, 0.2, 0.2)) / len(row[0]) for row in rows) / len(rows)
 
 
 def gspo(rows: list[Row], at: list[Row]) -> float:
@@ -193,6 +209,7 @@ LOSSES: dict[str, Callable[[list[Row], list[Row]], float]] = {
     "sapo": sapo,
     "gmpo": gmpo,
     "maxrl": rloo,
+    "gdpo": without_kl,
     "rloo": rloo,
     "reinforce++": reinforce_pp,
     "rft": likelihood,
@@ -237,11 +254,12 @@ def sample(slot: int, j: int, reward: float) -> Sample:
         finish_reason="stop",
         text="",
         reward=reward,
+        metrics={"right": reward, "long": float(len(engine))},
     )
 
 
 def selected(settings: TrainerSettings) -> list[Trained]:
-    return [one for lesson in lessons(groups(), settings, MAX_TOKENS) for one in lesson]
+    return [one for lesson in lessons(groups(), settings, MAX_TOKENS, weights=WEIGHTS) for one in lesson]
 
 
 def key_of(one: Trained) -> tuple[int, int]:

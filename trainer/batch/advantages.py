@@ -1,6 +1,6 @@
 """Compute advantages from the rewards of a group. Torch-free."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,6 +41,14 @@ def _success(rewards: Values) -> Values:
     return (rewards - rewards.mean()) / rewards.mean()
 
 
+def decoupled(values: ArrayLike, weights: ArrayLike) -> Values:
+    """(n,) the weighted sum of several rewards of a group's samples, `values` (n, K), each standardised
+    within the group before its weight (K,) counts: one that varies much does not drown the others (GDPO,
+    arXiv 2601.05242).
+    """
+    return np.stack([_standardised(column) for column in np.asarray(values, np.float64).T], 1) @ weights
+
+
 def _pair(rewards: Values) -> Values:
     """1 for the first of the best, -1 for the first of the worst, 0 for all others."""
     signs = np.zeros_like(rewards)
@@ -54,6 +62,7 @@ _KINDS: dict[str, Callable[[Values], Values]] = {
     "leave_one_out": _leave_one_out,
     "success": _success,
     "whitened": _centred,  # `whiten` does the second half, which needs the whole batch
+    "decoupled": _centred,  # of the sums that `decoupled` has made; so does `standardised_batch` here
     "one": np.ones_like,
     "zero": np.zeros_like,
     "pair": _pair,
@@ -90,3 +99,10 @@ def whiten(advantages: ArrayLike, tokens: ArrayLike) -> Values:
         return values
     centred = values - np.average(values, weights=counts)
     return centred / np.sqrt(max(np.average(centred**2, weights=counts), LEAST_VARIANCE))
+
+
+def standardised_batch(advantages: Sequence[float]) -> Values:
+    """(S,) advantages of all samples of a batch over their deviation: the sums of several rewards have the
+    same scale, however many there are (GDPO, arXiv 2601.05242).
+    """
+    return _standardised(np.array(advantages)) if advantages else np.zeros(0)

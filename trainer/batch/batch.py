@@ -6,7 +6,7 @@ their order, so every membership of the run makes the same bytes.
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -224,6 +224,8 @@ class Older(NamedTuple):
     """The longest completion that could be sampled; a penalty for length needs it."""
     policy_iteration: int = 0
     """The iteration whose training made the policy that sampled them; spans say it themselves."""
+    reward_weights: Mapping[str, float] | None = None
+    """See selection.lessons."""
 
 
 def build_batch(
@@ -238,25 +240,26 @@ def build_batch(
     iteration: int = 1,
     policy_iteration: int = 0,
     older: Sequence[Older] = (),
+    reward_weights: Mapping[str, float] | None = None,
 ) -> Batch:
     """Select, score and shuffle the sequences of an iteration's `groups`.
 
     `settings` decide which are dropped and what their advantages are (trainer.batch.selection). Tombstones
     and samples without a reward are always dropped. The groups were sampled at `temperature`; `max_tokens`
-    limited a completion, and a penalty for length needs it. The batch is trained in `iteration`, its samples
-    are made by the policy of `policy_iteration` where they do not say another one. `older` are the replay
-    window's other iterations, oldest first. If there are any, the batch is drawn from all of them, as many
-    lessons as the iteration itself has. The sequences (with advantage=pair the pairs) are shuffled by `seed`,
-    so that each optimizer step mixes many groups.
+    limited a completion, and a penalty for length needs it; `reward_weights` are as in selection.lessons. The
+    batch is trained in `iteration`, its samples are made by the policy of `policy_iteration` where they do
+    not say another one. `older` are the replay window's other iterations, oldest first. If there are any, the
+    batch is drawn from all of them, as many lessons as the iteration itself has. The sequences (with
+    advantage=pair the pairs) are shuffled by `seed`, so that each optimizer step mixes many groups.
 
-    Raises ValueError for two groups of one slot, for a penalty without `max_tokens`, or if samples without
-    logprobs (demonstrations) are to be trained by another loss than their likelihood.
+    Raises ValueError as selection.lessons, and if samples without logprobs (demonstrations) are to be trained
+    by another loss than their likelihood.
     """
-    sources = [*older, Older(groups, temperature, max_tokens, policy_iteration)]
+    sources = [*older, Older(groups, temperature, max_tokens, policy_iteration, reward_weights)]
     limit = settings.max_off_policy_steps
     oldest = None if limit is None else iteration - 1 - limit
     window = [
-        lessons(source.groups, settings, source.max_tokens, oldest)
+        lessons(source.groups, settings, source.max_tokens, oldest, source.reward_weights)
         if oldest is None or source.policy_iteration >= oldest
         else []
         for source in sources

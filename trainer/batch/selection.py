@@ -9,7 +9,7 @@ most papers have it. A sample that has no gradient only counts: nothing of it is
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.trajectory import Group, Sample
-from trainer.batch.advantages import group_advantages, whiten
+from trainer.batch.advantages import decoupled, group_advantages, standardised_batch, whiten
 from trainer.settings import TrainerSettings
 
 SHAPING = (
@@ -67,12 +67,18 @@ def policy_iterations(sample: Sample, policy_iteration: int) -> NDArray[np.int32
 
 
 def lessons(
-    groups: Iterable[Group], settings: TrainerSettings, max_tokens: int | None, oldest: int | None = None
+    groups: Iterable[Group],
+    settings: TrainerSettings,
+    max_tokens: int | None,
+    oldest: int | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> list[Lesson]:
     """Return the lessons of one iteration's groups, in the order of their slots.
 
-    `oldest`: the spans of policies of an earlier iteration are not trained; None: all are.
-    Raises ValueError for two groups of one slot, or a penalty for length without `max_tokens`.
+    `oldest`: the spans of policies of an earlier iteration are not trained; None: all are. `weights`: of each
+    reward that a sample's was added up from, by its name among the metrics; None: it is a single one.
+    Raises ValueError for two groups of one slot, for a penalty for length without `max_tokens`, and for a
+    sample without one of the rewards that advantage=decoupled needs.
     """
     ordered = sorted(groups, key=lambda group: group.slot)
     for group, other in pairwise(ordered):
@@ -80,13 +86,24 @@ def lessons(
             raise ValueError(
                 f"slot {group.slot} has two groups ({group.task_id}, {other.task_id}); a slot is one group"
             )
-    chosen = [_lesson(group, settings, max_tokens, oldest) for group in ordered if group.given_up is None]
+    chosen = [
+        _lesson(group, settings, max_tokens, oldest, weights) for group in ordered if group.given_up is None
+    ]
     return [lesson for lesson in chosen if lesson]
 
 
-def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None, oldest: int | None) -> Lesson:
+def _lesson(
+    group: Group,
+    settings: TrainerSettings,
+    max_tokens: int | None,
+    oldest: int | None,
+    weights: Mapping[str, float] | None,
+) -> Lesson:
     scored = [(sample, sample.reward) for sample in group.samples if sample.reward is not None]
     shaped = [reward - _overlong_penalty(sample, settings, max_tokens) for sample, reward in scored]
+    if settings.advantage == "decoupled" and scored:
+        values = [_values(group, sample, weights) if weights else [reward] for sample, reward in scored]
+        shaped = decoupled(values, [*weights.values()] if weights else [1.0]).tolist()
     advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups)
     if advantages is None:
         return []
@@ -105,6 +122,17 @@ def _lesson(group: Group, settings: TrainerSettings, max_tokens: int | None, old
         pair = [item for item in lesson if item.advantage]
         return pair if len(pair) == PAIR else []
     return lesson
+
+
+def _values(group: Group, sample: Sample, weights: Mapping[str, float]) -> list[float]:
+    """Return what each of the rewards has given to the sample."""
+    missing = weights.keys() - sample.metrics.keys()
+    if missing:
+        raise ValueError(
+            f"a sample of task {group.task_id} has no {min(missing)} among its metrics, which "
+            "trainer.advantage=decoupled needs: its environment gives the reward itself; take another one"
+        )
+    return [sample.metrics[name] for name in weights]
 
 
 def _since(sample: Sample, oldest: int) -> Sample:
@@ -140,6 +168,8 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
 def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
     """Return the advantages of a whole batch, after the step that needs more than one group."""
     advantages = [item.advantage for item in trained]
+    if settings.advantage == "decoupled":
+        return standardised_batch(advantages).tolist()
     if settings.advantage != "whitened" or (settings.kl != "off" and settings.kl_in != "loss"):
         return advantages  # KL in the reward is known in the training, which whitens then
     return whiten(advantages, [item.tokens for item in trained]).tolist()

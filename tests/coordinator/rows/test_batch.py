@@ -3,9 +3,11 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.directory import parts, published
@@ -36,6 +38,7 @@ def publish(
     iteration: int,
     groups: Sequence[Group] = (),
     policy_iteration: int | None = None,
+    reward: str = "exact",
     **sampling: Any,
 ) -> None:
     directory = run_dir.trajectories("train", iteration)
@@ -44,6 +47,7 @@ def publish(
     made_with = origin(
         f"{POLICY}{iteration}", iteration - 1 if policy_iteration is None else policy_iteration, **sampling
     )
+    made_with = replace(made_with, reward=replace(made_with.reward, name=reward))
     writer = parts.PartWriter(run_dir, "train", iteration, 0, 1, made_with)
     groups = groups or [group(slot, mark=10 * iteration) for slot in range(SLOTS)]
     for each in groups:
@@ -221,3 +225,24 @@ def test_batch_that_is_there_does_not_depend_on_the_sampling_of_today(run_dir: R
     before = stamp(run_dir)
     make(run_dir, 3, rollout__temperature=0.7, rollout__max_tokens=9)
     assert stamp(run_dir) == before
+
+
+def test_rewards_count_by_the_weights_that_the_samples_were_made_with(run_dir: RunDir) -> None:
+    """Those of the manifest of each iteration, whatever the settings are now."""
+    publish(run_dir, 4, groups=[rewarded(0, 20)], reward="exact=1 + length=-0.5")
+    publish(run_dir, 5, groups=[rewarded(0, 50)], reward="exact=1 + length=2")
+    now = {"trainer__algorithm": "gdpo", "rollout__reward": "exact=1 + length=7"}
+    batches = [make(run_dir, iteration, **now)[0] for iteration in (4, 5)]
+    signs = [
+        dict(zip(batch.rewards.tolist(), np.sign(batch.advantages).tolist(), strict=True))
+        for batch in batches
+    ]
+    assert signs == [{1.0: 1.0, 0.0: -1.0}, {1.0: -1.0, 0.0: 1.0}]
+
+
+def rewarded(slot: int, mark: int) -> Group:
+    """The better answer by the one reward is the worse one by the other."""
+    made = group(slot, mark=mark)
+    for sample, (exact, length) in zip(made.samples, [(1.0, 0.0), (0.0, 1.0)], strict=True):
+        sample.metrics = {"exact": exact, "length": length}
+    return made

@@ -474,6 +474,16 @@ def test_budget_of_the_reasoning_that_cannot_hold_is_refused(given: dict[str, An
 
 
 @pytest.mark.parametrize(
+    "given", [{"rollout.reward": "math"}, {"rollout.environment": "gym:m:C"}], ids=["reward", "environment"]
+)
+def test_rewards_to_decouple_are_several(given: dict[str, Any]) -> None:
+    settings = {"trainer.algorithm": "gdpo", "rollout.reward": "math=1 + length=0.1"}
+    build(settings)
+    ((name, value),) = given.items()
+    assert f"decoupled with {name}={value}: there are not several" in refused({**settings, **given})
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"rollout.teacher": None}, "trainer.kl_to=teacher needs a teacher"),

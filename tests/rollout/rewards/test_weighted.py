@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.rewards.builtin import RewardError, RewardSettingError, check_task, resolve_reward, score
+from rollout.rewards.builtin import (
+    RewardError,
+    RewardSettingError,
+    check_task,
+    resolve_reward,
+    score,
+    weights_by_title,
+)
 from rollout.rewards.parts import Part, parts_of
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Sample
@@ -71,6 +78,14 @@ def test_rewards_are_added_up_by_weight_and_each_is_a_metric_by_its_name(own: st
         "exact": 1.0, "length": pytest.approx(0.2), f"{own}:words": 1.0, f"{own}:words.letters": 2.0,
         f"{own}:slow": 0.5,
     }  # fmt: skip
+
+
+def test_weights_are_named_as_the_metrics_are(own: str) -> None:
+    setting = f"exact=2 + code,name=sandbox=0.5 + {own}:slow + http://127.0.0.1:9/r,name=far=-1"
+    assert weights_by_title(setting) == {"exact": 2.0, "sandbox": 0.5, f"{own}:slow": 1.0, "far": -1.0}
+    assert weights_by_title("exact") is None
+    sample = scored(f"exact=2 + {own}:slow", "58")
+    assert weights_by_title(f"exact=2 + {own}:slow").keys() == sample.metrics.keys()
 
 
 def test_one_reward_without_a_weight_is_what_it_was_and_logs_nothing_more() -> None:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batch.advantages import group_advantages, whiten
+from trainer.batch.advantages import decoupled, group_advantages, standardised_batch, whiten
 
 KINDS = ["centred", "standardised", "leave_one_out", "whitened", "one"]
 
@@ -67,3 +67,16 @@ def test_tokens_of_a_whitened_batch_have_mean_0_and_deviation_1() -> None:
     assert (values.mean(), values.std()) == pytest.approx((0.0, 1.0), abs=1e-12)
     assert whiten([], []).shape == (0,)
     assert whiten([0.25, 0.25], [3, 1]).tolist() == [0.0, 0.0]
+
+
+def test_several_rewards_count_by_their_weights_whatever_they_range_over() -> None:
+    rewards = [[1.0, 300.0], [0.0, 100.0], [0.0, 100.0], [1.0, 300.0]]
+    wide = decoupled(rewards, [1.0, 0.5])
+    narrow = decoupled([[right, length / 100] for right, length in rewards], [1.0, 0.5])
+    assert wide == pytest.approx(narrow, abs=1e-5)
+    assert wide == pytest.approx(np.array([1.5, -1.5, -1.5, 1.5]) * 3**0.5 / 2, abs=1e-5)
+
+
+def test_sums_of_rewards_are_standardised_over_the_batch() -> None:
+    assert standardised_batch([3.0, -3.0, 0.0]) == pytest.approx([1.0, -1.0, 0.0], abs=1e-6)
+    assert standardised_batch([]).tolist() == []

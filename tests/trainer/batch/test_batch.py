@@ -410,3 +410,12 @@ def test_spans_that_are_too_old_are_not_trained_on_and_count_for_the_reward(
     assert trained[1].token_ids.tolist() == trained[3].token_ids.tolist()
     penalised = pytest.approx([-1 / 3, 1 / 3])
     assert sorted(trained[1].advantages.tolist()) == sorted(trained[3].advantages.tolist()) == penalised
+
+
+def test_sample_without_one_of_the_rewards_that_are_decoupled_is_named(group: Callable[..., Group]) -> None:
+    made = group(0, [1.0, 0.0], np.random.default_rng(0))
+    made.samples[0].metrics["exact"] = 1.0
+    with pytest.raises(ValueError, match="of task task-0 has no exact among its metrics"):
+        build_batch(
+            [made], settings=TrainerSettings(algorithm="gdpo"), reward_weights={"exact": 1.0}, **ABOUT
+        )

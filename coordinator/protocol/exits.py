@@ -16,6 +16,10 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
+OUTCOMES: dict[int, str] = {Exit.DONE: "finished", Exit.LOST: "lost", Exit.INTERRUPTED: "stopped"}
+"""How a run has ended, by the exit code of `run`; every other code: failed."""
+
+
 class RowEnded(Exception):
     """The present row is over; what comes next depends on the kind of exception."""
 

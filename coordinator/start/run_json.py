@@ -4,6 +4,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import FORMAT, RunDir
@@ -24,6 +25,18 @@ RARELY = 10
 def new_run_id() -> str:
     """Return an id that no other run has."""
     return secrets.token_hex(6)
+
+
+def has_run(root: Path) -> bool:
+    """Return whether a run was begun in a directory."""
+    return files.is_directory(root) and RunDir(root).run_json.name in files.listing(root)
+
+
+def find_run(root: Path) -> dict[str, Any]:
+    """Return the run.json of the run at `root`; SettingsError if there is none, or one of another format."""
+    if not has_run(root):
+        raise SettingsError(f"--log-path {root}: no run there (no run.json)")
+    return read_run_json(RunDir(root))
 
 
 def read_run_json(run_dir: RunDir) -> dict[str, Any]:

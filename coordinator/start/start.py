@@ -41,7 +41,14 @@ from coordinator.start.inputs import (
 from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals import fit_max_tokens, look_at_text
-from coordinator.start.run_json import fixed_of, make_run, read_run_json, refuse_changes, with_save_interval
+from coordinator.start.run_json import (
+    fixed_of,
+    has_run,
+    make_run,
+    read_run_json,
+    refuse_changes,
+    with_save_interval,
+)
 from coordinator.start.wait_for_master import await_master
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.environment_variables import is_utf8
@@ -86,10 +93,9 @@ def last_start(root: Path) -> EpochRecord | None:
 
     Raises SettingsError for a run of another format.
     """
-    run_dir = RunDir(root)
-    if not files.is_directory(root) or run_dir.run_json.name not in files.listing(root):
+    if not has_run(root):
         return None
-    read_run_json(run_dir)
+    read_run_json(RunDir(root))
     crews = [RunDir(root, crew) for crew in CREWS]
     records = [Records(crew).newest(whole_board(crew, published.names).records) for crew in crews]
     # The leader of another crew takes its settings from the master's: it was not given any.
@@ -137,7 +143,7 @@ def check_master(
     check_sinks(settings.metrics)
     for text in odd_settings(settings, overrides, inputs):
         log.warning("%s", text)
-    if files.is_directory(root) and run_dir.run_json.name in files.listing(root):
+    if has_run(root):
         refuse_changes(read_run_json(run_dir), fixed_of(settings, inputs))
     return Checked(overrides, settings, inputs, changes(last, settings))
 

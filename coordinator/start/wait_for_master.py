@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.protocol.exits import Ended, Exit
@@ -11,7 +10,7 @@ from coordinator.protocol.placement_records import Placement, read_placement
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings.tree import SettingsError
-from coordinator.start.run_json import read_run_json
+from coordinator.start.run_json import has_run, read_run_json
 from rollout.storage import files
 
 log = logging.getLogger(__name__)
@@ -66,14 +65,10 @@ def what_is_there(run_dir: RunDir) -> str:
         return f" ({parent} is not there now: is it mounted here?)"
     beside = files.listing(parent)  # what it does not list is not looked up: see _protocol
     if root.name in beside:
-        return "" if _has_run(root) else " (no run has begun there)"
-    runs = [name for name in sorted(beside)[:LOOKED_AT] if _has_run(parent / name)]
+        return "" if has_run(root) else " (no run has begun there)"
+    runs = [name for name in sorted(beside)[:LOOKED_AT] if has_run(parent / name)]
     others = f"; beside it are the runs {', '.join(runs[:SHOWN])}" if runs else ""
     return f" (nothing is there{others})"
-
-
-def _has_run(root: Path) -> bool:
-    return files.is_directory(root) and RunDir(root).run_json.name in files.listing(root)
 
 
 def patience(timeout_s: float) -> Iterator[float]:

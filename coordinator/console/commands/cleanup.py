@@ -27,7 +27,7 @@ from coordinator.protocol.snapshot import Board, whole_board
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import share_with_group
-from coordinator.start.start import read_run_json
+from coordinator.start.run_json import find_run
 from rollout.storage import files, once
 from rollout.trajectory import Group
 
@@ -47,9 +47,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     """
     run_dir = RunDir(root)
     share_with_group(root)
-    if not root.is_dir() or run_dir.run_json.name not in files.listing(root):
-        raise SettingsError(f"--log-path {root}: no run there (no run.json)")
-    run_id = read_run_json(run_dir)["run_id"]
+    run_id = find_run(root)["run_id"]
     crews = _begun(run_dirs(root))
     newest = {crew: Records(crew).newest(whole_board(crew, published.names).records) for crew in crews}
     settings = [RunSettings.published(record.settings if record else {}) for record in newest.values()]

@@ -15,7 +15,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import measured
 from coordinator.directory.published import Incomplete, is_part_of_model
 from coordinator.settings.tree import TINY, SettingsError
-from coordinator.start.start import read_run_json
+from coordinator.start.run_json import find_run
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
 from rollout.storage import files
@@ -34,9 +34,7 @@ def export(
     Every copy is verified. `target` appears complete or, after a SettingsError, not at all.
     """
     run_dir = RunDir(root)
-    if run_dir.run_json.name not in published.names(root):
-        raise SettingsError(f"--log-path {root}: no run is here")
-    run = read_run_json(run_dir)
+    run = find_run(root)
     there = published.checkpoints(run_dir)
     iteration = iteration or max(there, default=0)
     if iteration not in there:

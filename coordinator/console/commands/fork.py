@@ -24,7 +24,7 @@ from coordinator.protocol.records import claim_stopped
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.tree import SettingsError
 from coordinator.start.directory_access import share_with_group
-from coordinator.start.run_json import new_run_id, read_run_json
+from coordinator.start.run_json import find_run, new_run_id
 from coordinator.start.start import last_start
 from rollout.storage import files
 
@@ -49,9 +49,7 @@ def fork(root: Path, iteration: int, target: Path) -> Forked:
     running. Raises SettingsError if that cannot be; then there is nothing at `target`.
     """
     run_dir = RunDir(root)
-    if not root.is_dir() or run_dir.run_json.name not in files.listing(root):
-        raise SettingsError(f"--log-path {root}: no run there (no run.json)")
-    run = read_run_json(run_dir)
+    run = find_run(root)
     if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
         raise SettingsError(f"--to {target}: is there already; give a new directory")
     if root.resolve() in target.resolve().parents:

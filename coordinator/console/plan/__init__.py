@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
-from coordinator.console.plan.measure import Findings, iterations_text, measure, spread
+from coordinator.console.plan.measure import Findings, measure
 from coordinator.console.plan.propose import Device, Measured, Option, propose, rank_weights, slowness
+from coordinator.console.views.ranges import iterations_text, ranges
 from coordinator.settings.tree import SettingsError
 from trainer.memory import least_bytes
 
@@ -79,8 +80,8 @@ def command(findings: Findings, measured: Measured, best: Option) -> str:
     if machines != cluster.num_nodes:
         words += ["--num-nodes", str(machines)]
     if not best.is_collocated:
-        words += ["--place", f"rollout={','.join(spread(best.rollout))}"]
-        words += ["--place", f"train={','.join(spread(best.train))}", "--max-async-level", str(best.level)]
+        words += ["--place", f"rollout={','.join(ranges(best.rollout))}"]
+        words += ["--place", f"train={','.join(ranges(best.train))}", "--max-async-level", str(best.level)]
         trainer = findings.settings.trainer
         if trainer.engine_correction == "off" and trainer.clip != "likelihood":
             words.append("trainer.engine_correction=truncated")
@@ -143,8 +144,8 @@ def _row(name: str, *cells: str) -> str:
 def _name(option: Option) -> str:
     if option.is_collocated:
         return f"one crew, {len(option.rollout)} device{'s' if len(option.rollout) > 1 else ''}"
-    ranges = (",".join(spread(devices)) for devices in (option.rollout, option.train))
-    return f"{' '.join(map('='.join, zip(('rollout', 'train'), ranges, strict=True)))}, level {option.level}"
+    rollout, train = (",".join(ranges(devices)) for devices in (option.rollout, option.train))
+    return f"rollout={rollout} train={train}, level {option.level}"
 
 
 def _verdict(findings: Findings, measured: Measured, options: Sequence[Option]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -272,20 +272,3 @@ def _shape(run_dir: RunDir, settings: RunSettings) -> Shape | None:
     except (WeightsError, OSError):
         pass
     return None
-
-
-def iterations_text(numbers_of: Sequence[int]) -> str:
-    """`iterations 4 to 13`; with the number of them where some are missing."""
-    first, last = numbers_of[0], numbers_of[-1]
-    some = "" if last - first + 1 == len(numbers_of) else f" ({len(numbers_of)} of them)"
-    return f"iterations {first} to {last}{some}"
-
-
-def spread(devices: Sequence[int]) -> Iterator[str]:
-    """Yield the ranges of ascending device numbers as a person types them: `0-5`, `7`."""
-    start = 0
-    for place, number in enumerate(devices):
-        if place + 1 == len(devices) or devices[place + 1] != number + 1:
-            first = devices[start]
-            yield str(first) if first == number else f"{first}-{number}"
-            start = place + 1

@@ -15,8 +15,8 @@ from typing import Any
 from coordinator.console.report import charts, curves, faults, figures, figures_of_time, samples, summary
 from coordinator.console.report.sources import Told, newest_record, read_crews
 from coordinator.console.report.timeline import Span
-from coordinator.console.report.values import is_number
 from coordinator.console.views.crew_status import crew_dirs
+from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.run import Run
 from coordinator.console.views.status_text import lineage
 from coordinator.directory import published

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.console.report.timeline import CATEGORIES, IDLE, Bar, Timeline
-from coordinator.console.report.values import TINY, is_number
+from coordinator.console.views.heartbeats import is_number
 from coordinator.directory.layout import MASTER
 
 WIDTH, HEIGHT = 360, 190
@@ -18,8 +18,8 @@ POINTS = 240
 MARKED = 40
 """A line with at most this many points gets a mark for each."""
 
-SAME = 1e-9
-"""Values whose relative difference is smaller are drawn as equal."""
+SAME, TINY = 1e-9, 1e-100
+"""Values whose relative difference is below SAME are drawn as equal, and those below TINY as 0."""
 
 Points = Sequence[tuple[int, float]]
 

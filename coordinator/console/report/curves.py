@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.console.report.charts import Chart, chart
-from coordinator.console.report.values import is_number, numbers
-from coordinator.console.views.scores import scores
+from coordinator.console.report.values import numbers
+from coordinator.console.views.heartbeats import is_number
+from coordinator.console.views.scores import history
 
 CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -113,12 +114,11 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 def _of_sets(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
     """Return charts of the named sets of evaluations, SETS in each."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
-        for name, reward, _error in scores(line):
-            if name != "eval_reward" and is_number(reward):
-                curves.setdefault(name, []).append((line["iteration"], reward))
-    named = list(curves.items())
+    named = [
+        (name, [(iteration, score.reward) for iteration, score in scores])
+        for name, scores in history(lines).items()
+        if name != "eval_reward"
+    ]
     several = [named[begin : begin + SETS] for begin in range(0, len(named), SETS)]
     return [chart("Evaluation sets", "mean reward of each", "", drawn, axis) for drawn in several]
 

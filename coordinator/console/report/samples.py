@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.console.report.values import is_number, numbers
+from coordinator.console.report.values import numbers
+from coordinator.console.views.heartbeats import is_number
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from rollout.storage import files

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from coordinator.console.report.faults import host_of
 from coordinator.console.report.timeline import Span, spans_of, with_idle
-from coordinator.console.report.values import is_number
+from coordinator.console.views.heartbeats import is_number
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.protocol.records import EpochRecord, Records

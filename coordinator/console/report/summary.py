@@ -8,9 +8,10 @@ from typing import Any
 
 from coordinator.console.report.curves import points
 from coordinator.console.report.figures import Balance
-from coordinator.console.report.values import is_number, rows_s
+from coordinator.console.report.values import rows_s
 from coordinator.console.views import status_text
-from coordinator.console.views.scores import Score, scores
+from coordinator.console.views.heartbeats import is_number
+from coordinator.console.views.scores import history
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -70,15 +71,10 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
 
 def _evaluations(lines: Lines) -> list[Tile | None]:
     """Return a tile for each score of the evaluations, with the interval of the last one."""
-    by_name: dict[str, list[tuple[int, Score]]] = {}
-    for line in lines:
-        for score in scores(line):
-            if is_number(score.reward):
-                by_name.setdefault(score.name, []).append((line["iteration"], score))
     names = {"eval_reward": "Evaluation"}
     return [
-        _change(names.get(name, name), [(n, score.reward) for n, score in history], history[-1][1].margin)
-        for name, history in by_name.items()
+        _change(names.get(name, name), [(n, score.reward) for n, score in scores], scores[-1][1].margin)
+        for name, scores in history(lines).items()
     ]
 
 

@@ -3,15 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.console.views.heartbeats import is_number
 from coordinator.protocol.phases import spent_s
-
-HUGE, TINY = 1e100, 1e-100
-"""Larger values are no measurements and cannot be drawn; smaller ones are drawn as 0."""
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value can be drawn. JSON of Python may hold NaN and infinity."""
-    return isinstance(value, int | float) and abs(value) <= HUGE
 
 
 def seconds_of(line: Mapping[str, Any], name: str) -> float:

@@ -38,15 +38,13 @@ from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS, STOP, TOLD
 from coordinator.console.server.submission import JOB_NAME, Submission
 from coordinator.directory import published
 from coordinator.machine.network import pid_space
-from coordinator.protocol.exits import Exit
+from coordinator.protocol.exits import OUTCOMES
 from rollout.storage import files, once
 
 JOB, ASKED = "job.json", "asked.json"
 FOLDER = "job"
 GOING = {"gathering", "running", "holding"}
 """States of a job that has been started and has not ended."""
-ENDED_BY = {Exit.DONE: "finished", Exit.LOST: "lost", Exit.INTERRUPTED: "stopped"}
-"""The state after an exit code; after any other one the job has failed."""
 _START = re.compile(r"start_(\d{4,})", re.ASCII)
 
 
@@ -243,7 +241,7 @@ def state_of(
     whether or not the process that started it is still there.
     """
     if code is not None:
-        ended = ENDED_BY.get(Exit(code), "failed") if code in set(Exit) else "failed"
+        ended = OUTCOMES.get(code, "failed")
         return "stopped" if stopped and ended != "finished" else ended
     if not began:
         return "stopped" if stopped else "submitted"

@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.console.server.jobs import Job, UnknownJob
 from coordinator.console.views import status_text
 from coordinator.console.views.crew_status import crew_dirs
-from coordinator.console.views.heartbeats import is_measured
+from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.logs import LogPrinter, nodes_with_logs, tail
 from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
@@ -111,7 +111,7 @@ def _points(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Return the curves of a run, thinned: [iteration, value] by name."""
     curves: dict[str, list[list[float]]] = {}
     for name in ("reward", "eval_reward"):
-        known = [[line["iteration"], line[name]] for line in lines if is_measured(line.get(name))]
+        known = [[line["iteration"], line[name]] for line in lines if is_number(line.get(name))]
         step = max(1, -(-len(known) // POINTS))
         curves[name] = [point for place, point in enumerate(known) if (len(known) - 1 - place) % step == 0]
     return curves

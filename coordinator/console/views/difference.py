@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.console.views.ranges import listed
 from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.layout import Kind
@@ -63,8 +64,8 @@ def show_difference(first: Path, second: Path) -> int:
         )
     for name, root in (("A", first), ("B", second)):
         print(f"{name}: {root}")
-    print(f"equal: {_listed(compared.iterations)}; of them samples of {_listed(compared.samples)}", end="")
-    print(f", weights of {_listed(compared.weights)}")
+    print(f"equal: {listed(compared.iterations)}; of them samples of {listed(compared.samples)}", end="")
+    print(f", weights of {listed(compared.weights)}")
     if compared.parting is None:
         more = [f"only {name} goes on to iteration {there[-1]}" for name, there in _longer(*runs)]
         print("\n".join(["the runs are equal as far as both go", *more]))
@@ -81,17 +82,6 @@ def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:
     for name, other in (("A", "B"), ("B", "A")):
         if theirs[name] and theirs[name][-1] > max(theirs[other], default=0):
             yield name, theirs[name]
-
-
-def _listed(numbers: list[int]) -> str:
-    """Return numbers as people write them: `1 to 4, 7`; `none`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
 
 
 def compare(first: Run, second: Run) -> Compared:

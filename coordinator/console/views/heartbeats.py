@@ -1,6 +1,5 @@
 """The content of heartbeats, for those who only look on: whatever lies in the files, the types are right."""
 
-import math
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -10,6 +9,8 @@ from coordinator.protocol.heartbeat import read_beat
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Number = Annotated[float, Field(ge=0, le=1e15)]
+HUGE = 1e100
+"""Larger values are no measurements and cannot be drawn."""
 
 
 class _Gpu(BaseModel):
@@ -55,6 +56,6 @@ def heartbeat_values(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
         return {}
 
 
-def is_measured(value: Any) -> bool:
-    """Return whether a value of metrics.jsonl is a number that can be shown."""
-    return isinstance(value, int | float) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Return whether a value can be shown. JSON of Python may hold NaN and infinity."""
+    return isinstance(value, int | float) and abs(value) <= HUGE

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coordinator.console.views.ranges import iterations_text
 from coordinator.console.views.status import StatusReader
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
 from coordinator.directory.published import Incomplete
 from coordinator.machine.run_command import run_command, settings_of
-from coordinator.protocol.exits import Exit
+from coordinator.protocol.exits import OUTCOMES
 from coordinator.settings.tree import SettingsError
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 
 LOOK_S = 0.2
-ENDS = {Exit.DONE: "finished", Exit.LOST: "lost", Exit.INTERRUPTED: "stopped"}
-"""How a run has ended, by the exit code of `run`; every other code: failed."""
 
 
 class Run:
@@ -116,7 +115,7 @@ class Run:
         manifest = published.read_manifest(self.run_dir, kind, iteration)
         if manifest is None:
             there = self.collected(kind)
-            choices = f"there are trajectories of {_listed(there)}" if there else "there are none yet"
+            choices = f"there are trajectories of {iterations_text(there)}" if there else "there are none yet"
             raise SettingsError(
                 f"{self.run_dir.root}: no {kind} trajectories of iteration {iteration}; {choices}"
             )
@@ -136,7 +135,9 @@ class Run:
         damage = ""
         for number in candidates:
             if number not in there:
-                choices = f"there are checkpoints of {_listed(there)}" if there else "there is none yet"
+                choices = (
+                    f"there are checkpoints of {iterations_text(there)}" if there else "there is none yet"
+                )
                 raise SettingsError(f"{self.run_dir.root}: no checkpoint of iteration {number}; {choices}")
             directory = self.run_dir.checkpoint(number)
             try:
@@ -196,17 +197,9 @@ class StartedRun(Run):
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self.run_dir.root} goes on after {timeout_s:g} s") from None
-        return next((text for end, text in ENDS.items() if code == end), "failed")
+        return OUTCOMES.get(code, "failed")
 
     def stop(self, now: bool = False) -> None:
         """Stop the run in order, as one Ctrl+C; `now`: end each node at once."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM if now else signal.SIGINT)
-
-
-def _listed(numbers: list[int]) -> str:
-    """`iterations 1 to 12`; `iterations 5, 10` where some are missing."""
-    first, last = numbers[0], numbers[-1]
-    if last > first and last - first == len(numbers) - 1:
-        return f"iterations {first} to {last}"
-    return f"iteration{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,9 +1,9 @@
 """The scores of an evaluation, for people: each with the interval that the score on all such tasks is in."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-from coordinator.console.views.heartbeats import is_measured
+from coordinator.console.views.heartbeats import is_number
 from coordinator.directory.metrics_file import SCORES
 
 INTERVAL = 1.96
@@ -39,7 +39,16 @@ def scores(line: Mapping[str, Any]) -> list[Score]:
         scored = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
         fields.append((name, scored.get("reward"), scored.get("error")))
     return [
-        Score(name, reward, error if is_measured(error) else None)
+        Score(name, reward, error if is_number(error) else None)
         for name, reward, error in fields
-        if is_measured(reward)
+        if is_number(reward)
     ]
+
+
+def history(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, Score]]]:
+    """Return the scores of metrics lines by name, each with the iteration of its line."""
+    by_name: dict[str, list[tuple[int, Score]]] = {}
+    for line in lines:
+        for score in scores(line):
+            by_name.setdefault(score.name, []).append((line["iteration"], score))
+    return by_name

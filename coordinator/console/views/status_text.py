@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from coordinator.console.views.crew_status import GOING
-from coordinator.console.views.heartbeats import is_measured
+from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import scores
 from coordinator.directory.layout import MASTER
 from coordinator.journal.control_characters import one_line
@@ -179,7 +179,7 @@ def rewards(line: dict[str, Any] | None) -> str:
     """Give the last metrics: `last finished: iteration 4, reward 0.612, eval_reward 0.900 ± 0.026`."""
     if line is None:
         return ""
-    texts = [f"reward {line['reward']:.3f}"] if is_measured(line.get("reward")) else []
+    texts = [f"reward {line['reward']:.3f}"] if is_number(line.get("reward")) else []
     texts += [f"{score.name} {score}" for score in scores(line)]
     return ", ".join([f"last finished: iteration {line['iteration']}", *texts])
 

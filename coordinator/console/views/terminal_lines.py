@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from coordinator.console.views import status_text as words
-from coordinator.console.views.heartbeats import is_measured
+from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import scores
 from coordinator.console.views.status_text import Node, Status, duration
 from coordinator.journal.control_characters import one_line
@@ -193,7 +193,7 @@ def _bar(node: Node, cells: int, signs: Signs) -> Text:
 
 def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[Text]:
     """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 ± 0.022 in iteration 9`; nothing before a reward."""
-    rewards = [line["reward"] for line in lines if is_measured(line.get("reward"))]
+    rewards = [line["reward"] for line in lines if is_number(line.get("reward"))]
     last = next((line for line in reversed(lines) if scores(line)), None)
     text = Text()
     if last is not None:

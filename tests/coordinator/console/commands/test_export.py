@@ -123,7 +123,7 @@ def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> 
     [
         (["--iteration", "7"], "has no such checkpoint; there are 1, 2"),
         (["--iteration", "seven"], "--iteration seven: give the number of an iteration"),
-        (["--log-path", "nowhere"], "no run is here"),
+        (["--log-path", "nowhere"], "no run there"),
         (["-o", "adder/run.json/out"], "run.json/out: File exists"),
         (["-o", "adder"], "adder: is there already"),
         (["--merge"], "--merge: iteration 2 of"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.cli import main
 from coordinator.console.plan import command
-from coordinator.console.plan.measure import Findings, measure, spread
+from coordinator.console.plan.measure import Findings, measure
 from coordinator.console.plan.propose import (
     Device,
     Measured,
@@ -23,6 +23,7 @@ from coordinator.console.plan.propose import (
     rank_weights,
     seconds_each,
 )
+from coordinator.console.views.ranges import ranges
 from coordinator.settings.placement import crews_of, parse_place
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.plan.planned_run import END_S, LOAD_S, SLEEP_S, START_S, TOKENS, write_run
@@ -152,7 +153,7 @@ def test_weights_hold_in_both_crews() -> None:
 
 
 def test_devices_are_typed_as_ranges() -> None:
-    assert [",".join(spread(numbers)) for numbers in ((0, 1, 2), (4,), (0, 2, 3))] == ["0-2", "4", "0,2-3"]
+    assert [",".join(ranges(numbers)) for numbers in ((0, 1, 2), (4,), (0, 2, 3))] == ["0-2", "4", "0,2-3"]
 
 
 def found(root: Path) -> tuple[Findings, float, float]:
